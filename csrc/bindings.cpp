@@ -1,0 +1,40 @@
+// pytransformer._C: how this copy was built and what this CPU offers. The op libraries load and run without it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "build_info.h"  // written by the build: kBuildInfo, a JSON text
+
+namespace py = pybind11;
+
+namespace {
+
+std::map<std::string, bool> cpu_features() {
+  std::map<std::string, bool> features;
+  for (const pt::CpuFeature& feature : pt::cpu_features()) features[feature.name] = feature.present;
+  return features;
+}
+
+std::vector<std::string> isas(bool only_usable) {
+  std::vector<std::string> names;
+  for (pt::Isa isa : pt::built_isas())
+    if (!only_usable || pt::runs_here(isa)) names.push_back(pt::isa_name(isa));
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "How this copy of pytransformer was built, and what this CPU offers.";
+  m.def("build_info", [] { return py::module_::import("json").attr("loads")(kBuildInfo); },
+        "Version, compiler, flags, instruction sets built, and why CUDA is absent if it is; a dict.");
+  m.def("cpu_features", &cpu_features, "Features that matter here -> whether the CPU and the operating system offer them.");
+  m.def("built_isas", [] { return isas(false); }, "Instruction sets the CPU kernels were compiled for, best first.");
+  m.def("usable_isas", [] { return isas(true); }, "Those of built_isas() that this CPU runs.");
+  m.def("default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
+        "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");
+}

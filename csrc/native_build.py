@@ -1,0 +1,405 @@
+"""Compiles the native libraries with ninja. Knows nothing of setuptools: setup.py asks for a plan and runs it.
+
+What is built, all inside the package:
+
+- ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11): holds no Python, so one
+  build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads it.
+- ``_C``: a pybind11 module for this Python with build information and CPU features. Nothing depends on it.
+- ``_build_info.json``: what was built, what was not, and why; written for a pure Python install too.
+
+Options come from the environment:
+
+=============================  ===================================================================================
+PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
+PYTRANSFORMER_CUDA             auto (default) | 1: fail if CUDA kernels cannot be built | 0: do not build them
+PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
+PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
+PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
+DEBUG                          1: -O1 -g instead of -O3
+CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: compile jobs at once (default: one per core)
+=============================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+MIN_TORCH = (2, 11)
+CPU_LIBRARY = "libpytransformer_cpu.so"
+BUILD_INFO = "_build_info.json"
+
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# Kernels never read errno, and a square root that may set it is a call. The psABI note is about passing 64-byte vectors
+# between functions compiled with different flags; ours live in one namespace per instruction set and never meet.
+KERNEL_FLAGS = ["-fno-math-errno", "-Wno-psabi"]
+STABLE_ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
+
+
+class BuildError(RuntimeError):
+    """What was asked for cannot be built; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An instruction set the CPU kernels are compiled for; csrc/cpu/isa.cpp holds the matching run-time test."""
+
+    name: str
+    machines: tuple[str, ...] = ()  # of platform.machine(); empty = any
+    flags: tuple[str, ...] = ()
+    probe: str = "int main() { return 0; }"  # must compile with the flags
+
+
+ISAS = (  # best first
+    Isa(
+        "avx512_bf16",
+        ("x86_64",),
+        tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -mbmi2".split()),
+        "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(s, a, b); }\n",
+    ),
+    Isa("generic"),
+)
+
+
+# ---- what this machine has
+
+
+def _switch(name: str) -> str:
+    value = os.environ.get(name, "auto").strip().lower() or "auto"
+    if value not in ("auto", "0", "1"):
+        raise BuildError(f"{name} is {value!r}; wanted auto, 0 or 1")
+    return value
+
+
+@functools.cache
+def find_torch() -> Path | None:
+    """The torch package's directory, found without importing torch.
+
+    In pip's build isolation this interpreter does not see the environment's packages, but a child started without the
+    variables that isolation sets does, .pth files included. Tools that isolate by an interpreter of their own (``build``,
+    uv) are covered where VIRTUAL_ENV names the activated environment; PYTRANSFORMER_TORCH covers the rest.
+    """
+    if given := os.environ.get("PYTRANSFORMER_TORCH"):
+        if not (Path(given) / "version.py").is_file():
+            raise BuildError(f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py there)")
+        return Path(given).resolve()
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    interpreters = [sys.executable, os.path.join(os.environ.get("VIRTUAL_ENV", sys.prefix), "bin", "python")]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE")}
+    ask = "import importlib.util as u; s = u.find_spec('torch'); print(next(iter(s.submodule_search_locations)) if s else '')"
+    for interpreter in dict.fromkeys(filter(os.path.exists, interpreters)):
+        answer = subprocess.run([interpreter, "-c", ask], env=environment, cwd=os.sep, capture_output=True, text=True)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return Path(answer.stdout.strip())
+    return None
+
+
+def torch_version(torch: Path) -> str:
+    match = re.search(r"^__version__\s*=\s*'([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    return match.group(1) if match else "unknown"
+
+
+def _why_not_torch(torch: Path | None) -> str | None:
+    wanted = ".".join(map(str, MIN_TORCH))
+    if torch is None:
+        return f"torch >= {wanted} was not found: install it first, then install this package again"
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version(torch))
+    if numbers is None or tuple(map(int, numbers.groups())) < MIN_TORCH:
+        return f"torch {torch_version(torch)} at {torch} is too old: wanted >= {wanted}"
+    for part in ("include/torch/csrc/stable/library.h", "lib/libtorch_cpu.so"):
+        if not (torch / part).exists():
+            return f"torch at {torch} has no {part}"
+    return None
+
+
+def find_compiler() -> list[str] | None:
+    """The C++ compiler's command: CXX if set, whether or not it works, else the first of g++, clang++ and c++."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    return next(([path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+
+
+def _compiles(compiler: list[str], flags: list[str], source: str, directory: Path) -> str | None:
+    """None if `source` compiles with `flags`, else the reason in one line."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [*compiler, *flags, "-x", "c++", "-", "-o", str(directory / f"probe-{os.getpid()}")]
+    try:
+        done = subprocess.run(command, input=source, capture_output=True, text=True)
+    except OSError as error:
+        return f"{compiler[0]} cannot be run: {error.strerror}"
+    finally:
+        (directory / f"probe-{os.getpid()}").unlink(missing_ok=True)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+    return f"{compiler[0]} cannot compile a test program: {lines[0].strip()}"
+
+
+def find_ninja() -> str | None:
+    if spec := importlib.util.find_spec("ninja"):  # the package may be importable and its script not on PATH
+        import ninja
+
+        candidate = Path(ninja.BIN_DIR) / "ninja"
+        if spec and candidate.is_file():
+            return str(candidate)
+    return shutil.which("ninja")
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidate = os.path.join(home, "bin", "nvcc") if home else None
+    return candidate if candidate and os.path.exists(candidate) else shutil.which("nvcc")
+
+
+# ---- the plan
+
+
+@dataclass
+class Plan:
+    """What will be built here, and why the rest will not."""
+
+    version: str
+    directory: Path
+    compiler: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    link_flags: list[str] = field(default_factory=list)
+    torch: Path | None = None
+    isas: list[Isa] = field(default_factory=list)
+    why_not_cpu: str | None = None
+    why_not_bindings: str | None = None
+    why_not_cuda: str | None = None
+    why_not_isa: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def native(self) -> bool:
+        return self.why_not_cpu is None
+
+    @property
+    def bindings(self) -> str:
+        """File name of the `_C` module for this Python."""
+        return "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+
+    def targets(self) -> list[str]:
+        """File names, inside the package, of the libraries to build."""
+        if not self.native:
+            return []
+        return [CPU_LIBRARY] + ([self.bindings] if self.why_not_bindings is None else [])
+
+    def build_info(self) -> dict[str, object]:
+        def tool(command: list[str]) -> str | None:
+            return subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0] or None
+
+        return {
+            "version": self.version,
+            "platform": sysconfig.get_platform(),
+            "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
+            | {"isas_not_built": self.why_not_isa},
+            "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda},
+            "bindings": {"built": self.native and self.why_not_bindings is None, "reason": self.why_not_bindings},
+            "compiler": tool(self.compiler) if self.native else None,
+            "flags": self.flags if self.native else [],
+            "torch": torch_version(self.torch) if self.native and self.torch else None,
+        }
+
+
+def _why_not_cuda(plan: Plan) -> str | None:
+    if _switch("PYTRANSFORMER_CUDA") == "0":
+        return "switched off by PYTRANSFORMER_CUDA=0"
+    if not any(CSRC.glob("cuda/**/*.cu")):
+        return "this version has no CUDA kernels yet"
+    if find_nvcc() is None:
+        return "nvcc was not found: put it on PATH or set CUDA_HOME"
+    return plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}"
+
+
+def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
+    if _switch("PYTRANSFORMER_CPU") == "0":
+        return "switched off by PYTRANSFORMER_CPU=0"
+    if not sys.platform.startswith("linux"):
+        return f"native code is built on Linux only, and this is {sys.platform}"
+    if compiler is None:
+        return "no C++ compiler was found: install g++ or clang++, or set CXX"
+    link = [*plan.flags, *plan.link_flags, "-shared"]
+    if why_not := _compiles(compiler, link, "#include <string>\nstd::string f() { return {}; }\n", plan.directory):
+        return why_not
+    if find_ninja() is None:
+        return "ninja was not found: pip install ninja"
+    return _why_not_torch(find_torch())
+
+
+def make_plan(version: str) -> Plan:
+    """Looks at the environment and the machine; compiles only test programs of one line.
+
+    Raises:
+        BuildError: an option has a bad value, or one set to 1 asks for what cannot be built here.
+    """
+    sanitize = os.environ.get("PYTRANSFORMER_BUILD_SANITIZE", "")
+    debug = os.environ.get("DEBUG", "0") not in ("", "0")
+    kind = "-".join(filter(None, ["sanitize", *sanitize.split(",")])) if sanitize else "debug" if debug else "release"
+    sanitizer = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"] if sanitize else []
+    optimise = ["-O1", "-g"] if debug or sanitize else ["-O3", "-DNDEBUG"]
+
+    plan = Plan(version, ROOT / "build" / f"native-{kind}")
+    plan.flags = [*COMMON_FLAGS, *optimise, *sanitizer, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    plan.link_flags = [*sanitizer, *shlex.split(os.environ.get("LDFLAGS", ""))]
+    compiler = find_compiler()
+    plan.why_not_cpu = _why_not_cpu(plan, compiler)
+    if plan.native:
+        assert compiler is not None
+        plan.compiler, plan.torch = compiler, find_torch()
+        for isa in ISAS:
+            why_not = None
+            if isa.machines and platform.machine() not in isa.machines:
+                why_not = f"for {' or '.join(isa.machines)}, and this is {platform.machine()}"
+            why_not = why_not or _compiles(compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
+            if why_not:
+                plan.why_not_isa[isa.name] = why_not
+            else:
+                plan.isas.append(isa)
+    if _switch("PYTRANSFORMER_BINDINGS") == "0":
+        plan.why_not_bindings = "switched off by PYTRANSFORMER_BINDINGS=0"
+    elif importlib.util.find_spec("pybind11") is None:
+        plan.why_not_bindings = "pybind11 was not found: pip install pybind11"
+    elif not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        plan.why_not_bindings = f"Python.h is not in {sysconfig.get_paths()['include']}: install Python's headers"
+    plan.why_not_cuda = _why_not_cuda(plan)
+    for option, why_not in (("PYTRANSFORMER_CPU", plan.why_not_cpu), ("PYTRANSFORMER_CUDA", plan.why_not_cuda)):
+        if _switch(option) == "1" and why_not:
+            raise BuildError(f"{option}=1, but it cannot be built: {why_not}")
+    return plan
+
+
+# ---- building
+
+
+class _Ninja:
+    """Writes build.ninja: every object depends on its source, its headers (as the compiler lists them) and its command."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.lines = [
+            "ninja_required_version = 1.5",
+            "rule cxx",
+            f"  command = {shlex.join(plan.compiler)} $flags -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $label",
+            "rule link",
+            f"  command = {shlex.join(plan.compiler)} -shared $in $flags -o $out",
+            "  description = link $out",
+        ]
+
+    @staticmethod
+    def _escape(text: str, extra: str = "") -> str:
+        return re.sub(rf"([${extra}])", r"$\1", text)
+
+    def _build(self, rule: str, output: str, inputs: list[str], flags: list[str], label: str) -> str:
+        paths = " ".join(self._escape(path, ": ") for path in inputs)
+        self.lines += [f"build {output}: {rule} {paths}", f"  flags = {self._escape(shlex.join(flags))}", f"  label = {label}"]
+        return output
+
+    def compile(self, source: Path, flags: list[str], variant: str = "") -> str:
+        name = source.relative_to(CSRC).as_posix()
+        output = f"{name}{variant and '.' + variant}.o"
+        return self._build("cxx", output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
+
+    def link(self, output: str, objects: list[str], flags: list[str]) -> None:
+        self._build("link", output, objects, flags, output)
+
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _ninja_text(plan: Plan) -> str:
+    assert plan.torch is not None
+    ninja = _Ninja(plan)
+    per_isa = [f"X({isa.name},A)" for isa in plan.isas]
+    base = [*plan.flags, f"-DPT_FOR_EACH_ISA(X,A)={' '.join(per_isa)}", "-I", str(CSRC)]
+    edge = [*base, *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
+    objects = {}
+    for source in sorted([*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")]):
+        if source.stem.endswith("_kernels"):
+            for isa in plan.isas:
+                flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]
+                objects[source.stem, isa.name] = ninja.compile(source, flags, isa.name)
+        else:
+            objects[source.stem, ""] = ninja.compile(source, edge)
+    # An undefined symbol is an error here rather than at load time; a sanitizer's run time is found only at load.
+    defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
+    torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
+    ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
+    if plan.why_not_bindings is None:
+        import pybind11
+
+        includes = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"], "-I", str(plan.directory)]
+        tag = sysconfig.get_config_var("SOABI")
+        bindings = ninja.compile(CSRC / "bindings.cpp", [*base, *includes], tag)
+        ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)
+    return ninja.text()
+
+
+def build(plan: Plan) -> dict[str, Path]:
+    """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed."""
+    directory = plan.directory
+    if not plan.native:
+        return {}
+    information = json.dumps(plan.build_info(), indent=1)
+    _write_if_changed(directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({information})json";\n')
+    _write_if_changed(directory / "build.ninja", _ninja_text(plan))
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    ninja = find_ninja()
+    assert ninja is not None
+    done = subprocess.run([ninja, "-C", str(directory), "-j", jobs, *plan.targets()])
+    if done.returncode:
+        raise BuildError("the native code did not compile; the compiler's messages are above. PYTRANSFORMER_CPU=0 installs without it")
+    return {name: directory / name for name in plan.targets()}
+
+
+def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
+    """Puts the built files and the build information into the package directory; returns where they are.
+
+    A library that another process has loaded is replaced, not overwritten.
+    """
+    package.mkdir(parents=True, exist_ok=True)
+    for stale in (*package.glob("libpytransformer_*.so"), *package.glob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")):
+        if stale.name not in files:
+            stale.unlink()
+    for name, built in files.items():
+        temporary = package / f"{name}.new"
+        shutil.copy2(built, temporary)
+        os.replace(temporary, package / name)
+    (package / BUILD_INFO).write_text(json.dumps(plan.build_info(), indent=1) + "\n")
+    return [package / name for name in (*files, BUILD_INFO)]
+
+
+def describe(plan: Plan) -> str:
+    """What will be built and what will not, with reasons, for a person."""
+    if plan.native:
+        skipped = "".join(f"\n  not {name}: {why}" for name, why in plan.why_not_isa.items())
+        lines = [f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"]
+        lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
+    else:
+        lines = [f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}", "The package is installed as pure Python: its reference tier works."]
+    lines.append(f"CUDA kernels: not built: {plan.why_not_cuda}" if plan.why_not_cuda else "CUDA kernels: built")
+    return "\n".join(f"pytransformer: {line}" for line in lines)
