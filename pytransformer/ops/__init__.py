@@ -1,0 +1,1 @@
+"""The ops, one file a stem; see _registry for how one is declared."""

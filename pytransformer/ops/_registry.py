@@ -1,0 +1,427 @@
+"""One op, several backends with reasons, chosen inside the op's body.
+
+An :class:`Op` is declared once, in the file of its stem::
+
+    layer_norm = Op(
+        "layer_norm",
+        arguments="Tensor x, Tensor? weight, Tensor? bias, float eps",
+        outputs=("y", "mean", "rstd"),       # of the forward raw op, all tensors
+        differentiable_outputs=1,            # the first n of them carry gradients
+        differentiable=("x", "weight", "bias"),
+        saved=("mean", "rstd"),              # outputs that backward gets back
+        empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
+        flops=...)
+
+From it come two raw ops of the library ``pytransformer``: ``layer_norm_fwd(arguments, backend, strict)`` and
+``layer_norm_bwd(gradients of the differentiable outputs, arguments, saved, wanted, backend, strict)``, which returns one
+tensor for each name in ``differentiable`` (an empty one where ``wanted`` is false). What forward leaves for backward is the
+same on every backend, so backward may run on another one.
+
+A backend says ``why_not(arguments)``: None if it can do the problem, else a reason a person can read. The choice is made
+in the body of the raw op, so torch.compile sees one op: no graph break, and no recompilation when the choice changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.library import Library, register_fake, register_vmap
+
+from ._autograd import make_functions, reference_outputs, transforming
+from ._tensors import empty_in_order
+
+LIBRARY = Library("pytransformer", "DEF")
+OPS: dict[str, Op] = {}
+BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference
+
+# Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
+_forced: dict[str, str] = {}
+_fallbacks: dict[tuple[str, str, str], Fallback] = {}
+_traces: list[list[tuple[str, str]]] = []
+_lock = threading.Lock()
+
+
+class BackendError(NotImplementedError):
+    """A forced backend cannot do the problem, or strict mode met a fallback; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one backend computes an op.
+
+    ``forward(a)`` gets the named tuple of the op's arguments and returns its outputs; ``backward(a, grads, saved, wanted)``
+    returns one tensor, or None, for each differentiable argument. ``extra_bytes(a)`` estimates the memory a call needs
+    beyond its inputs and outputs.
+    """
+
+    name: str
+    forward: Callable[[Any], tuple[torch.Tensor, ...]]
+    backward: Callable[..., Sequence[torch.Tensor | None]]
+    why_not: Callable[[Any], str | None]
+    extra_bytes: Callable[[Any], int] = lambda a: 0
+
+
+@dataclass
+class Fallback:
+    """The reference computed what a fused backend was expected to compute."""
+
+    op: str
+    call_site: str
+    reason: str
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. ``reasons`` has every backend of the op: None if it can do the problem, else why not."""
+
+    op: str
+    backend: str | None
+    reasons: dict[str, str | None]
+    extra_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend or 'no backend can do this'}"]
+        for name, reason in self.reasons.items():
+            verdict = "chosen" if name == self.backend else "possible" if reason is None else f"no: {reason}"
+            extra = f", {self.extra_bytes[name]:,} bytes beyond inputs and outputs" if name in self.extra_bytes else ""
+            lines.append(f"  {name:10} {verdict}{extra}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+class Op:
+    """One public op: its two raw ops, its backends and its gradient. See the module's docstring."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arguments: str,
+        outputs: Sequence[str],
+        differentiable_outputs: int,
+        differentiable: Sequence[str],
+        saved: Sequence[str],
+        empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
+        flops: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
+        self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
+        self.backends: dict[str, Backend] = {}
+        self.prepare: Callable[..., tuple[Any, str | None, bool]] | None = None  # public call -> (arguments, backend, strict)
+        names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
+        self.Arguments = namedtuple(f"{name}_arguments", names)
+        self.positions = tuple(names.index(n) for n in differentiable)
+        self.empty_outputs = empty_outputs
+
+        def returns(items: Sequence[str]) -> str:
+            return "(" + ", ".join(f"Tensor {n}" for n in items) + ")"
+
+        grads = "".join(f"Tensor? {n}, " for n in self.grad_names)
+        saved_args = "".join(f", Tensor {n}" for n in saved)
+        tail = "str? backend=None, bool strict=False"
+        self.fwd = self._define(f"{name}_fwd", f"({arguments}, {tail}) -> {returns(outputs)}", self._forward, self._forward_fake)
+        self.bwd = self._define(
+            f"{name}_bwd",
+            f"({grads}{arguments}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
+            self._backward,
+            self._backward_fake,
+        )
+        if flops is not None:
+            self._count_flops(flops)
+        self.function = make_functions(self)
+        OPS[name] = self
+
+    # ---- registration
+
+    def _define(self, name: str, schema: str, body: Callable, fake: Callable) -> torch._ops.OpOverload:
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        register_fake(f"pytransformer::{name}", fake, lib=LIBRARY)
+        raw = getattr(torch.ops.pytransformer, name).default
+        register_vmap(f"pytransformer::{name}", _vmap_by_loop(raw), lib=LIBRARY)
+        return raw
+
+    def _count_flops(self, flops: Callable[[Any], int]) -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        n, skip = len(self.Arguments._fields), len(self.grad_names)
+        register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
+        # Backward recomputes the first product and has two products for each of the forward's: 5/2 for attention.
+        register_flop_formula(self.bwd._overloadpacket, get_raw=True)(
+            lambda *a, **_: flops(self.Arguments(*a[skip : skip + n])) * 5 // 2
+        )
+
+    def add_reference(
+        self,
+        forward: Callable[[Any], tuple[torch.Tensor, ...]],
+        *,
+        extra_bytes: Callable[[Any], int] = lambda a: 0,
+        check_values: Callable[[Any], None] = lambda a: None,
+    ) -> None:
+        """Make ``forward``, plain differentiable PyTorch that returns all outputs, the reference backend and the source of
+        higher derivatives. ``check_values`` looks at what tensors hold, on the CPU only: on a GPU it would synchronise."""
+        self.reference = forward
+
+        def checked_forward(a: Any) -> tuple[torch.Tensor, ...]:
+            if a[0].device.type == "cpu":
+                check_values(a)
+            with torch.no_grad(), torch.autocast(a[0].device.type, enabled=False):
+                return _copied(self.empty_outputs(a), forward(a))
+
+        def backward(a: Any, grads: Any, saved: Any, wanted: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+            places = [i for i, want in zip(self.positions, wanted) if want]
+            given = [i for i, g in enumerate(grads) if g is not None]
+            with _autograd_inside():
+                leaves = [a[i].detach().requires_grad_() for i in places]
+                outputs = reference_outputs(self, a, places, leaves, given)
+                results = torch.autograd.grad(outputs, leaves, [grads[i] for i in given], materialize_grads=True)
+            by_place = dict(zip(places, results))
+            return _copied(self.empty_gradients(a, wanted), [by_place.get(i) for i in self.positions])
+
+        self.backend(Backend("reference", checked_forward, backward, lambda a: None, extra_bytes))
+
+    def backend(self, backend: Backend) -> Backend:
+        """Add a backend; BACKENDS gives the order in which they are tried."""
+        if backend.name not in BACKENDS:
+            raise ValueError(f"backend {backend.name!r} is not one of {', '.join(BACKENDS)}")
+        self.backends[backend.name] = backend
+        self.backends = {n: self.backends[n] for n in BACKENDS if n in self.backends}
+        return backend
+
+    # ---- bodies of the raw ops
+
+    def _forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        n = len(self.Arguments._fields)
+        a = self.Arguments(*args[:n])
+        chosen = self.select(a, *args[n:])
+        _record(f"{self.name}_fwd", chosen.name)
+        return tuple(chosen.forward(a))
+
+    def _backward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        grads, a, saved, wanted, rest = self._split_backward(args)
+        chosen = self.select(a, *rest)
+        _record(f"{self.name}_bwd", chosen.name)
+        return self._filled(a, chosen.backward(a, grads, saved, wanted))
+
+    def _forward_fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(self.empty_outputs(self.Arguments(*args[: len(self.Arguments._fields)])))
+
+    def _backward_fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        _, a, _, wanted, _ = self._split_backward(args)
+        return self._filled(a, self.empty_gradients(a, wanted))
+
+    def _split_backward(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        g, n, s = len(self.grad_names), len(self.Arguments._fields), len(self.saved)
+        return args[:g], self.Arguments(*args[g : g + n]), args[g + n : g + n + s], list(args[g + n + s]), args[g + n + s + 1 :]
+
+    def empty_gradients(self, a: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Gradients of the differentiable arguments, uninitialised, each in its argument's dtype and memory order."""
+        return [empty_in_order(a[i], a[i].shape) if want else None for i, want in zip(self.positions, wanted)]
+
+    def _filled(self, a: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        like = next(t for t in a if isinstance(t, torch.Tensor))
+        return tuple(like.new_empty(0) if g is None else g for g in grads)
+
+    # ---- choice
+
+    def select(self, a: Any, backend: str | None = None, strict: bool = False) -> Backend:
+        """The backend that computes this problem; raises BackendError if a forced one cannot."""
+        forced = backend or _forced.get(self.name)
+        if forced is not None:
+            reason = self.reason(forced, a)
+            if reason is not None:
+                raise BackendError(f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}")
+            return self.backends[forced]
+        reasons: dict[str, str] = {}
+        for name, candidate in self.backends.items():
+            if name == "reference":
+                if reasons:
+                    self._fall_back(reasons, strict)
+                return candidate
+            reason = candidate.why_not(a)
+            if reason is None:
+                return candidate
+            if not reason.startswith(WRONG_DEVICE):
+                reasons[name] = reason
+        raise BackendError(f"{self.name}: no backend can do this: {reasons}")
+
+    def reason(self, backend: str, a: Any) -> str | None:
+        """Why the backend cannot do the problem, or None."""
+        if backend not in self.backends:
+            return f"{self.name} has no backend {backend!r}, only {', '.join(self.backends)}"
+        return self.backends[backend].why_not(a)
+
+    def _fall_back(self, reasons: dict[str, str], strict: bool) -> None:
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        if strict or os.environ.get("PYTRANSFORMER_STRICT") == "1":
+            raise BackendError(f"{self.name}: strict mode, and only the reference can do this: {why}")
+        site = _call_site()
+        with _lock:
+            record = _fallbacks.setdefault((self.name, site, why), Fallback(self.name, site, why))
+            record.count += 1
+        if record.count == 1:
+            warnings.warn(f"pytransformer.{self.name} at {site} runs on the slow reference: {why}", RuntimeWarning, stacklevel=2)
+
+    # ---- calls
+
+    def __call__(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
+        """Run the op, with gradients where they are needed. The autograd Function costs about 10 µs, so it is skipped
+        when nothing needs a gradient and no transform is active."""
+        if torch.compiler.is_compiling() or _differentiating(a):
+            return self.function.apply(*a, backend, strict)
+        return self.fwd(*a, backend, strict)
+
+
+WRONG_DEVICE = "runs on "  # a reason that starts so is no fallback: that backend was never expected here
+
+
+def _differentiating(a: Sequence[Any]) -> bool:
+    needed = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in a)
+    return needed or transforming()
+
+
+def _vmap_by_loop(raw: torch._ops.OpOverload) -> Callable:
+    """vmap rule: run the op once per element. Exact for every argument; the op's own batch dimension is the fast way."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def element(i: int) -> Sequence[Any]:
+            return [x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(args, in_dims)]
+
+        results = [raw(*element(i), **kwargs) for i in range(info.batch_size)]
+        if not results:
+            raise ValueError("vmap over a dimension of size 0")
+        return tuple(torch.stack(parts) for parts in zip(*results)), (0,) * len(results[0])
+
+    return rule
+
+
+@contextlib.contextmanager
+def _autograd_inside() -> Iterator[None]:
+    """Let autograd record in the body of a raw op, where a dispatch mode (opcheck's, fake tensors') has switched it off."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - keys), torch.enable_grad():
+        yield
+
+
+def _copied(into: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The results in the memory order (and dtype) that the fake promised."""
+    return tuple(None if e is None else e.copy_(r) for e, r in zip(into, results))
+
+
+def _record(raw: str, backend: str) -> None:
+    for trace in _traces:
+        trace.append((raw, backend))
+
+
+def _call_site() -> str:
+    """file:line of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = os.path.dirname(os.path.abspath(torch.__file__))
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((ours, theirs, "<")):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown place"
+
+
+# ---- public controls
+
+
+@contextlib.contextmanager
+def use_backend(**choice: str) -> Iterator[None]:
+    """Force backends by op, in the whole process: ``with use_backend(attention="cpu"): ...``.
+
+    Forced means forced: a call that the backend cannot do raises :class:`BackendError` with the reason. Takes effect
+    without recompiling a compiled function. ``None`` lifts an outer choice.
+
+    Raises:
+        ValueError: unknown op, or a backend that the op does not have.
+    """
+    for op, backend in choice.items():
+        if op not in OPS:
+            raise ValueError(f"use_backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
+        check_backend(op, backend)
+    saved = dict(_forced)
+    _forced.update(choice)
+    for op in [op for op, backend in choice.items() if backend is None]:
+        del _forced[op]
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(saved)
+
+
+def check_backend(op: str, backend: str | None) -> None:
+    """ValueError unless the op has this backend (None is always right)."""
+    if backend is not None and backend not in OPS[op].backends:
+        raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend a call would use and why not the others, without running it.
+
+    Args:
+        op: name of a public op, for example ``"attention"``.
+        *args, **kwargs: what the call would be given; checked as the call would check them.
+
+    Returns:
+        An :class:`Explanation`; ``print`` shows it as a table.
+    """
+    if op not in OPS:
+        raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
+    target = OPS[op]
+    assert target.prepare is not None, f"{op} was declared without prepare"
+    a, backend, _ = target.prepare(*args, **kwargs)
+    reasons = {name: b.why_not(a) for name, b in target.backends.items()}
+    forced = backend or _forced.get(op)
+    possible = [n for n, reason in reasons.items() if reason is None and forced in (None, n)]
+    notes = ["gradients of gradients go through the reference, in eager mode"]
+    if forced:
+        notes.append(f"backend {forced!r} is forced")
+    extra = {n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None}
+    return Explanation(op, possible[0] if possible else None, reasons, extra, tuple(notes))
+
+
+def fallbacks() -> list[Fallback]:
+    """The calls, by place and reason, that ran on the reference where a fused backend was expected."""
+    with _lock:
+        return list(_fallbacks.values())
+
+
+def clear_fallbacks() -> None:
+    """Forget the recorded fallbacks; the next one at each place warns again."""
+    with _lock:
+        _fallbacks.clear()
+
+
+def record_fallback(op: str, reason: str) -> None:
+    """Note a call that never reached an op of ours (see pytransformer.drop_in)."""
+    site = _call_site()
+    with _lock:
+        _fallbacks.setdefault((op, site, reason), Fallback(op, site, reason)).count += 1
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[list[tuple[str, str]]]:
+    """Record (raw op, backend) of every raw op that runs inside the block, in order."""
+    record: list[tuple[str, str]] = []
+    _traces.append(record)
+    try:
+        yield record
+    finally:
+        _traces.remove(record)

@@ -1,0 +1,103 @@
+"""What every op's public function needs: checks with clear errors, memory order, autocast, dropout seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def shape_of(t: torch.Tensor) -> str:
+    return "(" + ", ".join(str(n) for n in t.shape) + ")"
+
+
+def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None) -> None:
+    """TypeError unless a tensor (of a floating dtype the kernels know), ValueError unless it has ndim dimensions."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
+    if floating and t.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64, got {t.dtype}")
+    if ndim is not None and t.dim() != ndim:
+        raise ValueError(f"{op}: {name} must have {ndim} dimensions, got {t.dim()} with shape {shape_of(t)}")
+
+
+def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False) -> None:
+    """ValueError unless t is on a's device, TypeError unless (dtype=True) it has a's dtype. None passes."""
+    if t is None:
+        return
+    if t.device != a.device:
+        raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {a.device}; move one of them")
+    if dtype and t.dtype != a.dtype:
+        raise TypeError(f"{op}: {name} is {t.dtype} but {first} is {a.dtype}; cast one of them")
+
+
+def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
+    """The value as a finite float."""
+    if isinstance(value, torch.Tensor) or isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    if positive and not value > 0:
+        raise ValueError(f"{op}: {name} must be greater than 0, got {value}")
+    return float(value)
+
+
+def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
+    """Check p and turn the seed into a 0-dimensional int64 tensor on the device; draw one if none is given.
+
+    The draw is a torch op on the tensors' device, so torch.manual_seed, CUDA graphs and checkpointing govern it.
+    """
+    p = check_number(op, "dropout_p", p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must be between 0 and 1, got {p}")
+    if p == 0.0:
+        return p, None
+    if seed is None:
+        return p, torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(f"{op}: dropout_seed must be one int64, got {seed.dtype} of shape {shape_of(seed)}")
+        if seed.device != device:
+            raise ValueError(f"{op}: dropout_seed is on {seed.device} but the input is on {device}; move it")
+        return p, seed.reshape(())
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{op}: dropout_seed must fit in 64 bits, got {seed}")
+    return p, torch.tensor(seed, dtype=torch.int64, device=device)
+
+
+def autocast(device: torch.device, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
+    if not torch.is_autocast_enabled(device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
+
+
+def empty_in_order(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty dense tensor of this shape whose dimensions lie in memory as those of ``like`` do, the last one innermost.
+
+    A (B, H, L, D) view of (B, L, H, D) memory gives another such view, so that a model never copies. Broadcast dimensions
+    of ``like`` (stride 0) count as the outermost.
+    """
+    outer = list(range(like.dim() - 1))
+    strides = like.stride()
+    order = sorted(outer, key=lambda d: -strides[d] if strides[d] else -math.inf)
+    return torch.empty_permuted(shape, [*order, like.dim() - 1], dtype=dtype or like.dtype, device=like.device)
+
+
+def last_contiguous(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous: a copy in the same memory order if it was not."""
+    if t.stride(-1) == 1 or t.size(-1) <= 1:
+        return t
+    return empty_in_order(t, t.shape).copy_(t)

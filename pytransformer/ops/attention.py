@@ -1,0 +1,360 @@
+"""Attention: the public functions, the raw ops, and what their arguments mean to every backend.
+
+``attention`` and ``scaled_dot_product_attention`` check their arguments, lower them to the flat list ARGUMENTS below and
+call one raw op; see docs/ops/attention.md for the mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..reference.attention import attention_forward
+from . import _cpu_attention as cpu_attention
+from ._registry import Op, check_backend
+from ._tensors import (
+    autocast,
+    check_choice,
+    check_number,
+    check_same,
+    check_tensor,
+    dropout_arguments,
+    empty_in_order,
+    shape_of,
+)
+from .masks import AlibiBias, RelativePositionBias
+
+# query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
+# each dimension full or 1. slopes (Hq,), table (buckets, Hq). Lengths (B,), segments (B, L), the seed (): int64.
+# window: -1 = unbounded. softcap 0 = none. The starts are the absolute indices of the first query and key: causality,
+# window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table,
+Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
+Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
+float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+
+
+def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, num_queries, _ = a.query.shape
+    lse_dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    out = empty_in_order(a.query, (batch, heads, num_queries, a.value.shape[3]))
+    return out, torch.empty((batch, heads, num_queries), dtype=lse_dtype, device=a.query.device)
+
+
+def _flops(a: Any) -> int:
+    """4 B H Lq Lk D (2 for each product), half when causal, whatever masks hide besides."""
+    batch, heads, num_queries, head_dim = a.query.shape
+    flops = 2 * batch * heads * num_queries * a.key.shape[2] * (head_dim + a.value.shape[3])
+    return flops // 2 if a.causal != "none" else flops
+
+
+attention_op = Op(
+    "attention",
+    arguments=ARGUMENTS,
+    outputs=("out", "lse"),
+    differentiable_outputs=2,
+    differentiable=("query", "key", "value", "mask", "bias", "slopes", "table"),
+    saved=("out", "lse"),
+    empty_outputs=_empty_outputs,
+    flops=_flops,
+)
+
+
+# ---- public functions
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    query_lengths: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
+    prefix_lengths: torch.Tensor | None = None,
+    query_segments: torch.Tensor | None = None,
+    key_segments: torch.Tensor | None = None,
+    bias: torch.Tensor | AlibiBias | RelativePositionBias | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Masked scaled dot-product attention, ``softmax(scale * query @ keyᵀ + bias + mask) @ value``, in linear memory.
+
+    A key j is visible to query i if ``(causal OR j < prefix) AND window AND lengths AND segments AND mask``. Order of the
+    score: scale, softcap, biases, masks, softmax, dropout. A query that sees nothing gives 0, lse -inf and no gradient.
+
+    Args:
+        query: (B, Hq, Lq, D), float32, bfloat16, float16 or float64; any strides, as key and value.
+        key: (B, Hkv, Lk, D); Hq must be a multiple of Hkv (grouped-query attention).
+        value: (B, Hkv, Lk, Dv).
+        attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
+            has a gradient).
+        causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: decoding
+            with a cache).
+        window: (left, right), ``i + offset - left <= j <= i + offset + right``; None on a side is unbounded. The offset is
+            that of ``causal``, and shifts ALiBi and T5 distances too.
+        query_lengths, key_lengths: (B,) integers: what lies at or past them is padding, read as zero.
+        prefix_lengths: (B,) integers, needs ``causal``: the keys before it are visible to every query.
+        query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
+        bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or :class:`RelativePositionBias`; with gradient.
+        softcap: ``softcap * tanh(score / softcap)``.
+        scale: default ``1 / sqrt(D)``.
+        dropout_p: probability of dropping an attention weight. The same seed drops the same weights on every backend.
+        dropout_seed: int or int64 tensor; drawn from torch's generator if None.
+        return_lse: return (out, lse): the natural log of the softmax's denominator, float32, (B, Hq, Lq), differentiable.
+        deterministic: bitwise equal gradients from run to run. False may be faster.
+        backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        strict: raise rather than run on the reference.
+
+    Returns:
+        (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse a pair.
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+
+    Source: Vaswani et al. (2017), section 3.2; tiling by Dao et al., "FlashAttention" (2022).
+    """
+    a, backend, strict = _prepare(
+        query, key, value, attn_mask=attn_mask, causal=causal, window=window, query_lengths=query_lengths,
+        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
+        bias=bias, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        backend=backend, strict=strict,
+    )  # fmt: skip
+    out, lse = attention_op(a, backend, strict)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Drop-in for :func:`torch.nn.functional.scaled_dot_product_attention`, on our kernels.
+
+    Args, shapes and result are that function's: query (..., Hq, Lq, D), key (..., H, Lk, D), value (..., H, Lk, Dv), any
+    leading dimensions, causal aligned top left. Unlike there, a mask and ``is_causal`` together intersect, and floating
+    masks need not have query's dtype.
+    """
+    name = "scaled_dot_product_attention"
+    for label, t in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, label, t)
+        if t.dim() < 2:
+            raise ValueError(f"{name}: {label} must have at least 2 dimensions (..., L, D), got shape {shape_of(t)}")
+    keep = 3 if enable_gqa else 2  # dimensions that do not broadcast
+    try:
+        lead = torch.broadcast_shapes(*(t.shape[:-keep] if t.dim() >= keep else () for t in (query, key, value)))
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: leading dimensions of query {shape_of(query)}, key {shape_of(key)} and value {shape_of(value)} do not "
+            "broadcast"
+        ) from None
+
+    def four(t: torch.Tensor) -> torch.Tensor:
+        t = t.expand(*lead, *t.shape[-keep:])
+        if keep == 3:
+            return t.reshape(math.prod(lead), *t.shape[-3:])
+        return t if t.dim() == 4 else t.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *t.shape[-2:])
+
+    q, k, v = four(query), four(key), four(value)
+    mask = attn_mask
+    if isinstance(mask, torch.Tensor) and mask.dim() > 2 and query.dim() != 4:
+        heads = (*lead, q.shape[1]) if keep == 3 else lead
+        try:
+            mask = mask.expand(*heads, *mask.shape[-2:]).reshape(*q.shape[:2], *mask.shape[-2:])
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: attn_mask of shape {shape_of(attn_mask)} does not broadcast to {(*heads, q.shape[2], k.shape[2])}"
+            ) from None
+    out = attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, causal="top_left" if is_causal else None, scale=scale)
+    assert isinstance(out, torch.Tensor)
+    return out if len(lead) + keep == 4 else out.reshape(*lead, *out.shape[-keep:])
+
+
+# ---- checks and lowering
+
+
+def _prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask: Any = None,
+    causal: Any = None,
+    window: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    prefix_lengths: Any = None,
+    query_segments: Any = None,
+    key_segments: Any = None,
+    bias: Any = None,
+    softcap: Any = None,
+    scale: Any = None,
+    dropout_p: Any = 0.0,
+    dropout_seed: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_tensor("attention", name, t, floating=True, ndim=4)
+        check_same("attention", "query", query, name, t)
+    query, key, value = autocast(query.device, query, key, value)
+    check_shapes(query, key, value)
+    batch, heads, num_queries, head_dim = query.shape
+    full = (batch, heads, num_queries, key.shape[2])
+    align, left, right = positions(causal, window)
+    if prefix_lengths is not None and align == "none":
+        raise ValueError('attention: prefix_lengths needs causal="top_left" or "bottom_right"; without it every key is visible')
+    if (query_segments is None) != (key_segments is None):
+        raise ValueError("attention: query_segments and key_segments go together; give both or neither")
+    dense, slopes, table, bidirectional, max_distance = biases("attention", bias, query, heads)
+    p, seed = dropout_arguments("attention", dropout_p, dropout_seed, query.device)
+    check_backend("attention", backend)
+    arguments = attention_op.Arguments(
+        query, key, value, _dense("attn_mask", attn_mask, full, query), _dense("bias", dense, full, query), slopes, table,
+        _integers("query_lengths", query_lengths, (batch,), query), _integers("key_lengths", key_lengths, (batch,), query),
+        _integers("prefix_lengths", prefix_lengths, (batch,), query),
+        _integers("query_segments", query_segments, (batch, num_queries), query),
+        _integers("key_segments", key_segments, (batch, key.shape[2]), query),
+        seed, bidirectional, max_distance, align, left, right, 0, 0,
+        head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
+        0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
+        p, bool(deterministic),
+    )  # fmt: skip
+    return arguments, backend, bool(strict)
+
+
+attention_op.prepare = _prepare
+
+
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on; the dtypes too."""
+    check_same("attention", "query", query, "key", key, dtype=True)
+    check_same("attention", "query", query, "value", value, dtype=True)
+    shapes = f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise ValueError(f"attention: query, key and value must have the same batch size, got {shapes}")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"attention: query and key must have the same head size, got {shapes}")
+    if query.shape[3] == 0 or value.shape[3] == 0:
+        raise ValueError(f"attention: the head size must be at least 1, got {shapes}")
+    if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
+        raise ValueError(f"attention: key and value must have the same heads and length, got {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"attention: query's heads must be a multiple of key's heads, got {shapes}")
+
+
+def positions(causal: Any, window: Any) -> tuple[str, int, int]:
+    """(alignment, left, right) of the raw op, -1 for unbounded."""
+    check_choice("attention", "causal", causal, (None, "top_left", "bottom_right"))
+    if window is None:
+        return causal or "none", -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)) or side < 0):
+            raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
+    left, right = (-1 if side is None else side for side in window)
+    return causal or "none", left, right
+
+
+def biases(
+    op: str, bias: Any, query: torch.Tensor, heads: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, bool, int]:
+    """(dense, slopes, table, bidirectional, max_distance) of the raw op."""
+    if bias is None or isinstance(bias, torch.Tensor):
+        return bias, None, None, False, 0
+    if isinstance(bias, AlibiBias):
+        check_tensor(op, "bias.slopes", bias.slopes, floating=True, ndim=1)
+        check_same(op, "query", query, "bias.slopes", bias.slopes)
+        if bias.slopes.shape[0] != heads:
+            raise ValueError(f"{op}: bias.slopes must have one slope per query head, {heads}, got {bias.slopes.shape[0]}")
+        return None, bias.slopes, None, False, 0
+    if isinstance(bias, RelativePositionBias):
+        table, distance = bias.table, bias.max_distance
+        check_tensor(op, "bias.table", table, floating=True, ndim=2)
+        check_same(op, "query", query, "bias.table", table)
+        least = 4 if bias.bidirectional else 2
+        if table.shape[1] != heads or table.shape[0] < least or (bias.bidirectional and table.shape[0] % 2):
+            even = "an even number of, " if bias.bidirectional else ""
+            raise ValueError(
+                f"{op}: bias.table must be (buckets, Hq) with {even}at least {least} buckets and {heads} heads, got {shape_of(table)}"
+            )
+        exact = table.shape[0] // (4 if bias.bidirectional else 2)
+        if isinstance(distance, bool) or not isinstance(distance, int) or not exact < distance < 2**31:
+            raise ValueError(f"{op}: bias.max_distance must be an int greater than {exact} for {table.shape[0]} buckets, got {distance!r}")
+        return None, None, table, bool(bias.bidirectional), distance
+    raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
+
+
+def _dense(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+    """A mask or bias as a view of 4 dimensions, each full or 1."""
+    if t is None:
+        return None
+    check_tensor("attention", name, t)
+    check_same("attention", "query", query, name, t)
+    if not (t.dtype.is_floating_point or (name == "attn_mask" and t.dtype == torch.bool)):
+        allowed = "bool or floating" if name == "attn_mask" else "floating"
+        raise TypeError(f"attention: {name} must be {allowed}, got {t.dtype}")
+    if t.dtype.is_floating_point:
+        check_tensor("attention", name, t, floating=True)
+    if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], full[::-1])):
+        raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to (B, Hq, Lq, Lk) = {tuple(full)}")
+    return t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
+
+
+def _integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+    """Lengths or segments as a contiguous int64 tensor of this shape. Values are checked inside the op."""
+    if t is None:
+        return None
+    check_tensor("attention", name, t)
+    check_same("attention", "query", query, name, t)
+    if t.dtype.is_floating_point or t.dtype == torch.bool or t.dtype.is_complex:
+        raise TypeError(f"attention: {name} must have an integer dtype, got {t.dtype}")
+    if tuple(t.shape) != shape:
+        raise ValueError(f"attention: {name} must have shape {shape}, got {shape_of(t)}")
+    return t.to(torch.int64).contiguous()
+
+
+def check_values(a: Any) -> None:
+    """ValueError if lengths lie outside the tensors. On the CPU, inside the op; a GPU kernel clamps instead."""
+    ends = {
+        "query_lengths": (a.query_lengths, a.query_start + a.query.shape[2]),
+        "key_lengths": (a.key_lengths, a.key_start + a.key.shape[2]),
+        "prefix_lengths": (a.prefix_lengths, a.key_start + a.key.shape[2]),
+    }
+    for name, (lengths, end) in ends.items():
+        if lengths is not None and lengths.numel():
+            low, high = lengths.min().item(), lengths.max().item()
+            if low < 0 or high > end:
+                raise ValueError(f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}")
+
+
+# ---- backends
+
+
+def _reference_bytes(a: Any) -> int:
+    """Scores, weights and their product with value keep three (B, Hq, Lq, Lk) matrices alive, and a boolean one."""
+    size = 8 if a.query.dtype == torch.float64 else 4
+    return a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.key.shape[2] * (3 * size + 1)
+
+
+attention_op.add_reference(attention_forward, extra_bytes=_reference_bytes, check_values=check_values)
+attention_op.backend(cpu_attention.backend(attention_op, check_values))

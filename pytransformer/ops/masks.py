@@ -1,0 +1,65 @@
+"""Position biases as values, and the integers behind them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AlibiBias:
+    """ALiBi: adds ``-slopes[h] * |j - i - offset|`` to the score of query i and key j.
+
+    Attributes:
+        slopes: (Hq,) floating, positive in the paper; gets a gradient if it requires one.
+
+    Source: Press, Smith, Lewis, "Train short, test long" (2022), section 3.
+    """
+
+    slopes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RelativePositionBias:
+    """T5's bucketed relative position bias: adds ``table[bucket(j - i - offset), h]``; the (Lq, Lk) bias is never built.
+
+    Attributes:
+        table: (buckets, Hq) floating; gets a gradient, summed in a fixed order.
+        bidirectional: half of the buckets for keys after the query (encoders); otherwise those keys share bucket 0.
+        max_distance: distances from here on share the last bucket.
+
+    Source: Raffel et al., "Exploring the limits of transfer learning" (2020), section 2.1; buckets as Hugging Face's
+    ``T5Attention._relative_position_bucket`` on CPU.
+    """
+
+    table: torch.Tensor
+    bidirectional: bool = True
+    max_distance: int = 128
+
+
+@functools.lru_cache(maxsize=64)
+def bucket_starts(buckets: int, bidirectional: bool, max_distance: int) -> tuple[int, ...]:
+    """Least distance of each bucket of one direction, by integers alone.
+
+    With n buckets a direction and e = n // 2: bucket d for d < e, and bucket e + k starts at the least d with
+    ``d^(n-e) * e^k >= max_distance^k * e^(n-e)``, which is Hugging Face's float formula without its rounding.
+    """
+    n = buckets // 2 if bidirectional else buckets
+    e = n // 2
+    starts = list(range(e))
+    d = e
+    for k in range(n - e):
+        while d ** (n - e) * e**k < max_distance**k * e ** (n - e):
+            d += 1
+        starts.append(d)
+    return tuple(starts)
+
+
+def buckets_of(relative: torch.Tensor, buckets: int, bidirectional: bool, max_distance: int) -> torch.Tensor:
+    """The bucket of each ``j - i - offset`` (any integer tensor), int64."""
+    starts = torch.tensor(bucket_starts(buckets, bidirectional, max_distance), device=relative.device)
+    distance = relative.abs() if bidirectional else (-relative).clamp_min(0)
+    bucket = torch.searchsorted(starts, distance.contiguous(), right=True) - 1
+    return bucket + (relative > 0) * (buckets // 2) if bidirectional else bucket

@@ -1,0 +1,113 @@
+"""Attention in plain PyTorch: the oracle of every backend, and the last resort.
+
+    s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5;  p = softmax over the visible keys;  dropout;  out = p @ value
+
+float32 inside for float32, bfloat16 and float16 inputs, float64 for float64. Differentiable to any order. Builds the
+(Lq, Lk) matrices, so its memory is quadratic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..ops.masks import buckets_of
+from .philox import keep_mask, keep_scale
+
+
+def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the op's arguments; see pytransformer.ops.attention.ARGUMENTS."""
+    work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    batch, heads, num_queries, _ = a.query.shape
+    num_keys = a.key.shape[2]
+    group = heads // a.key.shape[1]
+    visible = visible_pairs(a)
+    live_queries, live_keys = visible.any(-1), visible.any(-2)
+    live_keys = live_keys.unflatten(1, (-1, group)).any(2)
+
+    # A row that takes part in no pair is read as zero, whatever it holds.
+    query = _select(live_queries[..., None], a.query.to(work))
+    key = _select(live_keys[..., None], a.key.to(work)).repeat_interleave(group, 1)
+    value = _select(live_keys[..., None], a.value.to(work)).repeat_interleave(group, 1)
+
+    score = a.scale * (query @ key.transpose(-1, -2))
+    if a.softcap:
+        score = a.softcap * torch.tanh(score / a.softcap)
+    for term in additive_terms(a, work):
+        score = score + _select(visible, term)
+    score = torch.where(visible, score, -math.inf)
+
+    top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weight = torch.exp(score - top)
+    total = torch.where(live_queries[..., None], weight.sum(-1, keepdim=True), 1.0)
+    lse = torch.where(live_queries, (top + torch.log(total))[..., 0], -math.inf)
+    weight = weight / total
+    if a.dropout_p:
+        keep = keep_mask(a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start)
+        weight = weight * (keep * keep_scale(a.dropout_p))
+    out = torch.where(live_queries[..., None], weight @ value, 0.0)
+    return out.to(a.query.dtype), lse
+
+
+def visible_pairs(a: Any) -> torch.Tensor:
+    """bool (B, Hq, Lq, Lk): (causal OR j < prefix) AND window AND lengths AND segments AND mask, -inf being invisible."""
+    batch, heads, num_queries, _ = a.query.shape
+    i, j, offset = indices(a)
+    visible = torch.ones(batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device)
+    if a.causal != "none":
+        below = j <= i + offset
+        if a.prefix_lengths is not None:
+            below = below | (j < _per_batch(a.prefix_lengths))
+        visible = visible & below
+    if a.left >= 0:
+        visible = visible & (j >= i + offset - a.left)
+    if a.right >= 0:
+        visible = visible & (j <= i + offset + a.right)
+    if a.query_lengths is not None:
+        visible = visible & (i < _per_batch(a.query_lengths))
+    if a.key_lengths is not None:
+        visible = visible & (j < _per_batch(a.key_lengths))
+    if a.query_segments is not None:
+        visible = visible & (a.query_segments[:, None, :, None] == a.key_segments[:, None, None, :])
+    for dense in (a.mask, a.bias):
+        if dense is not None:
+            visible = visible & (dense if dense.dtype == torch.bool else dense.detach() != -math.inf)
+    return visible
+
+
+def indices(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
+    """Absolute query index (Lq, 1), absolute key index (Lk,), and the alignment offset (B, 1, 1, 1) or 0."""
+    device = a.query.device
+    end_i, end_j = a.query_start + a.query.shape[2], a.key_start + a.key.shape[2]
+    i = torch.arange(a.query_start, end_i, device=device)[:, None]
+    j = torch.arange(a.key_start, end_j, device=device)
+    if a.causal != "bottom_right":
+        return i, j, 0
+    valid_queries = end_i if a.query_lengths is None else _per_batch(a.query_lengths)
+    valid_keys = end_j if a.key_lengths is None else _per_batch(a.key_lengths)
+    return i, j, valid_keys - valid_queries
+
+
+def additive_terms(a: Any, work: torch.dtype) -> list[torch.Tensor]:
+    """What is added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
+    terms = [t.to(work) for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
+    i, j, offset = indices(a)
+    relative = j - i - offset
+    if a.slopes is not None:
+        terms.append(-a.slopes.to(work)[:, None, None] * relative.abs())
+    if a.table is not None:
+        bucket = buckets_of(relative, a.table.shape[0], a.bidirectional, a.max_distance)
+        bias = a.table.to(work)[bucket]  # (..., Lq, Lk, Hq)
+        terms.append(bias.movedim(-1, -3) if bias.dim() == 3 else bias[:, 0].movedim(-1, 1))
+    return terms
+
+
+def _per_batch(lengths: torch.Tensor) -> torch.Tensor:
+    return lengths[:, None, None, None]
+
+
+def _select(where: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.where(where, x, 0.0)
