@@ -4,16 +4,16 @@ Importing it activates nothing, touches no GPU and needs no compiler; see :func:
 """
 
 from . import reference
+from ._version import __version__
 from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.masks import AlibiBias, RelativePositionBias
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AlibiBias",
     "BackendError",
     "RelativePositionBias",
+    "__version__",
     "attention",
     "clear_fallbacks",
     "explain",
