@@ -1,0 +1,51 @@
+# Each target makes the virtual environment .venv if it is not there. PYTHON names the Python that makes it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+# kernels/ in the working directory must not shadow a package of that name.
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install build demo test test-full bench check format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install:  ## the environment .venv with this checkout in it, native code built
+	@$(PYTHON) bench/tools/install.py
+
+build: install  ## the same; afterwards it compiles only what changed
+
+demo: install  ## install, then see it work: doctor, a quick benchmark, the drop-in proof (under four minutes)
+	$(BIN)/pytransformer doctor
+	$(BIN)/pytransformer bench --quick
+	$(BIN)/pytransformer drop-in
+
+test:  ## install, then the test suite in parts with time budgets (under 40 minutes)
+	@$(PYTHON) tests/run_parts.py
+
+test-full:  ## every test, slow ones too
+	@$(PYTHON) tests/run_parts.py --full
+
+bench: install  ## the benchmark suite
+	$(BIN)/pytransformer bench
+
+CPP_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+
+check:  ## formatting, lint and types
+	@$(PYTHON) bench/tools/install.py --extras test,dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layout.py
+
+format:  ## rewrite Python and C++ in the project's format
+	@$(PYTHON) bench/tools/install.py --extras test,dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+clean:  ## remove what was built, the environment too
+	rm -rf build dist .venv *.egg-info pytransformer/*.so pytransformer/_build_info.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

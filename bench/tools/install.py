@@ -1,0 +1,103 @@
+"""Makes the development environment .venv and installs this checkout into it, editable, native code built.
+
+    python3 bench/tools/install.py [--extras test,bench,hf]
+
+An importable torch >= 2.11 of the calling Python is used instead of downloading one. Running it again costs a second
+or two: packages are installed again only when their list changed, and the compiler runs only for what changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+BUILD_TOOLS = ["setuptools", "wheel", "pybind11", "ninja"]
+MIN_PYTHON, MIN_TORCH = (3, 10), (2, 11)
+
+
+def say(text: str) -> None:
+    print(f"install: {text}", flush=True)
+
+
+def run(*command: object) -> None:
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONSAFEPATH": "1"}
+    if subprocess.run([str(part) for part in command], cwd=ROOT, env=environment).returncode:
+        sys.exit(f"install: failed: {' '.join(map(str, command))}")
+
+
+def callers_torch() -> tuple[Path, str] | None:
+    """Folder and version of a torch that the calling Python can import and that is new enough; torch is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(next(iter(spec.submodule_search_locations)))
+    version = re.search(r"^__version__ = '(\d+)\.(\d+)([^']*)'", (package / "version.py").read_text(), re.MULTILINE)
+    if version is None or (int(version[1]), int(version[2])) < MIN_TORCH:
+        return None
+    return package.parent, f"{version[1]}.{version[2]}{version[3]}"
+
+
+def make_environment() -> Path:
+    """Creates .venv if it is not there; returns the constraints file that fits it."""
+    if Path(sys.prefix).resolve() == VENV.resolve():
+        sys.exit(f"install: run this with the Python that shall own {VENV}, not with that of {VENV} itself")
+    if not PYTHON.exists():
+        say(f"creating {VENV} with Python {sys.version.split()[0]}")
+        if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+            sys.exit(f"install: {sys.executable} cannot make virtual environments: install its venv package (Debian: python3-venv)")
+        run(sys.executable, "-m", "venv", VENV)
+    site = next(VENV.glob("lib/python3*/site-packages"))
+    constraints, reused = ROOT / "constraints.txt", site / "torch-of-the-caller.pth"
+    if (torch := callers_torch()) is None:
+        reused.unlink(missing_ok=True)
+        return constraints
+    folder, version = torch
+    say(f"using torch {version} of {folder}")
+    reused.write_text(f"{folder}\n")
+    pins = [line for line in constraints.read_text().splitlines() if not re.match(r"(torch|triton|numpy)==", line)]
+    fitting = VENV / "constraints.txt"
+    fitting.write_text("\n".join([*pins, f"torch=={version}"]) + "\n")
+    return fitting
+
+
+def fingerprint(constraints: Path, extras: str) -> str:
+    parts = [extras, sys.version, *(path.read_text() for path in (ROOT / "pyproject.toml", constraints))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def main() -> None:
+    if sys.version_info < MIN_PYTHON:
+        sys.exit(f"install: Python {sys.version.split()[0]} is too old: wanted >= {'.'.join(map(str, MIN_PYTHON))}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extras", default="test,bench,models,hf", help="optional dependencies to install (default: %(default)s)")
+    extras = parser.parse_args().extras
+    start = time.monotonic()
+    constraints = make_environment()
+    pip = [PYTHON, "-m", "pip", "install", "-c", constraints]
+    stamp = VENV / f"installed-{extras.replace(',', '-')}"
+    current = fingerprint(constraints, extras)
+    up_to_date = stamp.is_file() and stamp.read_text() == current
+    if not up_to_date:
+        say("installing torch and the build tools")
+        run(*pip, *BUILD_TOOLS, f"torch>={'.'.join(map(str, MIN_TORCH))}")
+    say("building the native code")
+    run(PYTHON, "setup.py", "-q", "build_ext", "--inplace")
+    if not up_to_date:
+        say(f"installing pytransformer with {extras}")
+        run(*pip, "--no-build-isolation", "-e", f".[{extras}]")
+        stamp.write_text(current)
+    say(f"done in {time.monotonic() - start:.0f} s: {PYTHON}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The whole test run, in parts with a time budget each: what `make test` does.
+
+    python3 tests/run_parts.py           the parts within their budgets
+    python3 tests/run_parts.py --full    slow tests too, no budgets
+    python3 tests/run_parts.py cpu ...   only the parts named
+
+A part fails if its tests fail, if it ran none, or if it takes longer than its budget; at twice the budget it is interrupted.
+Every file and folder of tests/ belongs to one part: those that no other part names belong to `cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+RESULTS = ROOT / "build" / "test-results"
+PYTEST = ROOT / ".venv" / "bin" / "pytest"
+REST = "cpu"
+
+
+class Part(NamedTuple):
+    name: str
+    title: str
+    minutes: float
+    folders: tuple[str, ...] = ()  # of tests/
+
+
+INSTALL = Part("install", "install and build", 5)
+PARTS = (
+    Part(REST, "reference and cpu", 10),
+    Part("triton", "triton, interpreted and compiled", 7, ("triton",)),
+    Part("cuda", "CUDA build and resources", 6, ("cuda",)),
+    Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
+    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
+)
+
+
+class Result(NamedTuple):
+    part: Part
+    seconds: float
+    problem: str | None
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+def paths(part: Part) -> list[str]:
+    """The entries of tests/ that belong to `part` and exist."""
+    named = {folder for other in PARTS for folder in other.folders}
+    entries = [path for path in sorted(TESTS.iterdir()) if path.is_dir() or path.name.startswith("test_")]
+    mine = [path for path in entries if path.name in part.folders or (part.name == REST and path.name not in named)]
+    return [str(path.relative_to(ROOT)) for path in mine if path.is_file() or any(path.rglob("test_*.py"))]
+
+
+def timed(command: list[str], limit: float | None) -> tuple[int, float]:
+    """Runs `command`, interrupting it after `limit` seconds; returns its exit code and the seconds it took."""
+    start = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest then still prints what it has
+        try:
+            code = process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+    return code, time.monotonic() - start
+
+
+def over_budget(part: Part, seconds: float, full: bool) -> str | None:
+    return None if full or seconds <= 60 * part.minutes else f"took longer than its {part.minutes:g} minutes"
+
+
+def install(full: bool) -> Result:
+    # Without the native code this run would test only half of what it says.
+    os.environ.setdefault("PYTRANSFORMER_CPU", "1")
+    code, seconds = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None)
+    return Result(INSTALL, seconds, f"exit code {code}" if code else over_budget(INSTALL, seconds, full))
+
+
+def counts(report: Path) -> tuple[int, int, int]:
+    """Passed, failed and skipped tests of a JUnit report; zeros if pytest did not get so far as to write one."""
+    if not report.is_file():
+        return 0, 0, 0
+    suite = next(xml.etree.ElementTree.parse(report).iter("testsuite"))
+    total, failures, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
+    return total - failures - errors - skipped, failures + errors, skipped
+
+
+def test(part: Part, full: bool) -> Result:
+    print(f"\n---- {part.title} ({'no budget' if full else f'{part.minutes:g} minutes'})", flush=True)
+    report = RESULTS / f"{part.name}.xml"
+    report.unlink(missing_ok=True)
+    markers = "not gpu" if full else "not gpu and not slow"
+    command = [str(PYTEST), "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5", *paths(part)]
+    code, seconds = timed(command, None if full else 120 * part.minutes)
+    problem = over_budget(part, seconds, full)
+    if code:
+        problem = "ran no test" if code == 5 else f"pytest exit code {code}"
+    return Result(part, seconds, problem, *counts(report))
+
+
+def summary(results: list[Result]) -> str:
+    lines = [f"{'part':34} {'time':>8} {'budget':>8}  {'passed':>6} {'failed':>6} {'skipped':>7}"]
+    for r in results:
+        counted = f"{r.passed:6} {r.failed:6} {r.skipped:7}" if r.part is not INSTALL else " " * 21
+        lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {60 * r.part.minutes:6.0f} s  {counted}  {r.problem or 'ok'}")
+    total = f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
+    return "\n".join([*lines, f"{total}, {sum(r.skipped for r in results)} skipped"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--full", action="store_true", help="slow tests too, without budgets")
+    arguments = parser.parse_args()
+    names = [part.name for part in PARTS]
+    if unknown := set(arguments.parts) - set(names):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    results = [install(arguments.full)]
+    if results[0].problem is None:
+        wanted = [part for part in PARTS if part.name in (arguments.parts or names) and paths(part)]
+        results += [test(part, arguments.full) for part in wanted]
+    print("\n" + summary(results), flush=True)
+    return 1 if any(result.problem for result in results) or len(results) == 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
