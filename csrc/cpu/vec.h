@@ -1,0 +1,431 @@
+// Vectors of one register and the operand traits of the CPU kernels. Everything is written for the width the instruction
+// set has: T::width lanes of T::acc. GCC vector extensions carry the arithmetic; intrinsics stand only where they lack a word.
+//
+// A traits type T describes how a matrix product reads its operands:
+//   elem   what lies in the tensors         opnd   what lies in packed operands         acc   accumulators, scores, statistics
+//   unit   what the micro-kernel broadcasts: `pack` neighbours of opnd along k (a bf16 pair is one unit of 32 bits)
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+// Vector types as template arguments lose may_alias and alignment; neither matters for values.
+#pragma GCC diagnostic ignored "-Wignored-attributes"
+// GCC 12 sees the deliberately undefined values inside its own intrinsics (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#define UNROLL _Pragma("GCC unroll 32")
+#define INLINE inline __attribute__((always_inline))
+
+namespace pt {
+
+// 16-bit storage types: GCC 12 has no _Float16 in C++, and arithmetic on them is not wanted anyway.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+namespace PT_ISA {
+
+// Bytes of a vector register, and the micro-kernel's tile: kMR rows x kNV vectors of accumulators.
+#if defined(__AVX512F__)
+constexpr int kVecBytes = 64, kMR = 6, kNV = 4;  // 24 accumulators + 4 of B + 1 of A of 32 registers
+#elif defined(__AVX__)
+constexpr int kVecBytes = 32, kMR = 6, kNV = 2;  // 12 + 2 + 1 of 16
+#elif defined(__aarch64__)
+constexpr int kVecBytes = 16, kMR = 6, kNV = 4;
+#else
+constexpr int kVecBytes = 16, kMR = 4, kNV = 2;  // 8 + 2 + 1, and 1 for the product: SSE2 has no FMA
+#endif
+
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+template <class A>
+INLINE constexpr A least(A a, A b) { return b < a ? b : a; }
+template <class A>
+INLINE constexpr A most(A a, A b) { return a < b ? b : a; }
+template <class A>
+INLINE constexpr A clamp(A x, A lo, A hi) { return x < lo ? lo : hi < x ? hi : x; }
+
+// ---- vectors
+#define PT_VEC(SCALAR) SCALAR __attribute__((vector_size(kVecBytes), may_alias))
+typedef PT_VEC(float) vf;
+typedef PT_VEC(double) vd;
+typedef PT_VEC(int32_t) vi32;
+typedef PT_VEC(int64_t) vi64;
+#undef PT_VEC
+typedef uint16_t vu16_half __attribute__((vector_size(kVecBytes / 2), may_alias, aligned(2)));  // one per float lane, unaligned
+typedef float vf_any __attribute__((vector_size(kVecBytes), may_alias, aligned(4)));
+typedef double vd_any __attribute__((vector_size(kVecBytes), may_alias, aligned(8)));
+
+template <class A>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  using vec = vf;
+  using any = vf_any;  // the same, at any address
+  using ivec = vi32;
+  using word = int32_t;
+  static constexpr int mantissa = 23;
+};
+template <>
+struct Lanes<double> {
+  using vec = vd;
+  using any = vd_any;
+  using ivec = vi64;
+  using word = int64_t;
+  static constexpr int mantissa = 52;
+};
+template <class V>
+using scalar_of = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<V>()[0])>>;
+template <class V>
+using ivec_of = typename Lanes<scalar_of<V>>::ivec;
+template <class V>
+constexpr int kWidth = kVecBytes / int(sizeof(scalar_of<V>));
+template <class A>
+constexpr A kInfinity = A(__builtin_inf());
+
+template <class V>
+INLINE V set1(scalar_of<V> x) { return x - V{}; }
+template <class V>
+INLINE V zero() { return V{}; }
+template <class A>
+INLINE typename Lanes<A>::vec load(const A* p) { return *reinterpret_cast<const typename Lanes<A>::vec*>(p); }  // aligned
+template <class A>
+INLINE typename Lanes<A>::vec loadu(const A* p) { return *reinterpret_cast<const typename Lanes<A>::any*>(p); }
+template <class A>
+INLINE void store(A* p, typename Lanes<A>::vec v) { *reinterpret_cast<typename Lanes<A>::vec*>(p) = v; }  // aligned
+template <class A>
+INLINE void storeu(A* p, typename Lanes<A>::vec v) { *reinterpret_cast<typename Lanes<A>::any*>(p) = v; }
+
+template <class V, int... I>
+INLINE ivec_of<V> iota_(std::integer_sequence<int, I...>) { return ivec_of<V>{I...}; }
+template <class V>
+INLINE ivec_of<V> iota() { return iota_<V>(std::make_integer_sequence<int, kWidth<V>>()); }
+
+// max and min return the second operand where either is NaN: put the data second to keep its NaN.
+template <class V>
+INLINE V vmax(V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
+  else return (V)_mm512_max_pd((__m512d)a, (__m512d)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+template <class V>
+INLINE V vmin(V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_min_ps((__m512)a, (__m512)b);
+  else return (V)_mm512_min_pd((__m512d)a, (__m512d)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+template <class V>
+INLINE V vabs(V x) {
+  using word = typename Lanes<scalar_of<V>>::word;
+  return (V)((ivec_of<V>)x & (word)(~(uint64_t(1) << 63) >> (64 - 8 * sizeof(word))));
+}
+// a * b + c in one rounding where the instruction set has it
+template <class V>
+INLINE V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  else return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#else
+  return a * b + c;  // contracted with -ffp-contract=fast, GCC's default
+#endif
+}
+
+// ---- masks: bit i for lane i, on every instruction set
+using mask = uint16_t;
+
+// lanes [0, n)
+template <class V>
+INLINE mask mask_n(int64_t n) {
+  constexpr int w = kWidth<V>;
+  return n >= w ? mask((1u << w) - 1) : n <= 0 ? mask(0) : mask((1u << n) - 1);
+}
+// lanes [lo, hi)
+template <class V>
+INLINE mask mask_range(int64_t lo, int64_t hi) { return mask_n<V>(hi) & mask(~mask_n<V>(lo)); }
+
+// a where the bit is set, else b
+template <class V>
+INLINE V select(mask m, V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_mask_blend_ps(m, (__m512)b, (__m512)a);
+  else return (V)_mm512_mask_blend_pd(__mmask8(m), (__m512d)b, (__m512d)a);
+#else
+  using I = ivec_of<V>;
+  using word = typename Lanes<scalar_of<V>>::word;
+  I bit{};
+  UNROLL for (int i = 0; i < kWidth<V>; i++) bit[i] = word(1) << i;
+  return ((I{} + word(m)) & bit) != 0 ? a : b;
+#endif
+}
+// bits of the lanes where c (a comparison: all ones or zero) holds
+template <class I>
+INLINE mask to_mask(I c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(scalar_of<I>) == 4) return _mm512_movepi32_mask((__m512i)c);
+  else return _mm512_movepi64_mask((__m512i)c);
+#else
+  mask m = 0;
+  UNROLL for (int i = 0; i < kVecBytes / int(sizeof(c[0])); i++) m |= mask(c[i] & 1) << i;
+  return m;
+#endif
+}
+
+// ---- transposition, and reductions in a fixed order
+template <class V, int... I>
+INLINE V unpack_lo_(V a, V b, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, b, ivec_of<V>{(I / 2 + I % 2 * kWidth<V>)...});
+}
+template <class V, int... I>
+INLINE V unpack_hi_(V a, V b, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, b, ivec_of<V>{(I / 2 + kWidth<V> / 2 + I % 2 * kWidth<V>)...});
+}
+// kWidth x kWidth values, transposed in place
+template <class V>
+INLINE void transpose(V* v) {
+  constexpr int n = kWidth<V>;
+  constexpr auto lanes = std::make_integer_sequence<int, n>();
+  V t[n] = {};
+  UNROLL for (int step = 1; step < n; step *= 2) {
+    UNROLL for (int i = 0; i < n / 2; i++) t[2 * i] = unpack_lo_(v[i], v[i + n / 2], lanes), t[2 * i + 1] = unpack_hi_(v[i], v[i + n / 2], lanes);
+    UNROLL for (int i = 0; i < n; i++) v[i] = t[i];
+  }
+}
+// Lane i of the result = reduction of v[i]; v holds kWidth vectors and is overwritten.
+template <class V, class Op>
+INLINE V reduce_rows(V* v, Op op) {
+  constexpr auto lanes = std::make_integer_sequence<int, kWidth<V>>();
+  UNROLL for (int n = kWidth<V> / 2; n > 0; n /= 2)
+    UNROLL for (int i = 0; i < n; i++) v[i] = op(unpack_lo_(v[i], v[i + n], lanes), unpack_hi_(v[i], v[i + n], lanes));
+  return v[0];
+}
+template <class V, int... I>
+INLINE V swap_(V a, int w, std::integer_sequence<int, I...>) { return __builtin_shuffle(a, ivec_of<V>{(I ^ w)...}); }
+template <class V, class Op>
+INLINE scalar_of<V> reduce(V v, Op op) {
+  UNROLL for (int w = kWidth<V> / 2; w > 0; w /= 2) v = op(v, swap_(v, w, std::make_integer_sequence<int, kWidth<V>>()));
+  return v[0];
+}
+constexpr auto op_add = [](auto a, auto b) { return a + b; };
+constexpr auto op_max = [](auto a, auto b) { return vmax(a, b); };
+
+// ---- 2^x: relative error 2.9e-6 (degree 4), 1.8e-7 (degree 5, rounding included), 2e-16 (double); exact at 0; 0 at -inf; NaN stays NaN
+// degree is a hint for float; double always uses its own polynomial.
+template <int DEGREE>
+INLINE vf exp2_poly(vf f) {
+  static_assert(DEGREE == 4 || DEGREE == 5, "two accuracies");
+  const auto c = [](float x) { return set1<vf>(x); };
+  vf p;
+  if constexpr (DEGREE == 4) {
+    p = fma(c(0.009582852944731712f), f, c(0.055906426161527634f));
+    p = fma(p, f, c(0.24024099111557007f));
+    p = fma(p, f, c(0.6931241750717163f));
+  } else {
+    p = fma(c(0.001326472731307149f), f, c(0.009671512991189957f));
+    p = fma(p, f, c(0.05550733581185341f));
+    p = fma(p, f, c(0.24022242426872253f));
+    p = fma(p, f, c(0.6931470036506653f));
+  }
+  return fma(p, f, c(1.0f));
+}
+template <int>
+INLINE vd exp2_poly(vd f) {  // Taylor to degree 13 on [-1/2, 1/2]: the rest is below 5e-18
+  constexpr double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11, 4.4455382718708116e-10, 7.0549116208011233e-09, 1.0178086009239699e-07,
+                          1.3215486790144309e-06, 1.5252733804059840e-05, 1.5403530393381609e-04, 1.3333558146428443e-03, 9.6181291076284771e-03,
+                          5.5504108664821580e-02, 2.4022650695910071e-01, 6.9314718055994531e-01, 1.0};
+  vd p = set1<vd>(c[0]);
+  UNROLL for (int i = 1; i < 14; i++) p = fma(p, f, set1<vd>(c[i]));
+  return p;
+}
+template <int DEGREE, class V>
+INLINE V exp2v(V x) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) {
+    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (V)_mm512_scalef_ps((__m512)exp2_poly<DEGREE>(vf(x - (V)n)), n);
+  }
+#endif
+  using A = scalar_of<V>;
+  using I = ivec_of<V>;
+  using L = Lanes<A>;
+  constexpr A lowest = sizeof(A) == 4 ? -126 : -1022, top = 2 - lowest;        // results below 2^lowest are 0
+  const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)));         // adding it rounds to an integer in the low bits
+  const V y = vmin(set1<V>(top), vmax(set1<V>(lowest), x)), t = y + magic, n = t - magic;
+  const I e = ((I)t - (I)magic + typename L::word(1 - lowest)) << L::mantissa;
+  const V r = exp2_poly<DEGREE>(V(y - n)) * (V)e;
+  return x < lowest ? V{} : r;
+}
+
+// ---- 16-bit conversions, one per float lane; stores round to nearest even and keep NaN
+INLINE vi32 widen(const void* p) { return __builtin_convertvector(*static_cast<const vu16_half*>(p), vi32); }
+INLINE void narrow(void* p, vi32 v) { *static_cast<vu16_half*>(p) = __builtin_convertvector(v, vu16_half); }
+
+INLINE vf to_float(const bf16* p) { return (vf)(widen(p) << 16); }
+INLINE vf to_float(const f16* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  const vi32 h = widen(p), em = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
+  const vf scaled = (vf)em * 5.192296858534828e33f;  // 2^112 moves the exponent, subnormals included
+  return (vf)((em >= 0x0f800000 ? em | 0x7f800000 : (vi32)scaled) | sign);
+#endif
+}
+INLINE void from_float(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  const vi32 x = (vi32)v, odd = (x >> 16) & 1, rounded = ((x + 0x7fff + odd) >> 16) & 0xffff;
+  narrow(p, v == v ? rounded : ((x >> 16) & 0xffff) | 0x40);
+#endif
+}
+INLINE void from_float(f16* p, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  const vi32 x = (vi32)v, a = x & 0x7fffffff;
+  const vi32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
+  const vi32 small = (vi32)((vf)a + 0.5f) - 0x3f000000;  // the sum's rounding is that of the subnormal
+  vi32 r = a < 0x38800000 ? small : normal;
+  r = a >= 0x47800000 ? (a > 0x7f800000 ? vi32{} + 0x7e00 : vi32{} + 0x7c00) : r;
+  narrow(p, r | ((x >> 16) & 0x8000));
+#endif
+}
+
+// ---- traits
+// The products of the micro-kernel: c += a * b, b a vector of units, a one unit broadcast.
+template <class A>
+struct PlainDot {
+  using acc = A;
+  using unit = A;
+  using vec = typename Lanes<A>::vec;
+  using uvec = vec;
+  static INLINE uvec broadcast(const unit* p) { return set1<vec>(*p); }
+  static INLINE vec dot(vec c, uvec a, uvec b) { return fma(a, b, c); }
+};
+
+template <class E>
+struct Native {  // what float and double share: operands are plain numbers of acc
+  using acc = E;
+  using opnd = E;
+  using unit = E;
+  using Dot = PlainDot<E>;
+  using vec = typename Dot::vec;
+  using uvec = vec;
+  static constexpr int pack = 1, width = kVecBytes / int(sizeof(E)), exp_degree = 5;
+  static INLINE vec dot(vec c, uvec a, uvec b) { return fma(a, b, c); }
+  // 2 * width values of P, aligned
+  static INLINE void store_pair(opnd* p, vec lo, vec hi) { store(p, lo), store(p + width, hi); }
+};
+
+// Operands converted to float on load.
+template <class E>
+struct Float : Native<float> {
+  using elem = E;
+  static constexpr int exp_degree = sizeof(E) == 2 ? 4 : 5;
+  // n >= width: everything; else the first n, and zeros. Nothing past n is touched.
+  static INLINE vec load(const elem* p, int64_t n = width) {
+    if constexpr (std::is_same_v<E, float>) {
+#if defined(__AVX512F__)
+      return (vec)_mm512_maskz_loadu_ps(mask_n<vec>(n), p);
+#else
+      if (n >= width) return loadu(p);
+#endif
+    } else {
+      if (n >= width) return to_float(p);
+    }
+    elem t[width] = {};
+    for (int64_t i = 0; i < n; i++) t[i] = p[i];
+    if constexpr (std::is_same_v<E, float>) return loadu(t);
+    else return to_float(t);
+  }
+  static INLINE void store(elem* p, int64_t n, vec v) {
+    elem t[width];
+    elem* to = n >= width ? p : t;
+    if constexpr (std::is_same_v<E, float>) storeu(to, v);
+    else from_float(to, v);
+    if (n < width)
+      for (int64_t i = 0; i < n; i++) p[i] = t[i];
+  }
+  static INLINE uvec load_units(const elem* p, int64_t n) { return load(p, n); }
+};
+
+struct Double : Native<double> {
+  using elem = double;
+  static INLINE vec load(const elem* p, int64_t n = width) {
+    if (n >= width) return loadu(p);
+    elem t[width] = {};
+    for (int64_t i = 0; i < n; i++) t[i] = p[i];
+    return loadu(t);
+  }
+  static INLINE void store(elem* p, int64_t n, vec v) {
+    if (n >= width) return storeu(p, v);
+    for (int64_t i = 0; i < n; i++) p[i] = v[i];
+  }
+  static INLINE uvec load_units(const elem* p, int64_t n) { return load(p, n); }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 as pairs along k, multiplied in pairs by vdpbf16ps.
+struct Bf16Dot {
+  using acc = float;
+  using unit = uint32_t;
+  using vec = vf;
+  using uvec = vi32;
+  static INLINE uvec broadcast(const unit* p) { return (uvec)_mm512_set1_epi32(int(*p)); }
+  static INLINE vec dot(vec c, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+};
+struct Bf16Pair {
+  using elem = bf16;
+  using acc = float;
+  using opnd = bf16;
+  using unit = uint32_t;
+  using Dot = Bf16Dot;
+  using vec = vf;
+  using uvec = vi32;
+  static constexpr int pack = 2, width = 16, exp_degree = 4;
+  static INLINE vec dot(vec c, uvec a, uvec b) { return Dot::dot(c, a, b); }
+  static INLINE __mmask32 mask32(int64_t n) { return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1; }
+  // Masked loads are fast everywhere, masked stores slow on Zen: only for tails.
+  static INLINE vec load(const elem* p, int64_t n = width) {
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_n<vec>(n), p)), 16);
+  }
+  static INLINE void store(elem* p, int64_t n, vec v) {
+    if (n >= width) from_float(p, v);
+    else _mm256_mask_storeu_epi16(p, mask_n<vec>(n), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+  }
+  static INLINE uvec load_units(const elem* p, int64_t n) { return (uvec)_mm512_maskz_loadu_epi16(mask32(n), p); }
+  static INLINE uvec pair(vec lo, vec hi) { return (uvec)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo); }
+  static INLINE void store_pair(opnd* p, vec lo, vec hi) { _mm512_store_si512(p, (__m512i)pair(lo, hi)); }
+};
+// columns i and i+1 of two bf16 rows become one unit
+INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
+  alignas(64) static const uint16_t idx[2][32] = {
+      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+  *lo = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[0]), (__m512i)b);
+  *hi = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[1]), (__m512i)b);
+}
+using Bf16 = Bf16Pair;  // the traits a bf16 tensor gets on this instruction set
+#else
+using Bf16 = Float<bf16>;
+#endif
+
+}  // namespace PT_ISA
+}  // namespace pt
