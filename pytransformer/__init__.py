@@ -7,6 +7,7 @@ from . import reference
 from ._version import __version__
 from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
 from .ops.attention import attention, scaled_dot_product_attention
+from .ops.attention_varlen import attention_varlen
 from .ops.masks import AlibiBias, RelativePositionBias
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "RelativePositionBias",
     "__version__",
     "attention",
+    "attention_varlen",
     "clear_fallbacks",
     "explain",
     "fallbacks",

@@ -22,3 +22,4 @@ def _public(name: str) -> Any:
 
 
 attention = _public("attention")
+attention_varlen = _public("attention_varlen")

@@ -111,3 +111,31 @@ def _per_batch(lengths: torch.Tensor) -> torch.Tensor:
 
 def _select(where: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(where, x, 0.0)
+
+
+def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences, by padding them: so packed equals padded, dropout included."""
+    from ..ops.attention import attention_op
+
+    query, query_lengths, rows = _pad(a.query, a.cu_seqlens_q, a.max_seqlen_q)
+    key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
+    value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
+    arguments = {name: getattr(a, name, None) for name in attention_op.Arguments._fields}
+    arguments |= dict(query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths)
+    arguments |= dict(query_start=0, key_start=0)
+    out, lse = attention_forward(attention_op.Arguments(**arguments))
+    return _unpad(out, rows, a.query.shape[0], 0.0), _unpad(lse[..., None], rows, a.query.shape[0], -math.inf)[..., 0].T
+
+
+def _pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B, H, longest, D) with zeros, the lengths (B,), and for each place its packed row, or one past the last."""
+    lengths = cu_seqlens.diff()
+    place = torch.arange(longest, device=packed.device)
+    rows = torch.where(place < lengths[:, None], cu_seqlens[:-1, None] + place, packed.shape[0])
+    return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[rows].transpose(1, 2), lengths, rows
+
+
+def _unpad(padded: torch.Tensor, rows: torch.Tensor, total: int, fill: float) -> torch.Tensor:
+    """(total, H, D) from (B, H, longest, D); rows of no sequence get ``fill``."""
+    packed = padded.new_full((total + 1, padded.shape[1], padded.shape[3]), fill)
+    return packed.index_put((rows,), padded.transpose(1, 2))[:total]

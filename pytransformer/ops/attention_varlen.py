@@ -1,0 +1,180 @@
+"""Attention over packed sequences: rows of all sequences one after the other, no padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..reference.attention import attention_varlen_forward
+from . import _cpu_attention as cpu_attention
+from ._registry import Op, check_backend
+from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from .attention import biases, positions
+from .masks import AlibiBias, RelativePositionBias
+
+# query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q,
+int max_seqlen_k, Tensor? slopes, Tensor? table, Tensor? dropout_seed, bool bidirectional, int max_distance, str causal,
+int left, int right, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+
+
+def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total, heads, _ = a.query.shape
+    lse_dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    out = empty_in_order(a.query, (total, heads, a.value.shape[2]))
+    return out, torch.empty((heads, total), dtype=lse_dtype, device=a.query.device)
+
+
+def _flops(a: Any) -> int:
+    """As attention's, summed over the sequences; without their lengths (meta tensors) every one is taken as the longest."""
+    _, heads, head_dim = a.query.shape
+    pairs = a.query.shape[0] * a.max_seqlen_k
+    if a.cu_seqlens_q.device.type != "meta":
+        pairs = int((a.cu_seqlens_q.diff() * a.cu_seqlens_k.diff()).sum())
+    flops = 2 * heads * pairs * (head_dim + a.value.shape[2])
+    return flops // 2 if a.causal != "none" else flops
+
+
+attention_varlen_op = Op(
+    "attention_varlen",
+    arguments=ARGUMENTS,
+    outputs=("out", "lse"),
+    differentiable_outputs=2,
+    differentiable=("query", "key", "value", "slopes", "table"),
+    saved=("out", "lse"),
+    empty_outputs=_empty_outputs,
+    flops=_flops,
+)
+
+
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    bias: AlibiBias | RelativePositionBias | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`pytransformer.attention` of packed sequences; bit for bit what the padded call with lengths gives.
+
+    Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of query and likewise of key and value. Rows outside
+    every sequence are never read; their output is 0 and their lse -inf.
+
+    Args:
+        query: (total_q, Hq, D); key: (total_k, Hkv, D); value: (total_k, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers, starting at 0, never decreasing.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        The other arguments: as in :func:`pytransformer.attention`. Dropout counts sequences as batch entries.
+
+    Returns:
+        (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
+    """
+    a, backend, strict = _prepare(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, bias=bias,
+        softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        backend=backend, strict=strict,
+    )  # fmt: skip
+    out, lse = attention_varlen_op(a, backend, strict)
+    return (out, lse) if return_lse else out
+
+
+def _prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *,
+    causal: Any = None,
+    window: Any = None,
+    bias: Any = None,
+    softcap: Any = None,
+    scale: Any = None,
+    dropout_p: Any = 0.0,
+    dropout_seed: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    op = "attention_varlen"
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_tensor(op, name, t, floating=True, ndim=3)
+        check_same(op, "query", query, name, t)
+    query, key, value = autocast(query.device, query, key, value)
+    check_same(op, "query", query, "key", key, dtype=True)
+    check_same(op, "query", query, "value", value, dtype=True)
+    shapes = f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
+    if key.shape[2] != query.shape[2] or 0 in (query.shape[2], value.shape[2]):
+        raise ValueError(f"{op}: query and key must have the same head size, at least 1, got {shapes}")
+    if key.shape[:2] != value.shape[:2]:
+        raise ValueError(f"{op}: key and value must have the same rows and heads, got {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"{op}: query's heads must be a multiple of key's heads, got {shapes}")
+    cu_q, cu_k = (_offsets(op, n, t, query) for n, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)))
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)} and {shape_of(cu_k)}")
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
+            raise ValueError(f"{op}: {name} must be an int >= 0, got {longest!r}")
+    if isinstance(bias, torch.Tensor):
+        raise TypeError(f"{op}: bias must be AlibiBias or RelativePositionBias; a dense bias has no packed form")
+    align, left, right = positions(causal, window)
+    _, slopes, table, bidirectional, max_distance = biases(op, bias, query, query.shape[1])
+    p, seed = dropout_arguments(op, dropout_p, dropout_seed, query.device)
+    check_backend(op, backend)
+    arguments = attention_varlen_op.Arguments(
+        query, key, value, cu_q, cu_k, max_seqlen_q, max_seqlen_k, slopes, table, seed, bidirectional, max_distance,
+        align, left, right,
+        query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
+        0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True),
+        p, bool(deterministic),
+    )  # fmt: skip
+    return arguments, backend, bool(strict)
+
+
+def _offsets(op: str, name: str, t: Any, query: torch.Tensor) -> torch.Tensor:
+    check_tensor(op, name, t, ndim=1)
+    check_same(op, "query", query, name, t)
+    if t.dtype.is_floating_point or t.dtype == torch.bool:
+        raise TypeError(f"{op}: {name} must have an integer dtype, got {t.dtype}")
+    if t.shape[0] == 0:
+        raise ValueError(f"{op}: {name} must have B + 1 entries, at least one, got none")
+    return t.to(torch.int64).contiguous()
+
+
+def check_values(a: Any) -> None:
+    """ValueError if the offsets do not describe sequences inside the tensors."""
+    for name, cu, total, longest in (
+        ("q", a.cu_seqlens_q, a.query.shape[0], a.max_seqlen_q),
+        ("k", a.cu_seqlens_k, a.key.shape[0], a.max_seqlen_k),
+    ):
+        offsets = cu.tolist()
+        lengths = [end - start for start, end in zip(offsets, offsets[1:])]
+        if offsets[0] != 0 or offsets[-1] > total or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"attention_varlen: cu_seqlens_{name} must start at 0, never decrease and end at most at {total}, got {offsets}"
+            )
+        if max(lengths, default=0) > longest:
+            raise ValueError(f"attention_varlen: max_seqlen_{name} is {longest} but the longest sequence has {max(lengths)} rows")
+
+
+attention_varlen_op.prepare = _prepare
+attention_varlen_op.add_reference(attention_varlen_forward, check_values=check_values)
+attention_varlen_op.backend(cpu_attention.backend(attention_varlen_op, check_values))
