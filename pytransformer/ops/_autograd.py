@@ -79,8 +79,13 @@ def make_functions(op: Op) -> type[torch.autograd.Function]:
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:
-    ctx.save_for_backward(*(v if isinstance(v, torch.Tensor) else None for v in values))
-    ctx.others = [None if isinstance(v, torch.Tensor) else v for v in values]
+    tensors: list[torch.Tensor | None] = [None] * len(values)
+    others = list(values)
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            tensors[i], others[i] = value, None
+    ctx.save_for_backward(*tensors)
+    ctx.others = others
 
 
 def _restore(ctx: Any) -> tuple[Any, ...]:

@@ -248,17 +248,22 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on; the dtypes too."""
     check_same("attention", "query", query, "key", key, dtype=True)
     check_same("attention", "query", query, "value", value, dtype=True)
-    shapes = f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
-    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
-        raise ValueError(f"attention: query, key and value must have the same batch size, got {shapes}")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"attention: query and key must have the same head size, got {shapes}")
-    if query.shape[3] == 0 or value.shape[3] == 0:
-        raise ValueError(f"attention: the head size must be at least 1, got {shapes}")
-    if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
-        raise ValueError(f"attention: key and value must have the same heads and length, got {shapes}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"attention: query's heads must be a multiple of key's heads, got {shapes}")
+    batch, heads, _, head_dim = query.shape
+    key_batch, key_heads, num_keys, key_dim = key.shape
+    value_batch, value_heads, num_values, value_dim = value.shape
+    wrong = None
+    if key_batch != batch or value_batch != batch:
+        wrong = "query, key and value must have the same batch size"
+    elif key_dim != head_dim:
+        wrong = "query and key must have the same head size"
+    elif head_dim == 0 or value_dim == 0:
+        wrong = "the head size must be at least 1"
+    elif key_heads != value_heads or num_keys != num_values:
+        wrong = "key and value must have the same heads and length"
+    elif key_heads == 0 or heads % key_heads:
+        wrong = "query's heads must be a multiple of key's heads"
+    if wrong:
+        raise ValueError(f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}")
 
 
 def positions(causal: Any, window: Any) -> tuple[str, int, int]:
