@@ -47,7 +47,7 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     weight = weight / total
     if a.dropout_p:
         keep = keep_mask(a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start)
-        weight = weight * (keep * keep_scale(a.dropout_p))
+        weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
     return out.to(a.query.dtype), lse
 
