@@ -1,0 +1,304 @@
+// What stands between q.k and the softmax: which pairs are visible, and what is added to their scores.
+//
+//   Sequence   one batch element (or packed sequence): its sizes, and the visible keys of a query as one interval [lo, hi)
+//   Scores     everything an interval cannot say: dense masks and biases, unsorted segments, ALiBi, T5, softcap
+//
+// Rows are queries and lanes are keys, forward and backward. All indices here are local; starts enter inside.
+#pragma once
+
+#include "attention.h"
+#include "vec.h"
+
+namespace pt {
+namespace PT_ISA {
+
+struct Range {
+  int64_t lo, hi;
+  INLINE int64_t size() const { return hi - lo; }
+};
+
+// ---- geometry
+class Sequence {
+ public:
+  Sequence() = default;
+  Sequence(const AttentionProblem& p, int64_t b) : b(b) {
+    const auto take = [&](const int64_t* cu, int64_t padded, int64_t& first) {
+      first = cu ? cu[b] : 0;
+      return cu ? cu[b + 1] - cu[b] : padded;
+    };
+    Lq = take(p.cu_q, p.Lq, q_first), Lk = take(p.cu_k, p.Lk, k_first);
+    query_start_ = p.query_start, key_start_ = p.key_start;
+    const int64_t q_end = p.query_lengths ? p.query_lengths[b] : query_start_ + Lq;
+    key_end_ = p.key_lengths ? p.key_lengths[b] : key_start_ + Lk;
+    rows = clamp<int64_t>(q_end - query_start_, 0, Lq);
+    offset = p.align == Align::bottom_right ? key_end_ - q_end : 0;
+    // bounds beyond any index stand for "unbounded", with room left for the sums below
+    constexpr int64_t far = int64_t(1) << 60;
+    left_ = p.left < 0 ? far : least(p.left, far);
+    right_ = p.right < 0 ? far : least(p.right, far);
+    causal_ = p.align != Align::none;
+    prefix_ = p.prefix_lengths ? p.prefix_lengths[b] : 0;
+    if (p.query_segments) {
+      query_segments_ = p.query_segments + b * p.Lq, key_segments_ = p.key_segments + b * p.Lk;
+      sorted_ = true;
+      for (int64_t j = 1; j < Lk && sorted_; j++) sorted_ = key_segments_[j - 1] <= key_segments_[j];
+    }
+  }
+
+  // The keys query i < rows may see; empty as {x, x}. Exact unless unsorted_segments().
+  INLINE Range visible(int64_t i) const {
+    Range r = interval(i);
+    if (query_segments_ && sorted_) {
+      const int64_t s = query_segments_[i];
+      r.lo = most(r.lo, first_not_below(s));
+      r.hi = least(r.hi, s == INT64_MAX ? Lk : first_not_below(s + 1));
+    }
+    r.hi = most(r.hi, r.lo);
+    return r;
+  }
+  // Contains every key that any query sees: both ends of the interval rise with i.
+  Range keys() const {
+    if (rows == 0) return {0, 0};
+    const Range r{interval(0).lo, interval(rows - 1).hi};
+    return {r.lo, most(r.lo, r.hi)};
+  }
+  // Then segments are compared pair by pair (Scores), and visible() only bounds them.
+  bool unsorted_segments() const { return query_segments_ && !sorted_; }
+  const int64_t* query_segments() const { return query_segments_; }
+  const int64_t* key_segments() const { return key_segments_; }
+
+  // j - i - offset of the first pair, in absolute indices: the distance ALiBi and T5 see
+  INLINE int64_t distance(int64_t i, int64_t j) const { return j + key_start_ - i - query_start_ - offset; }
+
+  int64_t b = 0;
+  int64_t Lq = 0, Lk = 0;            // local sizes
+  int64_t q_first = 0, k_first = 0;  // row of the packed tensors where this sequence starts
+  int64_t rows = 0;                  // queries [rows, Lq) are padding
+  int64_t offset = 0;                // of the alignment
+  int64_t task = 0;                  // for the caller: tasks of the sequences before this one
+
+ private:
+  INLINE Range interval(int64_t i) const {
+    const int64_t diagonal = i + query_start_ + offset;
+    int64_t lo = diagonal - left_, hi = least(key_end_, diagonal + right_ + 1);
+    if (causal_) hi = least(hi, most(diagonal + 1, prefix_));
+    return {clamp<int64_t>(lo - key_start_, 0, Lk), clamp<int64_t>(hi - key_start_, 0, Lk)};
+  }
+  int64_t first_not_below(int64_t s) const {
+    int64_t lo = 0, hi = Lk;
+    while (lo < hi) {
+      const int64_t mid = lo + (hi - lo) / 2;
+      if (key_segments_[mid] < s) lo = mid + 1;
+      else hi = mid;
+    }
+    return lo;
+  }
+  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0;
+  const int64_t *query_segments_ = nullptr, *key_segments_ = nullptr;
+  bool causal_ = false, sorted_ = false;
+};
+
+// ---- dense terms
+INLINE float to_scalar(bf16 x) {
+  const uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+INLINE float to_scalar(f16 x) {
+  f16 t[kVecBytes / 4] = {x};
+  return to_float(t)[0];
+}
+INLINE float to_scalar(float x) { return x; }
+INLINE double to_scalar(double x) { return x; }
+
+// Lanes j, j + stride, ... of a term, n of them, as vectors of A.
+template <class A, class E>
+INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n) {
+  using vec = typename Lanes<A>::vec;
+  if (stride == 0) return set1<vec>(A(to_scalar(*p)));
+  if (stride == 1) {
+    if constexpr (std::is_same_v<A, double> && std::is_same_v<E, double>) return Double::load(p, n);
+    if constexpr (std::is_same_v<A, float> && !std::is_same_v<E, double>) return Float<E>::load(p, n);
+  }
+  vec v{};
+  for (int i = 0; i < kWidth<vec> && i < n; i++) v[i] = A(to_scalar(p[i * stride]));
+  return v;
+}
+
+// One dense mask or bias, seen from one row.
+template <class A>
+class DenseRow {
+ public:
+  using vec = typename Lanes<A>::vec;
+  DenseRow() = default;
+  DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i) : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
+    const int64_t bytes = d.boolean ? 1 : d.dtype == DType::f64 ? 8 : d.dtype == DType::f32 ? 4 : 2;
+    row_ = d.data ? static_cast<const char*>(d.data) + bytes * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
+  }
+  bool present() const { return row_; }
+  bool boolean() const { return boolean_; }
+  INLINE mask bits(int64_t j, int64_t n) const {  // boolean: lanes to attend to, of keys j .. j + n - 1
+    const auto* p = reinterpret_cast<const uint8_t*>(row_) + j * stride_;
+    if (stride_ == 0) return *p ? mask(~0) : mask(0);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    if (stride_ == 1) {
+      const __m128i x = _mm_maskz_loadu_epi8(mask_n<vf>(least<int64_t>(n, kWidth<vec>)), p);
+      return _mm_test_epi8_mask(x, x);
+    }
+#endif
+    mask m = 0;
+    for (int i = 0; i < kWidth<vec> && i < n; i++) m |= mask(p[i * stride_] != 0) << i;
+    return m;
+  }
+  INLINE vec values(int64_t j, int64_t n) const {
+    switch (dtype_) {
+      case DType::f32: return at<float>(j, n);
+      case DType::bf16: return at<bf16>(j, n);
+      case DType::f16: return at<f16>(j, n);
+      default: return at<double>(j, n);
+    }
+  }
+  bool visible(int64_t j) const { return !row_ || (boolean_ ? bits(j, 1) & 1 : values(j, 1)[0] != -kInfinity<A>); }
+
+ private:
+  template <class E>
+  INLINE vec at(int64_t j, int64_t n) const { return load_strided<A>(reinterpret_cast<const E*>(row_) + j * stride_, stride_, n); }
+  const char* row_ = nullptr;
+  DType dtype_ = DType::f32;
+  bool boolean_ = false;
+  int64_t stride_ = 0;
+};
+
+// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key, because of the intervals or a term that does
+// not depend on the query. Packing reads such rows as zero, so that what they hold reaches nothing. False: all live, live not written.
+template <class A>
+bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
+  const Range seen = s.keys();
+  const bool by_mask = p.mask.data && p.mask.stride.l == 0, by_bias = p.bias.data && p.bias.stride.l == 0;
+  if (!by_mask && !by_bias && seen.lo <= k0 && seen.hi >= k0 + n) return false;
+  const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h != 0 || p.bias.stride.h != 0 ? group : 1;
+  for (int64_t j = 0; j < n; j++) live[j] = 0;
+  if (s.rows == 0) return true;
+  for (int64_t h = hkv * group; h < hkv * group + differing; h++) {
+    const DenseRow<A> mask_row(by_mask ? p.mask : Dense{}, s.b, h, 0), bias_row(by_bias ? p.bias : Dense{}, s.b, h, 0);
+    for (int64_t j = most<int64_t>(0, seen.lo - k0); j < least(n, seen.hi - k0); j++)
+      live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
+  }
+  return true;
+}
+
+// ---- tanh, for the softcap: t = tanh(y) and slope = 1 - t^2, each to a few roundings
+INLINE void tanh_and_slope(vf y, vf* t, vf* slope) {
+  const vf a = vabs(y), e = exp2v<5>(vf(vmin(set1<vf>(20.f), a) * float(2 * kLog2e)));
+  const vf u = 2.f / (e + 1.f), z = y * y;                       // 1 - tanh(a) = u
+  vf p = fma(set1<vf>(-5.70498872745e-3f), z, set1<vf>(2.06390887954e-2f));  // odd polynomial near 0 (Cephes tanhf)
+  p = fma(p, z, set1<vf>(-5.37397155531e-2f)), p = fma(p, z, set1<vf>(1.33314422036e-1f)), p = fma(p, z, set1<vf>(-3.33332819422e-1f));
+  const vf small = fma(vf(p * z), y, y), large = (vf)((vi32)(1.f - u) | ((vi32)y & INT32_MIN));
+  const vi32 near = a < 0.625f;
+  *t = a != a ? a : near ? small : large;
+  *slope = a != a ? a : near ? 1.f - small * small : u * (2.f - u);
+}
+INLINE void tanh_and_slope(vd y, vd* t, vd* slope) {
+  for (int i = 0; i < kWidth<vd>; i++) {
+    const double a = __builtin_fabs(y[i]), e = __builtin_expm1(2 * least(a, 400.)), u = 2 / (e + 2);
+    (*t)[i] = __builtin_copysign(e / (e + 2), y[i]), (*slope)[i] = u * (2 - u);
+    if (a != a) (*t)[i] = (*slope)[i] = a;
+  }
+}
+
+// ---- scores
+template <class T>
+class Scores {
+ public:
+  using A = typename T::acc;
+  using vec = typename T::vec;
+
+  Scores(const AttentionProblem& p, const Sequence& s) : p_(p), s_(s) {}
+
+  // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
+  bool plain() const {
+    return !p_.mask.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 && !s_.unsorted_segments();
+  }
+
+  // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
+  // nq + nk values; to be passed to row() with the same i0 + nq and k0. The bucket moves with the distance, so this is one walk.
+  void diagonals(int64_t h, int64_t i0, int64_t nq, int64_t k0, int64_t nk, A* out) const {
+    const int64_t half = p_.bidirectional ? p_.buckets / 2 : p_.buckets, first = s_.distance(i0 + nq - 1, k0);
+    const A* table = static_cast<const A*>(p_.table) + h;
+    int64_t at = 0;
+    for (int64_t x = 0; x < nq + nk - 1; x++) {
+      const int64_t rel = first + x, d = p_.bidirectional ? (rel < 0 ? -rel : rel) : most<int64_t>(-rel, 0);
+      while (at + 1 < half && p_.bucket_starts[at + 1] <= d) at++;
+      while (at > 0 && p_.bucket_starts[at] > d) at--;
+      out[x] = table[(p_.bidirectional && rel > 0 ? half + at : at) * p_.Hq];
+    }
+  }
+
+  // Turns raw q.k of query i with keys k0 .. k0 + n - 1 into scores, in place, natural units: scale, softcap, mask, bias, ALiBi, T5; -inf
+  // where invisible, by selection, and in the lanes from n up to the next multiple of T::width; a visible score is never below the
+  // lowest finite number. Returns the maximum lane by lane (-inf: nothing seen); softmax is then exp(s - max).
+  // seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null without a table: diagonal_of().
+  // slope: n values 1 - tanh^2, the softcap's derivative, or null.
+  vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
+    constexpr A lowest = std::is_same_v<A, float> ? A(-3.402823466385288598e38) : A(-1.7976931348623157e308);
+    const DenseRow<A> mask_row(p_.mask, s_.b, h, i), bias_row(p_.bias, s_.b, h, i);
+    const vec scale = set1<vec>(A(p_.scale)), cap = set1<vec>(A(p_.softcap)), minus_inf = set1<vec>(-kInfinity<A>);
+    const vec to_cap = set1<vec>(A(p_.softcap != 0 ? p_.scale / p_.softcap : 0));
+    const A alibi = p_.slopes ? static_cast<const A*>(p_.slopes)[h] : A(0);
+    const vec lanes = __builtin_convertvector(iota<vec>(), vec);
+    const bool segments = s_.unsorted_segments();
+    vec top = minus_inf;
+    for (int64_t j = 0; j < n; j += T::width) {
+      const int64_t left = n - j, key = k0 + j;
+      mask m = mask_range<vec>(seen.lo - key, least(seen.hi - key, left));
+      vec x = load(s + j);
+      if (p_.softcap != 0) {
+        vec t, d;
+        tanh_and_slope(vec(x * to_cap), &t, &d);
+        x = t * cap;
+        if (slope) store(slope + j, d);
+      } else {
+        x = x * scale;
+      }
+      const auto add = [&](const DenseRow<A>& r) {
+        if (r.boolean()) {
+          m &= r.bits(key, left);
+        } else {
+          const vec t = r.values(key, left);
+          m &= to_mask(t != minus_inf);
+          x = x + t;
+        }
+      };
+      if (mask_row.present()) add(mask_row);
+      if (bias_row.present()) add(bias_row);
+      if (p_.slopes) x = x - alibi * vabs(vec(lanes + A(s_.distance(i, key))));
+      if (diagonal) x = x + loadu(diagonal + j);
+      if (segments) m &= same_segment(s_.query_segments()[i], s_.key_segments() + key, left);
+      x = select(m, vmax(set1<vec>(lowest), x), minus_inf);
+      store(s + j, x);
+      top = vmax(top, x);
+    }
+    return top;
+  }
+  // in what diagonals(h, i0, nq, k0, ...) wrote to `out`
+  static const A* diagonal_of(const A* out, int64_t i, int64_t i0, int64_t nq) { return out + (i0 + nq - 1 - i); }
+  // Values diagonals() needs room for: row() reads whole vectors.
+  static int64_t diagonal_size(int64_t nq, int64_t nk) { return nq + nk + T::width; }
+
+ private:
+  static INLINE mask same_segment(int64_t q, const int64_t* keys, int64_t n) {
+    mask m = 0;
+    if (n >= T::width) {
+      UNROLL for (int i = 0; i < T::width; i++) m |= mask(keys[i] == q) << i;
+    } else {
+      for (int64_t i = 0; i < n; i++) m |= mask(keys[i] == q) << i;
+    }
+    return m;
+  }
+  const AttentionProblem& p_;
+  const Sequence& s_;
+};
+
+}  // namespace PT_ISA
+}  // namespace pt
