@@ -262,15 +262,14 @@ class Op:
         return self.backends[backend].why_not(a)
 
     def _fall_back(self, reasons: dict[str, str], strict: bool) -> None:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        if strict or os.environ.get("PYTRANSFORMER_STRICT") == "1":
-            raise BackendError(f"{self.name}: strict mode, and only the reference can do this: {why}")
-        site = _call_site()
-        with _lock:
-            record = _fallbacks.setdefault((self.name, site, why), Fallback(self.name, site, why))
-            record.count += 1
-        if record.count == 1:
-            warnings.warn(f"pytransformer.{self.name} at {site} runs on the slow reference: {why}", RuntimeWarning, stacklevel=2)
+        record_fallback(self.name, _joined(reasons), instead="the reference", strict=strict)
+
+    def why_not_fused(self, a: Any) -> str | None:
+        """None if a backend is forced or one other than the reference can do the problem, else why none can."""
+        if _forced.get(self.name) is not None:
+            return None
+        reasons = {name: b.why_not(a) for name, b in self.backends.items() if name != "reference"}
+        return None if None in reasons.values() else _joined(reasons) or "no fused backend is installed"
 
     # ---- calls
 
@@ -290,6 +289,10 @@ class Op:
 
 
 WRONG_DEVICE = "runs on "  # a reason that starts so is no fallback: that backend was never expected here
+
+
+def _joined(reasons: dict[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _vmap_by_loop(raw: torch._ops.OpOverload) -> Callable:
@@ -411,11 +414,20 @@ def clear_fallbacks() -> None:
         _fallbacks.clear()
 
 
-def record_fallback(op: str, reason: str) -> None:
-    """Note a call that never reached an op of ours (see pytransformer.drop_in)."""
+def record_fallback(op: str, why: str, *, instead: str, strict: bool = False) -> None:
+    """Note a call that a fused backend was expected to compute; warns the first time at each place.
+
+    Raises:
+        BackendError: ``strict``, or PYTRANSFORMER_STRICT=1.
+    """
+    if strict or os.environ.get("PYTRANSFORMER_STRICT") == "1":
+        raise BackendError(f"{op}: strict mode, and only {instead} can do this: {why}")
     site = _call_site()
     with _lock:
-        _fallbacks.setdefault((op, site, reason), Fallback(op, site, reason)).count += 1
+        record = _fallbacks.setdefault((op, site, why), Fallback(op, site, why))
+        record.count += 1
+    if record.count == 1:
+        warnings.warn(f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2)
 
 
 @contextlib.contextmanager

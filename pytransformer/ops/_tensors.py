@@ -78,7 +78,7 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
 
 def autocast(device: torch.device, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return tensors
     dtype = torch.get_autocast_dtype(device.type)
     return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)

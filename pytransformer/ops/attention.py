@@ -151,6 +151,19 @@ def scaled_dot_product_attention(
     leading dimensions, causal aligned top left. Unlike there, a mask and ``is_causal`` together intersect, and floating
     masks need not have query's dtype.
     """
+    q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)
+    out = attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, causal="top_left" if is_causal else None, scale=scale)
+    assert isinstance(out, torch.Tensor)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+# ---- checks and lowering
+
+
+def four_dimensional(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """The tensors of :func:`scaled_dot_product_attention` as :func:`attention` takes them, and the leading dimensions of its result."""
     name = "scaled_dot_product_attention"
     for label, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, label, t)
@@ -181,12 +194,7 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{name}: attn_mask of shape {shape_of(attn_mask)} does not broadcast to {(*heads, q.shape[2], k.shape[2])}"
             ) from None
-    out = attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, causal="top_left" if is_causal else None, scale=scale)
-    assert isinstance(out, torch.Tensor)
-    return out if len(lead) + keep == 4 else out.reshape(*lead, *out.shape[-keep:])
-
-
-# ---- checks and lowering
+    return q, k, v, mask, ((*lead, q.shape[1]) if keep == 3 else tuple(lead))
 
 
 def _prepare(
