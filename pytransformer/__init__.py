@@ -5,6 +5,7 @@ Importing it activates nothing, touches no GPU and needs no compiler; see :func:
 
 from . import reference
 from ._version import __version__
+from .drop_in import activate, deactivate
 from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
@@ -15,9 +16,11 @@ __all__ = [
     "BackendError",
     "RelativePositionBias",
     "__version__",
+    "activate",
     "attention",
     "attention_varlen",
     "clear_fallbacks",
+    "deactivate",
     "explain",
     "fallbacks",
     "reference",

@@ -1,0 +1,162 @@
+"""``activate()``: every scaled_dot_product_attention call in the process runs on our kernels, masks included.
+
+The hook is the dispatcher's own: while active, ``aten::scaled_dot_product_attention`` has our function as its
+CompositeImplicitAutograd kernel, so calls from Python, C++, nn.MultiheadAttention, timm or a compiled graph's trace all
+reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. PyTorch's own kernel, fetched
+before, computes what we cannot; each such call is recorded with its reason in ``pytransformer.fallbacks()``.
+
+nn.MultiheadAttention and nn.TransformerEncoderLayer have an inference fast path that never calls the op: it is switched
+off while active and set back to what it was afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.library import Library, get_kernel
+
+from .ops._registry import record_fallback
+from .ops._tensors import FLOATING
+from .ops.attention import attention_op, four_dimensional
+
+OP = "scaled_dot_product_attention"
+# vmap decomposes the op in a kernel of its own before any other is asked. "CPU" only names a way to fetch the composite
+# kernel, which is the same for every device: an alias key has no kernel of its own to fetch.
+HOOKS = {"CompositeImplicitAutograd": "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
+AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
+
+_lock = threading.RLock()
+_open: set[Activation] = set()
+_library: Library | None = None
+_fast_path = True
+
+
+class Activation:
+    """What :func:`activate` returns. As a context manager it ends its own activation; the last to end restores PyTorch."""
+
+    def __enter__(self) -> Activation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _open.discard(self)
+            if not _open:
+                _restore()
+
+
+def activate() -> Activation:
+    """Run every ``scaled_dot_product_attention`` call of the process on our kernels, until :func:`deactivate`.
+
+    ``pt.activate()`` at the top of a script is enough; ``with pt.activate():`` ends with the block. Contexts nest, and
+    calling it twice is harmless. Activate before ``torch.compile`` first traces a model: a graph traced earlier keeps what it
+    was traced with.
+    """
+    global _library, _fast_path
+    activation = Activation()
+    with _lock:
+        _open.add(activation)
+        if _library is None:
+            library = Library("aten", "IMPL")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
+                for key, runtime_key in HOOKS.items():
+                    original = get_kernel(f"aten::{OP}", runtime_key)
+                    library.impl(OP, _replacement(original), key, with_keyset=True)
+            _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+    return activation
+
+
+def deactivate() -> None:
+    """Give PyTorch its own kernels and settings back, however often :func:`activate` was called."""
+    with _lock:
+        _open.clear()
+        _restore()
+
+
+def is_active() -> bool:
+    """Whether PyTorch's scaled_dot_product_attention is ours at the moment."""
+    return _library is not None
+
+
+def _restore() -> None:
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+        torch.backends.mha.set_fastpath_enabled(_fast_path)
+
+
+def _replacement(original: Any) -> Callable[..., torch.Tensor]:
+    """Our kernel for one dispatch key. ``original`` is PyTorch's for the same key."""
+
+    def scaled_dot_product_attention(
+        keyset: torch._C.DispatchKeySet,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        reason = _unsuitable(query, key, value, attn_mask)
+        if reason is None:
+            try:
+                q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)
+                causal = "top_left" if is_causal else None
+                a, _, _ = attention_op.prepare(q, k, v, attn_mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
+                reason = None if query.is_meta else attention_op.why_not_fused(a)
+            except (TypeError, ValueError) as error:  # PyTorch may allow it, or says in its own words what is wrong
+                reason = str(error)
+        if reason is None:
+            with _user_level():
+                out, _ = attention_op(a)
+            return out.reshape(*lead, *out.shape[-2:])
+        record_fallback(OP, reason, instead="PyTorch's own kernel")
+        return original.call_boxed(
+            keyset, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return scaled_dot_product_attention
+
+
+def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+    """Why these tensors are not for our ops at all, or None."""
+    for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+        if t is None:
+            continue
+        if type(t) not in PLAIN:
+            return f"{name} is a {type(t).__name__}, and only plain tensors are supported"
+        if t.is_nested or t.layout != torch.strided:
+            return f"{name} is a {'nested' if t.is_nested else t.layout} tensor, and only dense ones are supported"
+        if name != "attn_mask" and t.dtype not in FLOATING:
+            return f"{name} is {t.dtype}, and only float32, bfloat16, float16 and float64 are supported"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is not supported"
+    return None
+
+
+@contextlib.contextmanager
+def _user_level() -> Any:
+    """Inside a torch.func transform the kernel of an op runs with the transforms' dispatch keys switched off. Our autograd
+    Function needs them on, as they are where a user calls it; autocast alone, which has done its part, stays off."""
+    if torch._C._functorch.maybe_current_level() is None:
+        yield
+        return
+    included = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.FuncTorchVmapMode)
+    excluded = torch._C.DispatchKeySet(AUTOCAST_KEYS[0])
+    for key in AUTOCAST_KEYS[1:]:
+        excluded = excluded.add(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
