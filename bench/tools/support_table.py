@@ -1,0 +1,72 @@
+"""README's table of what each tier supports, asked of the registry itself.
+
+    python bench/tools/support_table.py           # print it
+    python bench/tools/support_table.py --write   # put it between README's markers
+
+A cell says which of float32, bfloat16, float16 and float64 the backend takes for that case, by `why_not`, the same
+question that every call asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pytransformer.ops._registry import OPS
+from pytransformer.testing.cases import cases
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+START, END = "<!-- support table: start, written by bench/tools/support_table.py -->", "<!-- support table: end -->"
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DEVICE = {"reference": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
+
+
+def supported(backend: str, case) -> str:
+    """The dtypes that the backend takes for the case, on the device it is for."""
+    op = OPS[case.op]
+    if backend not in op.backends:
+        return "–"
+    found = []
+    for dtype, name in DTYPES.items():
+        args, kwargs = case.make("cpu", dtype, seed=0)
+        a, _, _ = op.prepare(*args, **kwargs)
+        # Fake tensors: a backend's answer for a GPU can be had where there is none.
+        with FakeTensorMode() as fake:
+            tensors = {n: fake.from_tensor(t) for n, t in a._asdict().items() if isinstance(t, torch.Tensor)}
+            a = a._replace(**{n: t.to(DEVICE[backend]) for n, t in tensors.items()})
+            if op.backends[backend].why_not(a) is None:
+                found.append(name)
+    return "all" if len(found) == len(DTYPES) else ", ".join(found) or "no"
+
+
+def table() -> str:
+    backends = [b for b in DEVICE if any(b in op.backends for op in OPS.values())]
+    lines = ["| op | case | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|"]
+    for case in cases(size="small"):
+        if case.op in OPS:
+            cells = " | ".join(supported(b, case) for b in backends)
+            lines.append(f"| {case.op} | {case.name.replace('_', ' ')} | {cells} |")
+    return "\n".join(lines)
+
+
+def written(readme: str) -> str:
+    """README's text with the table between the markers brought up to date."""
+    before, rest = readme.split(START)
+    _, after = rest.split(END)
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite README.md instead of printing")
+    if parser.parse_args().write:
+        README.write_text(written(README.read_text()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
