@@ -1,0 +1,115 @@
+"""The one place for tolerances: how far from float64 a result may be (derivation and calibration: docs/accuracy.md).
+
+    |ours - exact| <= c * eps(dtype) * S + floor        for every element
+
+S and floor come with the exact result from `oracle.solve` (attention) or from `propagation` (other ops); c is below. A NaN or an
+infinity that the exact result does not have is beyond every bound, and where S is 0 the result must be exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .oracle import LN2, Result, Solution
+
+# c for (outputs, gradients). "zero_mean": data drawn around zero, where rounding errors average out; "any": all other data,
+# where sums of one sign let them pile up. PyTorch's own kernels reach just these (docs/accuracy.md).
+LIMITS: dict[torch.dtype, dict[str, tuple[float, float]]] = {
+    torch.bfloat16: {"zero_mean": (1.0, 2.0), "any": (1.0, 2.0)},
+    torch.float16: {"zero_mean": (1.0, 2.0), "any": (1.0, 2.0)},
+    torch.float32: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0)},
+    torch.float64: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0)},
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """How one tensor compares: c reached, c allowed, and where the worst element is."""
+
+    name: str
+    reached: float
+    allowed: float
+    worst: tuple[int, ...]
+    ours: float
+    exact: float
+
+    @property
+    def ok(self) -> bool:
+        return self.reached <= self.allowed
+
+    def __str__(self) -> str:
+        at = ",".join(map(str, self.worst))
+        verdict = "ok" if self.ok else "WRONG"
+        return f"{self.name}[{at}] = {self.ours:.9g}, exact {self.exact:.9g}: c {self.reached:.3g} of {self.allowed:g} {verdict}"
+
+
+def limit(dtype: torch.dtype, gradient: bool, data: str = "any") -> float:
+    """c for a result of this dtype."""
+    return LIMITS[dtype][data][gradient]
+
+
+def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Per element, the least c for which the bound holds; inf where S is 0 and the element is not exact, or a NaN."""
+    finfo = torch.finfo(dtype)
+    ours = ours.detach().cpu().double()
+    # A backend saturates in base 2 or rounds to infinity where the exact result leaves its dtype: the same thing to us.
+    top = finfo.max if dtype == torch.float16 else finfo.max * LN2
+    error = (ours.clamp(-top, top) - exact.clamp(-top, top)).abs()
+    error = torch.where(ours.isinf() & (ours == exact), 0.0, error)
+    excess = (error - floor).clamp(min=0.0)
+    c = torch.where(excess == 0, 0.0, excess / (finfo.eps * S))
+    return torch.where(ours.isnan() | excess.isnan(), torch.inf, c)
+
+
+def compare(name: str, ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype,
+            allowed: float) -> Check:
+    """One tensor against its bound."""
+    if ours.shape != exact.shape:
+        raise ValueError(f"{name} has shape {tuple(ours.shape)}, want {tuple(exact.shape)}")
+    if ours.numel() == 0:
+        return Check(name, 0.0, allowed, (), 0.0, 0.0)
+    c = coefficients(ours, exact, S, floor, dtype)
+    at = torch.unravel_index(c.argmax(), c.shape)
+    worst = tuple(int(i) for i in at)
+    return Check(name, float(c[at]), allowed, worst, float(ours[at]), float(exact[at]))
+
+
+def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
+    """The coarser of the dtype of the arithmetic's inputs and the dtype that the result is stored in."""
+    return max(result.dtype, dtype, key=lambda d: torch.finfo(d).eps)
+
+
+def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any") -> list[Check]:
+    """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
+
+    dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must be.
+    """
+    checks = []
+    for name, tensor in ours.items():
+        if name not in solution.results:
+            raise ValueError(f"no result {name!r}, the solution has {sorted(solution.results)}")
+        r = solution.results[name]
+        if tensor is None:
+            tensor = torch.zeros_like(r.value, dtype=r.dtype)
+        if tensor.dtype != r.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, want {r.dtype}")
+        unit = r.dtype if name == "lse" else rounding(r, dtype)
+        floor = r.floor + torch.finfo(r.dtype).smallest_subnormal * (r.S > 0)
+        checks.append(compare(name, tensor, r.value, r.S, floor, unit, limit(unit, r.gradient, data)))
+    return checks
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    """||ours - exact|| / ||exact|| in float64: the figure people read. 0 where both are zero, inf where only `exact` is."""
+    ours, exact = ours.detach().cpu().double(), exact.detach().cpu().double()
+    error, size = float((ours - exact).norm()), float(exact.norm())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
+    """relative_error(ours) over that of plain PyTorch code in the same dtype; at most 1 is as good or better."""
+    mine, theirs = relative_error(ours, exact), relative_error(naive, exact)
+    return mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))

@@ -1,0 +1,333 @@
+"""Random attention problems for the fuzzer: every keyword, edge shapes, awkward strides, hostile values.
+
+What is drawn, and how often, is in the tables at the top. A problem is a function of (seed, case) alone.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import oracle
+from .guarded import place, random_layout
+
+LENGTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257)
+HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 192, 256)
+ODD_HEAD_DIMS = (1, 3, 7, 20, 33, 65)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPE_WEIGHTS = (32, 34, 20, 14)
+DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
+BUDGET = 120_000        # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
+
+# Chance of each keyword in a problem that is not plain. `causal` is needed by `prefix_lengths`, hence often.
+CHANCES = {
+    "attn_mask": 0.35, "bias": 0.45, "causal": 0.5, "window": 0.25, "query_lengths": 0.3, "key_lengths": 0.35,
+    "prefix_lengths": 0.4, "segments": 0.22, "softcap": 0.25, "scale": 0.3, "dropout_p": 0.3, "return_lse": 0.5,
+}
+PACKED = ("causal", "window", "bias", "softcap", "scale", "dropout_p", "return_lse")
+SEEDLESS = "no dropout"
+
+
+@dataclass
+class Problem:
+    """A drawn problem. `tensors` are the float arguments by name (bias parts as "slopes", "table"), at their final strides;
+    `keywords` are those of pytransformer.attention; `wanted` names the tensors that take a gradient."""
+
+    tensors: dict[str, Tensor]
+    keywords: dict[str, Any]
+    wanted: tuple[str, ...]
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    dtype: torch.dtype
+    data: str                               # key of DATA
+    packed: bool                            # run as attention_varlen
+    features: frozenset[str] = field(default_factory=frozenset)
+    layouts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> str:
+        """Which row of bounds.LIMITS holds."""
+        return "zero_mean" if self.data == "normal" else "any"
+
+    def public_keywords(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The keywords with float tensors taken from `tensors`, bias objects rebuilt around them."""
+        from pytransformer import AlibiBias, RelativePositionBias
+
+        out = dict(self.keywords)
+        for name in ("attn_mask", "bias"):
+            if name in tensors:
+                out[name] = tensors[name]
+        if "slopes" in tensors:
+            out["bias"] = AlibiBias(tensors["slopes"])
+        if "table" in tensors:
+            out["bias"] = RelativePositionBias(tensors["table"], *out.pop("t5"))
+        return out
+
+    def solve(self) -> oracle.Solution:
+        """The float64 answer."""
+        t = self.tensors
+        return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
+
+    def __str__(self) -> str:
+        shapes = " ".join(f"{n}{tuple(t.shape)}" for n, t in self.tensors.items())
+        others = ", ".join(f"{k}={_short(v)}" for k, v in self.keywords.items() if k not in self.tensors)
+        layouts = " ".join(f"{n}:{layout}" for n, layout in self.layouts.items() if layout != "contiguous")
+        return (f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes} [{others}] "
+                f"grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}")
+
+
+def _short(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, Tensor) and value.numel() <= 4 else \
+        f"{str(value.dtype)[6:]}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+class _Drawer:
+    def __init__(self, seed: int, case: int) -> None:
+        self.rng = random.Random(f"attention/{seed}/{case}")
+        self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    # ---- sizes
+
+    def shapes(self) -> None:
+        r = self.rng
+        self.B = r.choices((0, 1, 2, 3), (1, 50, 35, 14))[0]
+        self.Hkv, self.G = r.choice((1, 1, 2, 3)), r.choices((1, 2, 3, 4), (60, 20, 8, 12))[0]
+        self.Lq = 0 if self.chance(0.01) else r.choice(LENGTHS)
+        self.Lk = 0 if self.chance(0.01) else self.Lq if self.chance(0.3) else r.choice(LENGTHS)
+        if self.chance(0.1):
+            self.Lq = 1
+        while self.B * self.Hkv * self.G * self.Lq * self.Lk > BUDGET:
+            if self.B > 1 and self.chance(0.5):
+                self.B -= 1
+            elif self.Hkv * self.G > 1:
+                self.Hkv, self.G = (self.Hkv, self.G - 1) if self.G > 1 else (self.Hkv - 1, 1)
+            elif self.B > 1:
+                self.B -= 1
+            else:
+                self.Lq, self.Lk = (self.Lq + 1) // 2, self.Lk
+        self.Hq = self.Hkv * self.G
+        dims = ODD_HEAD_DIMS if self.chance(0.05) else HEAD_DIMS
+        self.D = r.choices(dims, [300.0 / (30 + d) for d in dims])[0]
+        self.Dv = r.choice(dims) if self.chance(0.2) else self.D
+
+    # ---- values
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator)
+
+    def values(self, *size: int, spread: float = 1.0) -> Tensor:
+        """Random float32 of the problem's kind of data."""
+        x = self.normal(*size) * spread
+        if self.data == "positive":
+            return x.abs()
+        if self.data == "offset":
+            return x + 2.0 * spread * (1 if self.chance(0.5) else -1)
+        if self.data == "heavy":
+            return x * (1.2 * self.normal(*size)).exp().clamp(max=30.0)
+        return x
+
+    def integers(self, low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high + 1, size, generator=self.generator)
+
+    def lengths(self, full: int) -> Tensor:
+        x = self.integers(0, full, self.B)
+        for b in range(self.B):
+            if self.chance(0.5):
+                x[b] = self.rng.choice((0, full, full, full, max(full - 1, 0), full // 2))
+        return x if self.chance(0.5) else x.to(torch.int32)
+
+    def segments(self, length: int) -> Tensor:
+        ids = self.integers(-1, 2, self.B, length)
+        return ids if self.chance(0.3) else ids.sort(1).values
+
+    def dense(self, *, boolean: bool) -> Tensor:
+        """A mask or bias of one of the broadcast shapes of (B, Hq, Lq, Lk)."""
+        full = (self.B, self.Hq, self.Lq, self.Lk)
+        kind = self.rng.choice(("full", "queries", "heads", "key_padding", "random", "flat"))
+        keep = {"full": (1, 1, 1, 1), "queries": (1, 0, 1, 1), "heads": (0, 1, 1, 1), "key_padding": (1, 0, 0, 1),
+                "flat": (0, 0, 1, 1), "random": [self.chance(0.6) for _ in full]}[kind]
+        shape = [n if k else 1 for n, k in zip(full, keep)]
+        shape = shape[2:] if kind == "flat" else shape
+        if boolean:
+            x = torch.rand(shape, generator=self.generator) < self.rng.choice((0.95, 0.8, 0.4))
+        else:
+            x = self.normal(*shape) * self.rng.choice((0.5, 2.0))
+        if self.chance(0.25) and shape[-1] > 1:      # an expanded view: stride 0
+            axis = self.rng.randrange(len(shape))
+            x = x.narrow(axis, 0, min(1, shape[axis])).expand(shape)
+        return x
+
+    def extremes(self, x: Tensor) -> Tensor:
+        """-inf holes, whole rows of -inf and of finfo.min, in a floating mask."""
+        x, kind = x.clone(), self.rng.choice(("none", "holes", "dead_rows", "lowest_rows", "mixed"))
+        lowest = torch.finfo(x.dtype).min
+        flat = x.reshape(-1, x.shape[-1])
+        pick = lambda p: torch.rand(flat.shape[0], generator=self.generator) < p
+        if kind in ("holes", "mixed"):
+            flat[torch.rand(flat.shape, generator=self.generator) < 0.2] = -torch.inf
+        if kind in ("dead_rows", "mixed"):
+            flat[pick(0.2)] = -torch.inf
+        if kind in ("lowest_rows", "mixed"):
+            flat[pick(0.3)] = lowest
+            flat[torch.rand(flat.shape, generator=self.generator) < 0.1] = lowest
+        return flat.reshape(x.shape)
+
+    # ---- keywords
+
+    def draw_keywords(self) -> None:
+        r = self.rng
+        plain = self.chance(0.08)
+        self.packed = self.chance(0.15)
+        want = {k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)}
+        self.keywords: dict[str, Any] = {}
+        if self.packed:
+            self.keywords |= {"query_lengths": self.lengths(self.Lq), "key_lengths": self.lengths(self.Lk)}
+            if self.B and self.chance(0.2):
+                self.keywords["key_lengths"].fill_(self.Lk)
+        if "prefix_lengths" in want:
+            want.add("causal")
+        if "causal" in want:
+            self.keywords["causal"] = r.choice(("top_left", "bottom_right"))
+        if "window" in want:
+            side = lambda: r.choice((None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk))
+            self.keywords["window"] = (side(), side())
+        for name, full in (("query_lengths", self.Lq), ("key_lengths", self.Lk), ("prefix_lengths", self.Lk)):
+            if name in want:
+                self.keywords[name] = self.lengths(full)
+        if "segments" in want:
+            self.keywords["query_segments"] = self.segments(self.Lq)
+            self.keywords["key_segments"] = (
+                self.keywords["query_segments"] if self.Lq == self.Lk and self.chance(0.5) else self.segments(self.Lk))
+        if "softcap" in want:
+            self.keywords["softcap"] = r.choice((0.5, 5.0, 20.0, 50.0))
+        if "scale" in want:
+            self.keywords["scale"] = r.choice((1.0, 1.0, 0.3, 0.05, -0.2, 0.0)) / (1 if self.D < 40 else 4)
+        if "dropout_p" in want:
+            self.keywords["dropout_p"] = r.choice((0.1, 0.1, 0.3, 0.5, 0.9, 1e-5, 1.0))
+            self.keywords["dropout_seed"] = r.getrandbits(64) - 2**63
+        if "return_lse" in want:
+            self.keywords["return_lse"] = True
+        self.features = set(want)
+
+    def draw_terms(self, want: set[str]) -> None:
+        """Masks and biases, among `tensors` if floating, else among the keywords."""
+        r = self.rng
+        near = [torch.float64] if self.dtype == torch.float64 else [self.dtype, torch.float32, torch.bfloat16]
+        if "attn_mask" in want:
+            boolean = self.chance(0.5)
+            mask = self.dense(boolean=boolean)
+            if boolean:
+                layout = random_layout(r, mask)
+                self.keywords["attn_mask"] = mask if 0 in mask.stride() else place(mask, layout, fill=True)
+                self.features.add("bool_mask")
+            else:
+                self.tensors["attn_mask"] = self.extremes(mask.to(r.choice(near)))
+                self.features.add("float_mask")
+        if "bias" in want:
+            kind = r.choice(("alibi", "t5")) if self.packed else r.choice(("dense", "alibi", "t5"))
+            self.features.add(kind)
+            if kind == "dense":
+                bias = self.dense(boolean=False).to(r.choice(near))
+                self.tensors["bias"] = self.extremes(bias) if self.chance(0.2) else bias
+            elif kind == "alibi":
+                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(r.choice(near))
+            else:
+                bidirectional, buckets = self.chance(0.5), r.choice((4, 8, 32, 32))
+                self.tensors["table"] = self.normal(buckets, self.Hq).to(r.choice(near))
+                self.keywords["t5"] = (bidirectional, r.choice((20, 64, 128)))
+
+    # ---- places
+
+    def spoil(self) -> None:
+        """Non-finite contents where the specification says that nothing is read: past the lengths, at invisible pairs."""
+        k = self.keywords
+        bad = lambda: self.rng.choice((float("nan"), float("inf"), -float("inf")))
+        for name, rows in (("query_lengths", ("query", "grad_out", "grad_lse")), ("key_lengths", ("key", "value"))):
+            if name in k and self.chance(0.7):
+                for tensor in rows:
+                    x = self.tensors.get(tensor)
+                    if x is not None and not (x.dim() == 4 and 0 in x.stride()):
+                        past = torch.arange(x.shape[2]) >= k[name].long()[:, None]
+                        x.masked_fill_(past[:, None, :, None] if x.dim() == 4 else past[:, None, :], bad())
+                self.features.add("spoiled")
+        mask = k.get("attn_mask")
+        if mask is not None and mask.dim() == 4 and mask.shape[2] == 1 and mask.shape[1] == 1 and self.chance(0.7):
+            hidden = ~mask.expand(self.B, 1, 1, self.Lk)[:, 0, 0]
+            for tensor in ("key", "value"):
+                if 0 not in self.tensors[tensor].stride():
+                    self.tensors[tensor].masked_fill_(hidden[:, None, :, None], bad())
+            self.features.add("spoiled")
+        names = [n for n in ("attn_mask", "bias") if n in self.tensors]
+        if names and self.chance(0.6):
+            visible, _ = oracle.visible_pairs(
+                self.B, self.Lq, self.Lk, query_start=0, key_start=0, causal=k.get("causal"), window=k.get("window"),
+                **{n: k.get(n) for n in ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")})
+            visible = visible.expand(self.B, self.Hq, self.Lq, self.Lk)
+            if mask is not None:
+                visible = visible & mask
+            for name in names:
+                x = self.tensors[name]
+                if 0 in x.stride() or visible.numel() == 0:
+                    continue
+                seen = visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
+                x.masked_fill_(~seen, bad() if self.chance(0.5) else float("nan"))
+            self.features.add("spoiled")
+
+    def lay_out(self) -> None:
+        """Move every tensor to its place in memory."""
+        self.layouts = {}
+        for name, x in self.tensors.items():
+            if name in ("query", "key", "value", "grad_out") and 0 not in x.shape and self.chance(0.08):
+                axis = self.rng.choice([0, 1] if name != "grad_out" else [0, 1, 2, 3])
+                self.tensors[name] = x.narrow(axis, 0, 1).expand(x.shape)
+                self.layouts[name] = f"expanded{axis}"
+            elif 0 in x.stride() and x.numel():
+                self.layouts[name] = "expanded"
+            else:
+                self.layouts[name] = random_layout(self.rng, x)
+                self.tensors[name] = place(x, self.layouts[name])
+
+    def problem(self) -> Problem:
+        r = self.rng
+        self.shapes()
+        self.dtype = r.choices(DTYPES, DTYPE_WEIGHTS)[0]
+        self.data = r.choices(tuple(DATA), tuple(DATA.values()))[0]
+        self.draw_keywords()
+        spread = r.choice((0.3, 1.0, 1.0, 2.0)) if self.data != "large_logits" else 12.0
+        self.tensors = {
+            "query": self.values(self.B, self.Hq, self.Lq, self.D, spread=spread),
+            "key": self.values(self.B, self.Hkv, self.Lk, self.D, spread=spread),
+            "value": self.values(self.B, self.Hkv, self.Lk, self.Dv),
+            "grad_out": self.values(self.B, self.Hq, self.Lq, self.Dv),
+        }
+        self.tensors = {n: x.to(self.dtype) for n, x in self.tensors.items()}
+        has_lse = "return_lse" in self.features and self.chance(0.7)
+        if has_lse:
+            self.tensors["grad_lse"] = self.values(self.B, self.Hq, self.Lq).to(
+                torch.float64 if self.dtype == torch.float64 else torch.float32)
+        self.draw_terms(set(self.features))
+        expanded = {n for n, x in self.tensors.items() if x.numel() and 0 in x.stride()}
+        self.lay_out()
+        self.spoil()
+        grad_out, grad_lse = self.tensors.pop("grad_out"), self.tensors.pop("grad_lse", None)
+        wanted = tuple(self.tensors)
+        if self.chance(0.2):
+            wanted = tuple(n for n in wanted if self.chance(0.5))
+        self.features |= {"gqa"} if self.G > 1 else set()
+        self.features |= {"value_dim"} if self.Dv != self.D else set()
+        self.features |= {"varlen"} if self.packed else set()
+        self.features |= {"strided"} if set(self.layouts.values()) - {"contiguous"} or expanded else set()
+        return Problem(self.tensors, self.keywords, wanted, grad_out, grad_lse, self.dtype, self.data, self.packed,
+                       frozenset(self.features), self.layouts)
+
+
+def draw(seed: int, case: int) -> Problem:
+    """Problem number `case` of the run `seed`."""
+    return _Drawer(seed, case).problem()
