@@ -215,8 +215,11 @@ def solve(
         x = x + term
         a = a + torch.where(term.abs() < LOST, term.abs(), 0.0)
     x = x.clamp(-saturation, saturation).masked_fill(~visible, -torch.inf)
-    lse = torch.logsumexp(x, -1) if Lk else torch.full((B, Hq, Lq), -torch.inf, dtype=torch.float64)
-    P = torch.exp(x - lse.masked_fill(dead, 0.0)[..., None])
+    # Maximum and log of the sum apart: in rows of finfo.min their sum has lost the latter.
+    top = x.amax(-1) if Lk else torch.full((B, Hq, Lq), -torch.inf, dtype=torch.float64)
+    weight = torch.exp(x - top.masked_fill(dead, 0.0)[..., None])
+    total = weight.sum(-1).masked_fill(dead, 1.0)
+    lse, P = top + total.log(), weight / total[..., None]
 
     heaviest = (a.masked_fill(P == 0, 0.0).amax(-1) if Lk else torch.zeros_like(lse))
     amp = 1 + ratio * heaviest[..., None]

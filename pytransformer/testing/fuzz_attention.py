@@ -1,0 +1,162 @@
+"""One random attention problem on one backend: run it, and judge everything about the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import bounds, oracle
+from .draw_attention import Problem, draw
+from .guarded import place
+from .poison import StrayWrite, poisoned
+
+TAIL = 3        # rows of a packed tensor that belong to no sequence
+
+
+@dataclass
+class Run:
+    """Results by name, padded: "out", "lse" and gradients; and which backend ran each raw op."""
+
+    results: dict[str, Tensor | None]
+    trace: list[tuple[str, str]]
+    explained: str | None
+
+
+class _Packing:
+    """Between (B, H, L, ...) tensors with lengths and the packed ones of attention_varlen."""
+
+    def __init__(self, lengths: Tensor, longest: int) -> None:
+        self.lengths, self.longest = lengths.tolist(), longest
+        self.offsets = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+        self.max = max(self.lengths, default=0)
+
+    def pack(self, x: Tensor, layout: str) -> Tensor:
+        rows = [x[b, :, :n].transpose(0, 1) for b, n in enumerate(self.lengths)]
+        rows.append(torch.full((TAIL, x.shape[1], *x.shape[3:]), float("nan"), dtype=x.dtype))
+        return place(torch.cat(rows), layout)
+
+    def unpack(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(total, H, ...) to (B, H, L, ...)."""
+        out = torch.full((len(self.lengths), x.shape[1], self.longest, *x.shape[2:]), fill, dtype=x.dtype)
+        for b, n in enumerate(self.lengths):
+            start = int(self.offsets[b])
+            out[b, :, :n] = x[start : start + n].transpose(0, 1)
+        return out
+
+
+def _leaves(problem: Problem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.detach().requires_grad_(n in problem.wanted) for n, t in tensors.items()}
+
+
+def _gradients(problem: Problem, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None,
+               grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor | None]:
+    if not problem.wanted:
+        return {}
+    outputs, grads = [out], [grad_out]
+    if lse is not None and grad_lse is not None:
+        outputs, grads = [out, lse], [grad_out, grad_lse]
+    found = torch.autograd.grad(outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True)
+    return dict(zip(problem.wanted, found))
+
+
+def run(problem: Problem, backend: str) -> Run:
+    """The problem through the public function on a forced backend, with guarded and poisoned memory."""
+    import pytransformer as pt
+    from pytransformer.ops._registry import trace
+
+    op = "attention_varlen" if problem.packed else "attention"
+    keywords = dict(backend=backend, strict=True)
+    with poisoned(), trace() as record:
+        if problem.packed:
+            results, explained = _run_packed(problem, keywords)
+        else:
+            leaves = _leaves(problem, problem.tensors)
+            args = [leaves[n] for n in ("query", "key", "value")]
+            keywords |= problem.public_keywords(leaves)
+            explained = pt.explain(op, *args, **keywords).backend
+            out, lse = _outputs(pt.attention(*args, **keywords))
+            results = {"out": out, "lse": lse}
+            results |= _gradients(problem, leaves, out, lse, problem.grad_out, problem.grad_lse)
+    return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
+
+
+def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:
+    return returned if isinstance(returned, tuple) else (returned, None)
+
+
+def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, Tensor | None], str | None]:
+    import pytransformer as pt
+
+    t, k = problem.tensors, dict(problem.keywords)
+    q, kv = (_Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key")))
+    places = {n: problem.layouts[n] if problem.layouts[n] in ("offset", "step", "fused") else "contiguous"
+              for n in ("query", "key", "value", "grad_out")}
+    sides = {"query": q, "key": kv, "value": kv}
+    packed = {n: sides[n].pack(t[n], places[n]) if n in sides else t[n] for n in t}
+    leaves = _leaves(problem, packed)
+    keywords |= {n: v for n, v in problem.public_keywords(leaves).items() if not n.endswith("_lengths")}
+    args = [leaves["query"], leaves["key"], leaves["value"], q.offsets, kv.offsets, q.max, kv.max]
+    explained = pt.explain("attention_varlen", *args, **keywords).backend
+    out, lse = _outputs(pt.attention_varlen(*args, **keywords))
+    results = {"out": q.unpack(out), "lse": None if lse is None else q.unpack(lse.mT, -torch.inf)}
+    grad_lse = None if problem.grad_lse is None else q.pack(problem.grad_lse, "contiguous").mT
+    grads = _gradients(problem, leaves, out, lse, q.pack(problem.grad_out, places["grad_out"]), grad_lse)
+    for name, grad in grads.items():
+        results[name] = sides[name].unpack(grad) if name in sides and grad is not None else grad
+        if name in sides and grad is not None and bool(grad[-TAIL:].count_nonzero()):
+            raise AssertionError(f"the gradient of {name} is not zero outside cu_seqlens")
+    return results, explained
+
+
+def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -> tuple[list[bounds.Check], list[str]]:
+    """(every comparison with float64, what else is wrong)."""
+    wrong = []
+    checks = bounds.check(solution, run.results, problem.dtype, problem.limits)
+    wrong += [str(c) for c in checks if not c.ok]
+
+    exact = {"out": (solution.dead_queries, 0.0), "lse": (solution.dead_queries, -torch.inf),
+             "query": (solution.dead_queries, 0.0), "key": (solution.unseen_keys, 0.0), "value": (solution.unseen_keys, 0.0)}
+    for name, tensor in run.results.items():
+        if name in exact and tensor is not None:
+            where, want = exact[name]
+            found = tensor.detach()[where]
+            if bool((found != want).any()):
+                wrong.append(f"{name} is not {want:g} in rows that take part in no pair")
+
+    op = "attention_varlen" if problem.packed else "attention"
+    expected = [(f"{op}_fwd", backend)] + [(f"{op}_bwd", backend)] * bool(problem.wanted)
+    if run.trace != expected:
+        wrong.append(f"ran {run.trace}, want {expected}")
+    if run.explained != backend:
+        wrong.append(f"explain said {run.explained}, {backend} was forced")
+    return checks, wrong
+
+
+def same_bits(a: Run, b: Run) -> list[str]:
+    """Names of the results that differ in any bit between two runs."""
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) and torch.equal(x.signbit(), y.signbit())
+
+    return [n for n in a.results if not equal(a.results[n], b.results[n])]
+
+
+def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
+    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
+    problem = draw(seed, case)
+    solution = problem.solve()
+    verdicts = {}
+    for backend in backends:
+        try:
+            first = run(problem, backend)
+            checks, wrong = judge(problem, solution, first, backend)
+            if repeat and (different := same_bits(first, run(problem, backend))):
+                wrong.append(f"two runs differ in {', '.join(different)}")
+        except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
+            checks, wrong = [], [f"{type(error).__name__}: {error}"]
+        verdicts[backend] = checks, wrong
+    return problem, verdicts
