@@ -184,7 +184,11 @@ class Op:
             with _autograd_inside():
                 leaves = [a[i].detach().requires_grad_() for i in places]
                 outputs = reference_outputs(self, a, places, leaves, given)
-                results = torch.autograd.grad(outputs, leaves, [grads[i] for i in given], materialize_grads=True)
+                # An output may depend on none of the leaves, as lse on value.
+                pairs = [(o, grads[i]) for o, i in zip(outputs, given) if o.requires_grad]
+                results = [torch.zeros_like(t) for t in leaves]
+                if pairs:
+                    results = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True)
             by_place = dict(zip(places, results))
             return _copied(self.empty_gradients(a, wanted), [by_place.get(i) for i in self.positions])
 

@@ -29,7 +29,6 @@ CHANCES = {
     "prefix_lengths": 0.4, "segments": 0.22, "softcap": 0.25, "scale": 0.3, "dropout_p": 0.3, "return_lse": 0.5,
 }
 PACKED = ("causal", "window", "bias", "softcap", "scale", "dropout_p", "return_lse")
-SEEDLESS = "no dropout"
 
 
 @dataclass
@@ -165,16 +164,18 @@ class _Drawer:
         return x
 
     def extremes(self, x: Tensor) -> Tensor:
-        """-inf holes, whole rows of -inf and of finfo.min, in a floating mask."""
-        x, kind = x.clone(), self.rng.choice(("none", "holes", "dead_rows", "lowest_rows", "mixed"))
+        """-inf holes, whole rows of -inf and, in at most one of the terms, of finfo.min, in a floating mask."""
+        kinds = ("none", "holes", "dead_rows") + ("lowest_rows", "mixed") * ("lowest" not in self.features)
+        x, kind = x.clone(), self.rng.choice(kinds)
         lowest = torch.finfo(x.dtype).min
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.flatten(0, -2)
         pick = lambda p: torch.rand(flat.shape[0], generator=self.generator) < p
         if kind in ("holes", "mixed"):
             flat[torch.rand(flat.shape, generator=self.generator) < 0.2] = -torch.inf
         if kind in ("dead_rows", "mixed"):
             flat[pick(0.2)] = -torch.inf
         if kind in ("lowest_rows", "mixed"):
+            self.features.add("lowest")
             flat[pick(0.3)] = lowest
             flat[torch.rand(flat.shape, generator=self.generator) < 0.1] = lowest
         return flat.reshape(x.shape)

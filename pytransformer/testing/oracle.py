@@ -222,7 +222,8 @@ def solve(
     lse, P = top + total.log(), weight / total[..., None]
 
     heaviest = (a.masked_fill(P == 0, 0.0).amax(-1) if Lk else torch.zeros_like(lse))
-    amp = 1 + ratio * heaviest[..., None]
+    # A probability carries the rounding of its score, and one more eps from the exponential and the normaliser.
+    amp = 1 + ratio * (1 + heaviest[..., None])
     M = keep_factor(int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk))
     PM, seen = P * M, visible.double()
     out, out_S = PM @ vv, PM @ va
