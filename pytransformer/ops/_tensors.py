@@ -90,6 +90,8 @@ def empty_in_order(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype 
     A (B, H, L, D) view of (B, L, H, D) memory gives another such view, so that a model never copies. Broadcast dimensions
     of ``like`` (stride 0) count as the outermost.
     """
+    if like.is_contiguous():
+        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
     outer = list(range(like.dim() - 1))
     strides = like.stride()
     order = sorted(outer, key=lambda d: -strides[d] if strides[d] else -math.inf)

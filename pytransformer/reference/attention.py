@@ -35,8 +35,8 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     score = a.scale * (query @ key.transpose(-1, -2))
     if a.softcap:
         score = a.softcap * torch.tanh(score / a.softcap)
-    for term in additive_terms(a, work):
-        score = score + _select(visible, term)
+    if terms := additive_terms(a, work):
+        score = _saturating_sum([score, *(_select(visible, term) for term in terms)])
     score = torch.where(visible, score, -math.inf)
 
     top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
@@ -93,7 +93,9 @@ def indices(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
 
 def additive_terms(a: Any, work: torch.dtype) -> list[torch.Tensor]:
     """What is added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
-    terms = [t.to(work) for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
+    limit = torch.finfo(work).max  # a float64 mask's finfo.min is data for float32 queries too
+    dense = [t for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
+    terms = [(t if t.dtype != torch.float64 else t.clamp(-limit, limit)).to(work) for t in dense]
     i, j, offset = indices(a)
     relative = j - i - offset
     if a.slopes is not None:
@@ -103,6 +105,16 @@ def additive_terms(a: Any, work: torch.dtype) -> list[torch.Tensor]:
         bias = a.table.to(work)[bucket]  # (..., Lq, Lk, Hq)
         terms.append(bias.movedim(-1, -3) if bias.dim() == 3 else bias[:, 0].movedim(-1, 1))
     return terms
+
+
+def _saturating_sum(terms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum, kept within ±finfo.max: finite terms never hide a pair. Saturated or not, the gradient passes.
+
+    Summed at an eighth of the size, which is exact and cannot overflow.
+    """
+    total = sum(term / 8 for term in terms)
+    limit = torch.finfo(total.dtype).max / 8
+    return 8 * (total + (total.clamp(-limit, limit) - total).detach())
 
 
 def _per_batch(lengths: torch.Tensor) -> torch.Tensor:
