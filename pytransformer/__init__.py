@@ -9,6 +9,7 @@ from .drop_in import activate, deactivate
 from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
+from .ops.attention_weights import attention_summary, attention_weights
 from .ops.masks import AlibiBias, RelativePositionBias
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "__version__",
     "activate",
     "attention",
+    "attention_summary",
     "attention_varlen",
+    "attention_weights",
     "clear_fallbacks",
     "deactivate",
     "explain",

@@ -32,13 +32,7 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     key = _select(live_keys[..., None], a.key.to(work)).repeat_interleave(group, 1)
     value = _select(live_keys[..., None], a.value.to(work)).repeat_interleave(group, 1)
 
-    score = a.scale * (query @ key.transpose(-1, -2))
-    if a.softcap:
-        score = a.softcap * torch.tanh(score / a.softcap)
-    if terms := additive_terms(a, work):
-        score = _saturating_sum([score, *(_select(visible, term) for term in terms)])
-    score = torch.where(visible, score, -math.inf)
-
+    score = scores(a, query, key, visible)
     top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
     top = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp(score - top)
@@ -52,10 +46,23 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(a.query.dtype), lse
 
 
-def visible_pairs(a: Any) -> torch.Tensor:
-    """bool (B, Hq, Lq, Lk): (causal OR j < prefix) AND window AND lengths AND segments AND mask, -inf being invisible."""
+def scores(a: Any, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, Hq, Lq, Lk) with everything added, -inf where invisible; query and key (B, Hq, L, D) in the working precision."""
+    score = a.scale * (query @ key.transpose(-1, -2))
+    if a.softcap:
+        score = a.softcap * torch.tanh(score / a.softcap)
+    if terms := additive_terms(a, score.dtype, rows):
+        score = _saturating_sum([score, *(_select(visible, term) for term in terms)])
+    return torch.where(visible, score, -math.inf)
+
+
+def visible_pairs(a: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """bool (B, Hq, Lq, Lk): (causal OR j < prefix) AND window AND lengths AND segments AND mask, -inf being invisible.
+
+    ``rows``: the absolute indices of the queries, if they are not consecutive.
+    """
     batch, heads, num_queries, _ = a.query.shape
-    i, j, offset = indices(a)
+    i, j, offset = indices(a, rows)
     visible = torch.ones(batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device)
     if a.causal != "none":
         below = j <= i + offset
@@ -78,11 +85,11 @@ def visible_pairs(a: Any) -> torch.Tensor:
     return visible
 
 
-def indices(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
+def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
     """Absolute query index (Lq, 1), absolute key index (Lk,), and the alignment offset (B, 1, 1, 1) or 0."""
     device = a.query.device
     end_i, end_j = a.query_start + a.query.shape[2], a.key_start + a.key.shape[2]
-    i = torch.arange(a.query_start, end_i, device=device)[:, None]
+    i = (torch.arange(a.query_start, end_i, device=device) if rows is None else rows)[:, None]
     j = torch.arange(a.key_start, end_j, device=device)
     if a.causal != "bottom_right":
         return i, j, 0
@@ -91,12 +98,12 @@ def indices(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
     return i, j, valid_keys - valid_queries
 
 
-def additive_terms(a: Any, work: torch.dtype) -> list[torch.Tensor]:
+def additive_terms(a: Any, work: torch.dtype, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What is added to the scores, each broadcastable to (B, Hq, Lq, Lk)."""
     limit = torch.finfo(work).max  # a float64 mask's finfo.min is data for float32 queries too
     dense = [t for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
     terms = [(t if t.dtype != torch.float64 else t.clamp(-limit, limit)).to(work) for t in dense]
-    i, j, offset = indices(a)
+    i, j, offset = indices(a, rows)
     relative = j - i - offset
     if a.slopes is not None:
         terms.append(-a.slopes.to(work)[:, None, None] * relative.abs())
