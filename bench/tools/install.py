@@ -93,8 +93,8 @@ def main() -> None:
     say("building the native code")
     run(PYTHON, "setup.py", "-q", "build_ext", "--inplace")
     if not up_to_date:
-        say(f"installing pytransformer with {extras}")
-        run(*pip, "--no-build-isolation", "-e", f".[{extras}]")
+        say(f"installing pytransformer and what its extras {extras} need: half a minute")
+        run(*pip, "-q", "--no-build-isolation", "-e", f".[{extras}]")
         stamp.write_text(current)
     say(f"done in {time.monotonic() - start:.0f} s: {PYTHON}")
 
