@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# A module imported later would rebind its name in this package, where the function of that name belongs.
+from . import attention as _  # noqa: F401
+
 
 def _public(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:

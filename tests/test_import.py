@@ -1,0 +1,161 @@
+"""Importing the package changes nothing, costs little, never fails, and leaves other people's names alone.
+
+Each check runs in a fresh interpreter, because this one has long since imported everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytransformer
+
+PACKAGE = Path(pytransformer.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fresh(code: str, path: Path | None = None, cwd: Path | None = None, timeout: float = 120) -> Any:
+    """Runs `code` in a new interpreter and returns what it prints as JSON in its last line; `path` comes first on sys.path."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_overrides_no_torch_op() -> None:
+    """The dispatch tables of all of torch's ops, and the functions people call, are the same after the import."""
+    changed = fresh("""
+        import json, torch, warnings
+        import torch.nn.functional as F
+        def state():
+            names = [n for n in torch._C._dispatch_get_all_op_names() if not n.startswith("pytransformer")]
+            tables = {n: torch._C._dispatch_dump(n) for n in names}
+            return tables | {
+                "sdpa": id(F.scaled_dot_product_attention),
+                "layer_norm": id(F.layer_norm),
+                "threads": torch.get_num_threads(),
+                "dtype": str(torch.get_default_dtype()),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "warnings": len(warnings.filters),
+                "modes": torch.overrides._len_torch_function_stack(),
+            }
+        before = state()
+        import pytransformer
+        after = state()
+        print(json.dumps([name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]))
+    """)
+    assert changed == []
+
+
+def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
+    loaded, cuda = fresh("""
+        import json, sys, torch
+        import torch.utils.flop_counter  # which loads Triton where it is installed
+        before = set(sys.modules)
+        import pytransformer
+        new = {name.partition(".")[0] for name in set(sys.modules) - before}
+        heavy = {"triton", "transformers", "timm", "matplotlib", "rich", "pandas", "tokenizers", "safetensors", "kernels"}
+        print(json.dumps([sorted(new & heavy), torch.cuda.is_initialized()]))
+    """)
+    assert loaded == []
+    assert not cuda
+
+
+def test_import_does_not_load_the_native_library() -> None:
+    """It is loaded by the first call that may use it, so that a library that does not load cannot break the import."""
+    maps = fresh("""
+        import json, pytransformer
+        from pathlib import Path
+        print(json.dumps(["libpytransformer" in Path("/proc/self/maps").read_text()]))
+    """)
+    assert maps == [False]
+
+
+def test_import_time() -> None:
+    """Beside torch's own import, measured in the same process: the best of three, against a noisy machine."""
+    ratios = [
+        fresh("""
+            import json, time
+            start = time.perf_counter()
+            import torch
+            middle = time.perf_counter()
+            import pytransformer
+            print(json.dumps((time.perf_counter() - middle) / (middle - start)))
+        """)
+        for _ in range(3)
+    ]
+    assert min(ratios) < 0.5, ratios
+
+
+def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(PACKAGE, tmp_path / "pytransformer", ignore=ignore)
+    (tmp_path / "pytransformer" / "libpytransformer_cpu.so").write_bytes(b"not a library")
+    origin, backend, reason = fresh(
+        """
+        import json, torch, pytransformer as pt
+        x = torch.ones(1, 1, 4, 8)
+        explanation = pt.explain("attention", x, x, x)
+        pt.attention(x, x, x)
+        print(json.dumps([pt.__file__, explanation.backend, explanation.reasons["cpu"]]))
+        """,
+        path=tmp_path,
+    )
+    assert Path(origin).is_relative_to(tmp_path)
+    assert backend == "reference"
+    assert "does not load" in reason
+
+
+@pytest.mark.skipif(
+    str(ROOT) in os.environ.get("PYTHONPATH", "").split(os.pathsep), reason="PYTHONPATH names the checkout, so the name is found"
+)
+def test_kernels_is_not_a_top_level_name() -> None:
+    """The name belongs to another package, which transformers imports when it is installed."""
+
+    def ours(origin: str | None) -> bool:
+        return origin is not None and Path(origin).resolve().is_relative_to(ROOT)
+
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or not ours(spec.origin)
+    origin = fresh(
+        """
+        import importlib.util, json, pytransformer
+        spec = importlib.util.find_spec("kernels")
+        print(json.dumps(spec and spec.origin))
+        """,
+        cwd=ROOT,
+    )
+    assert not ours(origin)
+
+
+def test_fork_after_import_and_after_use() -> None:
+    """Worker processes made by fork can call the ops, with one thread as torch's own data-loading workers do."""
+    codes = fresh(
+        """
+        import json, os, torch, pytransformer as pt
+        x = torch.randn(2, 2, 96, 32)
+        def child():
+            pid = os.fork()
+            if pid == 0:
+                torch.set_num_threads(1)
+                code = 0 if torch.allclose(pt.attention(x, x, x), pt.reference.attention(x, x, x), atol=1e-5) else 1
+                os._exit(code)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        unused = child()
+        pt.attention(x, x, x)
+        print(json.dumps([unused, child()]))
+        """
+    )
+    assert codes == [0, 0]

@@ -1,0 +1,87 @@
+"""The built libraries: what they depend on, which instruction sets they hold, and how one is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytransformer.ops import _native
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = sorted((ROOT / "build" / "native-release").glob("cpu/*_kernels.cpp.*.o"))
+C = torch.ops.pytransformer_C
+
+pytestmark = pytest.mark.skipif(
+    (why_not := _native.why_not("cpu_isa")) is not None, reason=f"the CPU library is not there: {why_not}"
+)
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+
+
+@pytest.fixture
+def restored_isa() -> Iterator[None]:
+    yield
+    C.set_cpu_isa("")
+
+
+def symbols(file: Path, *options: str) -> list[str]:
+    out = subprocess.run(["nm", *options, "--format=posix", str(file)], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0].partition("@")[0] for line in out.splitlines() if line.split()]
+
+
+@needs_nm
+def test_the_op_library_needs_only_the_stable_abi() -> None:
+    """No symbol of Python, and of torch none but the C functions that stay the same from version to version."""
+    undefined = symbols(_native.PACKAGE / _native.LIBRARY_NAME, "-D", "--undefined-only")
+    assert any(name.startswith("aoti_torch_") for name in undefined)
+    assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)", name)] == []
+
+
+@needs_nm
+@pytest.mark.skipif(not OBJECTS, reason="this checkout has no build directory with the kernels' object files")
+@pytest.mark.parametrize("path", OBJECTS, ids=lambda path: path.name)
+def test_instruction_sets_share_no_symbol(path: Path) -> None:
+    """Of an inline function that two objects define, the linker keeps one, perhaps the one this CPU cannot run."""
+    isa = path.name.split(".")[-2]
+    outside = [name for name in symbols(path, "--defined-only", "--extern-only") if f"{len(isa)}{isa}" not in name]
+    assert outside == []
+
+
+def test_every_usable_instruction_set_can_be_chosen(restored_isa: None) -> None:
+    usable = C.cpu_isas()
+    assert usable[-1] == "generic"
+    assert C.cpu_isa() == usable[0]
+    for name in usable:
+        C.set_cpu_isa(name)
+        assert C.cpu_isa() == name
+
+
+def test_an_unknown_instruction_set_is_refused_with_those_available(restored_isa: None) -> None:
+    with pytest.raises(RuntimeError, match=r"is 'mmx'.*available: .*generic"):
+        C.set_cpu_isa("mmx")
+
+
+@pytest.mark.parametrize(("value", "code", "answer"), [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")])
+def test_the_environment_chooses(value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CPU_ISA", value)
+    ask = "import torch; from pytransformer.ops import _native; _native.why_not('cpu_isa'); print(torch.ops.pytransformer_C.cpu_isa())"
+    done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True)
+    assert done.returncode == code
+    assert answer in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)")
+def test_bindings_agree_with_the_op_library() -> None:
+    from pytransformer import _C
+
+    assert _C.usable_isas() == list(C.cpu_isas())
+    assert _C.default_isa() == C.cpu_isa()
+    assert _C.build_info() == _native.build_info()
+    assert set(_C.built_isas()) >= set(_C.usable_isas())
