@@ -78,7 +78,11 @@ class BdistWheel(bdist_wheel):
 def packages() -> list[str]:
     """pytransformer and its subpackages; kernels/ is installed as pytransformer.kernels."""
     kernels = ["pytransformer.kernels." + name for name in setuptools.find_packages(str(ROOT / "kernels"))]
-    return [*setuptools.find_packages(str(ROOT), include=["pytransformer", "pytransformer.*"]), "pytransformer.kernels", *kernels]
+    return [
+        *setuptools.find_packages(str(ROOT), include=["pytransformer", "pytransformer.*"]),
+        "pytransformer.kernels",
+        *kernels,
+    ]
 
 
 try:

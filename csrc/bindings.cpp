@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
+#include "cpu/isa.h"
 
 namespace py = pybind11;
 
@@ -30,11 +30,13 @@ std::vector<std::string> isas(bool only_usable) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "How this copy of pytransformer was built, and what this CPU offers.";
-  m.def("build_info", [] { return py::module_::import("json").attr("loads")(kBuildInfo); },
-        "Version, compiler, flags, instruction sets built, and why CUDA is absent if it is; a dict.");
+  m.def(
+      "build_info", [] { return py::module_::import("json").attr("loads")(kBuildInfo); },
+      "Version, compiler, flags, instruction sets built, and why CUDA is absent if it is; a dict.");
   m.def("cpu_features", &cpu_features, "Features that matter here -> whether the CPU and the operating system offer them.");
   m.def("built_isas", [] { return isas(false); }, "Instruction sets the CPU kernels were compiled for, best first.");
   m.def("usable_isas", [] { return isas(true); }, "Those of built_isas() that this CPU runs.");
-  m.def("default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
-        "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");
+  m.def(
+      "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
+      "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");
 }

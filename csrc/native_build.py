@@ -352,7 +352,14 @@ def _ninja_text(plan: Plan) -> str:
     if plan.why_not_bindings is None:
         import pybind11
 
-        includes = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"], "-I", str(plan.directory)]
+        includes = [
+            "-isystem",
+            pybind11.get_include(),
+            "-isystem",
+            sysconfig.get_paths()["include"],
+            "-I",
+            str(plan.directory),
+        ]
         tag = sysconfig.get_config_var("SOABI")
         bindings = ninja.compile(CSRC / "bindings.cpp", [*base, *includes], tag)
         ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)
@@ -372,7 +379,9 @@ def build(plan: Plan) -> dict[str, Path]:
     assert ninja is not None
     done = subprocess.run([ninja, "-C", str(directory), "-j", jobs, *plan.targets()])
     if done.returncode:
-        raise BuildError("the native code did not compile; the compiler's messages are above. PYTRANSFORMER_CPU=0 installs without it")
+        raise BuildError(
+            "the native code did not compile; the compiler's messages are above. PYTRANSFORMER_CPU=0 installs without it"
+        )
     return {name: directory / name for name in plan.targets()}
 
 
@@ -397,9 +406,14 @@ def describe(plan: Plan) -> str:
     """What will be built and what will not, with reasons, for a person."""
     if plan.native:
         skipped = "".join(f"\n  not {name}: {why}" for name, why in plan.why_not_isa.items())
-        lines = [f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"]
+        lines = [
+            f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"
+        ]
         lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
     else:
-        lines = [f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}", "The package is installed as pure Python: its reference tier works."]
+        lines = [
+            f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}",
+            "The package is installed as pure Python: its reference tier works.",
+        ]
     lines.append(f"CUDA kernels: not built: {plan.why_not_cuda}" if plan.why_not_cuda else "CUDA kernels: built")
     return "\n".join(f"pytransformer: {line}" for line in lines)

@@ -119,7 +119,8 @@ def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(
-    str(ROOT) in os.environ.get("PYTHONPATH", "").split(os.pathsep), reason="PYTHONPATH names the checkout, so the name is found"
+    str(ROOT) in os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    reason="PYTHONPATH names the checkout, so the name is found",
 )
 def test_kernels_is_not_a_top_level_name() -> None:
     """The name belongs to another package, which transformers imports when it is installed."""

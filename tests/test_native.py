@@ -68,7 +68,9 @@ def test_an_unknown_instruction_set_is_refused_with_those_available(restored_isa
         C.set_cpu_isa("mmx")
 
 
-@pytest.mark.parametrize(("value", "code", "answer"), [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")])
+@pytest.mark.parametrize(
+    ("value", "code", "answer"), [("generic", 0, "generic"), ("mmx", 1, "PYTRANSFORMER_CPU_ISA is 'mmx'")]
+)
 def test_the_environment_chooses(value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CPU_ISA", value)
     ask = "import torch; from pytransformer.ops import _native; _native.why_not('cpu_isa'); print(torch.ops.pytransformer_C.cpu_isa())"
@@ -77,7 +79,9 @@ def test_the_environment_chooses(value: str, code: int, answer: str, monkeypatch
     assert answer in done.stdout + done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+)
 def test_bindings_agree_with_the_op_library() -> None:
     from pytransformer import _C
 

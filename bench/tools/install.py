@@ -54,7 +54,9 @@ def make_environment() -> Path:
     if not PYTHON.exists():
         say(f"creating {VENV} with Python {sys.version.split()[0]}")
         if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
-            sys.exit(f"install: {sys.executable} cannot make virtual environments: install its venv package (Debian: python3-venv)")
+            sys.exit(
+                f"install: {sys.executable} cannot make virtual environments: install its venv package (Debian: python3-venv)"
+            )
         run(sys.executable, "-m", "venv", VENV)
     site = next(VENV.glob("lib/python3*/site-packages"))
     constraints, reused = ROOT / "constraints.txt", site / "torch-of-the-caller.pth"
@@ -79,7 +81,9 @@ def main() -> None:
     if sys.version_info < MIN_PYTHON:
         sys.exit(f"install: Python {sys.version.split()[0]} is too old: wanted >= {'.'.join(map(str, MIN_PYTHON))}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extras", default="test,bench,models,hf", help="optional dependencies to install (default: %(default)s)")
+    parser.add_argument(
+        "--extras", default="test,bench,models,hf", help="optional dependencies to install (default: %(default)s)"
+    )
     extras = parser.parse_args().extras
     start = time.monotonic()
     constraints = make_environment()

@@ -94,8 +94,8 @@ Isa checked(const std::string& name, const std::string& source) {
     if (name == isa_name(isa)) return isa;
     available.push_back(isa);
   }
-  throw std::runtime_error(source + " is '" + name + "', an instruction set that this CPU lacks or that was not built; available: " +
-                           names(available));
+  throw std::runtime_error(source + " is '" + name +
+                           "', an instruction set that this CPU lacks or that was not built; available: " + names(available));
 }
 
 Isa default_isa() {
@@ -118,8 +118,7 @@ const std::vector<CpuFeature>& cpu_features() {
 
 const char* isa_name(Isa isa) {
 #define PT_ISA_NAME(name, unused) \
-  case Isa::name:                 \
-    return #name;
+  case Isa::name: return #name;
   switch (isa) { PT_FOR_EACH_ISA(PT_ISA_NAME, ) }
 #undef PT_ISA_NAME
   return "?";
@@ -133,8 +132,7 @@ std::vector<Isa> built_isas() {
 
 bool runs_here(Isa isa) {
 #define PT_ISA_RUNS(name, unused) \
-  case Isa::name:                 \
-    return requires_features::name();
+  case Isa::name: return requires_features::name();
   switch (isa) { PT_FOR_EACH_ISA(PT_ISA_RUNS, ) }
 #undef PT_ISA_RUNS
   return false;

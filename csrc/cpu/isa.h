@@ -43,19 +43,16 @@ void set_active_isa(const std::string& name);
   namespace isa {                               \
   extern const declaration;                     \
   }
-#define PT_DECLARE_KERNELS(Table, table) \
-  namespace pt {                         \
+#define PT_DECLARE_KERNELS(Table, table)              \
+  namespace pt {                                      \
   PT_FOR_EACH_ISA(PT_DECLARE_KERNELS_OF, Table table) \
-  }                                      \
+  }                                                   \
   static_assert(true, "takes the semicolon")
 
 #define PT_SELECT_CASE(isa, table) \
-  case ::pt::Isa::isa:             \
-    return ::pt::isa::table;
-#define PT_SELECT(table)                           \
-  ([](::pt::Isa active) -> const auto& {           \
-    switch (active) {                              \
-      PT_FOR_EACH_ISA(PT_SELECT_CASE, table)       \
-    }                                              \
-    return ::pt::generic::table;                   \
+  case ::pt::Isa::isa: return ::pt::isa::table;
+#define PT_SELECT(table)                                       \
+  ([](::pt::Isa active) -> const auto& {                       \
+    switch (active) { PT_FOR_EACH_ISA(PT_SELECT_CASE, table) } \
+    return ::pt::generic::table;                               \
   }(::pt::active_isa()))

@@ -21,9 +21,9 @@ void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("cpu_isa() -> str");                 // in use
-  m.def("cpu_isas() -> str[]");              // built, and run by this CPU, best first
-  m.def("set_cpu_isa(str name) -> ()");      // "" = the default; for tests, which run every set in one process
+  m.def("cpu_isa() -> str");             // in use
+  m.def("cpu_isas() -> str[]");          // built, and run by this CPU, best first
+  m.def("set_cpu_isa(str name) -> ()");  // "" = the default; for tests, which run every set in one process
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
