@@ -34,16 +34,16 @@ CPP_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 
 check:  ## formatting, lint and types
 	@$(PYTHON) bench/tools/install.py --extras test,dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
-	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_layout.py
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q tests/test_layout.py
 
 format:  ## rewrite Python and C++ in the project's format
 	@$(PYTHON) bench/tools/install.py --extras test,dev
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:  ## remove what was built, the environment too
