@@ -57,6 +57,7 @@ class Arena {
   size_t size_ = 0, used_ = 0;
 };
 
+inline thread_local Arena setup_arena;   // of the calling thread: what describes a call
 inline thread_local Arena shared_arena;  // of the calling thread: packed operands that all threads read
 inline thread_local Arena local_arena;   // of each worker: the tile it works on
 

@@ -72,4 +72,10 @@ struct AttentionGrads {
   void* d_table;                        // (buckets, Hq), float (double for f64), or null
 };
 
+// What each instruction set offers: pt::PT_ISA::attention_kernels.
+struct AttentionKernels {
+  void (*forward)(const AttentionProblem&);
+  void (*backward)(const AttentionProblem&, const AttentionGrads&);
+};
+
 }  // namespace pt

@@ -111,18 +111,24 @@ INLINE float to_scalar(f16 x) {
 }
 INLINE float to_scalar(float x) { return x; }
 INLINE double to_scalar(double x) { return x; }
+// A finite number stays finite: a float64 mask's finfo.min is data for float32 scores too.
+template <class A>
+INLINE A saturate(double x) {
+  const double most_finite = highest<A>;
+  return A(__builtin_isinf(x) ? x : clamp(x, -most_finite, most_finite));
+}
 
 // Lanes j, j + stride, ... of a term, n of them, as vectors of A.
 template <class A, class E>
 INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n) {
   using vec = typename Lanes<A>::vec;
-  if (stride == 0) return set1<vec>(A(to_scalar(*p)));
+  if (stride == 0) return set1<vec>(saturate<A>(to_scalar(*p)));
   if (stride == 1) {
     if constexpr (std::is_same_v<A, double> && std::is_same_v<E, double>) return Double::load(p, n);
     if constexpr (std::is_same_v<A, float> && !std::is_same_v<E, double>) return Float<E>::load(p, n);
   }
   vec v{};
-  for (int i = 0; i < kWidth<vec> && i < n; i++) v[i] = A(to_scalar(p[i * stride]));
+  for (int i = 0; i < kWidth<vec> && i < n; i++) v[i] = saturate<A>(to_scalar(p[i * stride]));
   return v;
 }
 
@@ -201,7 +207,7 @@ INLINE void tanh_and_slope(vf y, vf* t, vf* slope) {
 }
 INLINE void tanh_and_slope(vd y, vd* t, vd* slope) {
   for (int i = 0; i < kWidth<vd>; i++) {
-    const double a = __builtin_fabs(y[i]), e = __builtin_expm1(2 * least(a, 400.)), u = 2 / (e + 2);
+    const double a = __builtin_fabs(y[i]), e = __builtin_expm1(2 * least(a, 300.)), u = 2 / (e + 2);
     (*t)[i] = __builtin_copysign(e / (e + 2), y[i]), (*slope)[i] = u * (2 - u);
     if (a != a) (*t)[i] = (*slope)[i] = a;
   }
@@ -236,18 +242,19 @@ class Scores {
   }
 
   // Turns raw q.k of query i with keys k0 .. k0 + n - 1 into scores, in place, natural units: scale, softcap, mask, bias, ALiBi, T5; -inf
-  // where invisible, by selection, and in the lanes from n up to the next multiple of T::width; a visible score is never below the
-  // lowest finite number. Returns the maximum lane by lane (-inf: nothing seen); softmax is then exp(s - max).
+  // where invisible, by selection, and in the lanes from n up to the next multiple of T::width. Sums saturate at the largest finite
+  // numbers, so a visible score is never -inf; a term that is not finite (-inf apart) makes it NaN. Returns the maximum lane by lane (-inf: nothing seen); softmax is then exp(s - max).
   // seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null without a table: diagonal_of().
   // slope: n values 1 - tanh^2, the softcap's derivative, or null.
   vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
-    constexpr A lowest = std::is_same_v<A, float> ? A(-3.402823466385288598e38) : A(-1.7976931348623157e308);
+    const vec lowest = set1<vec>(-highest<A>), top_finite = set1<vec>(highest<A>);
     const DenseRow<A> mask_row(p_.mask, s_.b, h, i), bias_row(p_.bias, s_.b, h, i);
     const vec scale = set1<vec>(A(p_.scale)), cap = set1<vec>(A(p_.softcap)), minus_inf = set1<vec>(-kInfinity<A>);
     const vec to_cap = set1<vec>(A(p_.softcap != 0 ? p_.scale / p_.softcap : 0));
     const A alibi = p_.slopes ? static_cast<const A*>(p_.slopes)[h] : A(0);
     const vec lanes = __builtin_convertvector(iota<vec>(), vec);
     const bool segments = s_.unsorted_segments();
+    const bool adds = (mask_row.present() && !mask_row.boolean()) || (bias_row.present() && !bias_row.boolean());
     vec top = minus_inf;
     for (int64_t j = 0; j < n; j += T::width) {
       const int64_t left = n - j, key = k0 + j;
@@ -267,15 +274,16 @@ class Scores {
         } else {
           const vec t = r.values(key, left);
           m &= to_mask(t != minus_inf);
-          x = x + t;
+          x = vmin(top_finite, vmax(lowest, vec(x + t))) + (t - t);  // t - t: 0, or NaN
         }
       };
+      if (adds) x = x + (x - x);
       if (mask_row.present()) add(mask_row);
       if (bias_row.present()) add(bias_row);
       if (p_.slopes) x = x - alibi * vabs(vec(lanes + A(s_.distance(i, key))));
       if (diagonal) x = x + loadu(diagonal + j);
       if (segments) m &= same_segment(s_.query_segments()[i], s_.key_segments() + key, left);
-      x = select(m, vmax(set1<vec>(lowest), x), minus_inf);
+      x = select(m, vmax(lowest, x), minus_inf);
       store(s + j, x);
       top = vmax(top, x);
     }

@@ -25,9 +25,10 @@ void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int
 }
 
 // Rows [0, n_pad) of a d-column matrix, neighbours along rows joined in units, in panels of up to kPanel<T> columns:
-// dst[panel][row / pack][width of the panel], each panel ld_rows / pack long. Rows outside [first, n) are zero and not read.
+// dst[panel][row / pack][width of the panel], each panel ld_rows / pack long.
 template <class T>
-void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::unit* dst, const uint8_t* live = nullptr) {
+void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::unit* dst,
+               const uint8_t* live = nullptr) {
   using uvec = typename T::uvec;
   const int64_t dw = round_up(d, T::width);
   const auto put = [](typename T::unit* p, uvec v) { *reinterpret_cast<uvec*>(p) = v; };

@@ -94,6 +94,8 @@ template <class V>
 constexpr int kWidth = kVecBytes / int(sizeof(scalar_of<V>));
 template <class A>
 constexpr A kInfinity = A(__builtin_inf());
+template <class A>
+constexpr A highest = sizeof(A) == 4 ? A(3.4028234663852886e38) : A(1.7976931348623157e308);  // finite
 
 template <class V>
 INLINE V set1(scalar_of<V> x) { return x - V{}; }
@@ -399,7 +401,7 @@ struct Bf16Pair {
   using Dot = Bf16Dot;
   using vec = vf;
   using uvec = vi32;
-  static constexpr int pack = 2, width = 16, exp_degree = 4;
+  static constexpr int pack = 2, width = 16, exp_degree = 4;  // of exponentials that are rounded to opnd anyway
   static INLINE vec dot(vec c, uvec a, uvec b) { return Dot::dot(c, a, b); }
   static INLINE __mmask32 mask32(int64_t n) { return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1; }
   // Masked loads are fast everywhere, masked stores slow on Zen: only for tails.

@@ -22,7 +22,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.query.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and query is on {a.query.device}"
-        if (reason := _native.why_not("attention_fwd")) is not None:
+        if (reason := _native.why_not("attention_fwd") or _native.why_not("attention_bwd")) is not None:
             return reason
         head_dim, value_dim = a.query.shape[-1], a.value.shape[-1]
         if max(head_dim, value_dim) > MAX_HEAD_DIM:

@@ -1,0 +1,199 @@
+// Torch edge of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "attention.h"
+#include "isa.h"
+#include "parallel.h"
+
+PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+
+// Messages that start so become ValueError in Python.
+#define CHECK_VALUE(condition, ...) STD_TORCH_CHECK(condition, "ValueError: ", __VA_ARGS__)
+
+pt::DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return pt::DType::f32;
+    case ScalarType::BFloat16: return pt::DType::bf16;
+    case ScalarType::Half: return pt::DType::f16;
+    case ScalarType::Double: return pt::DType::f64;
+    default: STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16, float16 or float64"); 
+  }
+}
+
+void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
+  bool same = t.dim() == int64_t(shape.size());
+  int64_t d = 0;
+  for (int64_t size : shape) same = same && t.size(d++) == size;
+  STD_TORCH_CHECK(same, name, " has the wrong shape");
+}
+
+const int64_t* integers(const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
+  if (!t) return nullptr;
+  check_shape(*t, name, shape);
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name, " is not a contiguous int64 tensor");
+  return static_cast<const int64_t*>(t->data_ptr());
+}
+
+const void* statistics(const Maybe& t, const char* name, ScalarType work, std::initializer_list<int64_t> shape) {
+  if (!t) return nullptr;
+  check_shape(*t, name, shape);
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  return t->data_ptr();
+}
+
+// (B, H, L, D), or packed (total, H, D)
+pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
+  const int64_t n = t.dim();
+  STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
+  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1, name, " has a last stride of ", t.stride(n - 1), "; wanted 1");
+  return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
+}
+
+pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p) {
+  pt::Dense d;
+  if (!t) return d;
+  STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; wanted 4");
+  const int64_t full[4] = {p.B, p.Hq, p.Lq, p.Lk};
+  int64_t stride[4];
+  for (int i = 0; i < 4; i++) {
+    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i), " in dimension ", i, "; wanted ", full[i], " or 1");
+    stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
+  }
+  d.data = t->data_ptr();
+  d.stride = {stride[0], stride[1], stride[2], stride[3]};
+  d.boolean = t->scalar_type() == ScalarType::Bool;
+  if (!d.boolean) d.dtype = dtype_of(*t, name);
+  return d;
+}
+
+void check_lengths(const int64_t* lengths, const char* name, int64_t n, int64_t most) {
+  for (int64_t b = 0; lengths && b < n; b++)
+    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b], "; wanted between 0 and ", most, " (start + length)");
+}
+
+void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total, int64_t longest) {
+  CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; wanted 0");
+  for (int64_t b = 0; b < sequences; b++) {
+    CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ", b, "; wanted non-decreasing offsets");
+    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b], " rows, but the longest was said to be ", longest);
+  }
+  CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
+}
+
+// The arguments that forward and backward share, after the outputs of each.
+#define ATTENTION_PARAMETERS                                                                                                             \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths,  \
+      Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, int64_t align,           \
+      int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,   \
+      double dropout_p
+#define ATTENTION_ARGUMENTS                                                                                                            \
+  mask, bias, slopes, table, bucket_starts, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k,        \
+      dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
+#define ATTENTION_SCHEMA                                                                                                               \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? query_lengths, Tensor? key_lengths, "      \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "            \
+  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "              \
+  "float softcap, float dropout_p"
+
+// The tensors must outlive the problem.
+pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, ATTENTION_PARAMETERS) {
+  pt::AttentionProblem p{};
+  const bool packed = cu_q.has_value();
+  STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
+  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
+  p.os = strides_of(out, "out", packed);
+  p.dtype = dtype_of(query, "query");
+  for (const Tensor& t : {key, value, out}) STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
+  constexpr int head = 1;
+  const int length = packed ? 0 : 2, last = packed ? 2 : 3;
+  p.B = packed ? cu_q->numel() - 1 : query.size(0);
+  p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
+  p.Lq = packed ? max_q : query.size(length), p.Lk = packed ? max_k : key.size(length);
+  const int64_t q_rows = query.size(length), k_rows = key.size(length);
+  STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
+  if (packed) {
+    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}), check_shape(out, "out", {q_rows, p.Hq, p.Dv});
+    check_shape(lse, "lse", {p.Hq, q_rows});
+    p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
+    STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
+  } else {
+    check_shape(key, "key", {p.B, p.Hkv, k_rows, p.D}), check_shape(value, "value", {p.B, p.Hkv, k_rows, p.Dv});
+    check_shape(out, "out", {p.B, p.Hq, q_rows, p.Dv}), check_shape(lse, "lse", {p.B, p.Hq, q_rows});
+    p.lse_s = {lse.stride(0), lse.stride(1), lse.stride(2), 1};
+  }
+  const ScalarType work = p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(lse.scalar_type() == work, "lse is not of the dtype scores are computed in");
+  p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
+
+  p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
+  p.slopes = statistics(slopes, "slopes", work, {p.Hq});
+  p.bidirectional = bidirectional;
+  if (table) {
+    p.buckets = table->size(0);
+    p.table = statistics(table, "table", work, {p.buckets, p.Hq});
+    p.bucket_starts = integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
+    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1), "table needs bucket_starts and at least one bucket a direction");
+  }
+
+  p.query_lengths = integers(query_lengths, "query_lengths", {p.B}), p.key_lengths = integers(key_lengths, "key_lengths", {p.B});
+  p.prefix_lengths = integers(prefix_lengths, "prefix_lengths", {p.B});
+  check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq), check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
+  check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
+  p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}), p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
+  STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
+  p.cu_q = integers(cu_q, "cu_seqlens_q", {p.B + 1}), p.cu_k = integers(cu_k, "cu_seqlens_k", {p.B + 1});
+  if (packed) {
+    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq), check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
+    STD_TORCH_CHECK(!mask && !bias && !query_segments, "packed sequences take no dense mask or bias and no segments");
+  }
+
+  STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
+  p.align = pt::Align(align);
+  p.left = left, p.right = right, p.query_start = query_start, p.key_start = key_start;
+  p.scale = scale, p.softcap = softcap;
+  STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p, "; wanted between 0 and 1");
+  p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));  // half to even
+  if (p.drop_threshold > 0) {
+    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long, "dropout_seed is not one int64");
+    p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
+  }
+  p.threads = pt::pool_threads();
+  return p;
+}
+
+// Rows of packed outputs behind the last sequence.
+template <class Lse>
+void clear_rest(const pt::AttentionProblem& p, int64_t rows, int64_t element) {
+  for (int64_t i = p.cu_q[p.B]; i < rows; i++)
+    for (int64_t h = 0; h < p.Hq; h++) {
+      std::memset(static_cast<char*>(p.out) + (i * p.os.l + h * p.os.h) * element, 0, p.Dv * element);
+      static_cast<Lse*>(p.lse)[h * p.lse_s.h + i * p.lse_s.l] = -Lse(INFINITY);
+    }
+}
+
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
+  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0), 8);
+  else if (p.cu_q) clear_rest<float>(p, query.size(0), p.dtype == pt::DType::f32 ? 4 : 2);
+  PT_SELECT(attention_kernels).forward(p);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) { m.impl("attention_fwd", TORCH_BOX(&attention_fwd)); }
