@@ -1,0 +1,289 @@
+"""Wrong attentions that the fuzzer must find: each is the reference with one fault of a kind that kernels have had.
+
+    with mutant_backends() as names:
+        pytransformer.attention(query, key, value, backend=names[0])
+
+A fault is a function of the raw op's arguments and of `attend`, the right answer, that returns a wrong one; faults of the gradient
+alone give the right value with a wrong derivative. tests/test_mutants.py shows that the fuzzer finds every one of them, and nothing in
+"faithful", which has no fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ..ops._registry import OPS, Backend
+from ..reference import attention as source
+
+Outputs = tuple[Tensor, Tensor]
+Fault = Callable[[Any, Callable[[Any], Outputs]], Outputs]
+
+FAULTS: dict[str, Fault] = {}
+BACKWARD_FAULTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {}
+
+
+def _fault(function: Fault) -> Fault:
+    FAULTS[function.__name__.strip("_")] = function
+    return function
+
+
+def _replacing(**change: Callable[[Any], Any]) -> Fault:
+    """A fault that changes arguments; None means that this problem does not have the argument."""
+    def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+        return attend(a._replace(**{name: f(a) for name, f in change.items() if getattr(a, name) is not None}))
+
+    return fault
+
+
+def _patching(**names: Callable[..., Any]) -> Fault:
+    """A fault that replaces functions of the reference's module; each gets the original first."""
+    def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+        with contextlib.ExitStack() as stack:
+            for name, f in names.items():
+                original = getattr(source, name)
+                stack.enter_context(mock.patch.object(source, name, lambda *x, f=f, o=original: f(o, *x)))
+            return attend(a)
+
+    return fault
+
+
+def _torch_with(**names: Callable[..., Any]) -> Fault:
+    """A fault that replaces functions of torch as the reference sees them."""
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return names.get(name) or getattr(torch, name)
+
+    def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+        with mock.patch.object(source, "torch", Torch()):
+            return attend(a)
+
+    return fault
+
+
+def _value_of(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """The value of one tensor, bit for bit, with the derivative of another."""
+    nothing = torch.where(gradient_of.detach().isfinite(), gradient_of - gradient_of.detach(), 0.0)
+    return value.detach() + nothing
+
+
+def _floating(t: Tensor | None) -> bool:
+    return t is not None and t.is_floating_point()
+
+
+def _if_floating(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda a: change(a.mask) if _floating(a.mask) else a.mask
+
+
+def _if_bool(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda a: a.mask if _floating(a.mask) else change(a.mask)
+
+
+def _as_contiguous(t: Tensor) -> Tensor:
+    """The elements that a kernel finds which takes t for contiguous."""
+    end = t.storage_offset() + t.numel()
+    if end * t.element_size() > t.untyped_storage().nbytes():
+        return t.new_zeros(t.shape)
+    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride())
+
+
+# ---- scores
+
+FAULTS |= {
+    "faithful": lambda a, attend: attend(a),
+    "scale_off_by_0.4_percent": _replacing(scale=lambda a: a.scale * 1.004),
+    "scale_always_default": _replacing(scale=lambda a: a.query.shape[-1] ** -0.5),
+    "scale_into_rounded_query": _replacing(query=lambda a: a.query * a.scale, scale=lambda a: 1.0),
+    "softcap_ignored": _replacing(softcap=lambda a: 0.0),
+    "softcap_without_derivative": _torch_with(tanh=lambda x: _value_of(torch.tanh(x), x)),
+    "float_mask_rounded_to_half": _replacing(mask=_if_floating(lambda m: _value_of(m.half().to(m.dtype), m))),
+    "bias_of_first_head": _replacing(bias=lambda a: a.bias[:, :1]),
+    "bias_detached": _replacing(bias=lambda a: a.bias.detach()),
+    "mask_detached": _replacing(mask=lambda a: a.mask.detach()),
+    "alibi_sign": _replacing(slopes=lambda a: -a.slopes),
+    "alibi_gradient_of_next_head": _replacing(slopes=lambda a: _value_of(a.slopes, a.slopes.roll(1))),
+    "t5_direction": _patching(buckets_of=lambda f, relative, *x: f(-relative, *x)),
+    "t5_bucket_off_by_one": _patching(buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)),
+    "t5_max_distance_off": _patching(buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)),
+    "t5_detached": _replacing(table=lambda a: a.table.detach()),
+    "t5_gradient_of_next_head": _replacing(table=lambda a: _value_of(a.table, a.table.roll(1, 1))),
+    "distances_without_offset": _patching(
+        additive_terms=lambda f, a, work: f(a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), work)),
+}
+
+
+# ---- visibility
+
+def _hiding(extra: Callable[[Any, Tensor], Tensor]) -> Fault:
+    return _patching(visible_pairs=lambda f, a: extra(a, f(a)))
+
+
+def _diagonal(a: Any) -> Tensor:
+    i, j, offset = source.indices(a)
+    return j - i - offset == 0
+
+
+def _add_to_hide(visible: Tensor, x: Any, y: Any) -> Tensor:
+    if isinstance(y, float) and y == -math.inf:
+        return x + torch.where(visible, 0.0, y)
+    return torch.where(visible, x, y)
+
+
+def _round_up(lengths: Tensor, limit: int) -> Tensor:
+    return ((lengths + 7) // 8 * 8).clamp(max=limit)
+
+
+FAULTS |= {
+    "window_ignored": _replacing(left=lambda a: -1, right=lambda a: -1),
+    "window_left_off_by_one": _replacing(left=lambda a: a.left + (a.left >= 0)),
+    "window_right_ignored": _replacing(right=lambda a: -1),
+    "alignments_swapped": _replacing(
+        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]),
+    "causal_without_diagonal": _hiding(lambda a, v: v & ~_diagonal(a) if a.causal != "none" else v),
+    "causal_ignored": _replacing(causal=lambda a: "none"),
+    "offset_by_full_lengths": _patching(
+        indices=lambda f, a: (*f(a)[:2], a.key.shape[2] - a.query.shape[2] if a.causal == "bottom_right" else 0)),
+    "prefix_ignored": _replacing(prefix_lengths=lambda a: torch.zeros_like(a.prefix_lengths)),
+    "segments_at_most": _patching(visible_pairs=lambda f, a: f(a) if a.query_segments is None else (
+        f(a._replace(query_segments=None, key_segments=None))
+        & (a.query_segments[:, None, :, None] <= a.key_segments[:, None, None, :]))),
+    "segments_of_first_sequence": _replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
+    "key_lengths_rounded_up": _replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.key.shape[2])),
+    "key_lengths_ignored": _replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.key.shape[2])),
+    "query_lengths_ignored": _replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
+    "last_key_of_a_tail_ignored": _hiding(lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))),
+    "mask_bit_at_tile_end": _replacing(mask=_if_bool(lambda m: m ^ (torch.arange(m.shape[-1]) % 64 == 63))),
+    "mask_of_first_head": _replacing(mask=lambda a: a.mask[:, :1]),
+    "mask_of_first_sequence": _replacing(mask=lambda a: a.mask[:1]),
+    "minus_infinity_as_lowest": _replacing(
+        mask=_if_floating(lambda m: torch.where(m == -math.inf, torch.finfo(m.dtype).min, m))),
+    "lowest_as_minus_infinity": _replacing(
+        mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))),
+    "hidden_by_addition": _torch_with(where=_add_to_hide),
+    "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
+}
+
+
+# ---- dropout
+
+FAULTS |= {
+    "dropout_mask_shifted": _patching(keep_mask=lambda f, *x: f(*x).roll(1, -1)),
+    "dropout_scale_missing": _patching(keep_scale=lambda f, p: 1.0),
+    "dropout_same_in_all_sequences": _patching(
+        keep_mask=lambda f, seed, p, batch, *x: f(seed, p, 1, *x).expand(batch, -1, -1, -1)),
+    "dropout_same_in_all_heads": _patching(
+        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(-1, heads, -1, -1)),
+    "dropout_seed_in_32_bits": _replacing(dropout_seed=lambda a: a.dropout_seed & 0xFFFFFFFF),
+    "dropout_probability_inverted": _replacing(dropout_p=lambda a: a.dropout_p and 1 - a.dropout_p),
+}
+
+
+# ---- heads, results
+
+@_fault
+def heads_interleaved(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    """Query head h reads key head h % Hkv instead of h // group."""
+    group = a.query.shape[1] // a.key.shape[1]
+    return attend(a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1)))
+
+
+@_fault
+def lse_in_base_2(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    return out, lse / math.log(2)
+
+
+@_fault
+def lse_in_the_inputs_precision(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    return out, lse + (lse.bfloat16().to(lse.dtype) - lse).detach().nan_to_num(0.0)
+
+
+@_fault
+def lse_gradient_ignored(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    return out, lse.detach() + 0.0 * out.float().sum(-1)
+
+
+@_fault
+def dead_rows_mean_of_value(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
+
+
+@_fault
+def dead_rows_lse_zero(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    return out, torch.where(lse == -math.inf, 0.0, lse)
+
+
+@_fault
+def different_every_time(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    out, lse = attend(a)
+    return out, lse * (1 + 1e-7 * torch.rand(()).to(lse.dtype))
+
+
+@_fault
+def value_read_as_contiguous(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
+    return attend(a._replace(value=_value_of(_as_contiguous(a.value), a.value)))
+
+
+BACKWARD_FAULTS |= {
+    "gradient_read_as_contiguous": lambda a, grads: (a, [None if g is None else _as_contiguous(g) for g in grads]),
+    "backward_with_another_dropout_mask": lambda a, grads: (
+        a if a.dropout_seed is None else a._replace(dropout_seed=a.dropout_seed + 1), grads),
+    "backward_not_causal": lambda a, grads: (a._replace(causal="none", prefix_lengths=None), grads),
+    "backward_without_scale": lambda a, grads: (a._replace(query=_value_of(a.query, a.query / a.scale if a.scale else a.query)), grads),
+    "key_gradient_misses_half_of_the_group": lambda a, grads: (
+        a._replace(key=_value_of(a.key, a.key * (1 if a.query.shape[1] == a.key.shape[1] else 0.5))), grads),
+}
+
+
+def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any], tuple[Any, Any]]) -> Backend:
+    op = OPS["attention"]
+
+    def attend(a: Any) -> Outputs:
+        return forward_fault(a, source.attention_forward)
+
+    def forward(a: Any) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return tuple(e.copy_(r) for e, r in zip(op.empty_outputs(a), attend(a)))
+
+    def backward(a: Any, grads: Any, saved: Any, wanted: Sequence[bool]) -> Sequence[Tensor | None]:
+        places = [p for p, want in zip(op.positions, wanted) if want]
+        with torch.enable_grad():
+            leaves = [a[p].detach().requires_grad_() for p in places]
+            replaced = a._replace(**{a._fields[p]: leaf for p, leaf in zip(places, leaves)})
+            replaced, grads = backward_fault(replaced, list(grads))
+            pairs = [(o, g) for o, g in zip(attend(replaced), grads) if g is not None and o.requires_grad]
+            found = [None] * len(leaves)
+            if pairs:
+                found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+        by_place = dict(zip(places, found))
+        empty = op.empty_gradients(a, wanted)
+        return [None if e is None else e.zero_() if by_place[p] is None else e.copy_(by_place[p])
+                for p, e in zip(op.positions, empty)]
+
+    return Backend(name, forward, backward, lambda a: None)
+
+
+@contextlib.contextmanager
+def mutant_backends() -> Iterator[list[str]]:
+    """Register every mutant as a backend of attention for the length of the block; yields their names."""
+    right = lambda a, grads: (a, grads)
+    backends = [_backend(name, fault, right) for name, fault in FAULTS.items()]
+    backends += [_backend(name, FAULTS["faithful"], fault) for name, fault in BACKWARD_FAULTS.items()]
+    op = OPS["attention"]
+    saved = dict(op.backends)
+    op.backends.update({b.name: b for b in backends})
+    try:
+        yield [b.name for b in backends]
+    finally:
+        op.backends = saved

@@ -1,0 +1,80 @@
+"""What every test run shares: poisoned memory, the backends to test, no silent fallback, skips counted and told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._registry import OPS, trace
+from pytransformer.testing.poison import poisoned
+
+skipped: Counter[str] = Counter()
+ran: Counter[tuple[str, str]] = Counter()       # (raw op, backend) -> calls
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-cases", type=int, default=2000, help="random problems per fuzzed op and backend")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Outputs that a kernel forgets to write are NaN, writes beyond their ends an error. Marker `unpoisoned` opts out:
+    tests that measure memory or compile."""
+    if request.node.get_closest_marker("unpoisoned"):
+        yield
+        return
+    with poisoned():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that lets the reference do what a fused backend should have done must say so: marker `falls_back`."""
+    pt.clear_fallbacks()
+    with trace() as record:
+        yield
+    ran.update(record)
+    found = pt.fallbacks()
+    pt.clear_fallbacks()
+    if found and not request.node.get_closest_marker("falls_back"):
+        reasons = "; ".join(f"{f.op} at {f.call_site}: {f.reason}" for f in found)
+        pytest.fail(f"ran on the reference where a fused backend was expected: {reasons}")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=("reference", "cpu", "triton", "cuda"))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that can do attention here; the others are skipped with their reason."""
+    name = request.param
+    if name not in OPS["attention"].backends:
+        pytest.skip(f"backend {name}: not part of this version")
+    query = torch.zeros(1, 1, 1, 8)
+    reason = pt.explain("attention", query, query, query).reasons[name]
+    if reason is not None:
+        pytest.skip(f"backend {name}: {reason}")
+    return name
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if ran:
+        terminalreporter.section("raw ops that ran")
+        for (raw, name), count in sorted(ran.items()):
+            terminalreporter.line(f"{raw:28} {name:40} {count}")
+    if skipped:
+        terminalreporter.section(f"{sum(skipped.values())} tests skipped")
+        for reason, count in skipped.most_common():
+            terminalreporter.line(f"{count:5}  {reason}")

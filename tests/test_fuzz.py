@@ -1,0 +1,59 @@
+"""Random problems on every backend against float64, and that the fuzzer draws what it promises."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pytransformer.testing.draw_attention import CHANCES, PACKED, draw
+from pytransformer.testing.fuzz import fuzz, main
+
+
+def test_attention_against_float64(backend: str, request: pytest.FixtureRequest) -> None:
+    """Outputs, lse and every gradient within the bound; dead rows exact; the forced backend ran; equal bits twice."""
+    cases, seed = request.config.getoption("--fuzz-cases"), request.config.getoption("--fuzz-seed")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        report = fuzz("attention", [backend], seed, range(cases), stop_after=10)
+    finally:
+        torch.set_num_threads(threads)
+    print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
+    assert not report.failures, "\n".join(report.failures)
+
+
+def test_every_keyword_and_every_pair_is_drawn() -> None:
+    """Each keyword in at least a tenth of the cases, each pair of keywords that go together in some."""
+    drawn = [draw(0, case) for case in range(1000)]
+    for keyword in CHANCES:
+        share = sum(keyword in p.features for p in drawn) / len(drawn)
+        assert share >= 0.1, f"{keyword} is in {share:.1%} of the cases"
+    for pair in itertools.combinations(sorted(CHANCES), 2):
+        assert any(p.features.issuperset(pair) for p in drawn), f"{pair} never come together"
+    for pair in itertools.combinations(PACKED, 2):
+        assert any(p.packed and p.features.issuperset(pair) for p in drawn), f"{pair} never come together in packed form"
+    features = set().union(*(p.features for p in drawn))
+    assert {"alibi", "t5", "dense", "bool_mask", "float_mask", "gqa", "value_dim", "varlen", "strided", "spoiled",
+            "lowest"} <= features
+
+
+def test_every_layout_is_drawn() -> None:
+    names = {name for case in range(500) for name in draw(0, case).layouts.values()}
+    assert {"contiguous", "rows_first", "fused", "columns_first", "step", "offset", "expanded0", "expanded1"} <= names
+    grads = {p.layouts["grad_out"] for p in map(lambda c: draw(0, c), range(500))}
+    assert {"rows_first", "fused", "step", "offset", "expanded3"} <= grads
+
+
+def test_a_case_is_a_function_of_seed_and_number() -> None:
+    first, second = draw(3, 17), draw(3, 17)
+    assert str(first) == str(second)
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor.nan_to_num(5.0), second.tensors[name].nan_to_num(5.0)), name
+    assert str(draw(3, 18)) != str(first)
+
+
+def test_the_command_line_reproduces_one_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention", "--seed", "3", "--case", "17"]) == 0
+    assert "out[" in capsys.readouterr().out
