@@ -1,4 +1,5 @@
-"""What every test run shares: poisoned memory, the backends to test, no silent fallback, skips counted and told."""
+"""What every test run shares: poisoned memory, the backends to test, no silent fallback, skips counted and
+told."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from pytransformer.ops._registry import OPS, trace
 from pytransformer.testing.poison import poisoned
 
 skipped: Counter[str] = Counter()
-ran: Counter[tuple[str, str]] = Counter()       # (raw op, backend) -> calls
+ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=2000, help="random problems per fuzzed op and backend")
-    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
+    parser.addoption(
+        "--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)"
+    )
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Outputs that a kernel forgets to write are NaN, writes beyond their ends an error. Marker `unpoisoned` opts out:
-    tests that measure memory or compile."""
+    """Outputs that a kernel forgets to write are NaN, writes beyond their ends an error. Marker `unpoisoned`
+    opts out: tests that measure memory or compile."""
     if request.node.get_closest_marker("unpoisoned"):
         yield
         return
@@ -34,7 +37,8 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that lets the reference do what a fused backend should have done must say so: marker `falls_back`."""
+    """A test that lets the reference do what a fused backend should have done must say so: marker
+    `falls_back`."""
     pt.clear_fallbacks()
     with trace() as record:
         yield

@@ -12,7 +12,8 @@ from pytransformer.testing.fuzz import fuzz, main
 
 
 def test_attention_against_float64(backend: str, request: pytest.FixtureRequest) -> None:
-    """Outputs, lse and every gradient within the bound; dead rows exact; the forced backend ran; equal bits twice."""
+    """Outputs, lse and every gradient within the bound; dead rows exact; the forced backend ran; equal bits
+    twice."""
     cases, seed = request.config.getoption("--fuzz-cases"), request.config.getoption("--fuzz-seed")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -33,16 +34,38 @@ def test_every_keyword_and_every_pair_is_drawn() -> None:
     for pair in itertools.combinations(sorted(CHANCES), 2):
         assert any(p.features.issuperset(pair) for p in drawn), f"{pair} never come together"
     for pair in itertools.combinations(PACKED, 2):
-        assert any(p.packed and p.features.issuperset(pair) for p in drawn), f"{pair} never come together in packed form"
+        assert any(p.packed and p.features.issuperset(pair) for p in drawn), (
+            f"{pair} never come together in packed form"
+        )
     features = set().union(*(p.features for p in drawn))
-    assert {"alibi", "t5", "dense", "bool_mask", "float_mask", "gqa", "value_dim", "varlen", "strided", "spoiled",
-            "lowest"} <= features
+    assert {
+        "alibi",
+        "t5",
+        "dense",
+        "bool_mask",
+        "float_mask",
+        "gqa",
+        "value_dim",
+        "varlen",
+        "strided",
+        "spoiled",
+        "lowest",
+    } <= features
 
 
 def test_every_layout_is_drawn() -> None:
     names = {name for case in range(500) for name in draw(0, case).layouts.values()}
-    assert {"contiguous", "rows_first", "fused", "columns_first", "step", "offset", "expanded0", "expanded1"} <= names
-    grads = {p.layouts["grad_out"] for p in map(lambda c: draw(0, c), range(500))}
+    assert {
+        "contiguous",
+        "rows_first",
+        "fused",
+        "columns_first",
+        "step",
+        "offset",
+        "expanded0",
+        "expanded1",
+    } <= names
+    grads = {p.layouts["grad_out"] for p in (draw(0, case) for case in range(500))}
     assert {"rows_first", "fused", "step", "offset", "expanded3"} <= grads
 
 

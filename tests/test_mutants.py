@@ -25,7 +25,7 @@ def found() -> Iterator[dict[str, tuple[int, str]]]:
             if alive == ["faithful"] and case >= 200:
                 break
             if fuzz_attention.draw(SEED, case).packed:
-                continue        # mutants are backends of the padded op
+                continue  # mutants are backends of the padded op
             _, verdicts = fuzz_attention.examine(SEED, case, alive, case % 8 == 0)
             first |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
     torch.set_num_threads(2)
@@ -45,4 +45,7 @@ def test_the_fuzzer_finds(mutant: str, found: dict[str, tuple[int, str]]) -> Non
     """By a wrong number or unequal bits: a mutant that merely crashes would prove nothing."""
     assert mutant in found, f"{mutant} survived {CASES} cases"
     case, reason = found[mutant]
-    assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (case, reason)
+    assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (
+        case,
+        reason,
+    )

@@ -1,9 +1,11 @@
-"""The one place for tolerances: how far from float64 a result may be (derivation and calibration: docs/accuracy.md).
+"""The one place for tolerances: how far from float64 a result may be (derivation and calibration:
+docs/accuracy.md).
 
     |ours - exact| <= c * eps(dtype) * S + floor        for every element
 
-S and floor come with the exact result from `oracle.solve` (attention) or from `propagation` (other ops); c is below. A NaN or an
-infinity that the exact result does not have is beyond every bound, and where S is 0 the result must be exact.
+S and floor come with the exact result from `oracle.solve` (attention) or from `propagation` (other ops); c is
+below. A NaN or an infinity that the exact result does not have is beyond every bound, and where S is 0 the
+result must be exact.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from .oracle import LN2, Result, Solution
 
-# c for (outputs, gradients). "zero_mean": data drawn around zero, where rounding errors average out; "any": all other data,
-# where sums of one sign let them pile up. PyTorch's own kernels reach just these (docs/accuracy.md).
+# c for (outputs, gradients). "zero_mean": data drawn around zero, where rounding errors average out; "any":
+# all other data, where sums of one sign let them pile up. PyTorch's own kernels reach just these
+# (docs/accuracy.md).
 LIMITS: dict[torch.dtype, dict[str, tuple[float, float]]] = {
     torch.bfloat16: {"zero_mean": (1.0, 2.0), "any": (1.0, 2.0)},
     torch.float16: {"zero_mean": (1.0, 2.0), "any": (1.0, 2.0)},
@@ -43,7 +46,8 @@ class Check:
     def __str__(self) -> str:
         at = ",".join(map(str, self.worst))
         verdict = "ok" if self.ok else "WRONG"
-        return f"{self.name}[{at}] = {self.ours:.9g}, exact {self.exact:.9g}: c {self.reached:.3g} of {self.allowed:g} {verdict}"
+        numbers = f"{self.ours:.9g}, exact {self.exact:.9g}: c {self.reached:.3g} of {self.allowed:g}"
+        return f"{self.name}[{at}] = {numbers} {verdict}"
 
 
 def limit(dtype: torch.dtype, gradient: bool, data: str = "any") -> float:
@@ -52,10 +56,12 @@ def limit(dtype: torch.dtype, gradient: bool, data: str = "any") -> float:
 
 
 def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Per element, the least c for which the bound holds; inf where S is 0 and the element is not exact, or a NaN."""
+    """Per element, the least c for which the bound holds; inf where S is 0 and the element is not exact, or a
+    NaN."""
     finfo = torch.finfo(dtype)
     ours = ours.cpu().double()
-    # A backend saturates in base 2 or rounds to infinity where the exact result leaves its dtype: the same thing to us.
+    # A backend saturates in base 2 or rounds to infinity where the exact result leaves its dtype: the same
+    # thing to us.
     top = finfo.max if dtype == torch.float16 else finfo.max * LN2
     error = (ours.clamp(-top, top) - exact.clamp(-top, top)).abs()
     error = torch.where(ours.isinf() & (ours == exact), 0.0, error)
@@ -64,8 +70,15 @@ def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, 
     return torch.where(ours.isnan() | excess.isnan(), torch.inf, c)
 
 
-def compare(name: str, ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, dtype: torch.dtype,
-            allowed: float) -> Check:
+def compare(
+    name: str,
+    ours: Tensor,
+    exact: Tensor,
+    S: Tensor,
+    floor: Tensor | float,
+    dtype: torch.dtype,
+    allowed: float,
+) -> Check:
     """One tensor against its bound."""
     if ours.shape != exact.shape:
         raise ValueError(f"{name} has shape {tuple(ours.shape)}, want {tuple(exact.shape)}")
@@ -83,10 +96,13 @@ def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
     return max(result.dtype, dtype, key=lambda d: torch.finfo(d).eps)
 
 
-def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any") -> list[Check]:
+def check(
+    solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any"
+) -> list[Check]:
     """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
 
-    dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must be.
+    dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must
+    be.
     """
     checks = []
     for name, tensor in ours.items():
@@ -104,13 +120,15 @@ def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """||ours - exact|| / ||exact|| in float64: the figure people read. 0 where both are zero, inf where only `exact` is."""
+    """||ours - exact|| / ||exact|| in float64: the figure people read. 0 where both are zero, inf where only
+    `exact` is."""
     ours, exact = ours.detach().cpu().double(), exact.detach().cpu().double()
     error, size = float((ours - exact).norm()), float(exact.norm())
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
 def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
-    """relative_error(ours) over that of plain PyTorch code in the same dtype; at most 1 is as good or better."""
+    """relative_error(ours) over that of plain PyTorch code in the same dtype; at most 1 is as good or
+    better."""
     mine, theirs = relative_error(ours, exact), relative_error(naive, exact)
     return mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))

@@ -7,7 +7,8 @@ A `Case` is an operation, a shape and a builder of its arguments:
         out = getattr(pytransformer, case.op)(*args, **kwargs)
 
 `case.resize(Lq=4096, Lk=4096)` gives the same problem at another shape, `leaves(case.op, args, kwargs)` names
-the tensors that take a gradient, and `case.flops()` and `case.bytes(dtype)` are the work that a benchmark divides by.
+the tensors that take a gradient, and `case.flops()` and `case.bytes(dtype)` are the work that a benchmark
+divides by.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ Builder = Callable[["Draw"], Mapping[str, Any]]
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "attention": ("query", "key", "value"),
     "attention_varlen": (
-        "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+        "query",
+        "key",
+        "value",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
     ),
     "layer_norm": ("x", "normalized_shape", "weight", "bias"),
     "rms_norm": ("x", "normalized_shape", "weight"),
@@ -38,18 +45,49 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 SIZES: dict[str, dict[str, int]] = {
     # Odd lengths: every tile has a tail.
-    "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32,
-              "rows": 37, "d": 96, "hidden": 200, "classes": 131},
-    "medium": {"B": 2, "Hq": 8, "Hkv": 8, "Lq": 512, "Lk": 512, "D": 64,
-               "rows": 1024, "d": 512, "hidden": 2048, "classes": 4096},
-    "large": {"B": 1, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "D": 64,
-              "rows": 8192, "d": 1024, "hidden": 4096, "classes": 32000},
+    "small": {
+        "B": 2,
+        "Hq": 4,
+        "Hkv": 4,
+        "Lq": 67,
+        "Lk": 67,
+        "D": 32,
+        "rows": 37,
+        "d": 96,
+        "hidden": 200,
+        "classes": 131,
+    },
+    "medium": {
+        "B": 2,
+        "Hq": 8,
+        "Hkv": 8,
+        "Lq": 512,
+        "Lk": 512,
+        "D": 64,
+        "rows": 1024,
+        "d": 512,
+        "hidden": 2048,
+        "classes": 4096,
+    },
+    "large": {
+        "B": 1,
+        "Hq": 16,
+        "Hkv": 16,
+        "Lq": 2048,
+        "Lk": 2048,
+        "D": 64,
+        "rows": 8192,
+        "d": 1024,
+        "hidden": 4096,
+        "classes": 32000,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a builder draws from. The generator lives on the CPU, so that a seed means one thing on every device."""
+    """What a builder draws from. The generator lives on the CPU, so that a seed means one thing on every
+    device."""
 
     shape: Mapping[str, int]
     device: torch.device
@@ -70,7 +108,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """One named problem. `pairs`: the share of the Lq * Lk pairs that the usual FLOP count takes as computed."""
+    """One named problem. `pairs`: the share of the Lq * Lk pairs that the usual FLOP count takes as
+    computed."""
 
     name: str
     op: str
@@ -89,8 +128,8 @@ class Case:
     def make(
         self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False
     ) -> Arguments:
-        """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every dtype,
-        up to its rounding."""
+        """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
+        dtype, up to its rounding."""
         generator = torch.Generator().manual_seed(seed)
         values = dict(self.build(Draw(self.shape, torch.device(device), dtype, generator)))
         args = tuple(values.pop(name) for name in ARGUMENTS[self.op] if name in values)
@@ -102,8 +141,8 @@ class Case:
     def flops(self, direction: str = "fwd") -> float:
         """Floating-point operations by the usual count: 2 per multiply-add of the matrix products.
 
-        Attention: 4 B H Lq Lk D forward (half when causal; only visible pairs for padding and windows), backward
-        2.5 times that. Norms, which no product dominates: 5 per element forward, 10 backward.
+        Attention: 4 B H Lq Lk D forward (half when causal; only visible pairs for padding and windows),
+        backward 2.5 times that. Norms, which no product dominates: 5 per element forward, 10 backward.
         direction: "fwd", "bwd" or "both".
         """
         s = self.shape
@@ -136,7 +175,7 @@ class Case:
             inputs = s["rows"] * s["d"] + s["classes"] * s["d"]
             forward, backward = inputs, 2 * inputs
         else:
-            operands = 4 if self.op == "add_norm" else 2     # x, residual -> normed, residual_out
+            operands = 4 if self.op == "add_norm" else 2  # x, residual -> normed, residual_out
             forward, backward = operands * s["rows"] * s["d"], (operands + 1) * s["rows"] * s["d"]
         return size * {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
 
@@ -155,6 +194,7 @@ def leaves(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 
 # ---- attention
+
 
 def _qkv(d: Draw) -> dict[str, Any]:
     return {
@@ -212,7 +252,8 @@ def _left_padding(d: Draw) -> torch.Tensor:
 
 
 def _offsets(length: int, batch: int) -> list[int]:
-    """Row offsets of `batch` packed sequences, each longer than the one before, of batch * length rows together."""
+    """Row offsets of `batch` packed sequences, each longer than the one before, of batch * length rows
+    together."""
     total, parts = batch * length, batch * (batch + 1) // 2
     return [total * (i * (i + 1) // 2) // parts for i in range(batch + 1)]
 
@@ -223,8 +264,10 @@ def _packed(d: Draw) -> dict[str, Any]:
         "query": d.normal(d["B"] * d["Lq"], d["Hq"], d["D"]),
         "key": d.normal(d["B"] * d["Lk"], d["Hkv"], d["D"]),
         "value": d.normal(d["B"] * d["Lk"], d["Hkv"], d.shape.get("Dv", d["D"])),
-        "cu_seqlens_q": cu_q.to(d.device), "cu_seqlens_k": cu_k.to(d.device),
-        "max_seqlen_q": int(cu_q.diff().max()), "max_seqlen_k": int(cu_k.diff().max()),
+        "cu_seqlens_q": cu_q.to(d.device),
+        "cu_seqlens_k": cu_k.to(d.device),
+        "max_seqlen_q": int(cu_q.diff().max()),
+        "max_seqlen_k": int(cu_k.diff().max()),
     }
 
 
@@ -240,7 +283,7 @@ def _dense(*dims: str | int) -> Callable[[Draw], torch.Tensor]:
     return lambda d: d.normal(*(d[n] if isinstance(n, str) else n for n in dims))
 
 
-WINDOW = 32     # keys on each side of the diagonal that the window cases see
+WINDOW = 32  # keys on each side of the diagonal that the window cases see
 
 
 # Shares of the Lq * Lk pairs, for Case.flops.
@@ -280,12 +323,16 @@ ATTENTION: dict[str, tuple[Builder, str, Share | None]] = {
     "causal_bottom_right": (_attention(causal="bottom_right"), "causal", _half),
     "key_padding": (_attention(key_lengths=_lengths("Lk")), "core padding", _padded_share("Lk")),
     "padding": (
-        _attention(query_lengths=_lengths("Lq"), key_lengths=_lengths("Lk")), "padding", _padded_share("Lq", "Lk"),
+        _attention(query_lengths=_lengths("Lq"), key_lengths=_lengths("Lk")),
+        "padding",
+        _padded_share("Lq", "Lk"),
     ),
     "left_padding": (_attention(attn_mask=_left_padding, causal="top_left"), "padding mask causal", _half),
     "window": (_attention(causal="top_left", window=(WINDOW, 0)), "core window causal", _window_share),
     "segments": (
-        _attention(query_segments=_segments("Lq"), key_segments=_segments("Lk")), "segments", lambda s: 0.25,
+        _attention(query_segments=_segments("Lq"), key_segments=_segments("Lk")),
+        "segments",
+        lambda s: 0.25,
     ),
     "prefix": (_attention(causal="top_left", prefix_lengths=_prefix), "prefix causal", _half),
     "bool_mask": (_attention(attn_mask=_random_mask), "core mask", None),
@@ -294,16 +341,26 @@ ATTENTION: dict[str, tuple[Builder, str, Share | None]] = {
     "alibi": (_attention(causal="top_left", bias=_alibi), "bias bias_grad causal", _half),
     "t5_bias": (_attention(bias=_t5(True), scale=1.0), "core bias bias_grad", None),
     "t5_bias_causal": (
-        _attention(bias=_t5(False), scale=1.0, causal="top_left"), "bias bias_grad causal", _half,
+        _attention(bias=_t5(False), scale=1.0, causal="top_left"),
+        "bias bias_grad causal",
+        _half,
     ),
     "softcap": (_attention(softcap=20.0, causal="top_left"), "softcap causal", _half),
     "dropout": (_attention(dropout_p=0.1, dropout_seed=1234), "core dropout", None),
     "everything": (
         _attention(
-            causal="bottom_right", window=(WINDOW, 0), key_lengths=_lengths("Lk"), query_lengths=_lengths("Lq"),
-            attn_mask=_random_mask, bias=_t5(False), softcap=20.0, dropout_p=0.1, dropout_seed=1234,
+            causal="bottom_right",
+            window=(WINDOW, 0),
+            key_lengths=_lengths("Lk"),
+            query_lengths=_lengths("Lq"),
+            attn_mask=_random_mask,
+            bias=_t5(False),
+            softcap=20.0,
+            dropout_p=0.1,
+            dropout_seed=1234,
         ),
-        "causal window padding mask bias bias_grad softcap dropout", _window_share,
+        "causal window padding mask bias bias_grad softcap dropout",
+        _window_share,
     ),
 }
 
@@ -311,7 +368,9 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
     "varlen": (_varlen(), "core varlen", _packed_share),
     "varlen_causal": (_varlen(causal="bottom_right"), "varlen causal", _packed_half),
     "varlen_alibi": (
-        _varlen(causal="bottom_right", bias=_alibi), "varlen causal bias bias_grad", _packed_half,
+        _varlen(causal="bottom_right", bias=_alibi),
+        "varlen causal bias bias_grad",
+        _packed_half,
     ),
     "varlen_t5": (_varlen(bias=_t5(True)), "varlen bias bias_grad", _packed_share),
 }
@@ -326,8 +385,13 @@ def _attention_cases(shape: Mapping[str, int]) -> Iterator[Case]:
     for name, (build, tags, pairs) in ATTENTION.items():
         yield shaped(name, build, tags, pairs)
     yield shaped("gqa", _attention(causal="top_left"), "core gqa causal", _half, Hkv=max(1, base["Hq"] // 4))
-    yield shaped("cross", _attention(key_lengths=_lengths("Lk")), "padding cross", _padded_share("Lk"),
-                 Lk=2 * base["Lk"] + 1)
+    yield shaped(
+        "cross",
+        _attention(key_lengths=_lengths("Lk")),
+        "padding cross",
+        _padded_share("Lk"),
+        Lk=2 * base["Lk"] + 1,
+    )
     yield shaped("decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * base["Lk"])
     yield shaped("value_dim", _attention(), "value_dim", Dv=base["D"] // 2 * 3)
     for name, (build, tags, pairs) in VARLEN.items():
@@ -335,6 +399,7 @@ def _attention_cases(shape: Mapping[str, int]) -> Iterator[Case]:
 
 
 # ---- norms, feed-forward, cross entropy
+
 
 def _rows(d: Draw) -> dict[str, Any]:
     return {"x": d.normal(d["rows"], d["d"])}
@@ -355,7 +420,9 @@ def _norm(weight: bool = True, bias: bool = True, **fixed: Any) -> Builder:
 def _add_norm(kind: str, **fixed: Any) -> Builder:
     def build(d: Draw) -> dict[str, Any]:
         values = {
-            **_rows(d), "residual": d.normal(d["rows"], d["d"]), "weight": 1 + d.normal(d["d"], scale=0.1),
+            **_rows(d),
+            "residual": d.normal(d["rows"], d["d"]),
+            "weight": 1 + d.normal(d["d"], scale=0.1),
         }
         if kind == "layer":
             values["bias"] = d.normal(d["d"], scale=0.1)
@@ -366,10 +433,20 @@ def _add_norm(kind: str, **fixed: Any) -> Builder:
 
 def _feed_forward(activation: str, gated: bool = False, bias: bool = True, **fixed: Any) -> Builder:
     def build(d: Draw) -> dict[str, Any]:
-        weight = lambda *size: d.normal(*size, scale=size[-1] ** -0.5)
-        vector = lambda size: d.normal(size, scale=0.1) if bias else None
-        values = {**_rows(d), "w1": weight(d["hidden"], d["d"]), "b1": vector(d["hidden"]),
-                  "w2": weight(d["d"], d["hidden"]), "b2": vector(d["d"]), "activation": activation}
+        def weight(*size: int) -> torch.Tensor:
+            return d.normal(*size, scale=size[-1] ** -0.5)
+
+        def vector(size: int) -> torch.Tensor | None:
+            return d.normal(size, scale=0.1) if bias else None
+
+        values = {
+            **_rows(d),
+            "w1": weight(d["hidden"], d["d"]),
+            "b1": vector(d["hidden"]),
+            "w2": weight(d["d"], d["hidden"]),
+            "b2": vector(d["d"]),
+            "activation": activation,
+        }
         if gated:
             values |= {"gate_weight": weight(d["hidden"], d["d"]), "gate_bias": vector(d["hidden"])}
         return {**values, **fixed}

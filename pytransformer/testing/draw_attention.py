@@ -21,20 +21,31 @@ ODD_HEAD_DIMS = (1, 3, 7, 20, 33, 65)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPE_WEIGHTS = (32, 34, 20, 14)
 DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
-BUDGET = 120_000        # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
+BUDGET = 120_000  # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
 
 # Chance of each keyword in a problem that is not plain. `causal` is needed by `prefix_lengths`, hence often.
 CHANCES = {
-    "attn_mask": 0.35, "bias": 0.45, "causal": 0.5, "window": 0.25, "query_lengths": 0.3, "key_lengths": 0.35,
-    "prefix_lengths": 0.4, "segments": 0.22, "softcap": 0.25, "scale": 0.3, "dropout_p": 0.3, "return_lse": 0.5,
+    "attn_mask": 0.35,
+    "bias": 0.45,
+    "causal": 0.5,
+    "window": 0.25,
+    "query_lengths": 0.3,
+    "key_lengths": 0.35,
+    "prefix_lengths": 0.4,
+    "segments": 0.22,
+    "softcap": 0.25,
+    "scale": 0.3,
+    "dropout_p": 0.3,
+    "return_lse": 0.5,
 }
 PACKED = ("causal", "window", "bias", "softcap", "scale", "dropout_p", "return_lse")
 
 
 @dataclass
 class Problem:
-    """A drawn problem. `tensors` are the float arguments by name (bias parts as "slopes", "table"), at their final strides;
-    `keywords` are those of pytransformer.attention; `wanted` names the tensors that take a gradient."""
+    """A drawn problem. `tensors` are the float arguments by name (bias parts as "slopes", "table"), at their
+    final strides; `keywords` are those of pytransformer.attention; `wanted` names the tensors that take a
+    gradient."""
 
     tensors: dict[str, Tensor]
     keywords: dict[str, Any]
@@ -42,8 +53,8 @@ class Problem:
     grad_out: Tensor
     grad_lse: Tensor | None
     dtype: torch.dtype
-    data: str                               # key of DATA
-    packed: bool                            # run as attention_varlen
+    data: str  # key of DATA
+    packed: bool  # run as attention_varlen
     features: frozenset[str] = field(default_factory=frozenset)
     layouts: dict[str, str] = field(default_factory=dict)
 
@@ -69,19 +80,28 @@ class Problem:
     def solve(self) -> oracle.Solution:
         """The float64 answer."""
         t = self.tensors
-        return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
+        return oracle.solve(
+            t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t)
+        )
 
     def __str__(self) -> str:
         shapes = " ".join(f"{n}{tuple(t.shape)}" for n, t in self.tensors.items())
         others = ", ".join(f"{k}={_short(v)}" for k, v in self.keywords.items() if k not in self.tensors)
         layouts = " ".join(f"{n}:{layout}" for n, layout in self.layouts.items() if layout != "contiguous")
-        return (f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes} [{others}] "
-                f"grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}")
+        return (
+            f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes} [{others}] "
+            f"grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}"
+        )
 
 
 def _short(value: Any) -> str:
-    return str(value.tolist()) if isinstance(value, Tensor) and value.numel() <= 4 else \
-        f"{str(value.dtype)[6:]}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return (
+        str(value.tolist())
+        if isinstance(value, Tensor) and value.numel() <= 4
+        else f"{str(value.dtype)[6:]}{tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else repr(value)
+    )
 
 
 class _Drawer:
@@ -150,26 +170,36 @@ class _Drawer:
         """A mask or bias of one of the broadcast shapes of (B, Hq, Lq, Lk)."""
         full = (self.B, self.Hq, self.Lq, self.Lk)
         kind = self.rng.choice(("full", "queries", "heads", "key_padding", "random", "flat"))
-        keep = {"full": (1, 1, 1, 1), "queries": (1, 0, 1, 1), "heads": (0, 1, 1, 1), "key_padding": (1, 0, 0, 1),
-                "flat": (0, 0, 1, 1), "random": [self.chance(0.6) for _ in full]}[kind]
+        keep = {
+            "full": (1, 1, 1, 1),
+            "queries": (1, 0, 1, 1),
+            "heads": (0, 1, 1, 1),
+            "key_padding": (1, 0, 0, 1),
+            "flat": (0, 0, 1, 1),
+            "random": [self.chance(0.6) for _ in full],
+        }[kind]
         shape = [n if k else 1 for n, k in zip(full, keep)]
         shape = shape[2:] if kind == "flat" else shape
         if boolean:
             x = torch.rand(shape, generator=self.generator) < self.rng.choice((0.95, 0.8, 0.4))
         else:
             x = self.normal(*shape) * self.rng.choice((0.5, 2.0))
-        if self.chance(0.25) and shape[-1] > 1:      # an expanded view: stride 0
+        if self.chance(0.25) and shape[-1] > 1:  # an expanded view: stride 0
             axis = self.rng.randrange(len(shape))
             x = x.narrow(axis, 0, min(1, shape[axis])).expand(shape)
         return x
 
     def extremes(self, x: Tensor) -> Tensor:
-        """-inf holes, whole rows of -inf and, in at most one of the terms, of finfo.min, in a floating mask."""
+        """-inf holes, whole rows of -inf and, in at most one of the terms, of finfo.min, in a floating
+        mask."""
         kinds = ("none", "holes", "dead_rows") + ("lowest_rows", "mixed") * ("lowest" not in self.features)
         x, kind = x.clone(), self.rng.choice(kinds)
         lowest = torch.finfo(x.dtype).min
         flat = x.flatten(0, -2)
-        pick = lambda p: torch.rand(flat.shape[0], generator=self.generator) < p
+
+        def pick(p: float) -> Tensor:
+            return torch.rand(flat.shape[0], generator=self.generator) < p
+
         if kind in ("holes", "mixed"):
             flat[torch.rand(flat.shape, generator=self.generator) < 0.2] = -torch.inf
         if kind in ("dead_rows", "mixed"):
@@ -186,7 +216,9 @@ class _Drawer:
         r = self.rng
         plain = self.chance(0.08)
         self.packed = self.chance(0.15)
-        want = {k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)}
+        want = {
+            k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)
+        }
         self.keywords: dict[str, Any] = {}
         if self.packed:
             self.keywords |= {"query_lengths": self.lengths(self.Lq), "key_lengths": self.lengths(self.Lk)}
@@ -197,15 +229,18 @@ class _Drawer:
         if "causal" in want:
             self.keywords["causal"] = r.choice(("top_left", "bottom_right"))
         if "window" in want:
-            side = lambda: r.choice((None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk))
-            self.keywords["window"] = (side(), side())
+            sides = (None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk)
+            self.keywords["window"] = (r.choice(sides), r.choice(sides))
         for name, full in (("query_lengths", self.Lq), ("key_lengths", self.Lk), ("prefix_lengths", self.Lk)):
             if name in want:
                 self.keywords[name] = self.lengths(full)
         if "segments" in want:
             self.keywords["query_segments"] = self.segments(self.Lq)
             self.keywords["key_segments"] = (
-                self.keywords["query_segments"] if self.Lq == self.Lk and self.chance(0.5) else self.segments(self.Lk))
+                self.keywords["query_segments"]
+                if self.Lq == self.Lk and self.chance(0.5)
+                else self.segments(self.Lk)
+            )
         if "softcap" in want:
             self.keywords["softcap"] = r.choice((0.5, 5.0, 20.0, 50.0))
         if "scale" in want:
@@ -238,7 +273,9 @@ class _Drawer:
                 bias = self.dense(boolean=False).to(r.choice(near))
                 self.tensors["bias"] = self.extremes(bias) if self.chance(0.2) else bias
             elif kind == "alibi":
-                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(r.choice(near))
+                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(
+                    r.choice(near)
+                )
             else:
                 bidirectional, buckets = self.chance(0.5), r.choice((4, 8, 32, 32))
                 self.tensors["table"] = self.normal(buckets, self.Hq).to(r.choice(near))
@@ -247,10 +284,17 @@ class _Drawer:
     # ---- places
 
     def spoil(self) -> None:
-        """Non-finite contents where the specification says that nothing is read: past the lengths, at invisible pairs."""
+        """Non-finite contents where the specification says that nothing is read: past the lengths, at
+        invisible pairs."""
         k = self.keywords
-        bad = lambda: self.rng.choice((float("nan"), float("inf"), -float("inf")))
-        for name, rows in (("query_lengths", ("query", "grad_out", "grad_lse")), ("key_lengths", ("key", "value"))):
+
+        def bad() -> float:
+            return self.rng.choice((float("nan"), float("inf"), -float("inf")))
+
+        for name, rows in (
+            ("query_lengths", ("query", "grad_out", "grad_lse")),
+            ("key_lengths", ("key", "value")),
+        ):
             if name in k and self.chance(0.7):
                 for tensor in rows:
                     x = self.tensors.get(tensor)
@@ -259,7 +303,13 @@ class _Drawer:
                         x.masked_fill_(past[:, None, :, None] if x.dim() == 4 else past[:, None, :], bad())
                 self.features.add("spoiled")
         mask = k.get("attn_mask")
-        if mask is not None and mask.dim() == 4 and mask.shape[2] == 1 and mask.shape[1] == 1 and self.chance(0.7):
+        if (
+            mask is not None
+            and mask.dim() == 4
+            and mask.shape[2] == 1
+            and mask.shape[1] == 1
+            and self.chance(0.7)
+        ):
             hidden = ~mask.expand(self.B, 1, 1, self.Lk)[:, 0, 0]
             for tensor in ("key", "value"):
                 if 0 not in self.tensors[tensor].stride():
@@ -268,8 +318,24 @@ class _Drawer:
         names = [n for n in ("attn_mask", "bias") if n in self.tensors]
         if names and self.chance(0.6):
             visible, _ = oracle.visible_pairs(
-                self.B, self.Lq, self.Lk, query_start=0, key_start=0, causal=k.get("causal"), window=k.get("window"),
-                **{n: k.get(n) for n in ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")})
+                self.B,
+                self.Lq,
+                self.Lk,
+                query_start=0,
+                key_start=0,
+                causal=k.get("causal"),
+                window=k.get("window"),
+                **{
+                    n: k.get(n)
+                    for n in (
+                        "query_lengths",
+                        "key_lengths",
+                        "prefix_lengths",
+                        "query_segments",
+                        "key_segments",
+                    )
+                },
+            )
             visible = visible.expand(self.B, self.Hq, self.Lq, self.Lk)
             if mask is not None:
                 visible = visible & mask
@@ -277,7 +343,9 @@ class _Drawer:
                 x = self.tensors[name]
                 if 0 in x.stride() or visible.numel() == 0:
                     continue
-                seen = visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
+                seen = (
+                    visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
+                )
                 x.masked_fill_(~seen, bad() if self.chance(0.5) else float("nan"))
             self.features.add("spoiled")
 
@@ -312,7 +380,8 @@ class _Drawer:
         has_lse = "return_lse" in self.features and self.chance(0.7)
         if has_lse:
             self.tensors["grad_lse"] = self.values(self.B, self.Hq, self.Lq).to(
-                torch.float64 if self.dtype == torch.float64 else torch.float32)
+                torch.float64 if self.dtype == torch.float64 else torch.float32
+            )
         self.draw_terms(set(self.features))
         expanded = {n for n, x in self.tensors.items() if x.numel() and 0 in x.stride()}
         self.lay_out()
@@ -325,8 +394,18 @@ class _Drawer:
         self.features |= {"value_dim"} if self.Dv != self.D else set()
         self.features |= {"varlen"} if self.packed else set()
         self.features |= {"strided"} if set(self.layouts.values()) - {"contiguous"} or expanded else set()
-        return Problem(self.tensors, self.keywords, wanted, grad_out, grad_lse, self.dtype, self.data, self.packed,
-                       frozenset(self.features), self.layouts)
+        return Problem(
+            self.tensors,
+            self.keywords,
+            wanted,
+            grad_out,
+            grad_lse,
+            self.dtype,
+            self.data,
+            self.packed,
+            frozenset(self.features),
+            self.layouts,
+        )
 
 
 def draw(seed: int, case: int) -> Problem:

@@ -1,10 +1,11 @@
 """Random problems against float64, on any backend of an op.
 
     python -m pytransformer.testing.fuzz attention --cases 2000 --seed 1 --backend cpu
-    python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu      # one problem, told in full
+    python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu      # one problem, told
+    in full
 
-Each failure prints the second kind of line, which reproduces it. Another op joins by a function with the signature of
-`fuzz_attention.examine`, added to OPS.
+Each failure prints the second kind of line, which reproduces it. Another op joins by a function with the
+signature of `fuzz_attention.examine`, added to OPS.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Verdicts = dict[str, tuple[list[Check], list[str]]]
 Examine = Callable[[int, int, list[str], bool], tuple[Any, Verdicts]]
 
 OPS: dict[str, Examine] = {"attention": fuzz_attention.examine}
-REPEAT_EVERY = 8        # one case in so many is run twice, for equal bits
+REPEAT_EVERY = 8  # one case in so many is run twice, for equal bits
 
 
 @dataclass
@@ -35,10 +36,12 @@ class Report:
     """What a run of the fuzzer found."""
 
     cases: int = 0
-    failures: list[str] = field(default_factory=list)                       # one reproducing line and its reasons each
+    failures: list[str] = field(default_factory=list)  # one reproducing line and its reasons each
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    reached: dict[tuple[str, str, str], float] = field(default_factory=dict)   # (backend, dtype, result) -> share of the bound
+    reached: dict[tuple[str, str, str], float] = field(
+        default_factory=dict
+    )  # (backend, dtype, result) -> share of the bound
     seconds: float = 0.0
 
     def add(self, problem: Any, verdicts: Verdicts) -> None:
@@ -56,7 +59,9 @@ class Report:
         lines = ["largest error as a share of the bound:"]
         for backend, dtype in sorted({k[:2] for k in self.reached}):
             worst = {k[2]: v for k, v in self.reached.items() if k[:2] == (backend, dtype)}
-            lines.append(f"  {backend:10} {dtype:9} " + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items())))
+            lines.append(
+                f"  {backend:10} {dtype:9} " + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items()))
+            )
         return "\n".join(lines)
 
 
@@ -65,8 +70,15 @@ def reproduce(op: str, seed: int, case: int, backend: str) -> str:
     return f"python -m pytransformer.testing.fuzz {op} --seed {seed} --case {case} --backend {backend}"
 
 
-def fuzz(op: str, backends: list[str], seed: int, cases: Iterable[int], *, stop_after: int | None = None,
-         progress: Callable[[Report], None] | None = None) -> Report:
+def fuzz(
+    op: str,
+    backends: list[str],
+    seed: int,
+    cases: Iterable[int],
+    *,
+    stop_after: int | None = None,
+    progress: Callable[[Report], None] | None = None,
+) -> Report:
     """Examine the given cases; `stop_after` failures end the run early."""
     report, started = Report(), time.monotonic()
     for case in cases:
@@ -74,7 +86,9 @@ def fuzz(op: str, backends: list[str], seed: int, cases: Iterable[int], *, stop_
         report.add(problem, verdicts)
         for backend, (_, wrong) in verdicts.items():
             if wrong:
-                report.failures.append("\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong]))
+                report.failures.append(
+                    "\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong])
+                )
         report.seconds = time.monotonic() - started
         if progress:
             progress(report)
@@ -88,15 +102,21 @@ def _progress(total: int) -> Callable[[Report], None] | None:
         return None
 
     def show(report: Report) -> None:
-        print(f"\r{report.cases}/{total} cases, {len(report.failures)} failures, {report.seconds:.0f} s",
-              end="" if report.cases < total else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{report.cases}/{total} cases, {len(report.failures)} failures, {report.seconds:.0f} s",
+            end="" if report.cases < total else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     return show
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 1 if anything failed."""
-    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("op", choices=sorted(OPS))
     parser.add_argument("--backend", action="append", help="may be given several times (default: reference)")
     parser.add_argument("--seed", type=int, default=0)
@@ -104,7 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="one problem only, told in full")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem (default 0)")
     parser.add_argument("--stop-after", type=int, help="end after so many failures")
-    parser.add_argument("--threads", type=int, default=1, help="threads for torch (default 1, fastest for small problems)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads for torch (default 1, fastest for small problems)"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     backends = options.backend or ["reference"]
@@ -113,16 +135,30 @@ def main(arguments: list[str] | None = None) -> int:
         problem, verdicts = OPS[options.op](options.seed, options.case, backends, True)
         print(problem)
         for backend, (checks, wrong) in verdicts.items():
-            print(f"{backend}: {'WRONG' if wrong else 'ok'}", *checks, *(w for w in wrong if "WRONG" not in w), sep="\n    ")
+            print(
+                f"{backend}: {'WRONG' if wrong else 'ok'}",
+                *checks,
+                *(w for w in wrong if "WRONG" not in w),
+                sep="\n    ",
+            )
         return int(any(wrong for _, wrong in verdicts.values()))
 
     cases = range(options.first, options.first + options.cases)
-    report = fuzz(options.op, backends, options.seed, cases, stop_after=options.stop_after, progress=_progress(len(cases)))
+    report = fuzz(
+        options.op,
+        backends,
+        options.seed,
+        cases,
+        stop_after=options.stop_after,
+        progress=_progress(len(cases)),
+    )
     for failure in report.failures:
         print(failure)
     print(report.table())
-    print(f"{options.op} on {', '.join(backends)}: {report.cases} cases, {len(report.failures)} failures, "
-          f"seed {options.seed}, {report.seconds:.0f} s")
+    print(
+        f"{options.op} on {', '.join(backends)}: {report.cases} cases, {len(report.failures)} failures, "
+        f"seed {options.seed}, {report.seconds:.0f} s"
+    )
     return int(bool(report.failures))
 
 

@@ -13,7 +13,7 @@ from .draw_attention import Problem, draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
 
-TAIL = 3        # rows of a packed tensor that belong to no sequence
+TAIL = 3  # rows of a packed tensor that belong to no sequence
 
 
 @dataclass
@@ -51,8 +51,14 @@ def _leaves(problem: Problem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().requires_grad_(n in problem.wanted) for n, t in tensors.items()}
 
 
-def _gradients(problem: Problem, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None,
-               grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Tensor | None]:
+def _gradients(
+    problem: Problem,
+    leaves: dict[str, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> dict[str, Tensor | None]:
     if not problem.wanted:
         return {}
     outputs, grads = [out], [grad_out]
@@ -68,7 +74,7 @@ def run(problem: Problem, backend: str) -> Run:
     from pytransformer.ops._registry import trace
 
     op = "attention_varlen" if problem.packed else "attention"
-    keywords = dict(backend=backend, strict=True)
+    keywords = {"backend": backend, "strict": True}
     with poisoned(), trace() as record:
         if problem.packed:
             results, explained = _run_packed(problem, keywords)
@@ -91,9 +97,13 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     import pytransformer as pt
 
     t, k = problem.tensors, dict(problem.keywords)
-    q, kv = (_Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key")))
-    places = {n: problem.layouts[n] if problem.layouts[n] in ("offset", "step", "fused") else "contiguous"
-              for n in ("query", "key", "value", "grad_out")}
+    q, kv = (
+        _Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key"))
+    )
+    places = {
+        n: problem.layouts[n] if problem.layouts[n] in ("offset", "step", "fused") else "contiguous"
+        for n in ("query", "key", "value", "grad_out")
+    }
     sides = {"query": q, "key": kv, "value": kv}
     packed = {n: sides[n].pack(t[n], places[n]) if n in sides else t[n] for n in t}
     leaves = _leaves(problem, packed)
@@ -111,14 +121,21 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     return results, explained
 
 
-def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -> tuple[list[bounds.Check], list[str]]:
+def judge(
+    problem: Problem, solution: oracle.Solution, run: Run, backend: str
+) -> tuple[list[bounds.Check], list[str]]:
     """(every comparison with float64, what else is wrong)."""
     wrong = []
     checks = bounds.check(solution, run.results, problem.dtype, problem.limits)
     wrong += [str(c) for c in checks if not c.ok]
 
-    exact = {"out": (solution.dead_queries, 0.0), "lse": (solution.dead_queries, -torch.inf),
-             "query": (solution.dead_queries, 0.0), "key": (solution.unseen_keys, 0.0), "value": (solution.unseen_keys, 0.0)}
+    exact = {
+        "out": (solution.dead_queries, 0.0),
+        "lse": (solution.dead_queries, -torch.inf),
+        "query": (solution.dead_queries, 0.0),
+        "key": (solution.unseen_keys, 0.0),
+        "value": (solution.unseen_keys, 0.0),
+    }
     for name, tensor in run.results.items():
         if name in exact and tensor is not None:
             where, want = exact[name]
@@ -137,6 +154,7 @@ def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -
 
 def same_bits(a: Run, b: Run) -> list[str]:
     """Names of the results that differ in any bit between two runs."""
+
     def equal(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None:
             return x is y
@@ -145,8 +163,11 @@ def same_bits(a: Run, b: Run) -> list[str]:
     return [n for n in a.results if not equal(a.results[n], b.results[n])]
 
 
-def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
-    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
+def examine(
+    seed: int, case: int, backends: list[str], repeat: bool
+) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
+    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and
+    compares bits."""
     problem = draw(seed, case)
     solution = problem.solve()
     verdicts = {}

@@ -1,7 +1,8 @@
-"""Tensors in awkward places: surrounded by values that betray a stray read or write, at any stride and offset.
+"""Tensors in awkward places: surrounded by values that betray a stray read or write, at any stride and
+offset.
 
-Inputs lie among NaN, so that a read outside them shows in the result. Outputs lie among a finite sentinel, so that a write outside
-them shows here (a NaN guard would not notice a NaN being written).
+Inputs lie among NaN, so that a read outside them shows in the result. Outputs lie among a finite sentinel, so
+that a write outside them shows here (a NaN guard would not notice a NaN being written).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLACK = 512             # elements on each side: more than a tile row of vectors
-SENTINEL = -12352.0     # exact in every floating dtype
+SLACK = 512  # elements on each side: more than a tile row of vectors
+SENTINEL = -12352.0  # exact in every floating dtype
 
 
 def outside(dtype: torch.dtype) -> float | int | bool:
@@ -25,13 +26,19 @@ def outside(dtype: torch.dtype) -> float | int | bool:
 
 
 def _slots(dims: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Memory orders of a tensor whose dimensions are (..., heads, rows, columns): permutation from memory to ours."""
+    """Memory orders of a tensor whose dimensions are (..., heads, rows, columns): permutation from memory to
+    ours."""
     order = tuple(range(dims))
     if dims < 3:
         return {"contiguous": (order, 1)}
     rows_first = (*order[:-3], order[-2], order[-3], order[-1])
     columns_first = (*order[:-2], order[-1], order[-2])
-    return {"contiguous": (order, 1), "rows_first": (rows_first, 1), "fused": (rows_first, 3), "columns_first": (columns_first, 1)}
+    return {
+        "contiguous": (order, 1),
+        "rows_first": (rows_first, 1),
+        "fused": (rows_first, 3),
+        "columns_first": (columns_first, 1),
+    }
 
 
 LAYOUTS = ("contiguous", "rows_first", "fused", "columns_first", "step", "offset")
@@ -40,9 +47,9 @@ LAYOUTS = ("contiguous", "rows_first", "fused", "columns_first", "step", "offset
 def place(x: Tensor, layout: str = "contiguous", fill: float | int | bool | None = None) -> Tensor:
     """A copy of x in a buffer of `fill` (NaN by default), as a view with the strides that `layout` names.
 
-    contiguous; rows_first: (B, L, H, D) in memory; fused: the middle third of a fused (B, L, H, 3 D) projection;
-    columns_first: the last dimension is the strided one; step: every other row and column of a larger tensor;
-    offset: contiguous but one element off any alignment.
+    contiguous; rows_first: (B, L, H, D) in memory; fused: the middle third of a fused (B, L, H, 3 D)
+    projection; columns_first: the last dimension is the strided one; step: every other row and column of a
+    larger tensor; offset: contiguous but one element off any alignment.
     """
     fill = outside(x.dtype) if fill is None else fill
     permutation, thirds = _slots(x.dim()).get(layout, (tuple(range(x.dim())), 1))
@@ -92,11 +99,17 @@ def sentinel(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else -77 if dtype.is_signed else 77
 
 
-def guarded_output(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
-                   fill: float | int | bool | None = None) -> tuple[Tensor, Guard]:
+def guarded_output(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: float | int | bool | None = None,
+) -> tuple[Tensor, Guard]:
     """(a tensor of that size and those dense strides, filled with `fill`, NaN by default; its Guard).
 
-    The tensor owns the guarded storage: it is no view of another tensor, so autograd treats it as any fresh output.
+    The tensor owns the guarded storage: it is no view of another tensor, so autograd treats it as any fresh
+    output.
     """
     count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
     buffer = torch.full((count + 2 * SLACK,), sentinel(dtype), dtype=dtype, device=device)

@@ -1,16 +1,18 @@
-"""Wrong attentions that the fuzzer must find: each is the reference with one fault of a kind that kernels have had.
+"""Wrong attentions that the fuzzer must find: each is the reference with one fault of a kind that kernels
+have had.
 
     with mutant_backends() as names:
         pytransformer.attention(query, key, value, backend=names[0])
 
-A fault is a function of the raw op's arguments and of `attend`, the right answer, that returns a wrong one; faults of the gradient
-alone give the right value with a wrong derivative. tests/test_mutants.py shows that the fuzzer finds every one of them, and nothing in
-"faithful", which has no fault.
+A fault is a function of the raw op's arguments and of `attend`, the right answer, that returns a wrong one;
+faults of the gradient alone give the right value with a wrong derivative. tests/test_mutants.py shows that
+the fuzzer finds every one of them, and nothing in "faithful", which has no fault.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ..ops._registry import OPS, Backend
-from ..reference import attention as source
+
+# The module: `pytransformer.reference.attention` is also the name of the public function.
+source = importlib.import_module("pytransformer.reference.attention")
 
 Outputs = tuple[Tensor, Tensor]
 Fault = Callable[[Any, Callable[[Any], Outputs]], Outputs]
@@ -36,14 +40,18 @@ def _fault(function: Fault) -> Fault:
 
 def _replacing(**change: Callable[[Any], Any]) -> Fault:
     """A fault that changes arguments; None means that this problem does not have the argument."""
+
     def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
-        return attend(a._replace(**{name: f(a) for name, f in change.items() if getattr(a, name) is not None}))
+        return attend(
+            a._replace(**{name: f(a) for name, f in change.items() if getattr(a, name) is not None})
+        )
 
     return fault
 
 
 def _patching(**names: Callable[..., Any]) -> Fault:
     """A fault that replaces functions of the reference's module; each gets the original first."""
+
     def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
         with contextlib.ExitStack() as stack:
             for name, f in names.items():
@@ -56,6 +64,7 @@ def _patching(**names: Callable[..., Any]) -> Fault:
 
 def _torch_with(**names: Callable[..., Any]) -> Fault:
     """A fault that replaces functions of torch as the reference sees them."""
+
     class Torch:
         def __getattr__(self, name: str) -> Any:
             return names.get(name) or getattr(torch, name)
@@ -65,6 +74,10 @@ def _torch_with(**names: Callable[..., Any]) -> Fault:
             return attend(a)
 
     return fault
+
+
+def _both(outer: Fault, inner: Fault) -> Fault:
+    return lambda a, attend: outer(a, lambda b: inner(b, attend))
 
 
 def _value_of(value: Tensor, gradient_of: Tensor) -> Tensor:
@@ -90,7 +103,9 @@ def _as_contiguous(t: Tensor) -> Tensor:
     end = t.storage_offset() + t.numel()
     if end * t.element_size() > t.untyped_storage().nbytes():
         return t.new_zeros(t.shape)
-    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride())
+    return torch.empty(0, dtype=t.dtype).set_(
+        t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride()
+    )
 
 
 # ---- scores
@@ -109,16 +124,24 @@ FAULTS |= {
     "alibi_sign": _replacing(slopes=lambda a: -a.slopes),
     "alibi_gradient_of_next_head": _replacing(slopes=lambda a: _value_of(a.slopes, a.slopes.roll(1))),
     "t5_direction": _patching(buckets_of=lambda f, relative, *x: f(-relative, *x)),
-    "t5_bucket_off_by_one": _patching(buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)),
-    "t5_max_distance_off": _patching(buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)),
+    "t5_bucket_off_by_one": _patching(
+        buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)
+    ),
+    "t5_max_distance_off": _patching(
+        buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)
+    ),
     "t5_detached": _replacing(table=lambda a: a.table.detach()),
     "t5_gradient_of_next_head": _replacing(table=lambda a: _value_of(a.table, a.table.roll(1, 1))),
     "distances_without_offset": _patching(
-        additive_terms=lambda f, a, work: f(a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), work)),
+        additive_terms=lambda f, a, work: f(
+            a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), work
+        )
+    ),
 }
 
 
 # ---- visibility
+
 
 def _hiding(extra: Callable[[Any, Tensor], Tensor]) -> Fault:
     return _patching(visible_pairs=lambda f, a: extra(a, f(a)))
@@ -135,6 +158,10 @@ def _add_to_hide(visible: Tensor, x: Any, y: Any) -> Tensor:
     return torch.where(visible, x, y)
 
 
+def _select_rows_only(select: Callable[..., Tensor], where: Tensor, x: Tensor) -> Tensor:
+    return select(where, x) if where.shape[-1] == 1 else x
+
+
 def _round_up(lengths: Tensor, limit: int) -> Tensor:
     return ((lengths + 7) // 8 * 8).clamp(max=limit)
 
@@ -144,28 +171,48 @@ FAULTS |= {
     "window_left_off_by_one": _replacing(left=lambda a: a.left + (a.left >= 0)),
     "window_right_ignored": _replacing(right=lambda a: -1),
     "alignments_swapped": _replacing(
-        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]),
+        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]
+    ),
     "causal_without_diagonal": _hiding(lambda a, v: v & ~_diagonal(a) if a.causal != "none" else v),
     "causal_ignored": _replacing(causal=lambda a: "none"),
     "offset_by_full_lengths": _patching(
-        indices=lambda f, a: (*f(a)[:2], a.key.shape[2] - a.query.shape[2] if a.causal == "bottom_right" else 0)),
+        indices=lambda f, a: (
+            *f(a)[:2],
+            a.key.shape[2] - a.query.shape[2] if a.causal == "bottom_right" else 0,
+        )
+    ),
     "prefix_ignored": _replacing(prefix_lengths=lambda a: torch.zeros_like(a.prefix_lengths)),
-    "segments_at_most": _patching(visible_pairs=lambda f, a: f(a) if a.query_segments is None else (
-        f(a._replace(query_segments=None, key_segments=None))
-        & (a.query_segments[:, None, :, None] <= a.key_segments[:, None, None, :]))),
-    "segments_of_first_sequence": _replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
+    "segments_at_most": _patching(
+        visible_pairs=lambda f, a: (
+            f(a)
+            if a.query_segments is None
+            else (
+                f(a._replace(query_segments=None, key_segments=None))
+                & (a.query_segments[:, None, :, None] <= a.key_segments[:, None, None, :])
+            )
+        )
+    ),
+    "segments_of_first_sequence": _replacing(
+        key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)
+    ),
     "key_lengths_rounded_up": _replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.key.shape[2])),
     "key_lengths_ignored": _replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.key.shape[2])),
-    "query_lengths_ignored": _replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
-    "last_key_of_a_tail_ignored": _hiding(lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))),
+    "query_lengths_ignored": _replacing(
+        query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])
+    ),
+    "last_key_of_a_tail_ignored": _hiding(
+        lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))
+    ),
     "mask_bit_at_tile_end": _replacing(mask=_if_bool(lambda m: m ^ (torch.arange(m.shape[-1]) % 64 == 63))),
     "mask_of_first_head": _replacing(mask=lambda a: a.mask[:, :1]),
     "mask_of_first_sequence": _replacing(mask=lambda a: a.mask[:1]),
     "minus_infinity_as_lowest": _replacing(
-        mask=_if_floating(lambda m: torch.where(m == -math.inf, torch.finfo(m.dtype).min, m))),
+        mask=_if_floating(lambda m: torch.where(m == -math.inf, torch.finfo(m.dtype).min, m))
+    ),
     "lowest_as_minus_infinity": _replacing(
-        mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))),
-    "hidden_by_addition": _torch_with(where=_add_to_hide),
+        mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))
+    ),
+    "hidden_by_addition": _both(_torch_with(where=_add_to_hide), _patching(_select=_select_rows_only)),
     "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
 }
 
@@ -176,15 +223,18 @@ FAULTS |= {
     "dropout_mask_shifted": _patching(keep_mask=lambda f, *x: f(*x).roll(1, -1)),
     "dropout_scale_missing": _patching(keep_scale=lambda f, p: 1.0),
     "dropout_same_in_all_sequences": _patching(
-        keep_mask=lambda f, seed, p, batch, *x: f(seed, p, 1, *x).expand(batch, -1, -1, -1)),
+        keep_mask=lambda f, seed, p, batch, *x: f(seed, p, 1, *x).expand(batch, -1, -1, -1)
+    ),
     "dropout_same_in_all_heads": _patching(
-        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(-1, heads, -1, -1)),
+        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(-1, heads, -1, -1)
+    ),
     "dropout_seed_in_32_bits": _replacing(dropout_seed=lambda a: a.dropout_seed & 0xFFFFFFFF),
     "dropout_probability_inverted": _replacing(dropout_p=lambda a: a.dropout_p and 1 - a.dropout_p),
 }
 
 
 # ---- heads, results
+
 
 @_fault
 def heads_interleaved(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
@@ -214,7 +264,12 @@ def lse_gradient_ignored(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
 @_fault
 def dead_rows_mean_of_value(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
     out, lse = attend(a)
-    mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    mean = (
+        a.value.detach()
+        .nan_to_num(0.0)
+        .mean(2, keepdim=True)
+        .repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    )
     return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
 
 
@@ -236,17 +291,29 @@ def value_read_as_contiguous(a: Any, attend: Callable[[Any], Outputs]) -> Output
 
 
 BACKWARD_FAULTS |= {
-    "gradient_read_as_contiguous": lambda a, grads: (a, [None if g is None else _as_contiguous(g) for g in grads]),
+    "gradient_read_as_contiguous": lambda a, grads: (
+        a,
+        [None if g is None else _as_contiguous(g) for g in grads],
+    ),
     "backward_with_another_dropout_mask": lambda a, grads: (
-        a if a.dropout_seed is None else a._replace(dropout_seed=a.dropout_seed + 1), grads),
+        a if a.dropout_seed is None else a._replace(dropout_seed=a.dropout_seed + 1),
+        grads,
+    ),
     "backward_not_causal": lambda a, grads: (a._replace(causal="none", prefix_lengths=None), grads),
-    "backward_without_scale": lambda a, grads: (a._replace(query=_value_of(a.query, a.query / a.scale if a.scale else a.query)), grads),
+    "backward_without_scale": lambda a, grads: (
+        a._replace(query=_value_of(a.query, a.query / a.scale if a.scale else a.query)),
+        grads,
+    ),
     "key_gradient_misses_half_of_the_group": lambda a, grads: (
-        a._replace(key=_value_of(a.key, a.key * (1 if a.query.shape[1] == a.key.shape[1] else 0.5))), grads),
+        a._replace(key=_value_of(a.key, a.key * (1 if a.query.shape[1] == a.key.shape[1] else 0.5))),
+        grads,
+    ),
 }
 
 
-def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any], tuple[Any, Any]]) -> Backend:
+def _backend(
+    name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any], tuple[Any, Any]]
+) -> Backend:
     op = OPS["attention"]
 
     def attend(a: Any) -> Outputs:
@@ -265,11 +332,15 @@ def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any
             pairs = [(o, g) for o, g in zip(attend(replaced), grads) if g is not None and o.requires_grad]
             found = [None] * len(leaves)
             if pairs:
-                found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+                found = torch.autograd.grad(
+                    [o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
+                )
         by_place = dict(zip(places, found))
         empty = op.empty_gradients(a, wanted)
-        return [None if e is None else e.zero_() if by_place[p] is None else e.copy_(by_place[p])
-                for p, e in zip(op.positions, empty)]
+        return [
+            None if e is None else e.zero_() if by_place[p] is None else e.copy_(by_place[p])
+            for p, e in zip(op.positions, empty)
+        ]
 
     return Backend(name, forward, backward, lambda a: None)
 
@@ -277,8 +348,7 @@ def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any
 @contextlib.contextmanager
 def mutant_backends() -> Iterator[list[str]]:
     """Register every mutant as a backend of attention for the length of the block; yields their names."""
-    right = lambda a, grads: (a, grads)
-    backends = [_backend(name, fault, right) for name, fault in FAULTS.items()]
+    backends = [_backend(name, fault, lambda a, grads: (a, grads)) for name, fault in FAULTS.items()]
     backends += [_backend(name, FAULTS["faithful"], fault) for name, fault in BACKWARD_FAULTS.items()]
     op = OPS["attention"]
     saved = dict(op.backends)

@@ -1,12 +1,14 @@
 """Attention in float64, forward and backward written out, with the magnitude of every result.
 
-A second implementation of the semantics of docs/ops/attention.md that shares nothing with `pytransformer.reference`: dense tensors,
-explicit gradients instead of autograd, its own Philox and its own T5 buckets. Slow and quadratic on purpose.
+A second implementation of the semantics of docs/ops/attention.md that shares nothing with
+`pytransformer.reference`: dense tensors, explicit gradients instead of autograd, its own Philox and its own
+T5 buckets. Slow and quadratic on purpose.
 
 For each result it also returns what an error bound is made of (docs/accuracy.md):
 
-    S       absolute values propagated through the same formula, the amplification of the scores' rounding inside
-    floor   what underflow of a probability may add: the least positive normal number times the sums of its partners
+    S       absolute values propagated through the same formula, the amplification of the scores' rounding
+    inside floor   what underflow of a probability may add: the least positive normal number times the sums of
+    its partners
 """
 
 from __future__ import annotations
@@ -18,32 +20,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Finite scores beyond this in float32 (and likewise in float64) are all alike: base-2 arithmetic saturates there.
+# Finite scores beyond this in float32 (and likewise in float64) are all alike: base-2 arithmetic saturates
+# there.
 LN2 = 0.6931471805599453
-LOST = 2.0**100     # a term this large swallows the score in float64 as in float32, so its rounding adds nothing
+LOST = 2.0**100  # a term this large swallows the score in float64 as in float32, so its rounding adds nothing
 
 
 @dataclass(frozen=True)
 class Result:
-    """One tensor of the answer: its value, S and the underflow floor (all float64), and whether the bound is that of a gradient."""
+    """One tensor of the answer: its value, S and the underflow floor (all float64), and whether the bound is
+    that of a gradient."""
 
     value: Tensor
     S: Tensor
     floor: Tensor
     gradient: bool
-    dtype: torch.dtype      # what a backend returns it in
+    dtype: torch.dtype  # what a backend returns it in
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns: results by name, and the rows of the query and of the key that take part in no pair."""
+    """What `solve` returns: results by name, and the rows of the query and of the key that take part in no
+    pair."""
 
     results: dict[str, Result]
-    dead_queries: Tensor    # (B, Hq, Lq)
-    unseen_keys: Tensor     # (B, Hkv, Lk)
+    dead_queries: Tensor  # (B, Hq, Lq)
+    unseen_keys: Tensor  # (B, Hkv, Lk)
 
 
 # ---- dropout: Philox-4x32-7 over the layout of DESIGN "Dropout"
+
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of constant * x, both below 2**32, in int64 arithmetic that cannot overflow."""
@@ -67,30 +73,36 @@ def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, colum
     """(B, H, Lq, Lk) float64: 0 where a weight is dropped, else 1 / (1 - p) with p in steps of 2**-16."""
     threshold = round(65536 * p)
     if threshold in (0, 65536):
-        return torch.full((batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64)
+        return torch.full(
+            (batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64
+        )
     group = 4 * (columns // 32) + (columns % 8) // 2
     slot = 2 * ((columns % 32) // 8) + columns % 2
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
     low, high = int(group.min()) if len(group) else 0, int(group.max()) + 1 if len(group) else 0
     counter = (torch.arange(low, high), rows[:, None], h, b)
     words = philox(tuple(torch.broadcast_tensors(*(c & 0xFFFFFFFF for c in counter))), seed)
-    draws = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)])     # (8, B, H, Lq, groups)
+    draws = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)])  # (8, B, H, Lq, groups)
     kept = draws[slot, ..., group - low].permute(1, 2, 3, 0) >= threshold
     return kept.double() * (65536.0 / (65536 - threshold))
 
 
 # ---- positions
 
+
 @functools.lru_cache(maxsize=256)
 def _side_buckets(n: int, max_distance: int, distances: int) -> Tensor:
-    """Bucket of each distance below `distances` among the n buckets of one direction, in exact integer arithmetic."""
+    """Bucket of each distance below `distances` among the n buckets of one direction, in exact integer
+    arithmetic."""
     exact = n // 2
     out, k = [], 0
     for d in range(distances):
         if d < exact:
             out.append(d)
             continue
-        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (k + 1) * exact ** (n - exact):
+        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (
+            k + 1
+        ) * exact ** (n - exact):
             k += 1
         out.append(exact + k)
     return torch.tensor(out, dtype=torch.int64)
@@ -109,13 +121,25 @@ def _per_sequence(x: Tensor | None, default: int, batch: int) -> Tensor:
 
 
 def visible_pairs(
-    batch: int, Lq: int, Lk: int, *, causal: str | None, window: tuple[int | None, int | None] | None,
-    query_lengths: Tensor | None, key_lengths: Tensor | None, prefix_lengths: Tensor | None,
-    query_segments: Tensor | None, key_segments: Tensor | None, query_start: int, key_start: int,
+    batch: int,
+    Lq: int,
+    Lk: int,
+    *,
+    causal: str | None,
+    window: tuple[int | None, int | None] | None,
+    query_lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    prefix_lengths: Tensor | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    query_start: int,
+    key_start: int,
 ) -> tuple[Tensor, Tensor]:
     """((B, 1, Lq, Lk) bool by everything but masks and biases, (B, 1, Lq, Lk) int64 key - query - offset)."""
-    lq, lk = (_per_sequence(x, default, batch)[:, None, None, None]
-              for x, default in ((query_lengths, query_start + Lq), (key_lengths, key_start + Lk)))
+    lq, lk = (
+        _per_sequence(x, default, batch)[:, None, None, None]
+        for x, default in ((query_lengths, query_start + Lq), (key_lengths, key_start + Lk))
+    )
     i = (query_start + torch.arange(Lq))[:, None]
     j = key_start + torch.arange(Lk)
     offset = lk - lq if causal == "bottom_right" else torch.zeros_like(lk)
@@ -123,7 +147,9 @@ def visible_pairs(
     visible = (i < lq) & (j < lk)
     if causal is not None:
         before = relative <= 0
-        visible = visible & (before if prefix_lengths is None else before | (j < prefix_lengths.cpu()[:, None, None, None]))
+        visible = visible & (
+            before if prefix_lengths is None else before | (j < prefix_lengths.cpu()[:, None, None, None])
+        )
     left, right = window or (None, None)
     if left is not None:
         visible = visible & (relative >= -left)
@@ -140,17 +166,36 @@ def _reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 # ---- the answer
 
-def solve(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None, grad_lse: Tensor | None = None, *,
-    attn_mask: Tensor | None = None, causal: str | None = None, window: tuple[int | None, int | None] | None = None,
-    query_lengths: Tensor | None = None, key_lengths: Tensor | None = None, prefix_lengths: Tensor | None = None,
-    query_segments: Tensor | None = None, key_segments: Tensor | None = None, bias: Any = None,
-    softcap: float | None = None, scale: float | None = None, dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None, return_lse: bool = False, query_start: int = 0, key_start: int = 0,
-) -> Solution:
-    """Results "out", "lse" and, given grad_out (grad_lse may be None), gradients by argument name, "slopes" and "table".
 
-    Arguments as of `pytransformer.attention`, any dtype; the dtype of `query` is the one whose rounding the bound allows.
+def solve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    query_segments: Tensor | None = None,
+    key_segments: Tensor | None = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    query_start: int = 0,
+    key_start: int = 0,
+) -> Solution:
+    """Results "out", "lse" and, given grad_out (grad_lse may be None), gradients by argument name, "slopes"
+    and "table".
+
+    Arguments as of `pytransformer.attention`, any dtype; the dtype of `query` is the one whose rounding the
+    bound allows.
     """
     dtype = query.dtype
     wide = dtype == torch.float64
@@ -159,14 +204,24 @@ def solve(
     tiny = 2.0**-24 if dtype == torch.float16 else accumulate.tiny
     saturation = accumulate.max * LN2
     B, Hq, Lq, D = query.shape
-    Hkv, Lk, Dv = key.shape[1], key.shape[2], value.shape[3]
-    G, groups = Hq // Hkv if Hkv else 1, (B, Hkv, -1)
+    Hkv, Lk = key.shape[1], key.shape[2]
+    G = Hq // Hkv
     scale = D**-0.5 if scale is None else scale
 
     visible, relative = visible_pairs(
-        B, Lq, Lk, causal=causal, window=window, query_lengths=query_lengths, key_lengths=key_lengths,
-        prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
-        query_start=query_start, key_start=key_start)
+        B,
+        Lq,
+        Lk,
+        causal=causal,
+        window=window,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        prefix_lengths=prefix_lengths,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_start=query_start,
+        key_start=key_start,
+    )
     visible = visible.expand(B, Hq, Lq, Lk)
 
     # Additive terms, read only where the pair is visible; -inf hides the pair.
@@ -174,8 +229,10 @@ def solve(
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask.cpu()
-    dense = {"attn_mask": attn_mask if attn_mask is not None and attn_mask.dtype != torch.bool else None,
-             "bias": bias if isinstance(bias, Tensor) else None}
+    dense = {
+        "attn_mask": attn_mask if attn_mask is not None and attn_mask.dtype != torch.bool else None,
+        "bias": bias if isinstance(bias, Tensor) else None,
+    }
     for name, term in dense.items():
         if term is not None:
             terms[name] = torch.where(visible, term.detach().cpu().double().expand(B, Hq, Lq, Lk), 0.0)
@@ -193,7 +250,11 @@ def solve(
 
     # Rows that take part in no pair hold anything and reach nothing.
     dead = ~visible.any(-1)
-    unseen = ~visible.reshape(B, Hkv, G * Lq, Lk).any(2) if visible.numel() else torch.ones(B, Hkv, Lk, dtype=torch.bool)
+    unseen = (
+        ~visible.reshape(B, Hkv, G * Lq, Lk).any(2)
+        if visible.numel()
+        else torch.ones(B, Hkv, Lk, dtype=torch.bool)
+    )
 
     def rows(x: Tensor, gone: Tensor) -> Tensor:
         return x.detach().cpu().double().masked_fill(gone[..., None], 0.0)
@@ -203,7 +264,7 @@ def solve(
     ka, va, qa = kk.abs(), vv.abs(), q.abs()
 
     x = scale * (q @ kk.mT)
-    a = abs(scale) * (qa @ ka.mT)       # what the rounding of the score is relative to
+    a = abs(scale) * (qa @ ka.mT)  # what the rounding of the score is relative to
     if softcap:
         t = torch.tanh(x / softcap)
         slope = 1 - t * t
@@ -221,23 +282,33 @@ def solve(
     total = weight.sum(-1).masked_fill(dead, 1.0)
     lse, P = top + total.log(), weight / total[..., None]
 
-    heaviest = (a.masked_fill(P == 0, 0.0).amax(-1) if Lk else torch.zeros_like(lse))
-    # A probability carries the rounding of its score, and one more eps from the exponential and the normaliser.
+    heaviest = a.masked_fill(P == 0, 0.0).amax(-1) if Lk else torch.zeros_like(lse)
+    # A probability carries the rounding of its score, and one more eps from the exponential and the
+    # normaliser.
     amp = 1 + ratio * (1 + heaviest[..., None])
-    M = keep_factor(int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk))
+    M = keep_factor(
+        int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk)
+    )
     PM, seen = P * M, visible.double()
     out, out_S = PM @ vv, PM @ va
     results = {
         "out": Result(out, amp * out_S, tiny * ((seen * M) @ va + ~dead[..., None]), False, dtype),
-        "lse": Result(lse, (1 + heaviest + lse.abs().nan_to_num(posinf=0.0)) * ~dead, torch.zeros_like(lse), False,
-                      torch.float64 if wide else torch.float32),
+        "lse": Result(
+            lse,
+            (1 + heaviest + lse.abs().nan_to_num(posinf=0.0)) * ~dead,
+            torch.zeros_like(lse),
+            False,
+            torch.float64 if wide else torch.float32,
+        ),
     }
     if grad_out is None:
         return Solution(results, dead, unseen)
 
     do = rows(grad_out, dead)
     doa = do.abs()
-    dl = torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
+    dl = (
+        torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
+    )
     dP = M * (do @ vv.mT)
     dS = P * (dP - (do * out).sum(-1, keepdim=True) + dl[..., None])
     dS_S = amp * P * (M * (doa @ va.mT) + (doa * out_S).sum(-1, keepdim=True) + dl.abs()[..., None])
@@ -249,21 +320,44 @@ def solve(
     def gradient(name: str, value: Tensor, S: Tensor, floor: Tensor, kind: torch.dtype) -> None:
         results[name] = Result(value, S, floor, True, kind)
 
-    gradient("query", scale * (dX @ kk), abs(scale) * (dX_S @ ka), tiny * (abs(scale) * (seen @ ka) + ~dead[..., None]), dtype)
-    gradient("key", per_key(scale * (dX.mT @ q)), per_key(abs(scale) * (dX_S.mT @ qa)),
-             tiny * (abs(scale) * per_key(seen.mT @ qa) + ~unseen[..., None]), dtype)
-    gradient("value", per_key(PM.mT @ do), per_key((amp * PM).mT @ doa),
-             tiny * (per_key((seen * M).mT @ doa) + ~unseen[..., None]), dtype)
+    gradient(
+        "query",
+        scale * (dX @ kk),
+        abs(scale) * (dX_S @ ka),
+        tiny * (abs(scale) * (seen @ ka) + ~dead[..., None]),
+        dtype,
+    )
+    gradient(
+        "key",
+        per_key(scale * (dX.mT @ q)),
+        per_key(abs(scale) * (dX_S.mT @ qa)),
+        tiny * (abs(scale) * per_key(seen.mT @ qa) + ~unseen[..., None]),
+        dtype,
+    )
+    gradient(
+        "value",
+        per_key(PM.mT @ do),
+        per_key((amp * PM).mT @ doa),
+        tiny * (per_key((seen * M).mT @ doa) + ~unseen[..., None]),
+        dtype,
+    )
     weight = {"slopes": -distance}
     for name, (shape, kind) in shapes.items():
         w = weight.get(name)
-        parts = [t if w is None else f(w) * t for t, f in ((dS, lambda y: y), (dS_S, torch.abs), (tiny * seen, torch.abs))]
+        parts = [
+            t if w is None else f(w) * t
+            for t, f in ((dS, lambda y: y), (dS_S, torch.abs), (tiny * seen, torch.abs))
+        ]
         if name == "slopes":
             sums = [y.sum((0, 2, 3)) for y in parts]
         elif name == "table":
             index = bucket.expand(B, Hq, Lq, Lk).permute(0, 2, 3, 1).reshape(-1, Hq)
-            sums = [torch.zeros(shape, dtype=torch.float64).scatter_add_(0, index, y.permute(0, 2, 3, 1).reshape(-1, Hq))
-                    for y in parts]
+            sums = [
+                torch.zeros(shape, dtype=torch.float64).scatter_add_(
+                    0, index, y.permute(0, 2, 3, 1).reshape(-1, Hq)
+                )
+                for y in parts
+            ]
         else:
             sums = [_reduce_to(y, shape) for y in parts]
         gradient(name, *sums, kind)

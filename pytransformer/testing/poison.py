@@ -4,8 +4,8 @@
         pytransformer.attention(...)
     # on leaving, a write outside any such tensor raises StrayWrite
 
-An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator last had there.
-Only calls made from inside `pytransformer` (this folder apart) are touched.
+An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator
+last had there. Only calls made from inside `pytransformer` (this folder apart) are touched.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from torch import Tensor
 from .guarded import Guard, guarded_output
 
 PATCHED = (
-    (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch, "empty_permuted"),
-    (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"),
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch, "empty_permuted"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
 )
 
 
@@ -33,19 +37,26 @@ class StrayWrite(AssertionError):
 
 def _from_package(frame: Any) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return (name.startswith("pytransformer.") or name == "pytransformer") and not name.startswith("pytransformer.testing")
+    return (name.startswith("pytransformer.") or name == "pytransformer") and not name.startswith(
+        "pytransformer.testing"
+    )
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[list[Guard]]:
-    """Poison and guard what `pytransformer` gets from torch.empty and its kin; yields the guards made so far."""
+    """Poison and guard what `pytransformer` gets from torch.empty and its kin; yields the guards made so
+    far."""
     guards: list[Guard] = []
 
     def wrap(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(allocate)
         def poison(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
-            if type(tensor) is not Tensor or tensor.device.type == "meta" or not _from_package(sys._getframe(1)):
+            if (
+                type(tensor) is not Tensor
+                or tensor.device.type == "meta"
+                or not _from_package(sys._getframe(1))
+            ):
                 return tensor
             replacement, guard = guarded_output(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             guards.append(guard)
@@ -63,4 +74,6 @@ def poisoned() -> Iterator[list[Guard]]:
             setattr(owner, name, original)
     broken = [tuple(g.buffer.shape) for g in guards if not g.intact()]
     if broken:
-        raise StrayWrite(f"{len(broken)} of {len(guards)} outputs were written beyond their ends; buffers {broken}")
+        raise StrayWrite(
+            f"{len(broken)} of {len(guards)} outputs were written beyond their ends; buffers {broken}"
+        )
