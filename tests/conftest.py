@@ -19,9 +19,7 @@ ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=2000, help="random problems per fuzzed op and backend")
-    parser.addoption(
-        "--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)"
-    )
+    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +51,15 @@ def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small problems are fastest on one thread, and two test processes then do not fight over two cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=("reference", "cpu", "triton", "cuda"))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from pytransformer.testing import fuzz_attention
 from pytransformer.testing.mutants import BACKWARD_FAULTS, FAULTS, mutant_backends
@@ -15,9 +12,8 @@ SEED = 3
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, tuple[int, str]]]:
+def found(one_thread: None) -> dict[str, tuple[int, str]]:
     """For each mutant that fails: the number of its first failing case, and how it failed."""
-    torch.set_num_threads(1)
     first: dict[str, tuple[int, str]] = {}
     with mutant_backends() as names:
         for case in range(CASES):
@@ -28,8 +24,7 @@ def found() -> Iterator[dict[str, tuple[int, str]]]:
                 continue  # mutants are backends of the padded op
             _, verdicts = fuzz_attention.examine(SEED, case, alive, case % 8 == 0)
             first |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
-    torch.set_num_threads(2)
-    yield first
+    return first
 
 
 def test_there_are_enough_mutants() -> None:

@@ -442,4 +442,4 @@ def trace() -> Iterator[list[tuple[str, str]]]:
     try:
         yield record
     finally:
-        _traces.remove(record)
+        _traces[:] = [t for t in _traces if t is not record]  # by identity: nested traces may be equal

@@ -96,9 +96,7 @@ def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
     return max(result.dtype, dtype, key=lambda d: torch.finfo(d).eps)
 
 
-def check(
-    solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any"
-) -> list[Check]:
+def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any") -> list[Check]:
     """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
 
     dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must

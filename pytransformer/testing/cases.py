@@ -125,9 +125,7 @@ class Case:
             new["Hkv"] = max(1, shape["Hq"] * self.shape["Hkv"] // self.shape["Hq"])
         return dataclasses.replace(self, shape=new)
 
-    def make(
-        self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False
-    ) -> Arguments:
+    def make(self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False) -> Arguments:
         """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
         dtype, up to its rounding."""
         generator = torch.Generator().manual_seed(seed)

@@ -80,9 +80,7 @@ class Problem:
     def solve(self) -> oracle.Solution:
         """The float64 answer."""
         t = self.tensors
-        return oracle.solve(
-            t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t)
-        )
+        return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
 
     def __str__(self) -> str:
         shapes = " ".join(f"{n}{tuple(t.shape)}" for n, t in self.tensors.items())
@@ -216,9 +214,7 @@ class _Drawer:
         r = self.rng
         plain = self.chance(0.08)
         self.packed = self.chance(0.15)
-        want = {
-            k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)
-        }
+        want = {k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)}
         self.keywords: dict[str, Any] = {}
         if self.packed:
             self.keywords |= {"query_lengths": self.lengths(self.Lq), "key_lengths": self.lengths(self.Lk)}
@@ -237,9 +233,7 @@ class _Drawer:
         if "segments" in want:
             self.keywords["query_segments"] = self.segments(self.Lq)
             self.keywords["key_segments"] = (
-                self.keywords["query_segments"]
-                if self.Lq == self.Lk and self.chance(0.5)
-                else self.segments(self.Lk)
+                self.keywords["query_segments"] if self.Lq == self.Lk and self.chance(0.5) else self.segments(self.Lk)
             )
         if "softcap" in want:
             self.keywords["softcap"] = r.choice((0.5, 5.0, 20.0, 50.0))
@@ -273,9 +267,7 @@ class _Drawer:
                 bias = self.dense(boolean=False).to(r.choice(near))
                 self.tensors["bias"] = self.extremes(bias) if self.chance(0.2) else bias
             elif kind == "alibi":
-                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(
-                    r.choice(near)
-                )
+                self.tensors["slopes"] = (torch.rand(self.Hq, generator=self.generator) - 0.1).to(r.choice(near))
             else:
                 bidirectional, buckets = self.chance(0.5), r.choice((4, 8, 32, 32))
                 self.tensors["table"] = self.normal(buckets, self.Hq).to(r.choice(near))
@@ -303,13 +295,7 @@ class _Drawer:
                         x.masked_fill_(past[:, None, :, None] if x.dim() == 4 else past[:, None, :], bad())
                 self.features.add("spoiled")
         mask = k.get("attn_mask")
-        if (
-            mask is not None
-            and mask.dim() == 4
-            and mask.shape[2] == 1
-            and mask.shape[1] == 1
-            and self.chance(0.7)
-        ):
+        if mask is not None and mask.dim() == 4 and mask.shape[2] == 1 and mask.shape[1] == 1 and self.chance(0.7):
             hidden = ~mask.expand(self.B, 1, 1, self.Lk)[:, 0, 0]
             for tensor in ("key", "value"):
                 if 0 not in self.tensors[tensor].stride():
@@ -343,9 +329,7 @@ class _Drawer:
                 x = self.tensors[name]
                 if 0 in x.stride() or visible.numel() == 0:
                     continue
-                seen = (
-                    visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
-                )
+                seen = visible.double().sum_to_size((1,) * (4 - x.dim()) + tuple(x.shape)).reshape(x.shape) > 0
                 x.masked_fill_(~seen, bad() if self.chance(0.5) else float("nan"))
             self.features.add("spoiled")
 

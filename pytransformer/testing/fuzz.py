@@ -39,9 +39,7 @@ class Report:
     failures: list[str] = field(default_factory=list)  # one reproducing line and its reasons each
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    reached: dict[tuple[str, str, str], float] = field(
-        default_factory=dict
-    )  # (backend, dtype, result) -> share of the bound
+    reached: dict[tuple[str, str, str], float] = field(default_factory=dict)  # (backend, dtype, result) -> share of the bound
     seconds: float = 0.0
 
     def add(self, problem: Any, verdicts: Verdicts) -> None:
@@ -59,9 +57,7 @@ class Report:
         lines = ["largest error as a share of the bound:"]
         for backend, dtype in sorted({k[:2] for k in self.reached}):
             worst = {k[2]: v for k, v in self.reached.items() if k[:2] == (backend, dtype)}
-            lines.append(
-                f"  {backend:10} {dtype:9} " + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items()))
-            )
+            lines.append(f"  {backend:10} {dtype:9} " + "  ".join(f"{n} {v:.2f}" for n, v in sorted(worst.items())))
         return "\n".join(lines)
 
 
@@ -86,9 +82,7 @@ def fuzz(
         report.add(problem, verdicts)
         for backend, (_, wrong) in verdicts.items():
             if wrong:
-                report.failures.append(
-                    "\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong])
-                )
+                report.failures.append("\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong]))
         report.seconds = time.monotonic() - started
         if progress:
             progress(report)
@@ -114,9 +108,7 @@ def _progress(total: int) -> Callable[[Report], None] | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 1 if anything failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("op", choices=sorted(OPS))
     parser.add_argument("--backend", action="append", help="may be given several times (default: reference)")
     parser.add_argument("--seed", type=int, default=0)
@@ -124,9 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="one problem only, told in full")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem (default 0)")
     parser.add_argument("--stop-after", type=int, help="end after so many failures")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads for torch (default 1, fastest for small problems)"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="threads for torch (default 1, fastest for small problems)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     backends = options.backend or ["reference"]

@@ -97,9 +97,7 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     import pytransformer as pt
 
     t, k = problem.tensors, dict(problem.keywords)
-    q, kv = (
-        _Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key"))
-    )
+    q, kv = (_Packing(k[name], t[of].shape[2]) for name, of in (("query_lengths", "query"), ("key_lengths", "key")))
     places = {
         n: problem.layouts[n] if problem.layouts[n] in ("offset", "step", "fused") else "contiguous"
         for n in ("query", "key", "value", "grad_out")
@@ -121,9 +119,7 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     return results, explained
 
 
-def judge(
-    problem: Problem, solution: oracle.Solution, run: Run, backend: str
-) -> tuple[list[bounds.Check], list[str]]:
+def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -> tuple[list[bounds.Check], list[str]]:
     """(every comparison with float64, what else is wrong)."""
     wrong = []
     checks = bounds.check(solution, run.results, problem.dtype, problem.limits)

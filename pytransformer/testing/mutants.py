@@ -42,9 +42,7 @@ def _replacing(**change: Callable[[Any], Any]) -> Fault:
     """A fault that changes arguments; None means that this problem does not have the argument."""
 
     def fault(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
-        return attend(
-            a._replace(**{name: f(a) for name, f in change.items() if getattr(a, name) is not None})
-        )
+        return attend(a._replace(**{name: f(a) for name, f in change.items() if getattr(a, name) is not None}))
 
     return fault
 
@@ -103,9 +101,7 @@ def _as_contiguous(t: Tensor) -> Tensor:
     end = t.storage_offset() + t.numel()
     if end * t.element_size() > t.untyped_storage().nbytes():
         return t.new_zeros(t.shape)
-    return torch.empty(0, dtype=t.dtype).set_(
-        t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride()
-    )
+    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.contiguous().stride())
 
 
 # ---- scores
@@ -124,18 +120,12 @@ FAULTS |= {
     "alibi_sign": _replacing(slopes=lambda a: -a.slopes),
     "alibi_gradient_of_next_head": _replacing(slopes=lambda a: _value_of(a.slopes, a.slopes.roll(1))),
     "t5_direction": _patching(buckets_of=lambda f, relative, *x: f(-relative, *x)),
-    "t5_bucket_off_by_one": _patching(
-        buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)
-    ),
-    "t5_max_distance_off": _patching(
-        buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)
-    ),
+    "t5_bucket_off_by_one": _patching(buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)),
+    "t5_max_distance_off": _patching(buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)),
     "t5_detached": _replacing(table=lambda a: a.table.detach()),
     "t5_gradient_of_next_head": _replacing(table=lambda a: _value_of(a.table, a.table.roll(1, 1))),
     "distances_without_offset": _patching(
-        additive_terms=lambda f, a, work: f(
-            a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), work
-        )
+        additive_terms=lambda f, a, *x: f(a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), *x)
     ),
 }
 
@@ -144,7 +134,7 @@ FAULTS |= {
 
 
 def _hiding(extra: Callable[[Any, Tensor], Tensor]) -> Fault:
-    return _patching(visible_pairs=lambda f, a: extra(a, f(a)))
+    return _patching(visible_pairs=lambda f, a, *rows: extra(a, f(a, *rows)))
 
 
 def _diagonal(a: Any) -> Tensor:
@@ -176,8 +166,8 @@ FAULTS |= {
     "causal_without_diagonal": _hiding(lambda a, v: v & ~_diagonal(a) if a.causal != "none" else v),
     "causal_ignored": _replacing(causal=lambda a: "none"),
     "offset_by_full_lengths": _patching(
-        indices=lambda f, a: (
-            *f(a)[:2],
+        indices=lambda f, a, *rows: (
+            *f(a, *rows)[:2],
             a.key.shape[2] - a.query.shape[2] if a.causal == "bottom_right" else 0,
         )
     ),
@@ -192,14 +182,10 @@ FAULTS |= {
             )
         )
     ),
-    "segments_of_first_sequence": _replacing(
-        key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)
-    ),
+    "segments_of_first_sequence": _replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
     "key_lengths_rounded_up": _replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.key.shape[2])),
     "key_lengths_ignored": _replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.key.shape[2])),
-    "query_lengths_ignored": _replacing(
-        query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])
-    ),
+    "query_lengths_ignored": _replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
     "last_key_of_a_tail_ignored": _hiding(
         lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))
     ),
@@ -264,12 +250,7 @@ def lse_gradient_ignored(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
 @_fault
 def dead_rows_mean_of_value(a: Any, attend: Callable[[Any], Outputs]) -> Outputs:
     out, lse = attend(a)
-    mean = (
-        a.value.detach()
-        .nan_to_num(0.0)
-        .mean(2, keepdim=True)
-        .repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
-    )
+    mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
     return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
 
 
@@ -311,9 +292,7 @@ BACKWARD_FAULTS |= {
 }
 
 
-def _backend(
-    name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any], tuple[Any, Any]]
-) -> Backend:
+def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any], tuple[Any, Any]]) -> Backend:
     op = OPS["attention"]
 
     def attend(a: Any) -> Outputs:
@@ -332,9 +311,7 @@ def _backend(
             pairs = [(o, g) for o, g in zip(attend(replaced), grads) if g is not None and o.requires_grad]
             found = [None] * len(leaves)
             if pairs:
-                found = torch.autograd.grad(
-                    [o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
-                )
+                found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
         by_place = dict(zip(places, found))
         empty = op.empty_gradients(a, wanted)
         return [

@@ -73,9 +73,7 @@ def keep_factor(seed: int, p: float, batch: int, heads: int, rows: Tensor, colum
     """(B, H, Lq, Lk) float64: 0 where a weight is dropped, else 1 / (1 - p) with p in steps of 2**-16."""
     threshold = round(65536 * p)
     if threshold in (0, 65536):
-        return torch.full(
-            (batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64
-        )
+        return torch.full((batch, heads, len(rows), len(columns)), 1.0 if threshold == 0 else 0.0, dtype=torch.float64)
     group = 4 * (columns // 32) + (columns % 8) // 2
     slot = 2 * ((columns % 32) // 8) + columns % 2
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
@@ -100,9 +98,7 @@ def _side_buckets(n: int, max_distance: int, distances: int) -> Tensor:
         if d < exact:
             out.append(d)
             continue
-        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (
-            k + 1
-        ) * exact ** (n - exact):
+        while k + 1 < n - exact and d ** (n - exact) * exact ** (k + 1) >= max_distance ** (k + 1) * exact ** (n - exact):
             k += 1
         out.append(exact + k)
     return torch.tensor(out, dtype=torch.int64)
@@ -147,9 +143,7 @@ def visible_pairs(
     visible = (i < lq) & (j < lk)
     if causal is not None:
         before = relative <= 0
-        visible = visible & (
-            before if prefix_lengths is None else before | (j < prefix_lengths.cpu()[:, None, None, None])
-        )
+        visible = visible & (before if prefix_lengths is None else before | (j < prefix_lengths.cpu()[:, None, None, None]))
     left, right = window or (None, None)
     if left is not None:
         visible = visible & (relative >= -left)
@@ -250,11 +244,7 @@ def solve(
 
     # Rows that take part in no pair hold anything and reach nothing.
     dead = ~visible.any(-1)
-    unseen = (
-        ~visible.reshape(B, Hkv, G * Lq, Lk).any(2)
-        if visible.numel()
-        else torch.ones(B, Hkv, Lk, dtype=torch.bool)
-    )
+    unseen = ~visible.reshape(B, Hkv, G * Lq, Lk).any(2) if visible.numel() else torch.ones(B, Hkv, Lk, dtype=torch.bool)
 
     def rows(x: Tensor, gone: Tensor) -> Tensor:
         return x.detach().cpu().double().masked_fill(gone[..., None], 0.0)
@@ -286,9 +276,7 @@ def solve(
     # A probability carries the rounding of its score, and one more eps from the exponential and the
     # normaliser.
     amp = 1 + ratio * (1 + heaviest[..., None])
-    M = keep_factor(
-        int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk)
-    )
+    M = keep_factor(int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk))
     PM, seen = P * M, visible.double()
     out, out_S = PM @ vv, PM @ va
     results = {
@@ -306,9 +294,7 @@ def solve(
 
     do = rows(grad_out, dead)
     doa = do.abs()
-    dl = (
-        torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
-    )
+    dl = torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
     dP = M * (do @ vv.mT)
     dS = P * (dP - (do * out).sum(-1, keepdim=True) + dl[..., None])
     dS_S = amp * P * (M * (doa @ va.mT) + (doa * out_S).sum(-1, keepdim=True) + dl.abs()[..., None])
@@ -344,18 +330,13 @@ def solve(
     weight = {"slopes": -distance}
     for name, (shape, kind) in shapes.items():
         w = weight.get(name)
-        parts = [
-            t if w is None else f(w) * t
-            for t, f in ((dS, lambda y: y), (dS_S, torch.abs), (tiny * seen, torch.abs))
-        ]
+        parts = [t if w is None else f(w) * t for t, f in ((dS, lambda y: y), (dS_S, torch.abs), (tiny * seen, torch.abs))]
         if name == "slopes":
             sums = [y.sum((0, 2, 3)) for y in parts]
         elif name == "table":
             index = bucket.expand(B, Hq, Lq, Lk).permute(0, 2, 3, 1).reshape(-1, Hq)
             sums = [
-                torch.zeros(shape, dtype=torch.float64).scatter_add_(
-                    0, index, y.permute(0, 2, 3, 1).reshape(-1, Hq)
-                )
+                torch.zeros(shape, dtype=torch.float64).scatter_add_(0, index, y.permute(0, 2, 3, 1).reshape(-1, Hq))
                 for y in parts
             ]
         else:
