@@ -1,0 +1,48 @@
+"""Fixtures of the integration tests: a forced backend, transformers with our implementation registered, nothing left active."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+import pytransformer as pt
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend, forced: a call it cannot do fails the test. Afterwards nothing may have fallen back."""
+    reason = _why_not(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+    pt.clear_fallbacks()
+    with pt.use_backend(attention=request.param):
+        yield request.param
+    assert pt.fallbacks() == []
+
+
+def _why_not(backend: str) -> str | None:
+    x = torch.zeros(1, 1, 2, 8)
+    return pt.explain("attention", x, x, x).reasons[backend]
+
+
+@pytest.fixture(autouse=True)
+def never_left_active() -> Iterator[None]:
+    """No test may leave PyTorch's attention replaced."""
+    from pytransformer import drop_in
+
+    yield
+    assert not drop_in.is_active()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.fixture(scope="session")
+def hugging_face() -> ModuleType:
+    transformers = pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
+    pt.integrations.transformers.register()
+    return transformers
