@@ -3,7 +3,7 @@
 Importing it activates nothing, touches no GPU and needs no compiler; see :func:`explain` for what a call would run.
 """
 
-from . import integrations, reference
+from . import reference
 from ._version import __version__
 from .drop_in import activate, deactivate
 from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
@@ -26,7 +26,6 @@ __all__ = [
     "deactivate",
     "explain",
     "fallbacks",
-    "integrations",
     "reference",
     "scaled_dot_product_attention",
     "use_backend",

@@ -22,7 +22,6 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library, get_kernel
 
-from .ops._autograd import compiling_a_derivative
 from .ops._registry import record_fallback
 from .ops._tensors import FLOATING
 from .ops.attention import attention_op, four_dimensional
@@ -145,8 +144,6 @@ def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mas
             return f"{name} is {t.dtype}, and only float32, bfloat16, float16 and float64 are supported"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation is not supported"
-    if torch.compiler.is_compiling() and compiling_a_derivative():
-        return "torch.compile of a torch.func derivative is not supported"
     return None
 
 

@@ -7,13 +7,10 @@ torch.func, fullgraph compilation and export, and raise under jvp.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 if TYPE_CHECKING:
     from ._registry import Op
@@ -22,15 +19,6 @@ if TYPE_CHECKING:
 def transforming() -> bool:
     """Whether a torch.func transform or a forward-mode level is active."""
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
-
-
-def compiling_a_derivative() -> bool:
-    """Whether torch.compile traces through torch.func.grad or the like. It sees no need for a gradient there, leaves the
-    Function out and would return zeros."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    innermost = retrieve_current_functorch_interpreter()
-    return bool(innermost.key() != TransformType.Vmap or innermost.level() > 1)
 
 
 def make_functions(op: Op) -> type[torch.autograd.Function]:
@@ -86,10 +74,6 @@ def make_functions(op: Op) -> type[torch.autograd.Function]:
                     by_position[position] = result if want else None
             return tuple(by_position)
 
-    # Where nothing needs a gradient, torch.compile tells from the number of parameters that forward takes no ctx.
-    Forward.forward.__signature__ = inspect.Signature(
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
-    )
     Forward.__name__, Backward.__name__ = f"{name}_function", f"{name}_backward_function"
     return Forward
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming
+from ._autograd import make_functions, reference_outputs, transforming
 from ._tensors import empty_in_order
 
 LIBRARY = Library("pytransformer", "DEF")
@@ -280,14 +280,7 @@ class Op:
     def __call__(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
         """Run the op, with gradients where they are needed. The autograd Function costs about 30 µs, so it is skipped
         when nothing needs a gradient and no transform is active."""
-        if torch.compiler.is_compiling():
-            if compiling_a_derivative():
-                raise NotImplementedError(
-                    f"{self.name}: torch.compile of a function that calls torch.func.grad, vjp or jvp is not supported; compile "
-                    "the function inside the transform instead"
-                )
-            return self.function.apply(*a, backend, strict)
-        if self._needs_gradient(a) or transforming():
+        if torch.compiler.is_compiling() or self._needs_gradient(a) or transforming():
             return self.function.apply(*a, backend, strict)
         return self.fwd(*a, backend, strict)
 

@@ -1,0 +1,104 @@
+"""The command line: `pytransformer COMMAND`, the same as `python -m pytransformer COMMAND`.
+
+Exit codes, the same for every command: 0 done; 1 done, and something is wrong (a kernel outside its bound, a
+failed self-check); 2 the command line was not understood or cannot be carried out here; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as given; the message says what was got and what is wanted."""
+
+
+class _Command(NamedTuple):
+    module: str
+    summary: str
+
+
+# A command's module has `add_arguments(parser)` and `run(arguments) -> int`.
+_COMMANDS = {
+    "doctor": _Command("pytransformer.cli.doctor", "what works on this machine, and why the rest does not"),
+    "explain": _Command("pytransformer.cli.explain", "which backend one call would use, and why not the others"),
+    "bench": _Command("pytransformer.cli.benchmark.command", "speed, memory and error beside PyTorch and naive code"),
+}
+
+# Commands whose module parses its own arguments: `run(argv) -> int`.
+_DELEGATED = {
+    "drop-in": _Command("pytransformer.integrations.proof", "real models with PyTorch's kernels and with ours, compared"),
+}
+
+_EPILOG = """\
+examples:
+  pytransformer doctor                          what works here
+  pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
+  pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
+"""
+
+
+def _available(command: _Command) -> bool:
+    package = command.module.rpartition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(command.module) is not None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of everything but the delegated commands' own options."""
+    from pytransformer import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="pytransformer",
+        description="Fused attention, normalisation and feed-forward kernels for PyTorch.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pytransformer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in _COMMANDS.items():
+        module = importlib.import_module(command.module)
+        sub = commands.add_parser(
+            name,
+            help=command.summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    for name, command in _DELEGATED.items():
+        if _available(command):
+            commands.add_parser(name, help=command.summary, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; never raises for what a person typed."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv and argv[0] in _DELEGATED and _available(_DELEGATED[argv[0]]):
+            return int(importlib.import_module(_DELEGATED[argv[0]].module).run(argv[1:]) or OK)
+        parser = build_parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return OK
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(f"pytransformer: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("pytransformer: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`, a closed pager) has gone: leave quietly, and keep Python from flushing into the
+        # void.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK

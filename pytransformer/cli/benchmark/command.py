@@ -1,0 +1,299 @@
+"""Times every op on every backend that works here, beside naive code and PyTorch's own op.
+
+Each contender is first checked against float64; a wrong one is shown with its error and never timed. The
+result is a table, and a folder with results.json, results.csv, report.md and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
+from pytransformer.cli.benchmark import memory, plan, plots, report, results
+from pytransformer.cli.benchmark.runner import PEERS, Options, Runner
+from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
+
+QUICK_SECONDS = 58.0  # for the steps; starting up and drawing take the rest of the minute
+_KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
+    add("--quick", action="store_true", help="every op at small shapes, in about a minute")
+    add(
+        "--case",
+        type=_words,
+        default=[],
+        metavar="NAME,...",
+        help="cases by name (default: each op's core cases); --list shows them",
+    )
+    add(
+        "--size",
+        choices=("small", "medium", "large"),
+        default="medium",
+        help="shape of the cases (default medium)",
+    )
+    add("--shape", type=_shape, default={}, metavar="Lq=4096,...", help="change dimensions of the cases")
+    add(
+        "--dtype",
+        type=_dtypes,
+        default=None,
+        metavar="NAME,...",
+        help="float32 (default), bfloat16, float16, float64",
+    )
+    add(
+        "--mode",
+        type=_modes,
+        default=None,
+        metavar="NAME,...",
+        help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)",
+    )
+    add(
+        "--backends",
+        type=_backends,
+        default=None,
+        metavar="NAME,...",
+        help=f"who takes part (default all): {', '.join(_KNOWN_BACKENDS)}",
+    )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
+    add(
+        "--threads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="torch.set_num_threads(N) first (default: leave as it is)",
+    )
+    add(
+        "--min-time",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="seconds of timing for each contender (default 0.3)",
+    )
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check against float64 before timing (default on)",
+    )
+    add(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peak memory (default on)",
+    )
+    add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default on)")
+    add(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder to write (default ./results/bench-<date>)",
+    )
+    add("--list", action="store_true", help="list the cases and stop")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    ops = _ops(arguments.ops)
+    if arguments.list:
+        rows = [
+            (c.op, c.name, report.shape_text(c.shape), " ".join(sorted(c.tags)))
+            for op in ops
+            for c in plan.cases(op, arguments.size)
+        ]
+        console.table(("op", "case", "shape", "tags"), rows)
+        return OK
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA GPU here; `pytransformer doctor` says why")
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {arguments.threads}")
+        torch.set_num_threads(arguments.threads)
+    steps = _steps(arguments, ops)
+    folder = _folder(arguments.out)
+    options = Options(
+        device=arguments.device,
+        backends=arguments.backends,
+        verify=arguments.verify,
+        memory=arguments.memory,
+        min_time=arguments.min_time,
+        budget=QUICK_SECONDS if arguments.quick else None,
+    )
+    where = results.environment(arguments.device, _command_line(arguments))
+    console.print(report.environment_text(where))
+    _say_what_is_missing(console, arguments)
+    runner, complete = _measure(console, options, steps)
+    document = {
+        "schema_version": results.SCHEMA_VERSION,
+        "environment": where,
+        "complete": complete,
+        "rows": runner.rows,
+        "not_run": runner.not_run,
+    }
+    _show(console, document)
+    _write(console, document, folder, draw=arguments.plots and plots.why_not() is None)
+    if not complete:
+        console.print(f"Interrupted: {len(runner.rows)} rows are in {folder}, the rest was not measured.")
+        return INTERRUPTED
+    return WRONG if any(entry["status"] != "unsupported" for entry in runner.not_run) else OK
+
+
+def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
+    """Runs the steps; Ctrl-C ends them early and keeps what is done."""
+    start = time.monotonic()
+    with memory.MemoryProbe() as probe:
+        runner = Runner(options, probe, backward=any(step.mode != "fwd" for step in steps))
+        with console.progress(len(steps), seconds=options.budget) as progress:
+            try:
+                for index, step in enumerate(steps):
+                    progress.step(step.title)
+                    seconds = None
+                    if options.budget is not None:
+                        seconds = max(0.0, options.budget - (time.monotonic() - start)) / (len(steps) - index)
+                    runner.run(step, seconds)
+                    progress.advance()
+            except KeyboardInterrupt:
+                return runner, False
+    return runner, True
+
+
+# ---- what was asked for
+
+
+def _ops(names: list[str]) -> list[str]:
+    unknown = [name for name in names if name not in plan.OPS]
+    if unknown:
+        raise UsageError(f"unknown op {', '.join(unknown)}; the ops are {', '.join(plan.OPS)}")
+    return names or list(plan.OPS)
+
+
+def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
+    modes = arguments.mode or plan.QUICK_MODES
+    if arguments.quick:
+        fixed = [
+            flag
+            for flag, given in (
+                ("--case", arguments.case),
+                ("--dtype", arguments.dtype),
+                ("--shape", arguments.shape),
+            )
+            if given
+        ]
+        if fixed:
+            raise UsageError(f"--quick chooses its own cases, so it does not go with {', '.join(fixed)}")
+        return plan.quick(ops, modes)
+    return plan.chosen(ops, arguments.case, arguments.size, arguments.shape, arguments.dtype or ["float32"], modes)
+
+
+def _folder(given: Path | None) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = given or Path("results") / f"bench-{stamp}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: cannot make the folder {folder}: {error.strerror}") from error
+    return folder
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    return (
+        " ".join(["pytransformer", *sys.argv[1:]])
+        if "bench" in sys.argv[1:]
+        else f"pytransformer bench {' '.join(arguments.ops)}"
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _among(text: str, known: tuple[str, ...]) -> list[str]:
+    words = _words(text)
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}")
+    return words
+
+
+def _dtypes(text: str) -> list[str]:
+    return [plan.dtype_name(plan.DTYPES[word]) for word in _among(text, tuple(plan.DTYPES))]
+
+
+def _modes(text: str) -> list[str]:
+    return _among(text, results.MODES)
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    return tuple(_among(text, _KNOWN_BACKENDS))
+
+
+def _shape(text: str) -> dict[str, int]:
+    known = {name for found in plan.cases() for name in found.shape} | {"Dv"}
+    shape = {}
+    for word in _words(text):
+        name, _, size = word.partition("=")
+        if name not in known or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}")
+        shape[name] = int(size)
+    return shape
+
+
+# ---- what is said
+
+
+def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> None:
+    if arguments.plots and (reason := plots.why_not()) is not None:
+        console.print(reason)
+    if console.terminal and not have_rich():
+        console.print(f"plain output: rich is not installed. {EXTRA_HINT}")
+    if arguments.memory and (reason := memory.why_not()) is not None:
+        console.print(reason)
+    if not arguments.verify:
+        console.print("--no-verify: what follows was not checked, and fast wrong results are easy to come by")
+
+
+def _show(console: Console, document: dict[str, Any]) -> None:
+    for op, rows in report.by_op(document["rows"]).items():
+        console.heading(op)
+        console.table(report.COLUMNS, [report.table_row(row) for row in rows], right=report.RIGHT)
+    if document["not_run"]:
+        console.heading("Not timed, and why")
+        console.table(("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"]))
+    lines = report.summary(document["rows"])
+    if lines:
+        console.heading("Summary")
+        console.table(report.SUMMARY_COLUMNS, lines, right=report.SUMMARY_COLUMNS[3:])
+        console.print(report.LEGEND.replace("`", ""))
+
+
+def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """One line for each op, backend and reason, with what it applies to; wrong results come first."""
+    groups: dict[tuple[str, str, str], list[list[str]]] = {}
+    for entry in sorted(entries, key=lambda e: results.STATUSES.index(e["status"]), reverse=True):
+        groups.setdefault((entry["op"], entry["backend"], report.verdict(entry)), []).append(report.refusal_row(entry))
+
+    def several(words: list[str]) -> str:
+        return ", ".join(dict.fromkeys(words))
+
+    return [
+        [op, *(several([row[column] for row in rows]) for column in range(3)), backend, why]
+        for (op, backend, why), rows in groups.items()
+    ]
+
+
+def _write(console: Console, document: dict[str, Any], folder: Path, *, draw: bool) -> None:
+    problems = results.validate(document)
+    assert not problems, f"the results do not fit their own schema: {problems}"
+    drawn = plots.draw_all(folder, document) if draw else []
+    written = report.write_all(folder, document, drawn)
+    console.print()
+    console.print(f"Written to {folder}: {', '.join([p.name for p in written] + drawn)}")

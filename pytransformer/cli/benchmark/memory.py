@@ -1,0 +1,146 @@
+"""Peak memory of one call, measured in a process that has done nothing else.
+
+A helper process imports torch and the package and then only forks: each measurement is one child, which makes
+the inputs, runs the same code once at a tiny shape (so that library code is loaded), resets the kernel's
+high-water mark of its resident memory and makes the call. The figure is what the mark rose by: outputs, saved
+tensors, gradients and workspace, but not the inputs. The allocator of the helper gives large blocks back at
+once (MALLOC_* below), so that no block freed earlier hides a new one. Resolution: about a quarter of a
+megabyte.
+
+On CUDA the figure is torch's own high-water mark of allocated memory, less what was allocated before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+# Blocks of 64 KiB and more come from mmap and return to the system when freed; fixing the thresholds also
+# turns off glibc's habit of raising them.
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_RESET_PEAK = "5"  # written to /proc/self/clear_refs: VmHWM = VmRSS (Linux, proc(5))
+
+
+class Unmeasured(RuntimeError):
+    """The peak could not be measured; the message says why."""
+
+
+def why_not() -> str | None:
+    """Why peak memory cannot be measured on this system, or None."""
+    if not hasattr(os, "fork"):
+        return "peak memory needs fork, which this system lacks"
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        return "peak memory needs a writable /proc/self/clear_refs (Linux)"
+    return None
+
+
+class MemoryProbe:
+    """The helper process. A context manager; `measure` may be called any number of times."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> MemoryProbe:
+        if why_not() is None:
+            # The child gets this process's sys.path as it is, so that it imports the same copy of everything.
+            code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.benchmark.memory import serve; serve()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,  # Ctrl-C in the terminal is for the parent, which then ends this one
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def measure(self, request: dict[str, Any]) -> int:
+        """Peak bytes of one request (see `runner.memory_request`); raises Unmeasured."""
+        reason = why_not()
+        if reason is not None:
+            raise Unmeasured(reason)
+        assert self._process is not None, "MemoryProbe is a context manager: enter it first"
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise Unmeasured("the helper process that measures memory has died")
+        answer = json.loads(line)
+        if "bytes" not in answer:
+            raise Unmeasured(answer["error"])
+        return answer["bytes"]
+
+
+def serve() -> None:
+    """The helper's loop: one line of JSON in, one forked child, one line of JSON out."""
+    from pytransformer.cli.benchmark import runner  # imports torch before the first fork; starts no thread
+
+    answers = os.dup(1)  # what the measured code prints must not get between the answers
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        receive, send = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(receive)
+            try:
+                answer: dict[str, Any] = {"bytes": _measure_here(runner, json.loads(line))}
+            except BaseException as error:  # reported to the parent, which decides
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            os.write(send, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(send)
+        with open(receive) as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(child, 0)
+        if not text:
+            text = json.dumps({"error": f"the measured process died with signal {os.WTERMSIG(status)}"})
+        os.write(answers, (text + "\n").encode())
+
+
+def _measure_here(runner: Any, request: dict[str, Any]) -> int:
+    tiny, call = runner.memory_calls(request)
+    tiny()
+    if request["device"] == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with contextlib.suppress(AttributeError):  # musl has no malloc_trim, and needs none
+        ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as marks:
+        marks.write(_RESET_PEAK)
+    before = _status_bytes("VmRSS")
+    kept = call()
+    peak = _status_bytes("VmHWM") - before
+    del kept
+    return max(0, peak)
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as status:
+        for line in status:
+            name, _, value = line.partition(":")
+            if name == field:
+                return int(value.split()[0]) * 1024
+    raise Unmeasured(f"/proc/self/status has no {field}")

@@ -1,0 +1,102 @@
+"""Which problems a benchmark runs: the named cases of pytransformer.testing, at the size asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pytransformer.cli import UsageError
+from pytransformer.cli.benchmark import check
+from pytransformer.testing.cases import Case, case, cases
+
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64,
+    "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64,
+}  # fmt: skip
+OPS = check.ops()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line-up: the same problem, given to every provider."""
+
+    case: Case
+    dtype: torch.dtype
+    mode: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.case.op} {self.case.name} {dtype_name(self.dtype)} {self.mode}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Every op and every kind of mask and bias, small enough for a minute on two cores. (case, its shape, dtypes):
+# long enough that a quadratic cost shows, short enough that naive code's backward takes some tens of
+# milliseconds.
+_LONG = {"B": 1, "Hq": 2, "Lq": 1024, "Lk": 1024, "D": 64}
+_SHORT = {"B": 2, "Hq": 4, "Lq": 256, "Lk": 256, "D": 64}
+_ROWS = {"rows": 4096, "d": 512}
+QUICK: tuple[tuple[str, dict[str, int], tuple[str, ...]], ...] = (
+    ("full", _LONG, ("float32", "bfloat16")),
+    ("causal", _LONG, ("float32",)),
+    ("key_padding", _SHORT, ("float32",)),
+    ("window", _LONG, ("float32",)),
+    ("t5_bias", _SHORT, ("float32",)),
+    ("bias", _SHORT, ("float32",)),
+    ("dropout", _SHORT, ("float32",)),
+    ("gqa", {**_SHORT, "Hq": 8, "Hkv": 2}, ("float32",)),
+    ("varlen", _SHORT, ("float32",)),
+    ("decode", {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 64}, ("float32",)),
+    ("layer_norm", _ROWS, ("float32",)),
+    ("rms_norm", _ROWS, ("float32",)),
+    ("add_norm", _ROWS, ("float32", "bfloat16")),
+    ("feed_forward_gelu", {"rows": 256, "d": 512, "hidden": 2048}, ("float32", "bfloat16")),
+    ("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),
+)
+QUICK_MODES = ("fwd", "fwd+bwd")
+
+
+def quick(ops: Sequence[str], modes: Sequence[str]) -> list[Step]:
+    """The steps of `bench --quick`, of all ops or those named."""
+    return [
+        Step(found, DTYPES[dtype], mode)
+        for name, shape, dtypes in QUICK
+        if (found := resized(case(name, "medium"), shape)).op in ops
+        for dtype in dtypes
+        for mode in modes
+    ]
+
+
+def chosen(
+    ops: Sequence[str],
+    names: Sequence[str],
+    size: str,
+    shape: dict[str, int],
+    dtypes: Sequence[str],
+    modes: Sequence[str],
+) -> list[Step]:
+    """The steps of `bench OP... --case ... --size ... --shape ...`; without names, each op's core cases."""
+    everything = [c for op in ops for c in cases(op, size)]
+    known = {c.name for c in everything}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"--case: no case {', '.join(unknown)}; {', '.join(ops)} have {', '.join(sorted(known))}")
+    picked = [c for c in everything if (c.name in names if names else "core" in c.tags)]
+    return [Step(resized(c, shape), DTYPES[d], mode) for c in picked for d in dtypes for mode in modes]
+
+
+def resized(found: Case, shape: dict[str, int]) -> Case:
+    """The case at another shape; dimensions that it does not have are left out."""
+    return found.resize(**{name: size for name, size in shape.items() if name in found.shape or name == "Dv"})
+
+
+def tiny(found: Case) -> Case:
+    """The same problem, small enough to cost nothing: what loads the code before memory is measured."""
+    limits = {"B": 1, "Lq": 16, "Lk": 16, "D": 32, "rows": 8, "d": 64, "hidden": 64, "classes": 64}
+    return found.resize(**{name: min(size, limits[name]) for name, size in found.shape.items() if name in limits})

@@ -1,0 +1,198 @@
+"""Three pictures from the rows of a results.json; needs matplotlib.
+
+speed.png    time of each case, one mark per provider, bars from p20 to p80; one panel per mode
+memory.png   peak memory above the inputs, likewise
+accuracy.png error against speed, both relative to PyTorch: good is low and right
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pytransformer.cli.benchmark.report import SHORT, environment_text
+from pytransformer.cli.console import EXTRA_HINT, escape_plot
+
+Row = dict[str, Any]
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision; a mark of its own for each as
+# well.
+STYLES = {
+    "naive": ("#999999", "s"),
+    "torch": ("#E69F00", "D"),
+    "reference": ("#56B4E9", "v"),
+    "cpu": ("#0072B2", "o"),
+    "triton": ("#009E73", "^"),
+    "cuda": ("#D55E00", "P"),
+}
+
+
+def why_not() -> str | None:
+    """Why no plot can be drawn, with what to do about it; or None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"no plots: matplotlib is not installed. {EXTRA_HINT}"
+    return None
+
+
+def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
+    """Draws what the rows allow and returns the names of the files."""
+    rows = document["rows"]
+    drawn = []
+    if rows:
+        _by_case(
+            folder / "speed.png",
+            document,
+            rows,
+            "time of one call, ms",
+            "Speed by case (left is faster)",
+            _speed,
+        )
+        drawn.append("speed.png")
+    with_memory = [row for row in rows if row["peak_bytes"] is not None]
+    if with_memory:
+        _by_case(
+            folder / "memory.png",
+            document,
+            with_memory,
+            "peak memory above the inputs, MB",
+            "Peak memory by case (left is less)",
+            _memory,
+        )
+        drawn.append("memory.png")
+    against = [row for row in rows if row["error"] and row["speedup_torch"]]
+    if against:
+        _error_against_speed(folder / "accuracy.png", document, against)
+        drawn.append("accuracy.png")
+    return drawn
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: no global state, no display
+    return figure
+
+
+def _speed(row: Row) -> tuple[float, float, float]:
+    return row["median_ms"], row["p20_ms"], row["p80_ms"]
+
+
+def _memory(row: Row) -> tuple[float, float, float]:
+    # The resolution of the measurement, so that a call which needs nothing still has a place on the
+    # logarithmic axis.
+    value = max(row["peak_bytes"] / 1e6, 0.1)
+    return value, value, value
+
+
+def _label(row: Row) -> str:
+    # A case named after its op ("layer_norm") needs no op beside it.
+    name = row["case"] if row["case"].startswith(row["op"].split("_varlen")[0]) else f"{row['op']}: {row['case']}"
+    return escape_plot(f"{name} {SHORT[row['dtype']]}")
+
+
+def _by_case(
+    path: Path,
+    document: Row,
+    rows: list[Row],
+    unit: str,
+    title: str,
+    value: Callable[[Row], tuple[float, float, float]],
+) -> None:
+    labels = list(dict.fromkeys(_label(row) for row in rows))
+    place = {label: i for i, label in enumerate(labels)}
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    backends = [name for name in STYLES if any(row["backend"] == name for row in rows)]
+    figure = _figure(3.5 + 4.5 * len(modes), 1.9 + 0.36 * len(labels))
+    axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axis, mode in zip(axes, modes, strict=True):
+        for turn, backend in enumerate(backends):
+            colour, mark = STYLES[backend]
+            members = [row for row in rows if row["mode"] == mode and row["backend"] == backend]
+            # Side by side within the line of a case, so that equal values do not hide each other.
+            ys = [place[_label(row)] + 0.55 * ((turn + 0.5) / len(backends) - 0.5) for row in members]
+            triples = [value(row) for row in members]
+            spread = [
+                [middle - low for middle, low, _ in triples],
+                [high - middle for middle, _, high in triples],
+            ]
+            axis.errorbar(
+                [t[0] for t in triples], ys, xerr=spread if members else None, fmt=mark, color=colour, markersize=5.5,
+                elinewidth=1.4, label=backend, markeredgecolor="white", markeredgewidth=0.4,
+            )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_title(mode, fontsize=10)
+        axis.set_xlabel(unit)
+        axis.grid(axis="x", which="major", color="0.85")
+        axis.grid(axis="x", which="minor", color="0.94")
+        axis.set_axisbelow(True)
+        for line in range(0, len(labels), 2):
+            axis.axhspan(line - 0.5, line + 0.5, color="0.96", zorder=0)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+        _plain_ticks(axis.xaxis)
+    axes[0].set_yticks(range(len(labels)), labels)
+    _legend_and_title(figure, axes[0], document, title)
+    figure.savefig(path)
+
+
+def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
+    torch_error = {_key(row): row["error"] for row in rows if row["backend"] == "torch"}
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    backends = [name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)]
+    figure = _figure(2.0 + 4.5 * len(modes), 5.4)
+    axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axis, mode in zip(axes, modes, strict=True):
+        for backend in backends:
+            colour, mark = STYLES[backend]
+            members = [r for r in rows if r["mode"] == mode and r["backend"] == backend and torch_error.get(_key(r))]
+            axis.scatter(
+                [r["speedup_torch"] for r in members], [r["error"] / torch_error[_key(r)] for r in members],
+                c=colour, marker=mark, s=40, label=backend, edgecolors="white", linewidths=0.4, zorder=3,
+            )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.axvline(1, color=STYLES["torch"][0], linewidth=1.2)
+        axis.axhline(1, color=STYLES["torch"][0], linewidth=1.2, label="torch = 1")
+        axis.set_title(mode, fontsize=10)
+        axis.set_xlabel("speed, times PyTorch's")
+        axis.grid(which="major", color="0.88")
+        axis.set_axisbelow(True)
+        _plain_ticks(axis.xaxis)
+        _plain_ticks(axis.yaxis)
+    axes[0].set_ylabel("error against float64, times PyTorch's")
+    _legend_and_title(figure, axes[0], document, "Error against speed, one mark per case (low and right is good)")
+    figure.savefig(path)
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["op"], row["case"], row["dtype"], row["mode"]
+
+
+def _plain_ticks(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    # Few decades: label 1, 2 and 5 of each; many: the decades alone. Never "10^-1".
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high / max(low, 1e-30) < 300 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _legend_and_title(figure: Any, axis: Any, document: Row, title: str) -> None:
+    import textwrap
+
+    handles, names = axis.get_legend_handles_labels()
+    place = "\n".join(textwrap.wrap(environment_text(document["environment"], escape_plot), 110))
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=len(names),
+        frameon=False,
+        title=place,
+        title_fontsize=7,
+    )
+    figure.suptitle(title, fontsize=12, fontweight="bold")

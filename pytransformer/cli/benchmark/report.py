@@ -1,0 +1,234 @@
+"""What people and other programs read: the table on screen, report.md, results.csv, results.json."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pytransformer.cli.benchmark import results
+from pytransformer.cli.console import clean, escape_csv, escape_markdown
+
+Row = dict[str, Any]
+SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
+
+COLUMNS = (
+    "case",
+    "shape",
+    "dtype",
+    "mode",
+    "backend",
+    "ms",
+    "p20-p80",
+    "x torch",
+    "x naive",
+    "TFLOP/s",
+    "GB/s",
+    "peak MB",
+    "error",
+    "/naive",
+)
+RIGHT = COLUMNS[5:]
+
+# Liger-Kernel's benchmark columns, in its order, so that tools made for its results read ours; the last one
+# holds our version.
+LIGER_COLUMNS = (
+    "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit", "x_name",
+    "x_label", "x_value", "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str", "gpu_name",
+    "timestamp", "liger_version",
+)  # fmt: skip
+_LIGER_MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "full"}
+
+
+def shape_text(shape: dict[str, int]) -> str:
+    """The shape in one short word: B2 H8/2 L512x512 D64, or 1024x512x2048 for row-wise ops."""
+    if "Lq" not in shape:
+        return "x".join(str(n) for n in shape.values())
+    heads = str(shape["Hq"]) if shape["Hq"] == shape["Hkv"] else f"{shape['Hq']}/{shape['Hkv']}"
+    lengths = str(shape["Lq"]) if shape["Lq"] == shape["Lk"] else f"{shape['Lq']}x{shape['Lk']}"
+    return f"B{shape['B']} H{heads} L{lengths} D{shape['D']}" + (f"/{shape['Dv']}" if "Dv" in shape else "")
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """`value` with `digits` significant digits and no exponent where a person would write none; "-" if there
+    is none.
+    """
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{max(1, digits - 2)}e}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{places}f}"
+
+
+def table_row(row: Row) -> list[str]:
+    """The cells of COLUMNS."""
+    return [
+        row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], row["mode"], row["backend"],
+        figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
+        figure(row["speedup_torch"]), figure(row["speedup_naive"]), figure(row["tflops"]),
+        figure(row["gbps"]), figure(None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6),
+        figure(row["error"], 2), figure(row["error_ratio_naive"], 2),
+    ]  # fmt: skip
+
+
+def refusal_row(entry: Row) -> list[str]:
+    """One line of what was not timed: case, dtype, mode, backend, and why."""
+    return [entry["case"], SHORT[entry["dtype"]], entry["mode"], entry["backend"], verdict(entry)]
+
+
+def verdict(entry: Row) -> str:
+    if entry["status"] == "wrong":
+        return f"WRONG, not timed: {entry['reason']}"
+    return f"failed: {entry['reason']}" if entry["status"] == "failed" else entry["reason"]
+
+
+def by_op(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["op"], []).append(row)
+    return groups
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """One line for each of our backends and modes: how many rows, and how they compare; the worst is named."""
+    lines = []
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row["backend"] not in ("naive", "torch"):
+            groups.setdefault((row["backend"], row["mode"], row["dtype"]), []).append(row)
+    for (backend, mode, dtype), members in groups.items():
+        compared = [r for r in members if r["speedup_torch"]]
+        naive = [r["speedup_naive"] for r in members if r["speedup_naive"]]
+        worst = min(compared, key=lambda r: r["speedup_torch"], default=None)
+        lines.append([
+            backend, mode, SHORT[dtype], str(len(members)),
+            figure(geomean([r["speedup_torch"] for r in compared])) if compared else "-",
+            f"{figure(worst['speedup_torch'])} ({worst['case']})" if worst else "-",
+            figure(geomean(naive)) if naive else "-",
+            figure(max((r["bound_used"] for r in members if r["bound_used"] is not None), default=None), 2),
+        ])  # fmt: skip
+    return lines
+
+
+SUMMARY_COLUMNS = (
+    "backend",
+    "mode",
+    "dtype",
+    "rows",
+    "x torch, mean",
+    "x torch, worst",
+    "x naive, mean",
+    "bound used, max",
+)
+
+
+# ---- files
+
+
+def write_all(folder: Path, document: dict[str, Any], plots: list[str]) -> list[Path]:
+    """Writes results.json, results.csv and report.md; `plots` are the names of the images beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "results.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
+        "results.csv": csv_text(document),
+        "report.md": markdown(document, plots),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def csv_text(document: dict[str, Any]) -> str:
+    """The rows in LIGER_COLUMNS: one line of speed and one of memory each. x is the length, or the number of
+    rows.
+    """
+    where = document["environment"]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(LIGER_COLUMNS)
+    for row in document["rows"]:
+        shape = row["shape"]
+        x = ("L", "key length", shape["Lk"]) if "Lk" in shape else ("rows", "rows", shape["rows"])
+        config = json.dumps({"case": row["case"], "dtype": row["dtype"], **shape}, sort_keys=True)
+        metrics = [("speed", "ms", row["median_ms"], row["p20_ms"], row["p80_ms"])]
+        if row["peak_bytes"] is not None:
+            metrics.append(("memory", "MB", *[row["peak_bytes"] / 1e6] * 3))
+        for metric, unit, *values in metrics:
+            cells = [
+                row["op"], row["backend"], _LIGER_MODES[row["mode"]], metric, unit, *x, *values, config,
+                where["device_name"], where["date"], f"pytransformer {where['pytransformer']}",
+            ]  # fmt: skip
+            writer.writerow([escape_csv(c) if isinstance(c, str) else c for c in cells])
+    return out.getvalue()
+
+
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ()) -> str:
+    columns, right = list(columns), set(right)
+    lines = [
+        "| " + " | ".join(columns) + " |",
+        "|" + "|".join("--:" if c in right else "---" for c in columns) + "|",
+    ]
+    lines += ["| " + " | ".join(escape_markdown(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def markdown(document: dict[str, Any], plots: list[str]) -> str:
+    """The whole report as Markdown."""
+    where, rows = document["environment"], document["rows"]
+    parts = ["# pytransformer benchmark", environment_text(where, escape_markdown)]
+    if not document["complete"]:
+        parts.append("**Stopped before the end: these are partial results.**")
+    parts += ["## Summary", markdown_table(SUMMARY_COLUMNS, summary(rows), SUMMARY_COLUMNS[3:])]
+    parts += [f"![{name}]({name})" for name in plots]
+    for op, members in by_op(rows).items():
+        parts += [f"## {escape_markdown(op)}", markdown_table(COLUMNS, map(table_row, members), RIGHT)]
+    if document["not_run"]:
+        columns = ("op", "case", "dtype", "mode", "backend", "why")
+        lines = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
+        parts += ["## Not timed, and why", markdown_table(columns, lines)]
+    parts.append(LEGEND)
+    return "\n\n".join(parts) + "\n"
+
+
+LEGEND = """\
+`ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved. `x torch`, `x
+naive`: how many times as fast as PyTorch's own op and as naive code in the same run. `TFLOP/s`: useful work
+only. `GB/s`: every input read and every output written once. `peak MB`: memory above the inputs, in a fresh
+process. `error`: norm of the error against float64 over the norm of the result, the worst of output and
+gradients; `/naive`: over naive code's error."""
+
+
+def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
+    """One paragraph: machine, versions, commit, date."""
+    threads = f"{where['threads']} thread{'s' if where['threads'] != 1 else ''}"
+    words = [
+        f"{where['device_name']}, {where['cores']} cores, {threads}",
+        f"instruction set {where['isa']}" if where["isa"] else None,
+        f"torch {where['torch']}",
+        f"triton {where['triton']}" if where["triton"] else None,
+        f"pytransformer {where['pytransformer']}" + (f" at {where['commit']}" if where["commit"] else ""),
+        f"Python {where['python']}",
+        f"load {where['load']} at the start" if where["load"] is not None else None,
+        where["date"],
+    ]
+    return escape("; ".join(word for word in words if word)) + "."
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A results.json, checked; raises ValueError naming what is wrong with it."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    problems = results.validate(document)
+    if problems:
+        raise ValueError(f"{path} is not a results file of schema {results.SCHEMA_VERSION}: {'; '.join(problems[:5])}")
+    return document

@@ -1,0 +1,196 @@
+"""The format of results.json, and the facts about the machine that go with every figure.
+
+    {"schema_version": 1,
+     "environment": {...},       where, when and with what
+     "complete": true,           false: stopped before the end; what is there is good
+     "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
+     "not_run": [...]}           those that were not, and why: status "unsupported", "wrong" or "failed"
+
+ROW and NOT_RUN say what each entry holds; docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA_VERSION = 1
+MODES = ("fwd", "bwd", "fwd+bwd")
+
+_NUMBER = (int, float)
+_Field = tuple[type | tuple[type, ...], bool]  # type, may be null
+
+ROW: dict[str, _Field] = {
+    "op": (str, False),
+    "backend": (str, False),  # reference | cpu | triton | cuda | naive | torch
+    "provider": (str, False),  # what ran, in words
+    "case": (str, False),
+    "shape": (dict, False),
+    "dtype": (str, False),
+    "mode": (str, False),
+    "device": (str, False),
+    "median_ms": (_NUMBER, False),
+    "p20_ms": (_NUMBER, False),
+    "p80_ms": (_NUMBER, False),
+    "samples": (int, False),
+    "tflops": (_NUMBER, False),
+    "gbps": (_NUMBER, False),
+    "peak_bytes": (int, True),
+    "error": (_NUMBER, True),  # null: not verified (--no-verify)
+    "error_bound": (_NUMBER, True),
+    "bound_used": (_NUMBER, True),
+    "errors": (dict, True),
+    "error_ratio_naive": (_NUMBER, True),
+    "speedup_naive": (_NUMBER, True),
+    "speedup_torch": (_NUMBER, True),
+    "note": (str, False),
+}
+NOT_RUN: dict[str, _Field] = {
+    "op": (str, False),
+    "backend": (str, False),
+    "case": (str, False),
+    "dtype": (str, False),
+    "mode": (str, False),
+    "status": (str, False),
+    "reason": (str, False),
+    "error": (_NUMBER, True),
+    "error_bound": (_NUMBER, True),
+}
+ENVIRONMENT: dict[str, _Field] = {
+    "device": (str, False),
+    "device_name": (str, False),
+    "cpu": (str, False),
+    "cores": (int, False),
+    "threads": (int, False),
+    "isa": (str, True),
+    "gpu": (str, True),
+    "system": (str, False),
+    "python": (str, False),
+    "torch": (str, False),
+    "triton": (str, True),
+    "pytransformer": (str, False),
+    "commit": (str, True),
+    "date": (str, False),
+    "load": (_NUMBER, True),
+    "command": (str, False),
+}
+STATUSES = ("unsupported", "wrong", "failed")
+
+
+def validate(document: Any) -> list[str]:
+    """What is wrong with `document` as the content of results.json; an empty list if nothing is."""
+    if not isinstance(document, dict):
+        return [f"the document is a {type(document).__name__}, not an object"]
+    problems = []
+    for key in ("schema_version", "environment", "complete", "rows", "not_run"):
+        if key not in document:
+            problems.append(f"{key} is missing")
+    if problems:
+        return problems
+    if document["schema_version"] != SCHEMA_VERSION:
+        problems.append(f"schema_version is {document['schema_version']!r}, not {SCHEMA_VERSION}")
+    if not isinstance(document["complete"], bool):
+        problems.append("complete is not true or false")
+    problems += _check("environment", document["environment"], ENVIRONMENT)
+    for name, fields in (("rows", ROW), ("not_run", NOT_RUN)):
+        if not isinstance(document[name], list):
+            problems.append(f"{name} is not a list")
+            continue
+        for index, entry in enumerate(document[name]):
+            problems += _check(f"{name}[{index}]", entry, fields)
+    return problems or _check_meaning(document)
+
+
+def _check(where: str, entry: Any, fields: Mapping[str, _Field]) -> list[str]:
+    if not isinstance(entry, dict):
+        return [f"{where} is a {type(entry).__name__}, not an object"]
+    problems = [f"{where} has the unknown field {key}" for key in entry if key not in fields]
+    for key, (kind, nullable) in fields.items():
+        value = entry.get(key)
+        if key not in entry:
+            problems.append(f"{where}.{key} is missing")
+        elif value is None:
+            if not nullable:
+                problems.append(f"{where}.{key} is null")
+        elif not isinstance(value, kind) or isinstance(value, bool):
+            problems.append(f"{where}.{key} is {value!r}, of the wrong type")
+        elif isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{where}.{key} is {value!r}, which JSON cannot hold")
+    return problems
+
+
+def _check_meaning(document: dict[str, Any]) -> list[str]:
+    problems, seen = [], set()
+    for index, row in enumerate(document["rows"]):
+        where = f"rows[{index}]"
+        key = (row["op"], row["case"], row["dtype"], row["mode"], row["backend"])
+        if key in seen:
+            problems.append(f"{where} repeats {' '.join(key)}")
+        seen.add(key)
+        if row["mode"] not in MODES:
+            problems.append(f"{where}.mode is {row['mode']!r}, not one of {', '.join(MODES)}")
+        if not 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]:
+            problems.append(f"{where}: 0 < p20_ms <= median_ms <= p80_ms does not hold")
+        if row["error"] is not None and not row["error"] <= row["error_bound"]:
+            problems.append(f"{where}.error {row['error']} is above its bound {row['error_bound']}: it may not be timed")
+    for index, entry in enumerate(document["not_run"]):
+        if entry["status"] not in STATUSES:
+            problems.append(f"not_run[{index}].status is {entry['status']!r}, not one of {', '.join(STATUSES)}")
+    return problems
+
+
+# ---- the machine
+
+
+def environment(device: str, command: str) -> dict[str, Any]:
+    """Everything a reader needs to know beside a figure; ENVIRONMENT has the fields."""
+    from pytransformer import __version__
+    from pytransformer.cli.machine import active_isa, cpu_name, triton_version, usable_cores
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cpu = cpu_name()
+    return {
+        "device": device,
+        "device_name": (gpu or "unknown GPU") if device == "cuda" else cpu,
+        "cpu": cpu,
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "isa": active_isa(),
+        "gpu": gpu,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": triton_version(),
+        "pytransformer": __version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "command": command,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, with "+changes" if it has any; None outside a
+    checkout.
+    """
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

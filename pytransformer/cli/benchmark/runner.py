@@ -1,0 +1,244 @@
+"""Takes one problem through the check, the clock and the memory probe, and makes rows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pytransformer.cli.benchmark import check, clock, memory, plan
+from pytransformer.cli.benchmark.plan import Step
+from pytransformer.cli.providers import NAIVE, TORCH, Prepared, Problem, Provider, Unsupported, providers
+
+SEED = 20
+QUICK_ROUNDS = 3  # samples at least, when time is short
+PEERS = (NAIVE, TORCH)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and how long."""
+
+    device: str = "cpu"
+    backends: tuple[str, ...] | None = None  # None: everyone
+    verify: bool = True
+    memory: bool = True
+    min_time: float = 0.3  # seconds of timing for each contender
+    budget: float | None = None  # seconds for the whole run; shortens min_time as it runs out
+
+
+@dataclass
+class _Entry:
+    """One provider at one step."""
+
+    provider: Provider
+    prepared: Prepared
+    verdict: check.Verdict | None = None
+
+
+@dataclass
+class Runner:
+    """Runs steps one by one; `rows` and `not_run` fill as it goes, so that a stop leaves what was done."""
+
+    options: Options
+    probe: memory.MemoryProbe
+    find: Callable[[str], Sequence[Provider]] = providers
+    backward: bool = True  # some step has gradients, so the exact answer is made with them at once
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    not_run: list[dict[str, Any]] = field(default_factory=list)
+    _memory_seconds: float = 0.3  # what one measurement has taken so far, on average
+    _exact: dict[Any, Any] = field(default_factory=dict)
+
+    def run(self, step: Step, seconds: float | None = None) -> None:
+        """Checks, times and records every provider of one step, in about `seconds` if given."""
+        start = time.monotonic()
+        problem = Problem.make(step.case, step.dtype, self.options.device, seed=SEED, grad=step.mode != "fwd")
+        entries = self._prepared(step, problem)
+        if self.options.verify:
+            entries = self._verified(step, problem, entries)
+        if not entries:
+            return
+        contenders = {
+            e.provider.name: clock.Contender(work(problem, e.prepared, step.mode), e.prepared.context) for e in entries
+        }
+        min_time, min_rounds, with_memory = self.options.min_time, clock.MIN_ROUNDS, self.options.memory
+        if seconds is not None:
+            # A machine so busy that the time is gone still sees every op, once each and without the memory.
+            late = seconds <= 0
+            min_rounds, with_memory = (1, False) if late else (QUICK_ROUNDS, with_memory)
+            left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
+            min_time = min(min_time, max(0.0, left / len(entries)))
+        timings = clock.interleaved(contenders, min_time=min_time, min_rounds=min_rounds, device=self.options.device)
+        del contenders
+        peaks = {e.provider.name: self._peak(step, e) if with_memory else None for e in entries}
+        self.rows += [self._row(step, e, timings, peaks, entries) for e in entries]
+
+    # ---- before the clock
+
+    def _prepared(self, step: Step, problem: Problem) -> list[_Entry]:
+        entries = []
+        for provider in self.find(step.case.op):
+            if self.options.backends is not None and provider.name not in self.options.backends:
+                continue
+            try:
+                entries.append(_Entry(provider, provider.prepare(problem)))
+            except Unsupported as reason:
+                self._refuse(step, provider.name, "unsupported", str(reason))
+        return entries
+
+    def _verified(self, step: Step, problem: Problem, entries: list[_Entry]) -> list[_Entry]:
+        right = []
+        for entry in entries:
+            # A provider that draws its own dropout mask cannot be compared; what it does apart from that can.
+            checked, prepared = problem, entry.prepared
+            try:
+                if prepared.own_dropout:
+                    checked = problem.without_dropout()
+                    prepared = entry.provider.prepare(checked)
+                entry.verdict = self._judge(step, checked, prepared, peer=entry.provider.name in PEERS)
+            except Exception as error:  # one provider's crash is a finding about it, not the end of the benchmark
+                self._refuse(step, entry.provider.name, "failed", f"{type(error).__name__}: {error}")
+                continue
+            if entry.verdict.wrong is None:
+                right.append(entry)
+            else:
+                self._refuse(step, entry.provider.name, "wrong", entry.verdict.wrong, entry.verdict)
+        return right
+
+    def _judge(self, step: Step, problem: Problem, prepared: Prepared, *, peer: bool) -> check.Verdict:
+        grads = check.upstream(problem, SEED) if problem.grad else None
+        found = check.compute(problem, prepared, grads)
+        # The exact answer is the slowest part, and the same for every provider and mode.
+        key = (step.case.name, tuple(step.case.shape.items()), step.dtype, problem.dropout)
+        if key not in self._exact:
+            for old in [k for k in self._exact if k[:3] != key[:3]]:
+                del self._exact[old]
+            self._exact[key] = check.exact(problem, check.upstream(problem, SEED) if self.backward else None)
+        return check.judge(problem, found, self._exact[key], peer=peer)
+
+    def _refuse(self, step: Step, backend: str, status: str, reason: str, verdict: check.Verdict | None = None) -> None:
+        self.not_run.append({
+            "op": step.case.op, "backend": backend, "case": step.case.name, "dtype":
+            plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": reason, "error":
+            verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
+        })  # fmt: skip
+
+    # ---- after it
+
+    def _peak(self, step: Step, entry: _Entry) -> int | None:
+        if memory.why_not() is not None:
+            return None
+        start = time.monotonic()
+        try:
+            return self.probe.measure(memory_request(step, entry.provider.name, self.options.device))
+        except memory.Unmeasured as reason:
+            self._refuse(step, entry.provider.name, "failed", f"peak memory: {reason}")
+            return None
+        finally:
+            self._memory_seconds += 0.2 * (time.monotonic() - start - self._memory_seconds)
+
+    def _row(self, step: Step, entry: _Entry, timings: Any, peaks: Any, entries: list[_Entry]) -> dict[str, Any]:
+        name, timing, verdict = entry.provider.name, timings[entry.provider.name], entry.verdict
+        seconds = timing.median_ms * 1e-3
+        direction = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[step.mode]
+        naive = next((e for e in entries if e.provider.name == NAIVE), None)
+        ratio = None
+        # Errors with and without dropout are not of the same problem: no ratio.
+        if verdict and naive and naive.verdict and naive.prepared.own_dropout == entry.prepared.own_dropout:
+            ratio = _ratio(verdict, naive.verdict)
+        return {
+            "op": step.case.op,
+            "backend": name,
+            "provider": entry.prepared.label,
+            "case": step.case.name,
+            "shape": dict(step.case.shape),
+            "dtype": plan.dtype_name(step.dtype),
+            "mode": step.mode,
+            "device": self.options.device,
+            **dataclasses.asdict(timing),
+            "tflops": step.case.flops(direction) / seconds / 1e12,
+            "gbps": step.case.bytes(step.dtype, direction) / seconds / 1e9,
+            "peak_bytes": peaks[name],
+            "error": verdict and verdict.error,
+            "error_bound": verdict and verdict.bound,
+            "bound_used": verdict and _finite(verdict.bound_used),
+            "errors": verdict and dict(verdict.errors),
+            "error_ratio_naive": ratio,
+            "speedup_naive": _speedup(timings, NAIVE, timing),
+            "speedup_torch": _speedup(timings, TORCH, timing),
+            "note": "checked without dropout, its own mask being random" if entry.prepared.own_dropout else "",
+        }
+
+
+def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object]:
+    """One call of `mode`, with everything that is not part of it done here. `prepared.context` is active
+    around it.
+    """
+    forward = prepared.forward
+    if mode == "fwd":
+
+        def inference() -> object:
+            with torch.no_grad():
+                return forward()
+
+        return inference
+    grads = check.upstream(problem, SEED)
+    if mode == "fwd+bwd":
+        return lambda: check.gradients(problem, forward(), grads)
+    with prepared.context():
+        outputs = forward()
+    return lambda: check.gradients(problem, outputs, grads, retain_graph=True)
+
+
+def _speedup(timings: Any, peer: str, timing: clock.Timing) -> float | None:
+    return timings[peer].median_ms / timing.median_ms if peer in timings else None
+
+
+def _ratio(ours: check.Verdict, naive: check.Verdict) -> float | None:
+    """The worst tensor of one over the worst tensor of the other; null where naive code happens to be exact."""
+    theirs = max(naive.errors.values())
+    return max(ours.errors.values()) / theirs if theirs else None
+
+
+def _finite(value: float) -> float | None:
+    return value if value - value == 0 else None
+
+
+# ---- the memory probe's side
+
+
+def memory_request(step: Step, backend: str, device: str) -> dict[str, Any]:
+    """What the probe's process needs to make the same call."""
+    return {
+        "case": step.case.name,
+        "shape": dict(step.case.shape),
+        "dtype": plan.dtype_name(step.dtype),
+        "mode": step.mode,
+        "backend": backend,
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def memory_calls(request: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(the call at a tiny shape, the call), both with their inputs made."""
+    torch.set_num_threads(request["threads"])
+    case = plan.case(request["case"]).resize(**request["shape"])
+    return _memory_call(plan.tiny(case), request), _memory_call(case, request)
+
+
+def _memory_call(case: plan.Case, request: dict[str, Any]) -> Callable[[], object]:
+    problem = Problem.make(case, plan.DTYPES[request["dtype"]], request["device"], seed=SEED, grad=request["mode"] != "fwd")
+    provider = next(p for p in providers(case.op) if p.name == request["backend"])
+    prepared = provider.prepare(problem)
+    call = work(problem, prepared, request["mode"])
+
+    def inside() -> object:
+        with prepared.context():
+            return call()
+
+    return inside

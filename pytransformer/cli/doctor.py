@@ -1,0 +1,285 @@
+"""Says what works on this machine and why the rest does not, and checks each op on each working backend.
+
+The check compares forward and backward of a small problem of every op with float64. Exit code 1 if one is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytransformer.cli import OK, WRONG, machine
+from pytransformer.cli.console import Console
+
+# What each optional library is for; none is needed to call an op.
+OPTIONAL = {
+    "triton": "the triton tier",
+    "rich": "tables and a progress bar on a terminal (extra `bench`)",
+    "matplotlib": "plots of benchmarks (extra `bench`)",
+    "transformers": "pytransformer.integrations.transformers (extra `hf`)",
+    "timm": "vision models to use the drop-in with",
+    "safetensors": "loading weights (extra `models`)",
+    "numpy": "tests (extra `test`)",
+}
+
+# The problems of the self-check: each op once, attention with every feature at once.
+SELF_CHECK = (
+    "full",
+    "everything",
+    "varlen_t5",
+    "layer_norm",
+    "rms_norm",
+    "add_norm_dropout",
+    "feed_forward_swiglu",
+    "linear_cross_entropy",
+)
+
+NATIVE_COST = (
+    "CPU tensors run on the reference: right, but no faster than plain PyTorch code, and with memory that grows "
+    "with the square of the length"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = examine()
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(Console(), report)
+    return WRONG if any(line["verdict"] != "ok" for line in report["self_check"]) else OK
+
+
+def examine() -> dict[str, Any]:
+    """Everything doctor says, as plain data."""
+    return {
+        "installation": installation(),
+        "cpu": cpu(),
+        "native": native(),
+        "gpu": gpu(),
+        "tiers": tiers(),
+        "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
+        "self_check": self_check(),
+    }
+
+
+def installation() -> dict[str, Any]:
+    import pytransformer
+    from pytransformer.cli.benchmark.results import commit
+
+    return {
+        "pytransformer": pytransformer.__version__,
+        "path": str(Path(pytransformer.__file__).parent),
+        "commit": commit(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": str(torch.__version__),
+        "triton": machine.triton_version(),
+        "system": platform.platform(),
+    }
+
+
+def cpu() -> dict[str, Any]:
+    features = machine.cpu_features()
+    return {
+        "name": machine.cpu_name(),
+        "cores": machine.usable_cores(),
+        "threads": torch.get_num_threads(),
+        "features": [name for name, present in features.items() if present],
+        "features_absent": [name for name, present in features.items() if not present],
+    }
+
+
+def native() -> dict[str, Any]:
+    """The CPU library: built for what, loaded or not, which instruction set it uses."""
+    from pytransformer.ops import _native
+
+    module, _ = machine.introspection()
+    info = _native.build_info() or {}
+    wanted = os.environ.get("PYTRANSFORMER_CPU_ISA")
+    reason, isa = _native.why_not("attention_fwd"), None
+    if reason is None and module is not None:
+        try:
+            isa = module.default_isa()
+        except RuntimeError as error:
+            reason = str(error)
+    built = info.get("cpu", {})
+    return {
+        "loaded": reason is None,
+        "why_not": reason,
+        "costs": None if reason is None else NATIVE_COST,
+        "isa": isa,
+        "isa_asked_for": wanted,
+        "isas_built": module.built_isas() if module else built.get("isas", []),
+        "isas_usable": module.usable_isas() if module else [],
+        "isas_not_built": built.get("isas_not_built", {}),
+        "compiler": info.get("compiler"),
+        "built_with_torch": info.get("torch"),
+        "cuda": info.get("cuda", {"built": False, "reason": "this copy was never built"}),
+    }
+
+
+def gpu() -> dict[str, Any]:
+    if torch.cuda.is_available():
+        return {
+            "devices": [
+                f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+                for i in range(torch.cuda.device_count())
+            ],
+            "why_not": None,
+        }
+    if torch.version.cuda is None and torch.version.hip is None:
+        reason = "this torch is built for the CPU only"
+    elif not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        reason = "torch is built for GPUs, but the system shows none (no /dev/nvidiactl)"
+    else:
+        reason = "the system has a GPU, but torch cannot use it: the driver may be older than this torch needs"
+    return {"devices": [], "why_not": reason}
+
+
+def tiers() -> list[dict[str, Any]]:
+    """Each tier with the ops it computes here, and why not the others."""
+    import pytransformer as pt
+    from pytransformer.ops._registry import BACKENDS, OPS
+
+    found = []
+    problems = {c.op: c.make("cpu", torch.float32, seed=0) for c in reversed(_cases())}
+    for tier in reversed(BACKENDS):
+        works, reasons = [], {}
+        for op, (args, kwargs) in problems.items():
+            if tier not in OPS[op].backends:
+                continue
+            reason = pt.explain(op, *args, **kwargs).reasons[tier]
+            if reason is None:
+                works.append(op)
+            else:
+                reasons.setdefault(reason, []).append(op)
+        if not works and not reasons:
+            reasons["this version has no kernels of this tier"] = []
+        found.append(
+            {
+                "tier": tier,
+                "works": works,
+                "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()],
+            }
+        )
+    return found
+
+
+def _cases() -> list[Any]:
+    from pytransformer.cli.benchmark import check
+    from pytransformer.testing.cases import case
+
+    return [c for c in (case(name, "small") for name in SELF_CHECK) if c.op in check.ops()]
+
+
+def self_check() -> list[dict[str, Any]]:
+    """Forward and backward of each op on each backend that works here, in float32, against float64."""
+    from pytransformer.cli import providers
+    from pytransformer.cli.benchmark import check
+
+    lines = []
+    for case in _cases():
+        problem = providers.Problem.make(case, torch.float32, "cpu", seed=1, grad=True)
+        grads = check.upstream(problem, seed=2)
+        exact = check.exact(problem, grads)
+        for provider in providers.ours(case.op):
+            try:
+                found = check.compute(problem, provider.prepare(problem), grads)
+            except providers.Unsupported:
+                continue  # `tiers` has the reason
+            except Exception as error:  # a crash is the finding
+                lines.append(_line(case, provider, "failed", None, f"{type(error).__name__}: {error}"))
+                continue
+            verdict = check.judge(problem, found, exact, peer=False)
+            lines.append(_line(case, provider, "wrong" if verdict.wrong else "ok", verdict.bound_used, verdict.wrong))
+    return lines
+
+
+def _line(case: Any, provider: Any, verdict: str, used: float | None, detail: str | None) -> dict[str, Any]:
+    finite = used if used is not None and used - used == 0 else None
+    return {
+        "op": case.op,
+        "case": case.name,
+        "backend": provider.name,
+        "verdict": verdict,
+        "bound_used": finite,
+        "detail": detail,
+    }
+
+
+# ---- as text
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    def facts(title: str, pairs: list[tuple[str, object]]) -> None:
+        console.heading(title)
+        for name, value in pairs:
+            if value not in (None, "", []):
+                console.print(f"  {name:<14} {clean_list(value)}")
+
+    here, cpu_, native_, gpu_ = report["installation"], report["cpu"], report["native"], report["gpu"]
+    facts("Installation", [
+        ("pytransformer", here["pytransformer"] + (f" at {here['commit']}" if here["commit"] else "")),
+        ("in", here["path"]), ("Python", here["python"]), ("torch", here["torch"]),
+        ("Triton", here["triton"] or "not installed"), ("system", here["system"]),
+    ])  # fmt: skip
+    facts("CPU", [
+        ("name", cpu_["name"]), ("cores", f"{cpu_['cores']} usable; torch uses {cpu_['threads']} threads"),
+        ("has", cpu_["features"]), ("has not", cpu_["features_absent"]),
+    ])  # fmt: skip
+    facts("Native CPU library", [
+        ("loaded", "yes" if native_["loaded"] else f"no: {native_['why_not']}"),
+        ("costs", native_["costs"]), ("in use", native_["isa"]), ("asked for", native_["isa_asked_for"]),
+        ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
+        ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
+        ("compiler", native_["compiler"]),
+        ("CUDA library", "built" if native_["cuda"]["built"] else f"not built: {native_['cuda']['reason']}"),
+    ])  # fmt: skip
+    facts("GPU", [("found", gpu_["devices"]), ("none", gpu_["why_not"])])
+
+    console.heading("Tiers")
+    rows = []
+    for tier in report["tiers"]:
+        reasons = [r["reason"] + (f" ({', '.join(r['ops'])})" if tier["works"] else "") for r in tier["why_not"]]
+        rows.append((tier["tier"], "works" if tier["works"] else "no", "; ".join(reasons) or ", ".join(tier["works"])))
+    console.table(("tier", "", "ops, or why not"), rows)
+
+    console.heading("Optional libraries")
+    console.table(
+        ("library", "version", "for"),
+        [(n, o["version"] or "not installed", o["for"]) for n, o in report["optional"].items()],
+    )
+
+    console.heading("Self-check: forward and backward against float64")
+    console.table(
+        ("op", "case", "backend", "", "share of the error bound"),
+        [
+            (x["op"], x["case"], x["backend"], x["verdict"] if x["verdict"] == "ok" else x["verdict"].upper(),
+             x["detail"] or f"{100 * x['bound_used']:.0f} %")
+            for x in report["self_check"]
+        ],
+    )  # fmt: skip
+    bad = [x for x in report["self_check"] if x["verdict"] != "ok"]
+    backends = ", ".join(dict.fromkeys(x["backend"] for x in report["self_check"]))
+    console.print(
+        f"{len(bad)} of {len(report['self_check'])} checks failed."
+        if bad
+        else f"All {len(report['self_check'])} checks passed ({backends})."
+    )
+
+
+def clean_list(value: object) -> str:
+    from pytransformer.cli.console import clean
+
+    return clean(", ".join(map(str, value)) if isinstance(value, list) else value)

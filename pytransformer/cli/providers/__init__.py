@@ -1,0 +1,124 @@
+"""Who computes an op in a benchmark: our backends, naive code, and PyTorch's own op.
+
+A `Provider` prepares one problem: it says what it will run, or raises `Unsupported` with the reason, and
+gives back the forward as a function without arguments. All that a program would keep from call to call (a
+mask from lengths, the integer buckets of a relative bias) is made while preparing, outside the clock:
+generous to the others, who need more of it. What a training step computes anew (gathering a bias from its
+table) is inside.
+
+To add an op: a file named by its stem with `PROVIDERS = {op: (provider, ...)}`, listed in `_STEMS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from pytransformer.testing.cases import ARGUMENTS, Case, leaves
+
+_STEMS = ("attention", "layer_norm", "feed_forward", "cross_entropy")
+NAIVE, TORCH = "naive", "torch"
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+class Unsupported(Exception):
+    """This provider does not compute this problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One case with its tensors. With `grad`, every leaf requires a gradient."""
+
+    case: Case
+    dtype: torch.dtype
+    device: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grad: bool
+
+    @staticmethod
+    def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool) -> Problem:
+        args, kwargs = case.make(device, dtype, seed, requires_grad=grad)
+        return Problem(case, dtype, device, args, kwargs, grad)
+
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        """Every argument by its name."""
+        return {**dict(zip(ARGUMENTS[self.case.op], self.args, strict=False)), **self.kwargs}
+
+    @cached_property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The tensors that take a gradient, by name."""
+        return leaves(self.case.op, self.args, self.kwargs)
+
+    @property
+    def dropout(self) -> float:
+        return self.kwargs.get("dropout_p", 0.0)
+
+    def without_dropout(self) -> Problem:
+        kwargs = {k: v for k, v in self.kwargs.items() if k not in ("dropout_p", "dropout_seed")}
+        return Problem(self.case, self.dtype, self.device, self.args, kwargs, self.grad)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`forward()` computes the outputs of the public op. `context()` is active around forward and backward.
+
+    `own_dropout`: draws a dropout mask of its own, so it can only be compared with the oracle without
+    dropout.
+    """
+
+    label: str
+    forward: Callable[[], Outputs]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    own_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`prepare(problem)` gives a `Prepared` or raises `Unsupported`."""
+
+    name: str
+    prepare: Callable[[Problem], Prepared]
+
+
+def as_outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Outputs:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _prepare_ours(backend: str, problem: Problem) -> Prepared:
+    import pytransformer as pt
+
+    op = problem.case.op
+    reason = pt.explain(op, *problem.args, **problem.kwargs).reasons[backend]
+    if reason is not None:
+        raise Unsupported(reason)
+    function = getattr(pt, op)
+    return Prepared(
+        label=f"pytransformer.{op} [{backend}]",
+        forward=lambda: as_outputs(function(*problem.args, **problem.kwargs)),
+        context=partial(pt.use_backend, **{op: backend}),
+    )
+
+
+def ours(op: str) -> tuple[Provider, ...]:
+    """The backends that the op has, whether or not they work here, best first."""
+    from pytransformer.ops._registry import OPS
+
+    return tuple(Provider(name, partial(_prepare_ours, name)) for name in OPS[op].backends)
+
+
+def providers(op: str) -> tuple[Provider, ...]:
+    """Everyone who may compute `op`: our backends best first, then naive code, then PyTorch."""
+    for stem in _STEMS:
+        peers = importlib.import_module(f"{__name__}.{stem}").PROVIDERS
+        if op in peers:
+            return ours(op) + peers[op]
+    raise KeyError(f"no provider file has the op {op!r}")

@@ -1,0 +1,194 @@
+"""Peers of `attention` and `attention_varlen`: the textbook formula, and PyTorch's op with its backend pinned.
+
+Packed sequences have no counterpart in either, so both run them one after the other, without padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Terms"], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a program without our op keeps beside q, k and v. `additive()` is computed anew in each call."""
+
+    visible: torch.Tensor | None  # bool, broadcastable to (B, Hq, Lq, Lk); None: everything is visible
+    triangle: bool  # exactly the top-left causal mask
+    blind_rows: bool  # some row sees no key
+    additive: Callable[[], torch.Tensor | None]
+    scale: float
+    softcap: float
+    dropout_p: float
+
+
+def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]) -> Terms:
+    from pytransformer.ops._registry import OPS
+    from pytransformer.ops.masks import buckets_of
+    from pytransformer.reference.attention import indices, visible_pairs
+
+    with torch.no_grad():
+        a = OPS["attention"].prepare(query, key, value, **keywords)[0]
+        visible = visible_pairs(a)
+        i, j, offset = indices(a)
+        relative = j - i - offset
+        triangle = torch.equal(visible, (j <= i).expand_as(visible))
+        distance = relative.abs().to(query.dtype)
+        buckets = None if a.table is None else buckets_of(relative, a.table.shape[0], a.bidirectional, a.max_distance)
+        blind = not bool(visible.any(-1).all())
+
+    def additive() -> torch.Tensor | None:
+        terms = [t.to(query.dtype) for t in (a.mask, a.bias) if t is not None and t.dtype != torch.bool]
+        if a.slopes is not None:
+            terms.append(-a.slopes.to(query.dtype)[:, None, None] * distance)
+        if buckets is not None:
+            bias = F.embedding(buckets, a.table.to(query.dtype))  # (..., Lq, Lk, Hq)
+            terms.append(bias.movedim(-1, 0) if bias.dim() == 3 else bias.squeeze(1).movedim(-1, 1))
+        return sum(terms[1:], terms[0]) if terms else None
+
+    return Terms(_smallest(visible), triangle, blind, additive, a.scale, a.softcap, a.dropout_p)
+
+
+def _smallest(visible: torch.Tensor) -> torch.Tensor | None:
+    """The mask as small as broadcasting lets it be; None if it hides nothing."""
+    if visible.all():
+        return None
+    for dim in range(3):
+        first = visible.narrow(dim, 0, 1)
+        if torch.equal(visible, first.expand_as(visible)):
+            visible = first
+    return visible.contiguous()
+
+
+def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = query @ key.transpose(-2, -1) * terms.scale
+    if terms.softcap:
+        score = terms.softcap * torch.tanh(score / terms.softcap)
+    bias = terms.additive()
+    if bias is not None:
+        score = score + bias
+    if terms.visible is not None:
+        score = score.masked_fill(~terms.visible, -math.inf)
+    weight = torch.softmax(score, dim=-1)
+    if terms.blind_rows:
+        weight = weight.masked_fill(~terms.visible.any(-1, keepdim=True), 0.0)
+    if terms.dropout_p:
+        weight = F.dropout(weight, terms.dropout_p)
+    return weight @ value
+
+
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+    mask = None if terms.triangle else terms.visible
+    bias = terms.additive()
+    if bias is not None:
+        mask = bias if terms.visible is None else bias.masked_fill(~terms.visible, -math.inf)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=terms.dropout_p,
+        is_causal=terms.triangle and bias is None,
+        scale=terms.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], float]:
+    """The forward of a padded or packed problem through `kernel`, and the largest softcap in it."""
+    named = dict(problem.named)
+    query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+    if problem.case.op == "attention":
+        terms = _terms(query, key, value, named)
+        return (lambda: (kernel(query, key, value, terms),)), terms.softcap
+
+    starts_q, starts_k = (named.pop(f"cu_seqlens_{x}").tolist() for x in "qk")
+    del named["max_seqlen_q"], named["max_seqlen_k"]
+
+    def sequence(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        return rows[start:end].transpose(0, 1)[None]
+
+    spans = [(q, k) for q, k in zip(pairwise(starts_q), pairwise(starts_k), strict=True) if q[1] > q[0]]
+    terms_of = [_terms(sequence(query, *q), sequence(key, *k), sequence(value, *k), named) for q, k in spans]
+
+    def forward() -> Outputs:
+        parts = [
+            kernel(sequence(query, *q), sequence(key, *k), sequence(value, *k), terms)[0].transpose(0, 1)
+            for (q, k), terms in zip(spans, terms_of, strict=True)
+        ]
+        return (torch.cat(parts),)
+
+    return forward, max((terms.softcap for terms in terms_of), default=0.0)
+
+
+def prepare_naive(problem: Problem) -> Prepared:
+    forward, _ = _forward(problem, _naive)
+    return Prepared("softmax(q k^T) v, in the inputs' dtype", forward, own_dropout=problem.dropout > 0)
+
+
+# In the order of preference of PyTorch itself; the first that computes the problem is pinned.
+_SDP_BACKENDS = {
+    "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
+    "cuda": (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+}
+
+
+def prepare_torch(problem: Problem) -> Prepared:
+    forward, softcap = _forward(problem, _sdpa)
+    if softcap:
+        raise Unsupported("scaled_dot_product_attention has no softcap")
+    for backend in _SDP_BACKENDS[problem.device]:
+        if _computes(problem, forward, backend):
+            name = backend.name.removesuffix("_ATTENTION").lower()
+            return Prepared(
+                f"scaled_dot_product_attention [{name}]",
+                forward,
+                partial(_pinned, backend),
+                own_dropout=problem.dropout > 0,
+            )
+    raise Unsupported("no backend of scaled_dot_product_attention computes this")
+
+
+def _pinned(backend: SDPBackend) -> AbstractContextManager[object]:
+    return sdpa_kernel(backend)
+
+
+def _computes(problem: Problem, forward: Callable[[], Outputs], backend: SDPBackend) -> bool:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of each reason for which a pinned backend cannot run
+        try:
+            with _pinned(backend):
+                outputs = forward()
+                if problem.grad:
+                    torch.autograd.grad(outputs, list(problem.leaves.values()), [torch.zeros_like(o) for o in outputs])
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "not implemented" in str(error):
+                return False
+            raise
+    return True
+
+
+PROVIDERS = dict.fromkeys(("attention", "attention_varlen"), (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch)))

@@ -1,0 +1,57 @@
+"""Peers of `linear_cross_entropy`: the formula written out, and `F.cross_entropy` of `F.linear`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported
+
+
+def _keywords(problem: Problem) -> tuple[torch.Tensor | None, int, float, str]:
+    named = problem.named
+    return (
+        named.get("bias"),
+        named.get("ignore_index", -100),
+        named.get("label_smoothing", 0.0),
+        named.get("reduction", "mean"),
+    )
+
+
+def prepare_naive(problem: Problem) -> Prepared:
+    x, weight, target = (problem.named[name] for name in ("x", "weight", "target"))
+    bias, ignored, smoothing, reduction = _keywords(problem)
+    if smoothing:
+        raise Unsupported("the naive code has no label smoothing")
+    valid = target != ignored
+    index = torch.where(valid, target, 0)[:, None]
+
+    def forward() -> Outputs:
+        logits = x @ weight.t()
+        if bias is not None:
+            logits = logits + bias
+        loss = torch.logsumexp(logits, -1) - logits.gather(1, index)[:, 0]
+        loss = torch.where(valid, loss, 0.0)
+        return (loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / valid.sum(),)
+
+    return Prepared("logsumexp(z) - z[target], z = x @ w.t(), in the inputs' dtype", forward)
+
+
+def prepare_torch(problem: Problem) -> Prepared:
+    x, weight, target = (problem.named[name] for name in ("x", "weight", "target"))
+    bias, ignored, smoothing, reduction = _keywords(problem)
+    return Prepared(
+        "F.cross_entropy(F.linear(x, w))",
+        lambda: (
+            F.cross_entropy(
+                F.linear(x, weight, bias),
+                target,
+                ignore_index=ignored,
+                label_smoothing=smoothing,
+                reduction=reduction,
+            ),
+        ),
+    )
+
+
+PROVIDERS = {"linear_cross_entropy": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))}

@@ -1,0 +1,58 @@
+"""Peers of `feed_forward`: its matrix products written out, and `F.linear` with PyTorch's activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider
+
+Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _naive_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = x @ weight.t()
+    return y if bias is None else y + bias
+
+
+_NAIVE_ACTIVATIONS: dict[str, Activation] = {
+    "relu": lambda x: torch.where(x > 0, x, 0.0),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))),
+    "silu": lambda x: x * torch.sigmoid(x),
+}
+_TORCH_ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation], label: str) -> Prepared:
+    named, dropout = problem.named, problem.dropout
+    act = activations[named.get("activation", "relu")]
+    x, w1, b1, w2, b2 = (named[name] for name in ("x", "w1", "b1", "w2", "b2"))
+    gate_weight, gate_bias = named.get("gate_weight"), named.get("gate_bias")
+
+    def forward() -> Outputs:
+        hidden = linear(x, w1, b1)
+        hidden = act(hidden) if gate_weight is None else act(linear(x, gate_weight, gate_bias)) * hidden
+        return (linear(F.dropout(hidden, dropout) if dropout else hidden, w2, b2),)
+
+    return Prepared(label, forward, own_dropout=dropout > 0)
+
+
+def prepare_naive(problem: Problem) -> Prepared:
+    return _prepare(problem, _naive_linear, _NAIVE_ACTIVATIONS, "x @ w.t() + b and the activation written out")
+
+
+def prepare_torch(problem: Problem) -> Prepared:
+    return _prepare(problem, F.linear, _TORCH_ACTIVATIONS, "F.linear, activation, F.linear")
+
+
+PROVIDERS = {"feed_forward": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))}

@@ -1,0 +1,60 @@
+"""Peers of `layer_norm`, `rms_norm` and `add_norm`: the formula written out, and torch.nn.functional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider
+
+
+def _naive_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kind: str
+) -> torch.Tensor:
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _torch_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, kind: str
+) -> torch.Tensor:
+    if kind == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _prepare(problem: Problem, norm: Any, label: str) -> Prepared:
+    named, op = problem.named, problem.case.op
+    x, weight, bias = named["x"], named.get("weight"), named.get("bias")
+    kind = named.get("kind", "rms" if op == "rms_norm" else "layer")
+    eps = named.get("eps", 1e-5)
+    if eps is None:
+        eps = torch.finfo(problem.dtype).eps
+    if op != "add_norm":
+        return Prepared(label, lambda: (norm(x, weight, bias, eps, kind),))
+    residual, dropout = named["residual"], problem.dropout
+
+    def forward() -> Outputs:
+        total = residual + (F.dropout(x, dropout) if dropout else x)
+        return norm(total, weight, bias, eps, kind), total
+
+    return Prepared(f"{label} of residual + x", forward, own_dropout=dropout > 0)
+
+
+def prepare_naive(problem: Problem) -> Prepared:
+    return _prepare(problem, _naive_norm, "mean, rsqrt and product, in the inputs' dtype")
+
+
+def prepare_torch(problem: Problem) -> Prepared:
+    rms = problem.case.op == "rms_norm" or problem.named.get("kind") == "rms"
+    return _prepare(problem, _torch_norm, "F.rms_norm" if rms else "F.layer_norm")
+
+
+PROVIDERS = dict.fromkeys(
+    ("layer_norm", "rms_norm", "add_norm"), (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))
+)

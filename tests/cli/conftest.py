@@ -1,0 +1,59 @@
+"""Runs the command line as a person does: in a process of its own, outside the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The environment of a command: this checkout first, no terminal's width, and nothing inherited that changes output."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR", "PYTRANSFORMER_CPU_ISA")}
+    paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
+
+
+@pytest.fixture
+def cli(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`cli("bench", "--quick")`: the finished process, its output as text."""
+
+    def run(*arguments: str, expect: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytransformer", *arguments],
+            cwd=tmp_path,
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, str]]:
+    """`hide("rich")`: changes to the environment under which these modules cannot be found, as if never installed."""
+
+    def changes(*modules: str) -> dict[str, str]:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(
+            "from importlib.machinery import PathFinder\n"
+            "find = PathFinder.find_spec\n"
+            "def without(name, path=None, target=None):\n"
+            f"    return None if name.partition('.')[0] in {modules!r} else find(name, path, target)\n"
+            "PathFinder.find_spec = without\n"
+        )
+        return {"PYTHONPATH": os.pathsep.join([str(folder), environment["PYTHONPATH"]])}
+
+    return changes

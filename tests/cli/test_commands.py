@@ -1,0 +1,115 @@
+"""Each command as a person runs it: what it prints, how it exits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+import pytest
+
+import pytransformer
+from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers
+from pytransformer.cli.benchmark import check
+
+
+def test_help_names_every_command(cli):
+    listed = cli("--help").stdout
+    assert cli().stdout == listed, "no command at all must be the same as --help"
+    for command in ("doctor", "explain", "bench"):
+        assert re.search(rf"^ +{command} +\w", listed, re.MULTILINE), f"--help does not list {command}"
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "bench"])
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == OK
+    assert capsys.readouterr().out.startswith(f"usage: pytransformer {command}")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"pytransformer {pytransformer.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["bench", "atention"], "unknown op atention; the ops are attention"),
+        (["bench", "attention", "--case", "ful"], "no case ful; attention have "),
+        (["bench", "--dtype", "int8"], "int8 is not one of float32"),
+        (["bench", "--mode", "sideways"], "sideways is not one of fwd, bwd, fwd+bwd"),
+        (["bench", "--backends", "tpu"], "tpu is not one of reference, cpu"),
+        (["bench", "--shape", "Lq=0"], "'Lq=0' is not NAME=SIZE"),
+        (["bench", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["bench", "--quick", "--dtype", "bf16"], "--quick chooses its own cases, so it does not go with --dtype"),
+        (["bench", "--quick", "--out", "/proc/nowhere"], "cannot make the folder /proc/nowhere"),
+        (["explain", "attention", "--shape", "2,8"], "--shape of attention is B,H,L,D"),
+        (["explain", "attention", "--shape", "2,x"], "'2,x' is not numbers with commas between"),
+        (["explain", "attention", "--shape", "1,3,8,8", "--kv-heads", "2"], "error: attention: "),
+        (["explain", "attention", "--shape", "1,2,8,8", "--backend", "tpu"], "unknown backend 'tpu'"),
+    ],
+)
+def test_errors_say_what_to_do(capsys, arguments, said):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse's own errors
+        code = stop.code
+    printed = capsys.readouterr()
+    assert code == USAGE
+    assert said in printed.err
+    assert printed.out == ""
+
+
+def test_an_error_ends_the_process_without_a_traceback(cli):
+    done = cli("bench", "atention", expect=USAGE)
+    assert done.stderr == f"pytransformer: error: unknown op atention; the ops are {', '.join(check.ops())}\n"
+
+
+def test_doctor_checks_every_op(cli):
+    text = cli("doctor").stdout
+    for heading in ("Installation", "CPU", "Native CPU library", "GPU", "Tiers", "Optional libraries", "Self-check"):
+        assert re.search(rf"^{heading}", text, re.MULTILINE)
+    report = json.loads(cli("doctor", "--json").stdout)
+    assert {line["op"] for line in report["self_check"]} == set(check.ops())
+    assert all(line["verdict"] == "ok" and line["bound_used"] <= 1 for line in report["self_check"])
+    tiers = {tier["tier"]: tier for tier in report["tiers"]}
+    assert set(tiers) == {"reference", "cpu", "triton", "cuda"}
+    assert set(tiers["reference"]["works"]) == set(check.ops())
+    for tier in tiers.values():
+        assert tier["works"] or tier["why_not"], f"{tier['tier']} neither works nor says why not"
+
+
+def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
+    prepare = providers._prepare_ours
+
+    def two_percent_off(backend, problem):
+        prepared = prepare(backend, problem)
+        forward = prepared.forward
+        return providers.Prepared("wrong", lambda: tuple(1.02 * o for o in forward()), prepared.context)
+
+    monkeypatch.setattr(providers, "_prepare_ours", two_percent_off)
+    assert doctor.run(argparse.Namespace(json=False)) == WRONG
+    said = capsys.readouterr().out
+    assert "WRONG" in said and "checks failed" in said
+
+
+def test_explain_gives_a_reason_for_every_backend_not_chosen(cli):
+    text = cli("explain", "attention", "--shape", "1,4,64,1000", "--causal", "top_left", "--bias", "t5", "--grad").stdout
+    rows = [line.split(None, 2) for line in text.splitlines() if line.startswith(("cpu ", "reference "))]
+    verdicts = {row[0]: row[1] for row in rows}
+    assert verdicts == {"cpu": "no", "reference": "chosen"}, text
+    assert len(next(row for row in rows if row[0] == "cpu")[2]) > 10, "no reason beside the refusal"
+
+
+def test_explain_takes_every_option():
+    options = [
+        "explain", "attention", "--shape", "2,8,64,96,32", "--dtype", "bf16", "--kv-heads", "2", "--value-dim", "48",
+        "--causal", "bottom_right", "--window", "16,", "--mask", "bool", "--bias", "alibi", "--lengths", "--segments",
+        "--prefix", "--softcap", "20", "--dropout", "0.1", "--grad",
+    ]  # fmt: skip
+    assert main(options) == OK
+    assert main(["explain", "attention_varlen", "--shape", "2,8,64,32", "--bias", "t5", "--causal", "bottom_right"]) == OK
