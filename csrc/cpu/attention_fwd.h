@@ -418,6 +418,7 @@ class Forward {
   }
 
   void attend(int64_t t) const {
+    const FlushSubnormals flush;
     const Unit& u = find(t, &Unit::tasks);
     const Sequence& s = *u.s;
     const int64_t i = t - u.tasks, ld = tile_keys(s);

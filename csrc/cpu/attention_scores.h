@@ -149,7 +149,7 @@ class DenseRow {
     if (stride_ == 0) return *p ? mask(~0) : mask(0);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     if (stride_ == 1) {
-      const __m128i x = _mm_maskz_loadu_epi8(mask_n<vf>(least<int64_t>(n, kWidth<vec>)), p);
+      const __m128i x = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)) : _mm_maskz_loadu_epi8(mask_n<vf>(n), p);
       return _mm_test_epi8_mask(x, x);
     }
 #endif
@@ -157,19 +157,34 @@ class DenseRow {
     for (int i = 0; i < kWidth<vec> && i < n; i++) m |= mask(p[i * stride_] != 0) << i;
     return m;
   }
-  INLINE vec values(int64_t j, int64_t n) const {
+  // f(j - k0, values of keys j ..) for j = k0, k0 + T::width, ...: the dtype and the stride are looked at once for the row
+  template <class F>
+  INLINE void each(int64_t k0, int64_t n, F f) const {
     switch (dtype_) {
-      case DType::f32: return at<float>(j, n);
-      case DType::bf16: return at<bf16>(j, n);
-      case DType::f16: return at<f16>(j, n);
-      default: return at<double>(j, n);
+      case DType::f32: return walk<float>(k0, n, f);
+      case DType::bf16: return walk<bf16>(k0, n, f);
+      case DType::f16: return walk<f16>(k0, n, f);
+      default: return walk<double>(k0, n, f);
     }
   }
-  bool visible(int64_t j) const { return !row_ || (boolean_ ? bits(j, 1) & 1 : values(j, 1)[0] != -kInfinity<A>); }
+  bool visible(int64_t j) const {
+    if (!row_) return true;
+    if (boolean_) return bits(j, 1) & 1;
+    bool finite_or_nan = true;
+    each(j, 1, [&](int64_t, vec t) { finite_or_nan = t[0] != -kInfinity<A>; });
+    return finite_or_nan;
+  }
 
  private:
-  template <class E>
-  INLINE vec at(int64_t j, int64_t n) const { return load_strided<A>(reinterpret_cast<const E*>(row_) + j * stride_, stride_, n); }
+  template <class E, class F>
+  INLINE void walk(int64_t k0, int64_t n, F f) const {
+    const E* p = reinterpret_cast<const E*>(row_) + k0 * stride_;
+    constexpr int width = kWidth<vec>;
+    int64_t j = 0;
+    if (stride_ == 1)
+      for (; j + width <= n; j += width) f(j, load_strided<A>(p + j, 1, width));
+    for (; j < n; j += width) f(j, load_strided<A>(p + j * stride_, stride_, n - j));
+  }
   const char* row_ = nullptr;
   DType dtype_ = DType::f32;
   bool boolean_ = false;
@@ -247,45 +262,10 @@ class Scores {
   // seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null without a table: diagonal_of().
   // slope: n values 1 - tanh^2, the softcap's derivative, or null.
   vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
-    const vec lowest = set1<vec>(-highest<A>), top_finite = set1<vec>(highest<A>);
-    const DenseRow<A> mask_row(p_.mask, s_.b, h, i), bias_row(p_.bias, s_.b, h, i);
-    const vec scale = set1<vec>(A(p_.scale)), cap = set1<vec>(A(p_.softcap)), minus_inf = set1<vec>(-kInfinity<A>);
-    const vec to_cap = set1<vec>(A(p_.softcap != 0 ? p_.scale / p_.softcap : 0));
-    const A alibi = p_.slopes ? static_cast<const A*>(p_.slopes)[h] : A(0);
-    const vec lanes = __builtin_convertvector(iota<vec>(), vec);
-    const bool segments = s_.unsorted_segments();
-    const bool adds = (mask_row.present() && !mask_row.boolean()) || (bias_row.present() && !bias_row.boolean());
-    vec top = minus_inf;
-    for (int64_t j = 0; j < n; j += T::width) {
-      const int64_t left = n - j, key = k0 + j;
-      mask m = mask_range<vec>(seen.lo - key, least(seen.hi - key, left));
-      vec x = load(s + j);
-      if (p_.softcap != 0) {
-        vec t, d;
-        tanh_and_slope(vec(x * to_cap), &t, &d);
-        x = t * cap;
-        if (slope) store(slope + j, d);
-      } else {
-        x = x * scale;
-      }
-      const auto add = [&](const DenseRow<A>& r) {
-        if (r.boolean()) {
-          m &= r.bits(key, left);
-        } else {
-          const vec t = r.values(key, left);
-          m &= to_mask(t != minus_inf);
-          x = vmin(top_finite, vmax(lowest, vec(x + t))) + (t - t);  // t - t: 0, or NaN
-        }
-      };
-      if (adds) x = x + (x - x);
-      if (mask_row.present()) add(mask_row);
-      if (bias_row.present()) add(bias_row);
-      if (p_.slopes) x = x - alibi * vabs(vec(lanes + A(s_.distance(i, key))));
-      if (diagonal) x = x + loadu(diagonal + j);
-      if (segments) m &= same_segment(s_.query_segments()[i], s_.key_segments() + key, left);
-      x = select(m, vmax(lowest, x), minus_inf);
-      store(s + j, x);
-      top = vmax(top, x);
+    vec top = set1<vec>(-kInfinity<A>);
+    for (int64_t j = 0; j < n; j += kChunk) {
+      const vec t = chunk(h, i, k0 + j, least(kChunk, n - j), seen, diagonal ? diagonal + j : nullptr, s + j, slope ? slope + j : nullptr);
+      top = vmax(top, t);
     }
     return top;
   }
@@ -295,6 +275,63 @@ class Scores {
   static int64_t diagonal_size(int64_t nq, int64_t nk) { return nq + nk + T::width; }
 
  private:
+  static constexpr int kSteps = 64;
+  static constexpr int64_t kChunk = kSteps * T::width;  // keys at a time: they stay in L1 over the passes
+
+  // One pass a term: a loop that only adds is several times faster than one that asks at each step which terms there are.
+  vec chunk(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope) const {
+    const DenseRow<A> terms[] = {DenseRow<A>(p_.mask, s_.b, h, i), DenseRow<A>(p_.bias, s_.b, h, i)};
+    const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>);
+    mask visible[kSteps];
+    for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] = mask_range<vec>(seen.lo - k0 - j, least(seen.hi - k0, n) - j);
+    if (s_.unsorted_segments())
+      for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= same_segment(s_.query_segments()[i], s_.key_segments() + k0 + j, n - j);
+
+    vec scale = set1<vec>(A(p_.scale));  // not yet applied to s
+    if (p_.softcap != 0) {
+      const vec cap = set1<vec>(A(p_.softcap)), to_cap = set1<vec>(A(p_.scale / p_.softcap));
+      for (int64_t j = 0; j < n; j += T::width) {
+        vec t, d;
+        tanh_and_slope(vec(load(s + j) * to_cap), &t, &d);
+        store(s + j, t * cap);
+        if (slope) store(slope + j, d);
+      }
+      scale = set1<vec>(1);
+    }
+    for (const DenseRow<A>& term : terms) {
+      if (term.present() && term.boolean()) {
+        for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= term.bits(k0 + j, n - j);
+      } else if (term.present()) {
+        const vec top_finite = set1<vec>(highest<A>);
+        term.each(k0, n, [&](int64_t j, vec t) {
+          const vec x = load(s + j) * scale;
+          visible[j / T::width] &= to_mask(t != minus_inf);
+          store(s + j, vmin(top_finite, vmax(lowest, vec(x + t))) + ((t - t) + (x - x)));  // x - x: 0, or NaN where x is not finite
+        });
+        scale = set1<vec>(1);
+      }
+    }
+    if (p_.slopes) {
+      const vec lanes = __builtin_convertvector(iota<vec>(), vec), alibi = set1<vec>(static_cast<const A*>(p_.slopes)[h]);
+      for (int64_t j = 0; j < n; j += T::width) {
+        const vec distance = vabs(vec(lanes + A(s_.distance(i, k0 + j))));
+        store(s + j, load(s + j) * scale - alibi * distance);
+      }
+      scale = set1<vec>(1);
+    }
+    if (diagonal) {
+      for (int64_t j = 0; j < n; j += T::width) store(s + j, fma(load(s + j), scale, loadu(diagonal + j)));
+      scale = set1<vec>(1);
+    }
+    vec top = minus_inf;
+    for (int64_t j = 0; j < n; j += T::width) {
+      const vec x = select(visible[j / T::width], vmax(lowest, vec(load(s + j) * scale)), minus_inf);
+      store(s + j, x);
+      top = vmax(top, x);
+    }
+    return top;
+  }
+
   static INLINE mask same_segment(int64_t q, const int64_t* keys, int64_t n) {
     mask m = 0;
     if (n >= T::width) {
