@@ -61,7 +61,8 @@ class Problem:
     @property
     def limits(self) -> str:
         """Which row of bounds.LIMITS holds."""
-        return "zero_mean" if self.data == "normal" else "any"
+        repeated = any(layout.startswith("expanded") for layout in self.layouts.values())
+        return "zero_mean" if self.data == "normal" and not repeated else "any"
 
     def public_keywords(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The keywords with float tensors taken from `tensors`, bias objects rebuilt around them."""
@@ -103,8 +104,9 @@ def _short(value: Any) -> str:
 
 
 class _Drawer:
-    def __init__(self, seed: int, case: int) -> None:
+    def __init__(self, seed: int, case: int, only: frozenset[str] | None) -> None:
         self.rng = random.Random(f"attention/{seed}/{case}")
+        self.only = only
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
 
     def chance(self, p: float) -> bool:
@@ -190,7 +192,8 @@ class _Drawer:
     def extremes(self, x: Tensor) -> Tensor:
         """-inf holes, whole rows of -inf and, in at most one of the terms, of finfo.min, in a floating
         mask."""
-        kinds = ("none", "holes", "dead_rows") + ("lowest_rows", "mixed") * ("lowest" not in self.features)
+        lowest_too = self.only is None and "lowest" not in self.features
+        kinds = ("none", "holes", "dead_rows") + ("lowest_rows", "mixed") * lowest_too
         x, kind = x.clone(), self.rng.choice(kinds)
         lowest = torch.finfo(x.dtype).min
         flat = x.flatten(0, -2)
@@ -213,8 +216,10 @@ class _Drawer:
     def draw_keywords(self) -> None:
         r = self.rng
         plain = self.chance(0.08)
-        self.packed = self.chance(0.15)
+        self.packed = self.chance(0.15) and self.only is None
         want = {k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)}
+        if self.only is not None:
+            want &= self.only
         self.keywords: dict[str, Any] = {}
         if self.packed:
             self.keywords |= {"query_lengths": self.lengths(self.Lq), "key_lengths": self.lengths(self.Lk)}
@@ -369,7 +374,8 @@ class _Drawer:
         self.draw_terms(set(self.features))
         expanded = {n for n, x in self.tensors.items() if x.numel() and 0 in x.stride()}
         self.lay_out()
-        self.spoil()
+        if self.only is None:
+            self.spoil()
         grad_out, grad_lse = self.tensors.pop("grad_out"), self.tensors.pop("grad_lse", None)
         wanted = tuple(self.tensors)
         if self.chance(0.2):
@@ -392,6 +398,8 @@ class _Drawer:
         )
 
 
-def draw(seed: int, case: int) -> Problem:
-    """Problem number `case` of the run `seed`."""
-    return _Drawer(seed, case).problem()
+def draw(seed: int, case: int, only: frozenset[str] | None = None) -> Problem:
+    """Problem number `case` of the run `seed`. `only` restricts the keywords to those named, for
+    implementations that know no others, and leaves out the values that no other promises anything about (NaN
+    in hidden places, rows of finfo.min)."""
+    return _Drawer(seed, case, only).problem()

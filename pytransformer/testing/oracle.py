@@ -44,6 +44,7 @@ class Solution:
     pair."""
 
     results: dict[str, Result]
+    head_dim: int
     dead_queries: Tensor  # (B, Hq, Lq)
     unseen_keys: Tensor  # (B, Hkv, Lk)
 
@@ -195,7 +196,8 @@ def solve(
     wide = dtype == torch.float64
     unit, accumulate = torch.finfo(dtype).eps, torch.finfo(torch.float64 if wide else torch.float32)
     ratio = accumulate.eps / unit
-    tiny = 2.0**-24 if dtype == torch.float16 else accumulate.tiny
+    # Exponentials may flush to zero some way before the least normal number: 2**-120 in float32.
+    tiny = 2.0**-24 if dtype == torch.float16 else 64 * accumulate.tiny
     saturation = accumulate.max * LN2
     B, Hq, Lq, D = query.shape
     Hkv, Lk = key.shape[1], key.shape[2]
@@ -290,7 +292,7 @@ def solve(
         ),
     }
     if grad_out is None:
-        return Solution(results, dead, unseen)
+        return Solution(results, query.shape[-1], dead, unseen)
 
     do = rows(grad_out, dead)
     doa = do.abs()
@@ -342,4 +344,4 @@ def solve(
         else:
             sums = [_reduce_to(y, shape) for y in parts]
         gradient(name, *sums, kind)
-    return Solution(results, dead, unseen)
+    return Solution(results, query.shape[-1], dead, unseen)
