@@ -8,6 +8,7 @@ import torch
 
 from ..reference.attention import attention_varlen_forward
 from . import _cpu_attention as cpu_attention
+from . import _triton_attention as triton_attention
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import biases, positions
@@ -178,3 +179,4 @@ def check_values(a: Any) -> None:
 attention_varlen_op.prepare = _prepare
 attention_varlen_op.add_reference(attention_varlen_forward, check_values=check_values)
 attention_varlen_op.backend(cpu_attention.backend(attention_varlen_op, check_values))
+attention_varlen_op.backend(triton_attention.backend(attention_varlen_op, check_values))

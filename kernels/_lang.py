@@ -1,0 +1,106 @@
+"""What all kernels share: constants, products, tanh, the dropout mask, and the launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret  # fixed when the kernels are decorated, that is now
+INTERPRET = tl.constexpr(INTERPRETED)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+
+_observer: list[Callable[..., Any]] = []  # replaces the launch: see observed()
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int) -> None:
+    """Run ``kernel`` on ``programs`` programs of one flat grid dimension, which may exceed 65,535."""
+    if programs == 0:
+        return
+    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages)
+    if _observer:
+        _observer[-1](kernel, arguments, options)
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](*arguments, **options)
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[..., Any]) -> Any:
+    """Within the block, call ``observer(kernel, arguments, options)`` in place of each launch."""
+    _observer.append(observer)
+    try:
+        yield
+    finally:
+        _observer.pop()
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. The interpreter's product of bfloat16 matrices is wrong, without a word: there, multiply in float32."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tanh(x):
+    """To 2e-7 relative: the odd polynomial x + x^3 P(x^2) below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above."""
+    z = x * x
+    p = z * -0.005894480914075617 + 0.020795446692862346
+    p = p * z - 0.05378369286235975
+    p = p * z + 0.1333192275238217
+    p = p * z - 0.3333329796161276
+    size = tl.abs(x)
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(size * (2 * LOG2E)))
+    return tl.where(size < 0.6, x + x * z * p, tl.where(x < 0, -large, large))
+
+
+# ---- dropout: see pytransformer.reference.philox for the layout
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, seed):
+    """Philox-4x32-7. Products of 64 bits are one instruction each, where a high and a low one of 32 bits are two."""
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    M0: tl.constexpr = 0xD2511F53
+    M1: tl.constexpr = 0xCD9E8D57
+    W0: tl.constexpr = 0x9E3779B9
+    W1: tl.constexpr = 0xBB67AE85
+    for _ in tl.static_range(7):
+        a = c0.to(tl.uint64) * M0
+        b = c2.to(tl.uint64) * M1
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 = tl.add(k0, tl.full([], W0, tl.uint32), sanitize_overflow=False)
+        k1 = tl.add(k1, tl.full([], W1, tl.uint32), sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def keep_tile(seed, batch, head, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """int1 [BM, BN], True = keep, of the tile whose first row and column have the absolute indices i0 and j0 (j0 % 32 == 0).
+
+    One call per row and eight columns, then a permutation. With queries as rows the compiler carries the accumulator's
+    layout back through it, so it moves no data; of a transposed tile it would.
+    """
+    tl.static_assert(BN % 32 == 0)
+    rows = (i0 + tl.arange(0, BM)).to(tl.uint32)[:, None]
+    group = (j0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
+    zero = tl.zeros([BM, BN // 8], tl.uint32)
+    w0, w1, w2, w3 = philox(zero + group, zero + rows, zero + head.to(tl.uint32), zero + batch.to(tl.uint32), seed)
+    w = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [BM, BN / 8, t % 2, t // 2]
+    w = tl.join(w << 16, w)  # the draw in the high half: no mask, no shift for the odd keys
+    w = tl.reshape(w, [BM, BN // 32, 4, 2, 2, 2])  # rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2
+    w = tl.reshape(tl.permute(w, (0, 1, 4, 3, 2, 5)), [BM, BN])
+    return w >= (threshold.to(tl.uint32) << 16)

@@ -1,0 +1,45 @@
+"""Tile sizes, warps and pipeline stages, by a table: no autotuning, so starting up costs nothing and results do not wander.
+
+The entries are chosen by registers and shared memory (see tests/triton/resources.json), not yet by time on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INTERPRETER = 0  # in place of a compute capability
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of BM queries and BN keys. BN is a multiple of 32 (dropout) and at least BM (the T5 table's gradient)."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+# Largest head size (padded to a power of two) -> configuration; kinds: "forward", "keys", "queries", "bias".
+SIXTEEN_BIT = {
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+    "keys": {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
+    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 4, 1)},
+    "bias": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 4, 1)},
+}
+THIRTY_TWO_BIT = {
+    "forward": {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 32, 4, 1)},
+    "keys": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+    "queries": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+    "bias": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+}
+# Several tiles, with a tail, in sequences as short as tests have.
+INTERPRETED = {"forward": Config(16, 32, 1, 1), "keys": Config(32, 32, 1, 1), "queries": Config(32, 32, 1, 1), "bias": Config(32, 32, 1, 1)}
+
+
+def config(kind: str, capability: int, head_dim: int, itemsize: int) -> Config:
+    """The configuration of one kernel. capability: 80, 90, 100, 120, …, or INTERPRETER."""
+    if capability == INTERPRETER:
+        return INTERPRETED[kind]
+    table = (SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT)[kind]
+    return next(c for largest, c in table.items() if head_dim <= largest)

@@ -1,0 +1,221 @@
+"""What the attention kernels get: sizes, strides and optional tensors at run time, and what is fixed when they are compiled.
+
+Triton takes a tuple as one argument and an absent tensor in it as a constant, so a kernel has few parameters and no code
+for what a problem does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from pytransformer.ops.masks import bucket_starts, buckets_of
+from pytransformer.reference.philox import keep_scale, threshold
+
+from .._lang import INTERPRETED
+from .configs import INTERPRETER, Config, config
+
+UNBOUNDED = 1 << 29
+LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits
+LARGEST_HEAD_DIM = 256
+
+
+class Rows(NamedTuple):
+    """Strides of a tensor of rows; the last dimension is contiguous. Packed tensors have batch 0."""
+
+    batch: int
+    head: int
+    row: int
+
+
+class Dense(NamedTuple):
+    """A mask or bias: strides of (B, Hq, Lq, Lk), 0 where it is broadcast. bool arrives as uint8."""
+
+    data: torch.Tensor
+    batch: int
+    head: int
+    query: int
+    key: int
+
+
+class Diagonals(NamedTuple):
+    """T5's bias of every head as a row over the distance d = j - i - offset, long enough on both sides for any tile."""
+
+    bias: torch.Tensor  # (Hq, width) float32
+    bucket: torch.Tensor  # (width,) int32
+    width: int
+    zero: int  # where d = 0 is
+    least: int  # a tile whose first diagonal is below least, or above most, is taken to be there: its values are the same
+    most: int
+
+
+class Problem(NamedTuple):
+    """One attention problem; see pytransformer.ops.attention.ARGUMENTS."""
+
+    heads: int
+    group: int  # query heads to a key head
+    num_queries: int  # of every sequence, or of the longest if packed
+    num_keys: int
+    total_queries: int  # rows of the packed tensors
+    total_keys: int
+    query_start: int
+    key_start: int
+    left: int
+    right: int
+    query_lengths: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    prefix_lengths: torch.Tensor | None
+    cu_queries: torch.Tensor | None
+    cu_keys: torch.Tensor | None
+    query_segments: torch.Tensor | None
+    key_segments: torch.Tensor | None
+    mask: Dense | None
+    bias: Dense | None
+    slopes: torch.Tensor | None
+    diagonals: Diagonals | None
+    seed: torch.Tensor | None
+    threshold: int
+    keep_scale: float
+    scale: float
+    score_scale: float  # scale, times log2 e if scores are kept in base 2
+    softcap: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for."""
+
+    D: int
+    DV: int
+    BD: int  # D and DV, padded to powers of two
+    BDV: int
+    BM: int
+    BN: int
+    CAUSAL: bool
+    BOTTOM_RIGHT: bool
+    LEFT: bool  # the window ends on this side
+    RIGHT: bool
+    ALIGNED: bool  # key_start is a multiple of 32, so that tiles start at key 0
+    KEY_MASK: bool  # a bool mask that hides whole keys
+    SOFTCAP: bool
+    DROPOUT: bool
+    BASE2: bool  # scores are kept in base 2: nothing is added to them
+    EXTREME: bool  # scores may be so large that lse loses the log of the sum
+    PRECISION: str
+    BUCKETS: int = 0  # of T5, padded to a power of two
+
+
+def capability(device: torch.device) -> int:
+    return INTERPRETER if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
+
+
+def choose(kind: str, a: Any) -> Config:
+    return config(kind, capability(a.query.device), padded(max(a.query.shape[-1], a.value.shape[-1])), a.query.element_size())
+
+
+def padded(n: int) -> int:
+    """The next power of two, at least 16: what a tile's side has to be."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def rows(t: torch.Tensor) -> Rows:
+    """Strides of (B, H, L, D), or of packed (total, H, D)."""
+    return Rows(*t.stride()[:3]) if t.dim() == 4 else Rows(0, t.stride(1), t.stride(0))
+
+
+def row_values(t: torch.Tensor) -> Rows:
+    """Strides of one number for each query: lse (B, Hq, Lq), or (Hq, total) when packed."""
+    return Rows(*t.stride()) if t.dim() == 3 else Rows(0, t.stride(0), t.stride(1))
+
+
+def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
+    """The problem of the op's arguments, and what to compile for it with this tile."""
+    packed = hasattr(a, "cu_seqlens_q")
+    term = None if packed else a.bias
+    mask = None if packed else a.mask
+    floating = [t for t in (mask, term) if t is not None and t.dtype != torch.bool]
+    base2 = not (floating or a.softcap or a.slopes is not None or a.table is not None)
+    t = threshold(a.dropout_p)
+    key_start = 0 if packed else a.key_start
+    problem = Problem(
+        heads=a.query.shape[1],
+        group=a.query.shape[1] // a.key.shape[1],
+        num_queries=a.max_seqlen_q if packed else a.query.shape[2],
+        num_keys=a.max_seqlen_k if packed else a.key.shape[2],
+        total_queries=a.query.shape[0],
+        total_keys=a.key.shape[0],
+        query_start=0 if packed else a.query_start,
+        key_start=key_start,
+        left=min(a.left, UNBOUNDED) if a.left >= 0 else UNBOUNDED,
+        right=min(a.right, UNBOUNDED) if a.right >= 0 else UNBOUNDED,
+        **{name: getattr(a, name, None) for name in LENGTHS},
+        cu_queries=getattr(a, "cu_seqlens_q", None),
+        cu_keys=getattr(a, "cu_seqlens_k", None),
+        mask=_dense(mask),
+        bias=_dense(term),
+        slopes=None if a.slopes is None else a.slopes.float().contiguous(),
+        diagonals=None if a.table is None else _diagonals(a, tile),
+        seed=a.dropout_seed,
+        threshold=t,
+        keep_scale=keep_scale(a.dropout_p),
+        scale=a.scale,
+        score_scale=a.scale * (math.log2(math.e) if base2 else 1.0),
+        softcap=a.softcap,
+    )
+    kind = Kind(
+        D=a.query.shape[-1],
+        DV=a.value.shape[-1],
+        BD=padded(a.query.shape[-1]),
+        BDV=padded(a.value.shape[-1]),
+        BM=tile.BM,
+        BN=tile.BN,
+        CAUSAL=a.causal != "none",
+        BOTTOM_RIGHT=a.causal == "bottom_right",
+        LEFT=a.left >= 0,
+        RIGHT=a.right >= 0,
+        ALIGNED=key_start % 32 == 0,
+        KEY_MASK=mask is not None and mask.dtype == torch.bool and mask.shape[2] == 1,
+        SOFTCAP=bool(a.softcap),
+        DROPOUT=0 < t < 65536,
+        BASE2=base2,
+        EXTREME=bool(floating),
+        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
+    )
+    return problem, kind
+
+
+LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+
+
+def _dense(t: torch.Tensor | None) -> Dense | None:
+    if t is None:
+        return None
+    strides = (0 if n == 1 else s for n, s in zip(t.shape, t.stride()))
+    return Dense(t.view(torch.uint8) if t.dtype == torch.bool else t, *strides)
+
+
+def _diagonals(a: Any, tile: Config) -> Diagonals:
+    pad = tile.BM + tile.BN
+    bucket, before, after = _bucket_row(a.table.shape[0], a.bidirectional, a.max_distance, pad, a.table.device)
+    return Diagonals(
+        bias=a.table.float().t()[:, bucket].contiguous(),
+        bucket=bucket,
+        width=bucket.shape[0],
+        zero=before + pad,
+        least=-before - tile.BN,
+        most=after + tile.BM,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _bucket_row(buckets: int, bidirectional: bool, max_distance: int, pad: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """The bucket of d = -before - pad … after + pad, where the bucket changes no more beyond -before and after."""
+    before = bucket_starts(buckets, bidirectional, max_distance)[-1]
+    after = before if bidirectional else 0
+    distance = torch.arange(-before - pad, after + pad + 1)
+    return buckets_of(distance, buckets, bidirectional, max_distance).to(device=device, dtype=torch.int32), before, after

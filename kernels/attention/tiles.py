@@ -1,0 +1,222 @@
+"""What the attention kernels share: where a sequence lies, which tiles a row of tiles has, and the scores of one tile.
+
+All positions are local to the sequence: query i sits on the diagonal of key i + shift. A row's bounds are the keys
+lo <= j < hi that causality, window, lengths and prefix leave it, a column's bounds likewise; whatever else hides a pair
+(segments, dense masks) is looked up per element. A sequence's first key tile starts at or before key 0, at an absolute
+multiple of 32, because the dropout mask comes in such groups.
+
+Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._lang import FLOAT_MAX, LOG2E, dot, keep_tile, tanh
+
+NOWHERE = tl.constexpr(1 << 29)
+
+
+@triton.jit
+def sequence(p, i_b, C: tl.constexpr):
+    """(first query row, first key row, queries, keys, shift, prefix) of one sequence. Lengths are clamped to the tensors."""
+    row_q = tl.zeros([], tl.int64)
+    row_k = tl.zeros([], tl.int64)
+    end_q = (p.query_start + p.num_queries).to(tl.int64)  # absolute
+    end_k = (p.key_start + p.num_keys).to(tl.int64)
+    prefix = 0
+    if p.cu_queries is not None:
+        row_q = tl.minimum(tl.maximum(tl.load(p.cu_queries + i_b), 0), p.total_queries)
+        row_k = tl.minimum(tl.maximum(tl.load(p.cu_keys + i_b), 0), p.total_keys)
+        end_q = tl.minimum(tl.minimum(tl.load(p.cu_queries + i_b + 1), p.total_queries) - row_q, end_q)
+        end_k = tl.minimum(tl.minimum(tl.load(p.cu_keys + i_b + 1), p.total_keys) - row_k, end_k)
+    if p.query_lengths is not None:
+        end_q = tl.minimum(tl.maximum(tl.load(p.query_lengths + i_b), 0), end_q)
+    if p.key_lengths is not None:
+        end_k = tl.minimum(tl.maximum(tl.load(p.key_lengths + i_b), 0), end_k)
+    if p.prefix_lengths is not None:
+        prefix = (tl.load(p.prefix_lengths + i_b) - p.key_start).to(tl.int32)
+    shift = (p.query_start - p.key_start).to(tl.int32)
+    if C.BOTTOM_RIGHT:
+        shift += (end_k - end_q).to(tl.int32)
+    num_q = tl.maximum(end_q - p.query_start, 0).to(tl.int32)
+    num_k = tl.maximum(end_k - p.key_start, 0).to(tl.int32)
+    return row_q, row_k, num_q, num_k, shift, prefix
+
+
+@triton.jit
+def key_bounds(i, num_q, num_k, shift, prefix, p, C: tl.constexpr):
+    """(lo, hi, whether any) of the keys that each query of i may see."""
+    lo = tl.zeros_like(i)
+    hi = lo + num_k
+    if C.CAUSAL:
+        below = i + shift + 1
+        if p.prefix_lengths is not None:
+            below = tl.maximum(below, prefix)
+        hi = tl.minimum(hi, below)
+    if C.RIGHT:
+        hi = tl.minimum(hi, i + shift + p.right + 1)
+    if C.LEFT:
+        lo = tl.maximum(lo, i + shift - p.left)
+    return lo, hi, (i < num_q) & (lo < hi)
+
+
+@triton.jit
+def query_bounds(j, num_q, num_k, shift, prefix, p, C: tl.constexpr):
+    """(lo, hi, whether any) of the queries that may see each key of j: key_bounds read the other way."""
+    lo = tl.zeros_like(j)
+    hi = lo + num_q
+    if C.CAUSAL:
+        above = j - shift
+        if p.prefix_lengths is not None:
+            above = tl.where(j < prefix, 0, above)
+        lo = tl.maximum(lo, above)
+    if C.RIGHT:
+        lo = tl.maximum(lo, j - shift - p.right)
+    if C.LEFT:
+        hi = tl.minimum(hi, j - shift + p.left + 1)
+    return lo, hi, (j >= 0) & (j < num_k) & (lo < hi)
+
+
+@triton.jit
+def tile_range(lo, hi, live, origin, SIZE: tl.constexpr):
+    """Tiles of SIZE from origin on: first, first whole, end of whole, end; and the first and end position any row sees."""
+    start = tl.min(tl.where(live, lo, NOWHERE), 0)
+    end = tl.max(tl.where(live, hi, 0), 0)
+    inner = tl.max(tl.where(live, lo, 0), 0)
+    outer = tl.min(tl.where(live, hi, NOWHERE), 0)
+    first = (tl.minimum(start, end) - origin) // SIZE
+    last = tl.maximum((end - origin + SIZE - 1) // SIZE, first)
+    whole = tl.minimum((inner - origin + SIZE - 1) // SIZE, last)
+    whole_end = tl.minimum(tl.maximum((outer - origin) // SIZE, whole), last)
+    return first, whole, whole_end, last, start, end
+
+
+@triton.jit
+def key_origin(p, C: tl.constexpr):
+    """Where the first key tile starts: 0, or before it at an absolute multiple of 32."""
+    if C.ALIGNED:
+        return 0
+    return -(p.key_start % 32).to(tl.int32)
+
+
+@triton.jit
+def row_pointers(P, strides, row, x, WIDTH: tl.constexpr):
+    """[rows of x, WIDTH] pointers; 64-bit row offsets."""
+    return P + (row + x).to(tl.int64)[:, None] * strides.row + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[rows of x, PADDED], zero beyond WIDTH and, if MASKED, where m_x is false."""
+    pointers = row_pointers(P, strides, row, x, PADDED)
+    if WIDTH == PADDED:
+        if MASKED:
+            return tl.load(pointers, mask=m_x[:, None], other=0.0)
+        return tl.load(pointers)
+    m_column = (tl.arange(0, PADDED) < WIDTH)[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=m_x[:, None] & m_column, other=0.0)
+    return tl.load(pointers, mask=m_column, other=0.0)
+
+
+@triton.jit
+def store_rows(P, strides, row, x, m_x, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    m = m_x[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    tl.store(row_pointers(P, strides, row, x, PADDED), values.to(P.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
+    """m_j without the keys that the mask hides from every query."""
+    if C.KEY_MASK:
+        p_mask = p.mask.data + i_b.to(tl.int64) * p.mask.batch + i_h.to(tl.int64) * p.mask.head
+        return m_j & (tl.load(p_mask + j.to(tl.int64) * p.mask.key, mask=m_j, other=0) != 0)
+    return m_j
+
+
+@triton.jit
+def segments_of(P, row, num, x, m_x):
+    """Segment ids of rows or columns x; P None or (B, L)."""
+    if P is not None:
+        return tl.load(P + row * num + x, mask=m_x, other=0)
+    return x
+
+
+@triton.jit
+def dense_term(s, m_s, i, j, i_b, i_h, dense):
+    """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
+    p_tile = dense.data + i_b.to(tl.int64) * dense.batch + i_h.to(tl.int64) * dense.head
+    p_tile += i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
+    b_term = tl.load(p_tile, mask=m_s, other=0)
+    if dense.data.dtype.element_ty == tl.uint8:
+        return s, m_s & (b_term != 0)
+    b_term = b_term.to(tl.float32)
+    return s + b_term, m_s & (b_term != float("-inf"))
+
+
+@triton.jit
+def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr):
+    """(scores [BM, BN], capped scores before any term is added, visible pairs).
+
+    ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
+    what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
+    """
+    s = dot(b_q, tl.trans(b_k), tl.full([C.BM, C.BN], 0.0, tl.float32), C.PRECISION) * p.score_scale
+    if C.SOFTCAP:
+        s = p.softcap * tanh(s / p.softcap)
+    capped = s
+    if p.query_segments is not None:
+        m_s = m_s & (segment_q[:, None] == segment_k[None, :])
+    if p.mask is not None:
+        if not C.KEY_MASK:
+            s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask)
+    if p.bias is not None:
+        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.bias)
+    if C.EXTREME:  # two terms of -finfo.max are still a number
+        s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if p.slopes is not None:
+        s -= tl.load(p.slopes + i_h) * distance(i, j, shift)
+    if p.diagonals is not None:
+        s += tl.load(diagonal_pointers(p.diagonals.bias + i_h * p.diagonals.width, i, j, shift, p.diagonals, C))
+    return tl.where(m_s, s, float("-inf")), capped, m_s
+
+
+@triton.jit
+def distance(i, j, shift):
+    """[BM, BN] float32 |j - i - offset|."""
+    return tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32)
+
+
+@triton.jit
+def first_diagonal(i, j, shift, diagonals):
+    """j - i - offset of the tile's first element, held where the row of diagonal values still covers the tile."""
+    return tl.minimum(tl.maximum(tl.min(j, 0) - tl.min(i, 0) - shift, diagonals.least), diagonals.most)
+
+
+@triton.jit
+def diagonal_pointers(P, i, j, shift, diagonals, C: tl.constexpr):
+    """[BM, BN] pointers to the value of each pair's diagonal: one address and constant offsets."""
+    step = tl.arange(0, C.BN)[None, :] - tl.arange(0, C.BM)[:, None]
+    return P + diagonals.zero + first_diagonal(i, j, shift, diagonals) + step
+
+
+@triton.jit
+def power(x, C: tl.constexpr):
+    """e^x of differences of scores."""
+    if C.BASE2:
+        return tl.exp2(x)
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def drop(b_p, i, j, i_b, i_h, p, C: tl.constexpr):
+    """b_p where dropout keeps it, else 0 (not yet scaled)."""
+    if C.DROPOUT:
+        i0 = tl.min(i, 0) + p.query_start
+        j0 = tl.min(j, 0) + p.key_start
+        # A zero made at run time: with a literal one, LLVM sinks the rounding to 16 bits under the select.
+        zero = (p.threshold >> 30).to(tl.float32)
+        return tl.where(keep_tile(tl.load(p.seed), i_b, i_h, i0, j0, p.threshold, C.BM, C.BN), b_p, zero)
+    return b_p
