@@ -38,12 +38,13 @@ class Part(NamedTuple):
     title: str
     minutes: float
     folders: tuple[str, ...] = ()  # of tests/
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 INSTALL = Part("install", "install and build", 5)
 PARTS = (
     Part(REST, "reference and cpu", 10),
-    Part("triton", "triton, interpreted and compiled", 7, ("triton",)),
+    Part("triton", "triton, interpreted and compiled", 7, ("triton",), (("TRITON_INTERPRET", "1"),)),
     Part("cuda", "CUDA build and resources", 6, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
@@ -67,10 +68,10 @@ def paths(part: Part) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in mine if path.is_file() or any(path.rglob("test_*.py"))]
 
 
-def timed(command: list[str], limit: float | None) -> tuple[int, float]:
+def timed(command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()) -> tuple[int, float]:
     """Runs `command`, interrupting it after `limit` seconds; returns its exit code and the seconds it took."""
     start = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(environment))
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -109,7 +110,7 @@ def test(part: Part, full: bool) -> Result:
     report.unlink(missing_ok=True)
     markers = "not gpu" if full else "not gpu and not slow"
     command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5", *paths(part)]
-    code, seconds = timed(command, None if full else 120 * part.minutes)
+    code, seconds = timed(command, None if full else 120 * part.minutes, part.environment)
     problem = over_budget(part, seconds, full)
     if code:
         problem = "ran no test" if code == 5 else f"pytest exit code {code}"

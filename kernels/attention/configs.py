@@ -33,8 +33,13 @@ THIRTY_TWO_BIT = {
     "queries": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
     "bias": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
 }
-# Several tiles, with a tail, in sequences as short as tests have.
-INTERPRETED = {"forward": Config(16, 32, 1, 1), "keys": Config(32, 32, 1, 1), "queries": Config(32, 32, 1, 1), "bias": Config(32, 32, 1, 1)}
+# Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
+INTERPRETED = {
+    "forward": Config(32, 64, 1, 1),
+    "keys": Config(32, 64, 1, 1),
+    "queries": Config(32, 64, 1, 1),
+    "bias": Config(32, 64, 1, 1),
+}
 
 
 def config(kind: str, capability: int, head_dim: int, itemsize: int) -> Config:

@@ -34,7 +34,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         return out, lse
 
     def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        raise NotImplementedError
+        raise NotImplementedError("why_not keeps problems with a gradient from here")
 
     return Backend("triton", forward, backward, why_not)
 
@@ -45,6 +45,8 @@ def why_not(a: Any) -> str | None:
         return reason
     if a.query.dtype == torch.float64:
         return "float32, bfloat16 or float16, got float64; the backend reference has it"
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in a):
+        return "forward only so far, and an argument requires a gradient"
     from pytransformer.kernels.attention.problem import LARGEST_HEAD_DIM, LARGEST_POSITION
 
     widest = max(a.query.shape[-1], a.value.shape[-1])
@@ -70,7 +72,7 @@ def unavailable(device: torch.device) -> str | None:
     from pytransformer.kernels._lang import INTERPRETED
 
     if interpreting != INTERPRETED:
-        return "TRITON_INTERPRET changed after the kernels were loaded; set it before the first call"
+        return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
     return None
 
 

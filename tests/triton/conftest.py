@@ -1,0 +1,25 @@
+"""These tests run the kernels interpreted, on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        here = os.path.dirname(__file__)
+        for item in items:
+            if str(item.path).startswith(here):
+                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 set before pytest starts"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
