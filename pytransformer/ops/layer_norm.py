@@ -1,0 +1,273 @@
+"""Layer norm, RMS norm and residual + dropout + norm: the public functions and the raw ops; see docs/ops/layer_norm.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
+from . import _cpu_layer_norm as cpu
+from ._registry import Op, check_backend
+from ._tensors import check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+
+# dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).
+
+
+def _statistics(h: torch.Tensor, dims: int, *, rms: bool = False) -> torch.Tensor:
+    dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
+    return torch.empty((0,) if rms else h.shape[: h.dim() - dims], dtype=dtype, device=h.device)
+
+
+def _empty_layer_norm(a: Any) -> tuple[torch.Tensor, ...]:
+    return empty_in_order(a.x, a.x.shape), _statistics(a.x, a.dims), _statistics(a.x, a.dims)
+
+
+def _empty_rms_norm(a: Any) -> tuple[torch.Tensor, ...]:
+    return empty_in_order(a.x, a.x.shape), _statistics(a.x, a.dims)
+
+
+def _empty_add_norm(a: Any) -> tuple[torch.Tensor, ...]:
+    stream = a.x if a.residual is None else a.residual
+    residual_out = empty_in_order(stream, stream.shape)
+    return empty_in_order(a.x, a.x.shape), residual_out, _statistics(stream, a.dims, rms=a.rms), _statistics(stream, a.dims)
+
+
+layer_norm_op = Op(
+    "layer_norm",
+    arguments="Tensor x, Tensor? weight, Tensor? bias, int dims, float eps",
+    outputs=("out", "mean", "rstd"),
+    differentiable_outputs=1,
+    differentiable=("x", "weight", "bias"),
+    saved=("mean", "rstd"),
+    empty_outputs=_empty_layer_norm,
+)
+rms_norm_op = Op(
+    "rms_norm",
+    arguments="Tensor x, Tensor? weight, int dims, float eps",
+    outputs=("out", "rstd"),
+    differentiable_outputs=1,
+    differentiable=("x", "weight"),
+    saved=("rstd",),
+    empty_outputs=_empty_rms_norm,
+)
+add_norm_op = Op(
+    "add_norm",
+    arguments=(
+        "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, int dims, float eps, float dropout_p, "
+        "bool rms"
+    ),
+    outputs=("normed", "residual_out", "mean", "rstd"),
+    differentiable_outputs=2,
+    differentiable=("x", "residual", "weight", "bias"),
+    saved=("residual_out", "mean", "rstd"),
+    empty_outputs=_empty_add_norm,
+)
+
+
+# ---- public functions
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """Layer norm over the trailing dimensions, ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    Args:
+        x: (..., *normalized_shape), float32, bfloat16, float16 or float64; any strides.
+        normalized_shape: the trailing dimensions, or one int.
+        weight, bias: of shape normalized_shape, any floating dtype; None: ones and zeros.
+        eps: added to the (biased) variance.
+        backend: force ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        strict: raise rather than run on the reference.
+
+    Returns:
+        x's shape, dtype and memory order. Statistics are float32 (float64 for float64).
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
+    """
+    return layer_norm_op(*_prepare_layer_norm(x, normalized_shape, weight, bias, eps, backend=backend, strict=strict))[0]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """RMS norm over the trailing dimensions, ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args, result and errors as :func:`layer_norm`; ``eps=None`` means ``torch.finfo(x.dtype).eps``, as in torch.nn.RMSNorm.
+
+    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    return rms_norm_op(*_prepare_rms_norm(x, normalized_shape, weight, eps, backend=backend, strict=strict))[0]
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float | None = 1e-5,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    kind: str = "layer",
+    backend: str | None = None,
+    strict: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual connection, dropout and norm in one pass over memory.
+
+    ``residual_out = residual + dropout(x)`` in residual's dtype; ``normed`` is the norm of ``residual_out`` as stored.
+
+    Args:
+        x: (..., *weight.shape), float32, bfloat16, float16 or float64; any strides. Without weight the last dimension is
+            normalized.
+        residual: x's shape, any floating dtype (a float32 stream beside bfloat16 branches is usual), or None: zero.
+        weight, bias: any floating dtype, or None.
+        eps: as in :func:`layer_norm`; None means the eps of residual_out's dtype.
+        dropout_p: probability of dropping an element of x. The same seed drops the same elements on every backend.
+        dropout_seed: int or int64 tensor; drawn from torch's generator if None.
+        kind: ``"layer"`` or ``"rms"``.
+        backend, strict: as in :func:`layer_norm`.
+
+    Returns:
+        (normed, residual_out): normed in x's dtype, residual_out in residual's (x's without one).
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+    """
+    prepared = _prepare_add_norm(
+        x, residual, weight, bias, eps=eps, dropout_p=dropout_p, dropout_seed=dropout_seed, kind=kind, backend=backend, strict=strict
+    )
+    return add_norm_op(*prepared)[:2]
+
+
+# ---- checks and lowering
+
+
+def _prepare_layer_norm(
+    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, *, backend: Any = None, strict: bool = False
+) -> tuple[Any, str | None, bool]:
+    op = "layer_norm"
+    check_tensor(op, "x", x, floating=True)
+    shape = _trailing(op, x, normalized_shape)
+    _check_parameters(op, x, shape, weight, bias)
+    check_backend(op, backend)
+    x, weight, bias = _as_autocast_norm(x, weight, bias)
+    return layer_norm_op.Arguments(x, weight, bias, len(shape), check_number(op, "eps", eps)), backend, bool(strict)
+
+
+def _prepare_rms_norm(
+    x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None, *, backend: Any = None, strict: bool = False
+) -> tuple[Any, str | None, bool]:
+    op = "rms_norm"
+    check_tensor(op, "x", x, floating=True)
+    shape = _trailing(op, x, normalized_shape)
+    _check_parameters(op, x, shape, weight, None)
+    check_backend(op, backend)
+    x, weight = _as_autocast_norm(x, weight)
+    return rms_norm_op.Arguments(x, weight, len(shape), _eps(op, eps, x.dtype)), backend, bool(strict)
+
+
+def _prepare_add_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: Any = 1e-5,
+    dropout_p: Any = 0.0,
+    dropout_seed: Any = None,
+    kind: Any = "layer",
+    backend: Any = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    op = "add_norm"
+    check_tensor(op, "x", x, floating=True)
+    if residual is not None:
+        check_tensor(op, "residual", residual, floating=True)
+        check_same(op, "x", x, "residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"{op}: residual must have x's shape {shape_of(x)}, got {shape_of(residual)}")
+    if weight is not None:
+        check_tensor(op, "weight", weight, floating=True)
+        if weight.dim() == 0:
+            raise ValueError(f"{op}: weight must have the shape of the normalized dimensions, got a number")
+    shape = _trailing(op, x, x.shape[-1:] if weight is None else weight.shape, "weight.shape")
+    _check_parameters(op, x, shape, weight, bias)
+    check_choice(op, "kind", kind, ("layer", "rms"))
+    p, seed = dropout_arguments(op, dropout_p, dropout_seed, x.device)
+    check_backend(op, backend)
+    x, residual, weight, bias = _as_autocast_norm(x, residual, weight, bias)
+    eps = _eps(op, eps, (x if residual is None else residual).dtype)
+    return add_norm_op.Arguments(x, residual, weight, bias, seed, len(shape), eps, p, kind == "rms"), backend, bool(strict)
+
+
+layer_norm_op.prepare = _prepare_layer_norm
+rms_norm_op.prepare = _prepare_rms_norm
+add_norm_op.prepare = _prepare_add_norm
+
+
+def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape") -> tuple[int, ...]:
+    """normalized_shape as a tuple, once it is known to be x's trailing shape."""
+    given = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
+    if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"{op}: {name} must be an int or a sequence of ints, got {type(normalized_shape).__name__}")
+    shape = tuple(given)
+    if not shape:
+        raise ValueError(f"{op}: {name} must have at least one dimension, got ()")
+    if len(shape) > x.dim() or tuple(x.shape[x.dim() - len(shape) :]) != shape:
+        raise ValueError(f"{op}: {name} must be x's trailing shape, got {shape} for x of shape {shape_of(x)}")
+    return shape
+
+
+def _check_parameters(op: str, x: torch.Tensor, shape: tuple[int, ...], weight: Any, bias: Any) -> None:
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            check_tensor(op, name, t, floating=True)
+            check_same(op, "x", x, name, t)
+            if tuple(t.shape) != shape:
+                raise ValueError(f"{op}: {name} must have the normalized shape {shape}, got {shape_of(t)}")
+
+
+def _eps(op: str, eps: Any, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if eps is None else check_number(op, "eps", eps)
+
+
+def _as_autocast_norm(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    """What autocast does to torch.nn.functional.layer_norm: float32 on CUDA, nothing on the CPU."""
+    tensors = (x, *others)
+    if x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return tensors
+    return tuple(t if t is None or t.dtype == torch.float64 else t.float() for t in tensors)
+
+
+# ---- backends
+
+
+def _reference_bytes(a: Any) -> int:
+    """The centred row, its square and the result before it is rounded."""
+    return 3 * a.x.numel() * (8 if a.x.dtype == torch.float64 else 4)
+
+
+for _op, _forward in ((layer_norm_op, layer_norm_forward), (rms_norm_op, rms_norm_forward), (add_norm_op, add_norm_forward)):
+    _op.add_reference(_forward, extra_bytes=_reference_bytes)
+    _op.backend(cpu.backend(_op))

@@ -1,0 +1,56 @@
+"""The position-wise feed-forward network in plain PyTorch.
+
+::
+
+    hidden = act(x w1^T + b1)                                       plain
+    hidden = act(x gate_weight^T + gate_bias) * (x w1^T + b1)       gated
+    out    = dropout(hidden) w2^T + b2
+
+All arithmetic is float32 (float64 for float64); out, and the pre-activations that backward may want, are rounded to x's dtype.
+
+Sources: Vaswani et al., "Attention Is All You Need" (2017), section 3.3; Shazeer, "GLU Variants Improve Transformer" (2020);
+Hendrycks, Gimpel, "Gaussian Error Linear Units" (2016).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .philox import TAG_FEED_FORWARD, column_keep_mask, keep_scale
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def feed_forward_forward(a: Any) -> tuple[torch.Tensor, ...]:
+    """(out, pre, gate) of the arguments of the op feed_forward.
+
+    pre and gate are ``x w1^T + b1`` and ``x gate_weight^T + gate_bias`` if ``a.save``, else empty. Row r of the flattened
+    leading dimensions and column c of hidden make dropout's counter.
+    """
+    pre = _linear(a.x, a.w1, a.b1)
+    gate = None if a.gate_weight is None else _linear(a.x, a.gate_weight, a.gate_bias)
+    activate = ACTIVATIONS[a.activation]
+    hidden = activate(pre) if gate is None else activate(gate) * pre
+    if a.dropout_p > 0.0:
+        rows, columns = math.prod(hidden.shape[:-1]), hidden.shape[-1]
+        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_FEED_FORWARD).view(hidden.shape)
+        hidden = torch.where(keep, hidden * keep_scale(a.dropout_p), 0.0)  # select, not multiply: a dropped NaN is gone
+    out = _linear(hidden, a.w2, a.b2).to(a.x.dtype)
+    nothing = a.x.new_zeros(0)
+    kept = [t.detach().to(a.x.dtype) if a.save and t is not None else nothing for t in (pre, gate)]
+    return out, *kept
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return F.linear(x.to(work), weight.to(work), None if bias is None else bias.to(work))

@@ -1,0 +1,329 @@
+"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pytransformer as pt
+from pytransformer.ops._registry import OPS
+
+BACKENDS = ("reference", "cpu")
+KINDS = ("layer", "rms")
+
+
+@pytest.fixture(params=BACKENDS)
+def norm_backend(request: pytest.FixtureRequest) -> str:
+    reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[request.param]
+    if reason is not None:
+        pytest.skip(f"backend {request.param}: {reason}")
+    return request.param
+
+
+def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list[torch.Tensor]:
+    """x, residual, weight, bias."""
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in (shape, shape, shape[-1:], shape[-1:])][:n]
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opinfo_samples(kind: str, dtype: torch.dtype, norm_backend: str) -> None:
+    """PyTorch's own samples of the op: outputs and gradients."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    info = next(o for o in op_db if o.name == f"nn.functional.{kind}_norm")
+    count = 0
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        arguments = (sample.input, *sample.args)
+        ours = getattr(pt, f"{kind}_norm")(*arguments, **sample.kwargs, backend=norm_backend)
+        theirs = getattr(F, f"{kind}_norm")(*arguments, **sample.kwargs)
+        torch.testing.assert_close(ours, theirs)
+        leaves = [t for t in (*arguments, *sample.kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+        grad = torch.randn_like(theirs)
+        # One column has variance 0: its exact gradient is 0, the rounding of g times rstd = 1 / sqrt(eps) = 316.
+        close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 2e-2}
+        for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
+            torch.testing.assert_close(a, b, **close)
+        count += 1
+    assert count >= 6
+
+
+def test_rms_eps_is_that_of_torch(norm_backend: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(4, 16, dtype=dtype) * 1e-4
+        torch.testing.assert_close(pt.rms_norm(x, 16, backend=norm_backend), F.rms_norm(x, (16,)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_mean_costs_no_digits(kind: str, norm_backend: str) -> None:
+    """Mean 100, standard deviation 0.1: E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
+    x = 100 + 0.1 * torch.randn(64, 1000)
+    naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(-1, correction=0).sqrt()
+    assert naive.abs().max() > 1e-3
+    function = pt.layer_norm if kind == "layer" else pt.rms_norm
+    ours = function(x, 1000, eps=1e-5, backend=norm_backend).double()
+    exact = (F.layer_norm if kind == "layer" else F.rms_norm)(x.double(), (1000,), eps=1e-5)
+    assert (ours - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_add_norm_is_the_norm_of_the_stored_sum(residual_dtype: torch.dtype, norm_backend: str) -> None:
+    x, r = torch.randn(6, 100, dtype=torch.bfloat16), torch.randn(6, 100).to(residual_dtype)
+    w = torch.randn(100)
+    normed, stream = pt.add_norm(x, r, w, backend=norm_backend)
+    assert (normed.dtype, stream.dtype) == (torch.bfloat16, residual_dtype)
+    assert torch.equal(stream, (x.float() + r.float()).to(residual_dtype))
+    assert torch.equal(normed, pt.layer_norm(stream.float(), 100, w, backend=norm_backend).bfloat16())
+
+
+def test_add_norm_without_residual(norm_backend: str) -> None:
+    x = torch.randn(3, 20)
+    normed, stream = pt.add_norm(x, None, None, kind="rms", eps=None, backend=norm_backend)
+    assert torch.equal(stream, x) and stream.data_ptr() != x.data_ptr()
+    torch.testing.assert_close(normed, F.rms_norm(x, (20,)))
+
+
+def test_dropout_is_the_same_everywhere() -> None:
+    """Bit for bit the shared stream: which elements are dropped, on every backend and by an independent Philox."""
+    from pytransformer.testing.fuzz_norm import TAG, column_keep
+
+    x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
+    for p in (0.0, 0.1, 0.5, 0.999, 1.0):
+        streams = [pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1] for b in BACKENDS]
+        assert torch.equal(*streams)
+        if 0 < p < 1:
+            factor = column_keep(seed, round(65536 * p), 6, 300, TAG).view(x.shape)
+            assert torch.equal(streams[0], (7.0 * factor).float())
+    share = (pt.add_norm(torch.ones(400, 512), None, None, dropout_p=0.3)[1] == 0).float().mean()
+    assert abs(share - 0.3) < 0.01
+
+
+def test_a_seed_drawn_follows_manual_seed(norm_backend: str) -> None:
+    x = torch.ones(8, 64)
+
+    def drawn() -> torch.Tensor:
+        return pt.add_norm(x, None, None, dropout_p=0.5, backend=norm_backend)[1]
+
+    torch.manual_seed(7)
+    first, second = drawn(), drawn()
+    torch.manual_seed(7)
+    assert torch.equal(first, drawn()) and not torch.equal(first, second)
+
+
+def test_nan_stays_in_its_row(norm_backend: str) -> None:
+    x = torch.randn(5, 70)
+    x[2, 3], x[4, 0] = float("nan"), float("inf")
+    y = pt.layer_norm(x, 70, backend=norm_backend)
+    assert y[[2, 4]].isnan().all() and y[[0, 1, 3]].isfinite().all()
+    clean = pt.layer_norm(x[[0, 1, 3]], 70, backend=norm_backend)
+    assert torch.equal(y[[0, 1, 3]], clean)
+
+
+def test_a_dropped_nan_is_gone(norm_backend: str) -> None:
+    x = torch.full((2, 64), float("nan"))
+    normed, stream = pt.add_norm(x, torch.ones(2, 64), None, dropout_p=1.0, backend=norm_backend)
+    assert torch.equal(stream, torch.ones(2, 64)) and normed.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
+def test_nothing_to_do(shape: tuple[int, ...], norm_backend: str) -> None:
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
+    y = pt.layer_norm(x, shape[-1], w, backend=norm_backend)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert y.shape == dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
+
+
+# ---- memory order and strides
+
+
+def test_memory_order_is_kept(norm_backend: str) -> None:
+    x = torch.randn(7, 5, 33).transpose(0, 1).requires_grad_()
+    y = pt.layer_norm(x, 33, backend=norm_backend)
+    (dx,) = torch.autograd.grad(y, x, torch.randn(7, 5, 33).transpose(0, 1))
+    assert y.stride() == dx.stride() == x.stride()
+    assert torch.equal(y, pt.layer_norm(x.contiguous(), 33, backend=norm_backend))
+
+
+def test_odd_strides_of_inputs_and_gradients() -> None:
+    """Every layout gives the bits that contiguous tensors give."""
+    from pytransformer.testing.guarded import LAYOUTS, place
+
+    x, r, w, b = (t.detach() for t in _inputs(3, 4, 50, dtype=torch.float32))
+    grads = torch.randn(3, 4, 50), torch.randn(3, 4, 50)
+
+    def results(layout: str) -> list[torch.Tensor]:
+        leaves = [place(t, layout).requires_grad_() for t in (x, r, w, b)]
+        outputs = pt.add_norm(*leaves, dropout_p=0.2, dropout_seed=5, backend="cpu")
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [place(g, layout) for g in grads])]
+
+    want = results("contiguous")
+    for layout in LAYOUTS[1:]:
+        for name, ours, exact in zip(("normed", "stream", "x", "residual", "weight", "bias"), results(layout), want):
+            assert torch.equal(ours, exact), (layout, name)
+
+
+def test_expanded_gradient() -> None:
+    x = torch.randn(4, 40, requires_grad=True)
+    y = pt.layer_norm(x, 40, backend="cpu")
+    (from_sum,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (from_ones,) = torch.autograd.grad(y, x, torch.ones(4, 40))
+    assert torch.equal(from_sum, from_ones)
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 5, 18])
+def test_gradcheck_and_gradgradcheck(kind: str, columns: int, norm_backend: str) -> None:
+    leaves = _inputs(3, columns)
+
+    def function(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return pt.add_norm(*t, eps=1e-3, dropout_p=0.3, dropout_seed=11, kind=kind, backend=norm_backend)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_gradcheck_of_the_plain_norms(norm_backend: str) -> None:
+    x, _, w, b = _inputs(2, 3, 4)
+    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=norm_backend), (x, w, b))
+    assert torch.autograd.gradgradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=norm_backend), (x, w, b))
+    assert torch.autograd.gradcheck(lambda *t: pt.rms_norm(t[0], (4,), t[1], backend=norm_backend), (x, w))
+    two = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], (3, 4), t[1], backend=norm_backend), (x, two))
+
+
+def test_gradient_through_the_residual_stream_alone(norm_backend: str) -> None:
+    x, r, w, _ = _inputs(3, 6)
+    _, stream = pt.add_norm(x, r, w, backend=norm_backend)
+    dx, dr, dw = torch.autograd.grad(stream.sum(), (x, r, w), allow_unused=True)
+    assert torch.equal(dx, torch.ones_like(x)) and torch.equal(dr, dx) and (dw is None or not dw.any())
+
+
+# ---- torch's machinery
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm"])
+def test_opcheck(name: str, norm_backend: str) -> None:
+    op = OPS[name]
+    x, r, w, b = (t.detach() for t in _inputs(2, 3, 8, dtype=torch.float32))
+    x = x.transpose(0, 1)
+    seed = torch.tensor(3)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "layer_norm": (x, w, b, 1, 1e-5),
+        "rms_norm": (x, w, 1, 1e-5),
+        "add_norm": (x, r.transpose(0, 1), w, b, seed, 1, 1e-5, 0.5, False),
+    }
+    a = arguments[name]
+    torch.library.opcheck(op.fwd, (*a, norm_backend, True))
+    outputs = op.fwd(*a, norm_backend, True)
+    saved = [o for n, o in zip(op.outputs, outputs) if n in op.saved]
+    grads = [torch.randn_like(x) for _ in op.grad_names]
+    torch.library.opcheck(op.bwd, (*grads, *a, *saved, [True] * len(op.differentiable), norm_backend, True))
+
+
+@pytest.mark.unpoisoned
+def test_compiles_whole(norm_backend: str) -> None:
+    x, r, w, b = _inputs(4, 32, dtype=torch.float32)
+
+    def function(*t: torch.Tensor) -> torch.Tensor:
+        normed, stream = pt.add_norm(*t, dropout_p=0.1, dropout_seed=3, backend=norm_backend)
+        return (normed * stream).sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    ours, want = compiled(x, r, w, b), function(x, r, w, b)
+    torch.testing.assert_close(ours, want)
+    for a, e in zip(torch.autograd.grad(ours, (x, r, w, b)), torch.autograd.grad(want, (x, r, w, b))):
+        torch.testing.assert_close(a, e)
+
+
+def test_func_transforms(norm_backend: str) -> None:
+    x, _, w, _ = (t.detach() for t in _inputs(3, 6))
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return pt.layer_norm(x, 6, w, backend=norm_backend).sin().sum()
+
+    want = torch.func.grad(lambda x, w: F.layer_norm(x, (6,), w).sin().sum(), (0, 1))(x, w)
+    for a, b in zip(torch.func.grad(loss, (0, 1))(x, w), want):
+        torch.testing.assert_close(a, b)
+    rows = torch.func.vmap(torch.func.grad(loss), (0, None))(x, w)
+    torch.testing.assert_close(rows, want[0])
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda x: loss(x, w), (x,), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_as_torch(dtype: torch.dtype) -> None:
+    x, w = torch.randn(3, 16, dtype=dtype), torch.ones(16)
+    with torch.autocast("cpu"):
+        assert pt.layer_norm(x, 16, w).dtype == F.layer_norm(x, (16,), w).dtype
+
+
+# ---- determinism
+
+
+@pytest.mark.parametrize("shape", [(700, 33), (5, 4099)])
+def test_equal_bits_over_runs_and_threads(shape: tuple[int, int]) -> None:
+    x, r, w, b = _inputs(*shape, dtype=torch.float32)
+    grads = torch.randn(shape), torch.randn(shape)
+
+    def results() -> list[torch.Tensor]:
+        outputs = pt.add_norm(x, r, w, b, dropout_p=0.1, dropout_seed=9, backend="cpu")
+        return [*outputs, *torch.autograd.grad(outputs, (x, r, w, b), grads)]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = results()
+        for n in (2, 3, 1, 2):
+            torch.set_num_threads(n)
+            assert all(torch.equal(a, b) for a, b in zip(results(), want)), n
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_do_not_see_their_neighbours() -> None:
+    x = torch.randn(300, 200)
+    whole = pt.layer_norm(x, 200, backend="cpu")
+    assert torch.equal(whole[17:18], pt.layer_norm(x[17:18], 200, backend="cpu"))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: pt.layer_norm(x, 5), ValueError, "normalized_shape must be x's trailing shape"),
+        (lambda x: pt.layer_norm(x, ()), ValueError, "at least one dimension"),
+        (lambda x: pt.layer_norm(x, "8"), TypeError, "normalized_shape must be an int or a sequence"),
+        (lambda x: pt.layer_norm(x.long(), 8), TypeError, "x must be float32"),
+        (lambda x: pt.layer_norm(x, 8, x[0, :4]), ValueError, "weight must have the normalized shape"),
+        (lambda x: pt.layer_norm(x, 8, None, 3.0), TypeError, "bias must be a Tensor"),
+        (lambda x: pt.layer_norm(x, 8, eps="no"), TypeError, "eps must be a number"),
+        (lambda x: pt.layer_norm(x, 8, backend="fast"), ValueError, "unknown backend 'fast'"),
+        (lambda x: pt.rms_norm([1.0], 8), TypeError, "x must be a Tensor"),
+        (lambda x: pt.add_norm(x, x[:1], None), ValueError, "residual must have x's shape"),
+        (lambda x: pt.add_norm(x, x, None, kind="batch"), ValueError, "kind must be one of"),
+        (lambda x: pt.add_norm(x, x, None, dropout_p=1.5), ValueError, "dropout_p must be between 0 and 1"),
+        (lambda x: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=1.5), TypeError, "dropout_seed must be an int"),
+    ],
+)
+def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(torch.randn(2, 8))
+
+
+def test_forced_backend_tells_why_not() -> None:
+    x, r = torch.randn(2, 8), torch.randn(2, 8, dtype=torch.float64)
+    with pytest.raises(pt.BackendError, match="both float64 or neither"):
+        pt.add_norm(x, r, None, backend="cpu")
+    assert pt.add_norm(x, r, None, backend="reference")[1].dtype == torch.float64

@@ -1,0 +1,34 @@
+"""Random norms against float64 on every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.testing.fuzz import fuzz
+from pytransformer.testing.fuzz_norm import draw
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_norms_against_float64(backend: str, request: pytest.FixtureRequest) -> None:
+    """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
+    reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[backend]
+    if reason is not None:
+        pytest.skip(f"backend {backend}: {reason}")
+    cases, seed = request.config.getoption("--fuzz-cases") // (4 if backend == "cpu" else 10), request.config.getoption("--fuzz-seed")
+    report = fuzz("norm", [backend], seed, range(cases), stop_after=10)
+    print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
+    assert not report.failures, "\n".join(report.failures)
+
+
+def test_everything_is_drawn() -> None:
+    drawn = [draw(0, case) for case in range(500)]
+    features = set().union(*(p.features for p in drawn))
+    assert {"layer_norm", "rms_norm", "add_norm", "residual", "weight", "bias", "dropout_p", "mixed", "offset", "3d"} <= features
+    for keyword in ("residual", "dropout_p", "bias", "offset", "mixed", "grad_residual_out"):
+        share = sum(keyword in p.features for p in drawn) / len(drawn)
+        assert share >= 0.1, f"{keyword} is in {share:.1%} of the cases"
+    assert {"rows_first", "step", "offset", "expanded"} <= {p.layouts.get("grad_out") for p in drawn}
