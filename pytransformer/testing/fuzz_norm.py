@@ -246,7 +246,7 @@ def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Pr
         wrong: list[str] = []
         try:
             results, record = run(problem, backend)
-            solution = oracle.Solution(solve(problem, results.get("residual_out")), torch.empty(0), torch.empty(0))
+            solution = oracle.Solution(solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
             coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
             # for float64 the exact result is float64 itself, and errs as much
             data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
