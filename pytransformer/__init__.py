@@ -10,7 +10,6 @@ from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, us
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
 from .ops.attention_weights import attention_summary, attention_weights
-from .ops.layer_norm import add_norm, layer_norm, rms_norm
 from .ops.masks import AlibiBias, RelativePositionBias
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "RelativePositionBias",
     "__version__",
     "activate",
-    "add_norm",
     "attention",
     "attention_summary",
     "attention_varlen",
@@ -29,9 +27,7 @@ __all__ = [
     "explain",
     "fallbacks",
     "integrations",
-    "layer_norm",
     "reference",
-    "rms_norm",
     "scaled_dot_product_attention",
     "use_backend",
 ]

@@ -190,10 +190,73 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   PT_SELECT(attention_kernels).forward(p);
 }
 
+// ---- backward
+
+// The gradient `t` of `of`: its address and strides.
+void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, pt::Strides* strides) {
+  if (!t) return nullptr;
+  *strides = strides_of(*t, name, packed);
+  bool same = t->scalar_type() == of.scalar_type();
+  for (int64_t i = 0; same && i < of.dim(); i++) same = t->size(i) == of.size(i);
+  STD_TORCH_CHECK(same, name, " differs in shape or dtype from the tensor it is the gradient of");
+  return t->data_ptr();
+}
+
+pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, ScalarType work) {
+  pt::DenseGrad g;
+  if (!t) return g;
+  STD_TORCH_CHECK(of && of->scalar_type() != ScalarType::Bool, name, " without a floating-point tensor that it is the gradient of");
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  check_shape(*t, name, {of->size(0), of->size(1), of->size(2), of->size(3)});
+  int64_t stride[4];
+  for (int i = 0; i < 4; i++) stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
+  g.data = t->data_ptr(), g.stride = {stride[0], stride[1], stride[2], stride[3]};
+  return g;
+}
+
+// Rows of a packed gradient behind the last sequence.
+void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, int64_t heads, int64_t bytes, int64_t element) {
+  for (int64_t i = first; data && i < rows; i++)
+    for (int64_t h = 0; h < heads; h++) std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
+}
+
+void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS, Maybe dq, Maybe dk,
+                   Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable) {
+  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  const bool packed = p.cu_q;
+  const ScalarType work = lse.scalar_type();
+  pt::AttentionGrads g{};
+  g.d_out = gradient(grad_out, "grad_out", out, packed, &g.dos);
+  if (grad_lse) {
+    bool same = grad_lse->scalar_type() == work && grad_lse->dim() == lse.dim();
+    for (int64_t i = 0; same && i < lse.dim(); i++) same = grad_lse->size(i) == lse.size(i);
+    STD_TORCH_CHECK(same, "grad_lse differs in shape or dtype from lse");
+    g.d_lse = grad_lse->data_ptr();
+    g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1} : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
+  }
+  g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks), g.dv = gradient(dv, "dv", value, packed, &g.dvs);
+  g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
+  STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table), "dslopes or dtable without slopes or table");
+  g.d_slopes = const_cast<void*>(statistics(dslopes, "dslopes", work, {p.Hq}));
+  g.d_table = const_cast<void*>(statistics(dtable, "dtable", work, {p.buckets, p.Hq}));
+  if (packed) {
+    const int64_t element = query.element_size();
+    clear_rest(g.dq, g.dqs, p.cu_q[p.B], query.size(0), p.Hq, p.D * element, element);
+    clear_rest(g.dk, g.dks, p.cu_k[p.B], key.size(0), p.Hkv, p.D * element, element);
+    clear_rest(g.dv, g.dvs, p.cu_k[p.B], key.size(0), p.Hkv, p.Dv * element, element);
+  }
+  PT_SELECT(attention_kernels).backward(p, g);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
+  m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
+        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) { m.impl("attention_fwd", TORCH_BOX(&attention_fwd)); }
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
+  m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+  m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+}

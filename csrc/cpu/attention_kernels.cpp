@@ -1,4 +1,5 @@
 // Attention for one instruction set (PT_ISA).
+#include "attention_bwd.h"
 #include "attention_fwd.h"
 
 namespace pt {
@@ -17,10 +18,11 @@ void run(const AttentionProblem& p, const Args&... args) {
 }
 
 void forward(const AttentionProblem& p) { run<Forward>(p); }
+void backward(const AttentionProblem& p, const AttentionGrads& g) { run<bwd::AttentionBackward>(p, g); }
 
 }  // namespace
 
-extern const AttentionKernels attention_kernels{forward, nullptr};
+extern const AttentionKernels attention_kernels{forward, backward};
 
 }  // namespace PT_ISA
 }  // namespace pt

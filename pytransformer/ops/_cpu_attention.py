@@ -45,8 +45,9 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         # Gradients of terms that are added to scores are summed in float32 whatever their dtype: the kernel adds into zeros.
         sums = [None if r is None else torch.zeros(r.shape, dtype=work) for r in results[3:]]
         tensors, numbers = _native_arguments(a)
+        dense = [] if hasattr(a, "mask") else [None, None]  # packed problems have no mask and no dense bias
         torch.ops.pytransformer_C.attention_bwd(
-            grad_out, grad_lse, *tensors[:3], last_contiguous(out), lse, *tensors[3:], *numbers, *results[:3], *sums
+            grad_out, grad_lse, *tensors[:3], last_contiguous(out), lse, *tensors[3:], *numbers, *results[:3], *dense, *sums
         )
         return [*results[:3], *(None if r is None else r.copy_(s) for r, s in zip(results[3:], sums))]
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 # A module imported later would rebind its name in this package, where the function of that name belongs.
-from . import attention, cross_entropy, feed_forward, layer_norm  # noqa: F401
+from . import attention as _  # noqa: F401
 
 
-def _public(name: str, outputs: int = 1) -> Any:
+def _public(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         from ..ops._registry import OPS
 
         a, _, _ = OPS[name].prepare(*args, **kwargs)
-        results = OPS[name].reference(a)
-        wanted = 2 if kwargs.get("return_lse") else outputs
-        return results[0] if wanted == 1 else tuple(results[:wanted])
+        outputs = OPS[name].reference(a)
+        return outputs if kwargs.get("return_lse") else outputs[0]
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"Plain PyTorch for pytransformer.{name}; the same arguments, checked the same way."
@@ -27,8 +26,3 @@ def _public(name: str, outputs: int = 1) -> Any:
 
 attention = _public("attention")
 attention_varlen = _public("attention_varlen")
-layer_norm = _public("layer_norm")
-rms_norm = _public("rms_norm")
-add_norm = _public("add_norm", outputs=2)
-
-

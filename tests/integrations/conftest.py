@@ -14,11 +14,21 @@ import pytransformer as pt
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture
-def backend(backend: str) -> Iterator[str]:
-    """Each backend of attention, forced: a call it cannot do fails the test."""
-    with pt.use_backend(attention=backend):
-        yield backend
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend, forced: a call it cannot do fails the test. Afterwards nothing may have fallen back."""
+    reason = _why_not(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+    pt.clear_fallbacks()
+    with pt.use_backend(attention=request.param):
+        yield request.param
+    assert pt.fallbacks() == []
+
+
+def _why_not(backend: str) -> str | None:
+    x = torch.zeros(1, 1, 2, 8)
+    return pt.explain("attention", x, x, x).reasons[backend]
 
 
 @pytest.fixture(autouse=True)

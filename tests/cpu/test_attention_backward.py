@@ -1,0 +1,181 @@
+"""Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot see from outside.
+
+The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys (192), splits and phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _native
+from pytransformer.testing import bounds, oracle
+
+WHY_NOT = _native.why_not("attention_bwd")
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALF, torch.float64)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    torch.ops.pytransformer_C.set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.pytransformer_C.set_cpu_isa("")
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """query, key, value and grad_out for (B, Hq, Hkv, Lq, Lk, D, Dv)."""
+    b, hq, hkv, lq, lk, d, dv = shape
+    sizes = {"query": (b, hq, lq, d), "key": (b, hkv, lk, d), "value": (b, hkv, lk, dv), "grad_out": (b, hq, lq, dv)}
+    return {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
+
+
+def gradients(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
+    """Gradients by name of query, key, value and of every floating-point term, on the backend under test."""
+    inputs = {name: t[name].detach().requires_grad_() for name in ("query", "key", "value")}
+    bias = keywords.get("bias")
+    for name, term in (("attn_mask", keywords.get("attn_mask")), ("bias", bias)):
+        if isinstance(term, torch.Tensor) and term.is_floating_point():
+            inputs[name] = keywords[name] = term.detach().requires_grad_()
+    for name in ("slopes", "table"):
+        if hasattr(bias, name):
+            inputs[name] = getattr(bias, name).requires_grad_()
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    out, lse = pt.attention(query, key, value, return_lse=True, backend="cpu", **keywords)
+    outputs, upstream = ((out,), (t["grad_out"],)) if grad_lse is None else ((out, lse), (t["grad_out"], grad_lse))
+    return dict(zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), upstream)))
+
+
+def check(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
+    found = gradients(t, grad_lse, **keywords)
+    exact = oracle.solve(**t, grad_lse=grad_lse, **keywords)
+    wrong = [str(c) for c in bounds.check(exact, found, t["query"].dtype) if not c.ok]
+    assert not wrong, "; ".join(wrong)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def segments(length: int) -> torch.Tensor:
+    return torch.arange(2 * length).reshape(2, length) * 7 % 11 % 3
+
+
+FEATURES: dict[str, Any] = {
+    "plain": lambda: {},
+    "causal": lambda: {"causal": "bottom_right", "key_lengths": torch.tensor([389, 300]), "query_lengths": torch.tensor([257, 199])},
+    "window": lambda: {"window": (30, 3)},
+    "prefix": lambda: {"causal": "top_left", "prefix_lengths": torch.tensor([200, 0]), "softcap": 4.0},
+    "segments": lambda: {"query_segments": segments(257), "key_segments": segments(389)},
+    "documents": lambda: {"query_segments": segments(257).sort(-1)[0], "key_segments": segments(389).sort(-1)[0], "causal": "top_left"},
+    "mask": lambda: {"attn_mask": torch.rand(2, 1, 257, 389) > 0.4, "dropout_p": 0.3, "dropout_seed": 5},
+    "padding": lambda: {"attn_mask": torch.rand(2, 1, 1, 389) > 0.4},
+    "dropout": lambda: {"dropout_p": 0.5, "dropout_seed": -77, "causal": "top_left", "window": (100, None)},
+    "all_dropped": lambda: {"dropout_p": 1.0, "dropout_seed": 1},
+    "bias": lambda: {"bias": torch.randn(2, 4, 257, 389), "scale": -0.2, "causal": "top_left"},
+    "shared_bias": lambda: {"bias": torch.randn(1, 1, 257, 389), "softcap": 2.0},
+    "bias_of_heads": lambda: {"bias": torch.randn(1, 4, 257, 389), "attn_mask": torch.randn(2, 1, 257, 1)},
+    "bias_of_keys": lambda: {"bias": torch.randn(1, 4, 1, 389), "attn_mask": torch.randn(1, 1, 1, 1)},
+    "alibi": lambda: {"bias": pt.AlibiBias(torch.rand(4) / 8), "causal": "bottom_right"},
+    "t5": lambda: {"bias": pt.RelativePositionBias(torch.randn(32, 4), True, 128)},
+    "t5_causal": lambda: {"bias": pt.RelativePositionBias(torch.randn(8, 4), False, 20), "causal": "top_left", "dropout_p": 0.1, "dropout_seed": 3},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype: torch.dtype, feature: str) -> None:
+    t = draw((2, 4, 2, 257, 389, 40, 24), dtype)
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    check(t, torch.randn(2, 4, 257, dtype=work), **FEATURES[feature]())
+
+
+@pytest.mark.parametrize("feature", ["plain", "dropout", "t5"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set(isa: str, dtype: torch.dtype, feature: str) -> None:
+    check(draw((2, 4, 2, 257, 389, 72, 72), dtype), **FEATURES[feature]())
+
+
+@pytest.mark.parametrize("feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5"])
+def test_threads_change_nothing(feature: str) -> None:
+    t, keywords = draw((2, 4, 2, 257, 389, 40, 24), torch.bfloat16), FEATURES[feature]()
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for n in (1, 2, 2):
+            torch.set_num_threads(n)
+            found.append(gradients(t, **keywords))
+    finally:
+        torch.set_num_threads(threads)
+    same(found[0], found[1])
+    same(found[1], found[2])
+
+
+def test_batch_neighbours_change_nothing() -> None:
+    t = draw((3, 4, 2, 257, 389, 40, 24), torch.float32)
+    lengths = {"query_lengths": torch.tensor([257, 1, 130]), "key_lengths": torch.tensor([2, 389, 193]), "causal": "bottom_right"}
+    together = gradients(t, **lengths)
+    for b in range(3):
+        one = {name: x[b : b + 1] if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
+        same(gradients({name: x[b : b + 1] for name, x in t.items()}, **one), {name: x[b : b + 1] for name, x in together.items()})
+
+
+def test_more_than_one_phase() -> None:
+    """20 query heads of one key head need more scratch than a phase has: dK and dV are carried on."""
+    check(draw((1, 20, 1, 300, 300, 512, 512), torch.float32), causal="top_left", bias=torch.randn(1, 1, 300, 300))
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "bias"])
+def test_one_gradient_alone_is_the_same(wanted: str) -> None:
+    t, bias = draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16), torch.randn(2, 1, 130, 200)
+    every = gradients(t, bias=bias)
+    inputs = {"query": t["query"], "key": t["key"], "value": t["value"], "bias": bias.detach()}
+    inputs[wanted] = inputs[wanted].detach().requires_grad_()
+    out = pt.attention(inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"], backend="cpu")
+    assert torch.equal(torch.autograd.grad(out, inputs[wanted], t["grad_out"])[0], every[wanted])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
+    """lse cannot hold finfo.min + log(n): the maximum and the sum are found again, and weights are 1 / n."""
+    t = draw((1, 2, 2, 140, 200, 40, 24), dtype)
+    mask = torch.zeros(1, 1, 140, 200, dtype=dtype if dtype not in HALF else torch.float32)
+    mask[..., 3:9, :], mask[..., 150:] = torch.finfo(mask.dtype).min, -math.inf
+    found = check(t, attn_mask=mask)
+    mean = t["grad_out"][:, :, 3:9].double().sum(2) / 150
+    only = {name: x.clone() for name, x in t.items()}
+    only["grad_out"][:, :, :3], only["grad_out"][:, :, 9:] = 0, 0
+    dv = gradients(only, attn_mask=mask)["value"].double()
+    torch.testing.assert_close(dv[:, :, :150], mean[:, :, None].expand(-1, -1, 150, -1), rtol=2e-2 if dtype in HALF else 1e-5, atol=1e-6)
+    assert not found["value"][:, :, 150:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
+    t = draw((2, 4, 2, 130, 200, 40, 24), dtype)
+    mask = torch.rand(2, 1, 1, 200) > 0.3
+    keywords = {"query_lengths": torch.tensor([77, 130]), "key_lengths": torch.tensor([150, 0]), "attn_mask": mask}
+    clean = check(t, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords)
+    dirty = {name: x.clone() for name, x in t.items()}
+    for name in ("query", "grad_out"):
+        dirty[name][0, :, 77:], dirty[name][1] = math.nan, math.nan
+    for name in ("key", "value"):
+        dirty[name][0, :, 150:], dirty[name][1] = math.nan, math.inf
+        dirty[name][0, :, ~mask[0, 0, 0]] = math.nan
+    same(gradients(dirty, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords), clean)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    for gradient in gradients(draw(shape, torch.float32), bias=pt.AlibiBias(torch.rand(shape[1]))).values():
+        assert not gradient.any()
