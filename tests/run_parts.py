@@ -1,7 +1,7 @@
 """The whole test run, in parts with a time budget each: what `make test` does.
 
     python3 tests/run_parts.py           the parts within their budgets
-    python3 tests/run_parts.py --full    slow tests too, no budgets
+    python3 tests/run_parts.py --full    slow tests too, the other instruction sets, the sanitizers; no budgets
     python3 tests/run_parts.py cpu ...   only the parts named
 
 A part fails if its tests fail, if it ran none, or if it takes longer than its budget; at twice the budget it is interrupted.
@@ -39,6 +39,7 @@ class Part(NamedTuple):
     minutes: float
     folders: tuple[str, ...] = ()  # of tests/
     environment: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()  # of pytest
 
 
 INSTALL = Part("install", "install and build", 5)
@@ -49,6 +50,10 @@ PARTS = (
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
 )
+# The ops again on kernels that this machine would not choose, and under the sanitizers: parts of --full.
+OPS = ("ops", "test_fuzz.py", "test_fuzz_norm.py")
+GENERIC = Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu"))
+SANITIZE = Part("sanitize", "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300"))
 
 
 class Result(NamedTuple):
@@ -62,6 +67,8 @@ class Result(NamedTuple):
 
 def paths(part: Part) -> list[str]:
     """The entries of tests/ that belong to `part` and exist."""
+    if part not in PARTS:
+        return [f"tests/{entry}" for entry in part.folders if (TESTS / entry).exists()]
     named = {folder for other in PARTS for folder in other.folders}
     entries = [path for path in sorted(TESTS.iterdir()) if path.is_dir() or path.name.startswith("test_")]
     mine = [path for path in entries if path.name in part.folders or (part.name == REST and path.name not in named)]
@@ -109,12 +116,32 @@ def test(part: Part, full: bool) -> Result:
     report = RESULTS / f"{part.name}.xml"
     report.unlink(missing_ok=True)
     markers = "not gpu" if full else "not gpu and not slow"
-    command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5", *paths(part)]
+    command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5"]
+    command += [*part.options, *paths(part)]
     code, seconds = timed(command, None if full else 120 * part.minutes, part.environment)
     problem = over_budget(part, seconds, full)
     if code:
         problem = "ran no test" if code == 5 else f"pytest exit code {code}"
     return Result(part, seconds, problem, *counts(report))
+
+
+def test_sanitized() -> Result:
+    """The ops with the library of a second copy of the package, built with GCC's sanitizers."""
+    copy = ROOT / "build" / "sanitized"
+    options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"), ("CXX", "g++"))
+    build = [str(ROOT / ".venv" / "bin" / "python"), "setup.py", "-q", "build", "--build-lib", str(copy)]
+    code, seconds = timed(build, None, options)
+    if code:
+        return Result(SANITIZE, seconds, f"building: exit code {code}")
+    names = ("libasan.so", "libstdc++.so")
+    libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    environment = (
+        ("LD_PRELOAD", ":".join(libraries)),  # Python itself is not built with them
+        ("ASAN_OPTIONS", "detect_leaks=0"),  # Python leaks by design
+        ("UBSAN_OPTIONS", "print_stacktrace=1"),
+        ("PYTHONPATH", str(copy)),
+    )
+    return test(SANITIZE._replace(environment=environment), True)
 
 
 def summary(results: list[Result]) -> str:
@@ -129,7 +156,9 @@ def summary(results: list[Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(part.name for part in PARTS))
-    parser.add_argument("--full", action="store_true", help="slow tests too, without budgets")
+    parser.add_argument(
+        "--full", action="store_true", help="slow tests, other instruction sets and sanitizers too; no budgets"
+    )
     arguments = parser.parse_args()
     names = [part.name for part in PARTS]
     if unknown := set(arguments.parts) - set(names):
@@ -139,6 +168,8 @@ def main() -> int:
     if results[0].problem is None:
         wanted = [part for part in PARTS if part.name in (arguments.parts or names) and paths(part)]
         results += [test(part, arguments.full) for part in wanted]
+        if arguments.full and not arguments.parts:
+            results += [test(GENERIC, True), test_sanitized()]
     print("\n" + summary(results), flush=True)
     return 1 if any(result.problem for result in results) or len(results) == 1 else 0
 

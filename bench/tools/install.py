@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -66,9 +67,12 @@ def make_environment() -> Path:
     folder, version = torch
     say(f"using torch {version} of {folder}")
     reused.write_text(f"{folder}\n")
-    pins = [line for line in constraints.read_text().splitlines() if not re.match(r"(torch|triton|numpy)==", line)]
+    installed = {"torch": version} | {
+        d.name: d.version for d in importlib.metadata.distributions(name="triton", path=[str(folder)])
+    }
+    pins = [line for line in constraints.read_text().splitlines() if line.partition("==")[0] not in installed]
     fitting = VENV / "constraints.txt"
-    fitting.write_text("\n".join([*pins, f"torch=={version}"]) + "\n")
+    fitting.write_text("\n".join([*pins, *(f"{name}=={version}" for name, version in installed.items())]) + "\n")
     return fitting
 
 
@@ -82,7 +86,7 @@ def main() -> None:
         sys.exit(f"install: Python {sys.version.split()[0]} is too old: wanted >= {'.'.join(map(str, MIN_PYTHON))}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--extras", default="test,bench,models,hf", help="optional dependencies to install (default: %(default)s)"
+        "--extras", default="test,bench,models,hf,triton", help="optional dependencies to install (default: %(default)s)"
     )
     extras = parser.parse_args().extras
     start = time.monotonic()
