@@ -45,18 +45,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 SIZES: dict[str, dict[str, int]] = {
     # Odd lengths: every tile has a tail.
-    "small": {
-        "B": 2,
-        "Hq": 4,
-        "Hkv": 4,
-        "Lq": 67,
-        "Lk": 67,
-        "D": 32,
-        "rows": 37,
-        "d": 96,
-        "hidden": 200,
-        "classes": 131,
-    },
+    "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32, "rows": 37, "d": 96, "hidden": 200, "classes": 131},
     "medium": {
         "B": 2,
         "Hq": 8,
