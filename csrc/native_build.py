@@ -63,11 +63,18 @@ class Isa:
     probe: str = "int main() { return 0; }"  # must compile with the flags
 
 
+AVX512_BF16 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -mbmi2".split())
 ISAS = (  # best first
+    Isa(
+        "amx_bf16",
+        ("x86_64",),
+        (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+        "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); }\n",
+    ),
     Isa(
         "avx512_bf16",
         ("x86_64",),
-        tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -mbmi2".split()),
+        AVX512_BF16,
         "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(s, a, b); }\n",
     ),
     Isa("generic"),

@@ -18,7 +18,7 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockRows = 96;   // queries of a block: a multiple of kMR
+constexpr int64_t kBlockRows = 96;   // queries of a block: a multiple of every kRows
 constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
 constexpr int64_t kFewRows = 16;     // up to here keys are split finely: there is little else to share out
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed operands at once, unless a few heads alone need more
@@ -104,24 +104,24 @@ class RowBlock {
     if (scores_unsorted() && !trim(&k0, &n)) return;
     if (!reach(k0, n)) return;
     for (int64_t j = 0; j < n; j += kPanel<T>)  // S = Q K^T; a panel of K stays in L1 over all rows
-      for (int64_t r = 0; r < rows_; r += kMR)
+      for (int64_t r = 0; r < rows_; r += kRows<T>)
         if (reach_[r].lo < j + kPanel<T> && reach_[r].hi > j)
-          pick<T>(least<int64_t>(kMR, rows_ - r), kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du,
+          pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du,
                                                                     S_ + r * ld_ + j, ld_, nullptr);
     for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
     if (p_.drop_threshold == 65536) return;
     for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {  // O = alpha O + P V
       const int64_t w = least<int64_t>(kPanel<T>, f_.dv - col);
       const unit* V = packed.v + (col * packed.ld + (k0 - packed.first) * w) / T::pack;
-      for (int64_t r = 0; r < rows_; r += kMR) {
+      for (int64_t r = 0; r < rows_; r += kRows<T>) {
         const Range k = reach_[r];
         if (k.size() > 0)
-          pick<T>(least<int64_t>(kMR, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
+          pick<T>(least<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
               ceil_div(k.size(), T::pack), reinterpret_cast<const unit*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
               O_ + r * f_.dv + col, f_.dv, alpha_ + r);
       }
     }
-    for (int64_t r = 0; r < rows_; r += kMR) started_[r] |= reach_[r].size() > 0;
+    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
   // Unnormalised results for combine(): m and l of each row, then O.
@@ -149,7 +149,7 @@ class RowBlock {
         for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, fma(w, load(part + partial_head(rows_) + r * f_.dv + d), load(o + d)));
       }
     }
-    for (int64_t r = 0; r < rows_; r += kMR) started_[r] = 1;
+    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] = 1;
   }
 
   void finish() {
@@ -172,19 +172,19 @@ class RowBlock {
   bool scores_unsorted() const { return s_.unsorted_segments(); }
   int64_t query(int64_t r) const { return q0_ + r % nq_; }
 
-  // Which keys of the tile each group of kMR rows works on: from the first to the last that one of its rows sees, widened to vectors at the
+  // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at the
   // front. False: none at all.
   bool reach(int64_t k0, int64_t n) {
     bool any = false;
-    for (int64_t r = 0; r < rows_; r += kMR) {
+    for (int64_t r = 0; r < rows_; r += kRows<T>) {
       Range g{n, 0};
-      for (int64_t i = r; i < least<int64_t>(r + kMR, rows_); i++) {
+      for (int64_t i = r; i < least<int64_t>(r + kRows<T>, rows_); i++) {
         const Range s{most(seen_[i].lo - k0, int64_t(0)), least(seen_[i].hi - k0, n)};
         if (s.size() > 0) g = {least(g.lo, s.lo), most(g.hi, s.hi)};
       }
       g = g.size() > 0 ? Range{g.lo / (2 * T::width) * (2 * T::width), g.hi} : Range{0, 0};
       any |= g.size() > 0;
-      for (int64_t i = r; i < least<int64_t>(r + kMR, rows_); i++) reach_[i] = g;
+      for (int64_t i = r; i < least<int64_t>(r + kRows<T>, rows_); i++) reach_[i] = g;
     }
     return any;
   }
@@ -300,7 +300,7 @@ class RowBlock {
 
   void clear_untouched() {
     for (int64_t r = 0; r < rows_; r++)
-      if (!started_[r / kMR * kMR])
+      if (!started_[r / kRows<T> * kRows<T>])
         for (int64_t d = 0; d < f_.dv; d += T::width) store(O_ + r * f_.dv + d, vec{});
   }
 

@@ -1,15 +1,25 @@
-// The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kMR, cols <= kPanel<T>, k counted in units.
+// The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <= kPanel<T>, k counted in units.
 // A is read unit by unit with any row and k stride, so operands that were just computed are used where they lie;
 // B is packed (pack.h): panel[k][cols], aligned. C is aligned, its row stride a multiple of T::width.
 #pragma once
 
 #include "vec.h"
 
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
+
 namespace pt {
 namespace PT_ISA {
 
 template <class T>
 constexpr int kPanel = kNV * T::width;  // columns of a packed panel
+template <class T>
+constexpr int kRows = kMR;  // rows of a call
+#if defined(__AMX_BF16__)
+template <>
+constexpr int kRows<Bf16Tile> = kTile;
+#endif
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
@@ -45,17 +55,41 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
 template <class T>
 using KernelFn = void (*)(int64_t, const typename T::unit*, int64_t, int64_t, const typename T::unit*, typename T::acc*, int64_t, const typename T::acc*);
 
+#if defined(__AMX_BF16__)
+template <int MR, int NV, int MODE>
+void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c, int64_t ldc, const float* alpha) {
+  if (a_k == 1) {
+    if constexpr (MODE == kScaleAdd)
+      for (int r = 0; r < MR; r++)
+        for (int j = 0; j < 16 * NV; j += 16) store(c + r * ldc + j, load(c + r * ldc + j) * alpha[r]);
+    return tile_kernel<MR, NV, MODE == kStore>(k, a, a_row, b, c, ldc);
+  }
+  // a tile of A is rows of neighbours along k: any other order goes to vectors
+  constexpr int whole = MR / kMR * kMR;
+  for (int r = 0; r < whole; r += kMR) kernel<Bf16Dot, kMR, NV, MODE>(k, a + r * a_row, a_row, a_k, b, c + r * ldc, ldc, alpha + r);
+  if constexpr (MR > whole) kernel<Bf16Dot, MR - whole, NV, MODE>(k, a + whole * a_row, a_row, a_k, b, c + whole * ldc, ldc, alpha + whole);
+}
+#endif
+
+template <class T, int MR, int NV, int MODE>
+constexpr KernelFn<T> kernel_for() {
+#if defined(__AMX_BF16__)
+  if constexpr (std::is_same_v<typename T::Dot, TileDot>) return kernel_on_tiles<MR, NV, MODE>;
+  else
+#endif
+    return kernel<typename T::Dot, MR, NV, MODE>;
+}
 template <class T, int NV, int MODE, int... R>
 INLINE KernelFn<T> pick_rows(int rows, std::integer_sequence<int, R...>) {
-  static constexpr KernelFn<T> table[] = {kernel<typename T::Dot, R + 1, NV, MODE>...};
+  static constexpr KernelFn<T> table[] = {kernel_for<T, R + 1, NV, MODE>()...};
   return table[rows - 1];
 }
 template <class T, int NV>
 INLINE KernelFn<T> pick_mode(int rows, Mode mode) {
-  constexpr auto all = std::make_integer_sequence<int, kMR>();
+  constexpr auto all = std::make_integer_sequence<int, kRows<T>>();
   return mode == kStore ? pick_rows<T, NV, kStore>(rows, all) : mode == kAdd ? pick_rows<T, NV, kAdd>(rows, all) : pick_rows<T, NV, kScaleAdd>(rows, all);
 }
-// The kernel for 1 <= rows <= kMR and cols, a multiple of T::width up to kPanel<T>.
+// The kernel for 1 <= rows <= kRows<T> and cols, a multiple of T::width up to kPanel<T>. Called from a task (for_each_task).
 template <class T, int NV = kNV>
 INLINE KernelFn<T> pick(int64_t rows, int64_t cols, Mode mode) {
   if constexpr (NV > 1) {

@@ -9,6 +9,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace pt {
 namespace {
@@ -70,8 +74,23 @@ bool have(std::initializer_list<const char*> names) {
   return true;
 }
 
+// Linux gives a process the large tile registers only on request, once for all its threads.
+[[maybe_unused]] bool tiles_permitted() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
+
 // One entry per set the build may name: what its compiler flags let the compiler use.
 namespace requires_features {
+[[maybe_unused]] bool amx_bf16() {
+  return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}) &&
+         tiles_permitted();
+}
 [[maybe_unused]] bool avx512_bf16() {
   return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"});
 }

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "vec.h"
+#include "gemm.h"
 
 namespace pt {
 
@@ -17,7 +17,9 @@ namespace PT_ISA {
 // f(task) for task in [0, n), taken in rising order by up to `threads` threads.
 template <class F>
 void for_each_task(int64_t n, int threads, const F& f) {
-  if (n <= 1 || threads <= 1) {
+  if (n <= 0) return;
+  if (n == 1 || threads <= 1) {
+    const WorkerState state;
     for (int64_t i = 0; i < n; i++) f(i);
     return;
   }
@@ -26,6 +28,7 @@ void for_each_task(int64_t n, int threads, const F& f) {
     int64_t n, next;
   } queue{f, n, 0};
   run_workers(least<int64_t>(n, threads), [](void* p) {
+    const WorkerState state;
     Queue& q = *static_cast<Queue*>(p);
     for (int64_t i; (i = __atomic_fetch_add(&q.next, 1, __ATOMIC_RELAXED)) < q.n;) q.f(i);
   }, &queue);

@@ -439,9 +439,19 @@ INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
   *lo = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[0]), (__m512i)b);
   *hi = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[1]), (__m512i)b);
 }
-using Bf16 = Bf16Pair;  // the traits a bf16 tensor gets on this instruction set
-#else
+#endif
+
+// Bf16: the traits a bf16 tensor gets on this instruction set (with AMX: amx.h)
+#if !defined(__AVX512BF16__)
 using Bf16 = Float<bf16>;
+#elif !defined(__AMX_BF16__)
+using Bf16 = Bf16Pair;
+#endif
+
+#if !defined(__AMX_BF16__)
+struct WorkerState {  // what a thread needs set up while it runs tasks: nothing
+  WorkerState() {}
+};
 #endif
 
 }  // namespace PT_ISA
