@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pytransformer.cli import OK, WRONG, machine
-from pytransformer.cli.console import Console
+import pytransformer
+from pytransformer.cli import OK, WRONG, machine, providers
+from pytransformer.cli.benchmark import check, exact, results
+from pytransformer.cli.console import Console, clean
+from pytransformer.ops import _native
+from pytransformer.ops._registry import BACKENDS, OPS
+from pytransformer.testing.cases import Case, case
 
 # What each optional library is for; none is needed to call an op.
 OPTIONAL = {
@@ -75,13 +82,10 @@ def examine() -> dict[str, Any]:
 
 
 def installation() -> dict[str, Any]:
-    import pytransformer
-    from pytransformer.cli.benchmark.results import commit
-
     return {
         "pytransformer": pytransformer.__version__,
         "path": str(Path(pytransformer.__file__).parent),
-        "commit": commit(),
+        "commit": results.commit(),
         "python": f"{platform.python_version()} ({sys.executable})",
         "torch": str(torch.__version__),
         "triton": machine.triton_version(),
@@ -102,8 +106,6 @@ def cpu() -> dict[str, Any]:
 
 def native() -> dict[str, Any]:
     """The CPU library: built for what, loaded or not, which instruction set it uses."""
-    from pytransformer.ops import _native
-
     module, _ = machine.introspection()
     info = _native.build_info() or {}
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISA")
@@ -149,73 +151,67 @@ def gpu() -> dict[str, Any]:
 
 def tiers() -> list[dict[str, Any]]:
     """Each tier with the ops it computes here, and why not the others."""
-    import pytransformer as pt
-    from pytransformer.ops._registry import BACKENDS, OPS
-
-    found = []
-    problems = {c.op: c.make("cpu", torch.float32, seed=0) for c in reversed(_cases())}
-    for tier in reversed(BACKENDS):
-        works, reasons = [], {}
-        for op, (args, kwargs) in problems.items():
-            if tier not in OPS[op].backends:
-                continue
-            reason = pt.explain(op, *args, **kwargs).reasons[tier]
-            if reason is None:
-                works.append(op)
-            else:
-                reasons.setdefault(reason, []).append(op)
-        if not works and not reasons:
-            reasons["this version has no kernels of this tier"] = []
-        found.append(
-            {
-                "tier": tier,
-                "works": works,
-                "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()],
-            }
-        )
-    return found
+    return [
+        _tier(tier, "cuda" if tier in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
+        for tier in reversed(BACKENDS)
+    ]
 
 
-def _cases() -> list[Any]:
-    from pytransformer.cli.benchmark import check
-    from pytransformer.testing.cases import case
+def _tier(tier: str, device: str) -> dict[str, Any]:
+    works: list[str] = []
+    reasons: dict[str, list[str]] = {}
+    for op in exact.ops():
+        if tier not in OPS[op].backends:
+            continue
+        args, kwargs = next(c for c in _cases() if c.op == op).make(device, torch.float32, seed=0)
+        reason = pytransformer.explain(op, *args, **kwargs).reasons[tier]
+        if reason is None:
+            works.append(op)
+        else:
+            reasons.setdefault(reason, []).append(op)
+    if not works and not reasons:
+        reasons["this version has no kernels of this tier"] = []
+    return {"tier": tier, "works": works, "why_not": [{"reason": r, "ops": ops} for r, ops in reasons.items()]}
 
-    return [c for c in (case(name, "small") for name in SELF_CHECK) if c.op in check.ops()]
+
+def _cases() -> list[Case]:
+    return [c for c in (case(name, "small") for name in SELF_CHECK) if c.op in exact.ops()]
 
 
 def self_check() -> list[dict[str, Any]]:
     """Forward and backward of each op on each backend that works here, in float32, against float64."""
-    from pytransformer.cli import providers
-    from pytransformer.cli.benchmark import check
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small problems: on a busy machine, handing them out to threads is what takes long
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    try:
+        return [line for case in _cases() for line in _check_case(case, devices)]
+    finally:
+        torch.set_num_threads(threads)
 
-    lines = []
-    for case in _cases():
-        problem = providers.Problem.make(case, torch.float32, "cpu", seed=1, grad=True)
+
+def _check_case(case: Case, devices: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    solution = None
+    for device in devices:
+        problem = providers.Problem.make(case, torch.float32, device, seed=1, grad=True)
         grads = check.upstream(problem, seed=2)
-        exact = check.exact(problem, grads)
+        solution = solution or exact.solve(problem, grads)
         for provider in providers.ours(case.op):
             try:
                 found = check.compute(problem, provider.prepare(problem), grads)
             except providers.Unsupported:
                 continue  # `tiers` has the reason
             except Exception as error:  # a crash is the finding
-                lines.append(_line(case, provider, "failed", None, f"{type(error).__name__}: {error}"))
+                yield _line(problem, provider.name, "failed", None, f"{type(error).__name__}: {error}")
                 continue
-            verdict = check.judge(problem, found, exact, peer=False)
-            lines.append(_line(case, provider, "wrong" if verdict.wrong else "ok", verdict.bound_used, verdict.wrong))
-    return lines
+            verdict = check.judge(problem, found, solution, peer=False)
+            yield _line(problem, provider.name, "wrong" if verdict.wrong else "ok", verdict.bound_used, verdict.wrong)
 
 
-def _line(case: Any, provider: Any, verdict: str, used: float | None, detail: str | None) -> dict[str, Any]:
-    finite = used if used is not None and used - used == 0 else None
+def _line(problem: providers.Problem, backend: str, verdict: str, used: float | None, detail: str | None) -> dict[str, Any]:
     return {
-        "op": case.op,
-        "case": case.name,
-        "backend": provider.name,
-        "verdict": verdict,
-        "bound_used": finite,
-        "detail": detail,
-    }
+        "op": problem.case.op, "case": problem.case.name, "device": problem.device, "backend": backend, "verdict": verdict,
+        "bound_used": used if used is not None and math.isfinite(used) else None, "detail": detail,
+    }  # fmt: skip
 
 
 # ---- as text
@@ -251,8 +247,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.heading("Tiers")
     rows = []
     for tier in report["tiers"]:
-        reasons = [r["reason"] + (f" ({', '.join(r['ops'])})" if tier["works"] else "") for r in tier["why_not"]]
-        rows.append((tier["tier"], "works" if tier["works"] else "no", "; ".join(reasons) or ", ".join(tier["works"])))
+        does = [", ".join(tier["works"])] if tier["works"] else []
+        refuses = [("not " + ", ".join(r["ops"]) + ": " if does else "") + r["reason"] for r in tier["why_not"]]
+        rows.append((tier["tier"], "works" if does else "no", "; ".join(does + refuses)))
     console.table(("tier", "", "ops, or why not"), rows)
 
     console.heading("Optional libraries")
@@ -262,24 +259,17 @@ def show(console: Console, report: dict[str, Any]) -> None:
     )
 
     console.heading("Self-check: forward and backward against float64")
-    console.table(
-        ("op", "case", "backend", "", "share of the error bound"),
-        [
-            (x["op"], x["case"], x["backend"], x["verdict"] if x["verdict"] == "ok" else x["verdict"].upper(),
-             x["detail"] or f"{100 * x['bound_used']:.0f} %")
-            for x in report["self_check"]
-        ],
-    )  # fmt: skip
-    bad = [x for x in report["self_check"] if x["verdict"] != "ok"]
-    backends = ", ".join(dict.fromkeys(x["backend"] for x in report["self_check"]))
-    console.print(
-        f"{len(bad)} of {len(report['self_check'])} checks failed."
-        if bad
-        else f"All {len(report['self_check'])} checks passed ({backends})."
-    )
+    lines = report["self_check"]
+    rows = []
+    for line in lines:
+        shown = "ok" if line["verdict"] == "ok" else line["verdict"].upper()
+        figure = line["detail"] or f"{100 * line['bound_used']:.0f} %"
+        rows.append((line["op"], line["case"], line["device"], line["backend"], shown, figure))
+    console.table(("op", "case", "device", "backend", "", "share of the error bound"), rows)
+    bad = sum(line["verdict"] != "ok" for line in lines)
+    backends = ", ".join(dict.fromkeys(line["backend"] for line in lines))
+    console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")
 
 
 def clean_list(value: object) -> str:
-    from pytransformer.cli.console import clean
-
     return clean(", ".join(map(str, value)) if isinstance(value, list) else value)

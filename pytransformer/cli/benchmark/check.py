@@ -8,28 +8,17 @@ or a lost gradient misses by far.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from pytransformer.cli.benchmark import exact
 from pytransformer.cli.providers import Outputs, Prepared, Problem
 from pytransformer.testing import bounds, oracle
 
 PEER_EPS = 16
-
-# The outputs of each op, by their names in pytransformer.testing; the gradients have their arguments' names.
-OUTPUTS = {
-    "attention": ("out",),
-    "attention_varlen": ("out",),
-    "layer_norm": ("y",),
-    "rms_norm": ("y",),
-    "add_norm": ("normed", "residual_out"),
-    "feed_forward": ("y",),
-    "linear_cross_entropy": ("loss",),
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ def upstream(problem: Problem, seed: int) -> list[torch.Tensor]:
 
 
 def output_shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """The shape of each of OUTPUTS."""
+    """The shape of each of exact.OUTPUTS."""
     named = problem.named
     match problem.case.op:
         case "attention" | "attention_varlen":
@@ -84,19 +73,19 @@ def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | No
         outputs = prepared.forward()
         if grads is not None:
             found = dict(zip(problem.leaves, gradients(problem, outputs, grads), strict=True))
-    return {**dict(zip(OUTPUTS[problem.case.op], (o.detach() for o in outputs), strict=True)), **found}
+    return {**dict(zip(exact.OUTPUTS[problem.case.op], (o.detach() for o in outputs), strict=True)), **found}
 
 
-def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], exact: oracle.Solution, *, peer: bool) -> Verdict:
+def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: oracle.Solution, *, peer: bool) -> Verdict:
     """Compares one provider's tensors with the exact `solution` of pytransformer.testing; see the module's
     docstring.
     """
     if peer:  # a peer may return a loss in a narrower dtype than ours
-        found = {name: t if t is None else t.to(exact.results[name].dtype) for name, t in found.items()}
-    checks = bounds.check(exact, dict(found), problem.dtype)
+        found = {name: t if t is None else t.to(solution.results[name].dtype) for name, t in found.items()}
+    checks = bounds.check(solution, dict(found), problem.dtype)
     errors, shares, wrong = {}, {}, []
     for check in checks:
-        result = exact.results[check.name]
+        result = solution.results[check.name]
         ours = found[check.name]
         ours = torch.zeros_like(result.value) if ours is None else ours
         unit = bounds.rounding(result, problem.dtype)
@@ -121,52 +110,3 @@ def _share(error: float, allowed: float) -> float:
     if math.isnan(error):
         return math.inf
     return error / allowed if allowed else (0.0 if error == 0 else math.inf)
-
-
-def exact(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """The answer in float64 with its bound, in the shapes of the public op's outputs."""
-    return _EXACT[problem.case.op](problem, grads)
-
-
-def _exact_padded(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
-    return oracle.solve(*problem.args, *(grads or []), **problem.kwargs)
-
-
-def _exact_packed(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Packed sequences are padded ones with lengths; what comes out is packed again."""
-    *qkv, cu_q, cu_k, longest_q, longest_k = problem.args
-    spans = [(cu[:-1].tolist(), cu.diff().tolist(), longest) for cu, longest in ((cu_q, longest_q), (cu_k, longest_k))]
-
-    def pad(rows: torch.Tensor, side: int) -> torch.Tensor:
-        starts, lengths, longest = spans[side]
-        padded = rows.new_zeros(len(starts), rows.shape[1], longest, rows.shape[2])
-        for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            padded[b, :, :length] = rows[start : start + length].detach().transpose(0, 1)
-        return padded
-
-    def pack(padded: torch.Tensor, side: int) -> torch.Tensor:
-        lengths = spans[side][1]
-        return torch.cat([padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)])
-
-    sides = {"out": 0, "query": 0, "key": 1, "value": 1}
-    solution = oracle.solve(
-        pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *(pad(g, 0) for g in grads or []),
-        query_lengths=cu_q.diff(), key_lengths=cu_k.diff(), **problem.kwargs,
-    )  # fmt: skip
-    results = {
-        name: dataclasses.replace(r, **{part: pack(getattr(r, part), sides[name]) for part in ("value", "S", "floor")})
-        if name in sides
-        else r
-        for name, r in solution.results.items()
-    }
-    return dataclasses.replace(solution, results=results)
-
-
-_EXACT = {"attention": _exact_padded, "attention_varlen": _exact_packed}
-
-
-def ops() -> tuple[str, ...]:
-    """The ops that this version has and that can be checked."""
-    from pytransformer.ops._registry import OPS
-
-    return tuple(op for op in _EXACT if op in OPS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pytransformer.cli import UsageError
-from pytransformer.cli.benchmark import check
+from pytransformer.cli.benchmark import exact
 from pytransformer.testing.cases import Case, case, cases
 
 DTYPES = {
@@ -16,7 +16,7 @@ DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64,
     "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64,
 }  # fmt: skip
-OPS = check.ops()
+OPS = exact.ops()
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ QUICK: tuple[tuple[str, dict[str, int], tuple[str, ...]], ...] = (
     ("bias", _SHORT, ("float32",)),
     ("dropout", _SHORT, ("float32",)),
     ("gqa", {**_SHORT, "Hq": 8, "Hkv": 2}, ("float32",)),
-    ("varlen", _SHORT, ("float32",)),
     ("decode", {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 64}, ("float32",)),
+    ("varlen", _SHORT, ("float32",)),
     ("layer_norm", _ROWS, ("float32",)),
     ("rms_norm", _ROWS, ("float32",)),
     ("add_norm", _ROWS, ("float32", "bfloat16")),

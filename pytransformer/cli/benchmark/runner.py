@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pytransformer.cli.benchmark import check, clock, memory, plan
+from pytransformer.cli.benchmark import check, clock, exact, memory, plan
 from pytransformer.cli.benchmark.plan import Step
 from pytransformer.cli.providers import NAIVE, TORCH, Prepared, Problem, Provider, Unsupported, providers
 
@@ -117,7 +117,7 @@ class Runner:
         if key not in self._exact:
             for old in [k for k in self._exact if k[:3] != key[:3]]:
                 del self._exact[old]
-            self._exact[key] = check.exact(problem, check.upstream(problem, SEED) if self.backward else None)
+            self._exact[key] = exact.solve(problem, check.upstream(problem, SEED) if self.backward else None)
         return check.judge(problem, found, self._exact[key], peer=peer)
 
     def _refuse(self, step: Step, backend: str, status: str, reason: str, verdict: check.Verdict | None = None) -> None:

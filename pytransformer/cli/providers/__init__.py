@@ -11,6 +11,7 @@ To add an op: a file named by its stem with `PROVIDERS = {op: (provider, ...)}`,
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -42,11 +43,12 @@ class Problem:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     grad: bool
+    seed: int
 
     @staticmethod
     def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool) -> Problem:
         args, kwargs = case.make(device, dtype, seed, requires_grad=grad)
-        return Problem(case, dtype, device, args, kwargs, grad)
+        return Problem(case, dtype, device, args, kwargs, grad, seed)
 
     @cached_property
     def named(self) -> dict[str, Any]:
@@ -64,7 +66,14 @@ class Problem:
 
     def without_dropout(self) -> Problem:
         kwargs = {k: v for k, v in self.kwargs.items() if k not in ("dropout_p", "dropout_seed")}
-        return Problem(self.case, self.dtype, self.device, self.args, kwargs, self.grad)
+        return dataclasses.replace(self, kwargs=kwargs)
+
+    def on_cpu(self) -> Problem:
+        """The same values on the CPU."""
+        if self.device == "cpu":
+            return self
+        there = Problem.make(self.case, self.dtype, "cpu", seed=self.seed, grad=self.grad)
+        return there if self.dropout or not there.dropout else there.without_dropout()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""The cases of the command line's benchmark under pytest-benchmark: a file in ops/ names its ops, and gets one test per
+case, mode and backend.
+
+    pytest bench/ops/attention.py --benchmark-group-by=param:step --size medium --dtype bfloat16 -k "causal and fwd"
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pytransformer.cli import providers
+from pytransformer.cli.benchmark import check, exact, plan, runner
+
+BACKENDS = ("cpu", "reference", "naive", "torch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--size", default="medium", choices=("small", "medium", "large"), help="shape of the cases")
+    parser.addoption("--dtype", default="float32", choices=sorted(plan.DTYPES), help="dtype of the inputs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "step" not in metafunc.fixturenames:
+        return
+    option = metafunc.config.getoption
+    steps = plan.chosen(metafunc.module.OPS, (), option("--size"), {}, [option("--dtype")], plan.QUICK_MODES)
+    metafunc.parametrize("step", steps, ids=[f"{s.case.name}-{s.mode}" for s in steps])
+    metafunc.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture
+def timed(benchmark, step: plan.Step, backend: str):
+    """Checks one backend at one step, then times it; a wrong one fails, one that cannot do it is skipped with its reason."""
+
+    def run() -> None:
+        problem = providers.Problem.make(step.case, step.dtype, "cpu", seed=runner.SEED, grad=step.mode != "fwd")
+        provider = next((p for p in providers.providers(step.case.op) if p.name == backend), None)
+        if provider is None:
+            pytest.skip(f"{step.case.op} has no backend {backend}")
+        try:
+            prepared = provider.prepare(problem)
+            checked = problem.without_dropout() if prepared.own_dropout else problem
+            compared = provider.prepare(checked)
+        except providers.Unsupported as reason:
+            pytest.skip(str(reason))
+        grads = check.upstream(checked, runner.SEED) if checked.grad else None
+        found = check.compute(checked, compared, grads)
+        verdict = check.judge(checked, found, exact.solve(checked, grads), peer=backend in runner.PEERS)
+        assert verdict.wrong is None, verdict.wrong
+        benchmark.extra_info.update(error=verdict.error, error_bound=verdict.bound, provider=prepared.label)
+        call = runner.work(problem, prepared, step.mode)
+        with prepared.context():
+            benchmark(call)
+
+    return run
