@@ -74,8 +74,65 @@ def _norm(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution
         # The norm is that of the sum as it is stored, rounded once.
         kept = fuzz_norm.keep_factor(drawn)
         stored = (named["x"].double() * kept + named["residual"].double()).to(named["residual"].dtype)
-    empty = torch.empty(0)
-    return oracle.Solution(fuzz_norm.solve(drawn, stored), 1, empty, empty)
+    return _solution(fuzz_norm.solve(drawn, stored))
+
+
+def _feed_forward(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
+    from pytransformer.testing import fuzz_ffn
+
+    names = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
+    tensors = {name: problem.named[name] for name in names if problem.named.get(name) is not None}
+    tensors |= dict(zip(("grad_out",), grads or []))
+    keywords = {name: problem.named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in problem.named}
+    drawn = fuzz_ffn.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])
+    return _solution(fuzz_ffn.solve(drawn))
+
+
+def _cross_entropy(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
+    """z = x w^T + b, p = softmax(z), loss = logsumexp(z) - sum(q z), q the smoothed target; dz = (p - q) dloss.
+
+    The bound, with r = eps(float32) / eps(dtype), the rounding of what is summed in float32: E(z) = r (|x| |w|^T + |b|) moves the
+    loss of a row by at most its largest E(z), and its p by that much of themselves; the sums carry it on.
+    """
+    named = problem.named
+    x, weight, target = named["x"].double(), named["weight"].double(), named["target"]
+    bias = torch.zeros(weight.shape[0]) if named.get("bias") is None else named["bias"]
+    valid = target != named.get("ignore_index", -100)
+    smoothing = named.get("label_smoothing", 0.0)
+    r = 1.0 if problem.dtype == torch.float64 else torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
+    z = x @ weight.T + bias.double()
+    moved = r * (x.abs() @ weight.abs().T + bias.double().abs()).amax(1, keepdim=True)
+    q = torch.full_like(z, smoothing / z.shape[1])
+    q.scatter_add_(1, torch.where(valid, target, 0)[:, None], torch.full((len(z), 1), 1 - smoothing, dtype=torch.float64))
+    lse = torch.logsumexp(z, 1)
+    losses = torch.where(valid, lse - (q * z).sum(1), 0.0)
+    sizes = torch.where(valid, lse.abs() + (q * z).abs().sum(1), 0.0) * r + torch.where(valid, losses.abs() + moved[:, 0], 0.0)
+    reduction = named.get("reduction", "mean")
+    share = 1.0 / valid.sum().double() if reduction == "mean" else torch.ones(())
+    stored = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    results: dict[str, oracle.Result] = {}
+
+    def put(name: str, value: torch.Tensor, size: torch.Tensor, gradient: bool, dtype: torch.dtype) -> None:
+        floor = torch.full_like(size, 2.0**-24 if dtype == torch.float16 else 0.0)
+        results[name] = oracle.Result(value, size, floor, gradient, dtype)
+
+    whole = reduction != "none"
+    put("loss", (losses * share).sum() if whole else losses, (sizes * share).sum() if whole else sizes, False, stored)
+    if grads is None:
+        return _solution(results)
+    p = torch.softmax(z, 1)
+    upstream = (grads[0].double() * share * valid)[:, None] if whole else (grads[0].double() * valid)[:, None]
+    dz, size = (p - q) * upstream, (p * (1 + moved) + q) * upstream.abs()
+    put("x", dz @ weight, size @ weight.abs(), True, problem.dtype)
+    put("weight", dz.T @ x, size.T @ x.abs(), True, problem.dtype)
+    if named.get("bias") is not None:
+        put("bias", dz.sum(0), size.sum(0), True, named["bias"].dtype)
+    return _solution(results)
+
+
+def _solution(results: dict[str, oracle.Result]) -> oracle.Solution:
+    nothing = torch.empty(0)
+    return oracle.Solution(results, 1, nothing, nothing)
 
 
 _SOLVERS: dict[str, Callable[[Problem, list[torch.Tensor] | None], oracle.Solution]] = {
@@ -84,6 +141,8 @@ _SOLVERS: dict[str, Callable[[Problem, list[torch.Tensor] | None], oracle.Soluti
     "layer_norm": _norm,
     "rms_norm": _norm,
     "add_norm": _norm,
+    "feed_forward": _feed_forward,
+    "linear_cross_entropy": _cross_entropy,
 }
 
 

@@ -1,0 +1,139 @@
+"""What stands behind the figures: the exact answers, the clock, the memory probe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+from pytransformer.cli import console, providers
+from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner
+from pytransformer.testing import bounds
+
+pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
+
+CASES = [case for op in exact.ops() for case in plan.cases(op, "small") if "core" in case.tags]
+
+
+def _found(case, dtype):
+    problem = providers.Problem.make(case, dtype, "cpu", seed=3, grad=True)
+    grads = check.upstream(problem, seed=4)
+    reference = next(p for p in providers.ours(case.op) if p.name == "reference")
+    return problem, check.compute(problem, reference.prepare(problem), grads), exact.solve(problem, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=plan.dtype_name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
+    problem, found, solution = _found(case, dtype)
+    assert set(found) == {*exact.OUTPUTS[case.op], *problem.leaves}
+    assert check.judge(problem, found, solution, peer=False).wrong is None
+    # Spoil the largest element by some ten times what its bound allows.
+    for name, value in found.items():
+        result = solution.results[name]
+        largest = value.abs().argmax()
+        unit = torch.finfo(bounds.rounding(result, dtype)).eps
+        step = 100 * unit * float(result.S.flatten()[largest] + value.abs().max())
+        spoilt = value.clone()
+        spoilt.view(-1)[largest] += step
+        verdict = check.judge(problem, {**found, name: spoilt}, solution, peer=False)
+        assert verdict.wrong is not None and verdict.wrong.startswith(name), f"{name} off by {step} was not found"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_peer_is_right_or_says_why_not(case):
+    problem = providers.Problem.make(case, torch.float32, "cpu", seed=3, grad=True)
+    grads = check.upstream(problem, seed=4)
+    for provider in providers.providers(case.op):
+        if provider.name not in runner.PEERS:
+            continue
+        checked = problem
+        if provider.prepare(problem).own_dropout:
+            checked = problem.without_dropout()
+        found = check.compute(checked, provider.prepare(checked), grads)
+        assert check.judge(checked, found, exact.solve(checked, grads), peer=True).wrong is None, provider.name
+
+
+def test_a_lost_gradient_is_found_in_a_peer():
+    problem, found, solution = _found(plan.case("bias", "small"), torch.float32)
+    verdict = check.judge(problem, {**found, "bias": None}, solution, peer=True)
+    assert verdict.wrong is not None and verdict.wrong.startswith("bias is off by 1 ")
+
+
+# ---- the clock
+
+
+def _sleeper(seconds: float) -> clock.Contender:
+    return clock.Contender(lambda: time.sleep(seconds), contextlib.nullcontext)
+
+
+def test_clock_orders_contenders_and_quantiles():
+    timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.05)
+    assert 5 <= timings["fast"].median_ms < timings["slow"].median_ms
+    for timing in timings.values():
+        assert timing.p20_ms <= timing.median_ms <= timing.p80_ms
+        assert timing.samples >= clock.MIN_ROUNDS
+
+
+def test_clock_interleaves():
+    """In every round each contender takes its turn, and no one always comes first."""
+    turns: list[str] = []
+
+    def contender(name: str) -> clock.Contender:
+        def call() -> None:
+            turns.append(name)
+            time.sleep(0.06)  # long enough for one warm-up call and one call a sample
+
+        return clock.Contender(call, contextlib.nullcontext)
+
+    clock.interleaved({name: contender(name) for name in "abc"}, min_time=0.0, min_rounds=4)
+    rounds = [turns[3 + 3 * i : 6 + 3 * i] for i in range(4)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len({turn[0] for turn in rounds}) > 1
+
+
+def test_quantile_interpolates():
+    assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.5) == 3.0
+    assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.2) == pytest.approx(1.8)
+    assert clock.quantile([7.0], 0.8) == 7.0
+
+
+def test_when_the_time_is_gone_every_step_still_runs_once():
+    late = runner.Runner(runner.Options(min_time=10.0), memory.MemoryProbe())
+    late.run(plan.Step(plan.case("full", "small"), torch.float32, "fwd"), seconds=0.0)
+    assert {"reference", "naive", "torch"} <= {row["backend"] for row in late.rows}
+    assert all(row["samples"] <= 2 and row["peak_bytes"] is None for row in late.rows)
+
+
+# ---- memory
+
+
+def test_peak_memory_of_naive_attention_is_its_score_matrices():
+    if memory.why_not() is not None:
+        pytest.skip(memory.why_not())
+    case = plan.resized(plan.case("full", "small"), {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 1024, "Lk": 1024})
+    score = 2 * 1024 * 1024 * 4
+    step = plan.Step(case, torch.float32, "fwd")
+    with memory.MemoryProbe() as probe:
+        first, again = (probe.measure(runner.memory_request(step, "naive", "cpu")) for _ in range(2))
+        with pytest.raises(memory.Unmeasured, match="StopIteration"):
+            probe.measure({**runner.memory_request(step, "naive", "cpu"), "backend": "nobody"})
+        assert probe.measure(runner.memory_request(step, "torch", "cpu")) < score, "the probe survives a failed request"
+    assert 2 * score <= first <= 2.5 * score, "scores and their softmax at once"
+    assert abs(first - again) < 2**19
+
+
+# ---- names in reports
+
+
+def test_names_are_escaped_in_every_report():
+    evil = "a|b`c`<script>\x1b[31m\n# h *x* [l](u) $m$ \u202e"
+    assert "\x1b" not in console.clean(evil) and "\n" not in console.clean(evil) and "\u202e" not in console.clean(evil)
+    cell = console.escape_markdown(evil)
+    assert "<script>" not in cell and "&lt;script&gt;" in cell
+    assert r"a\|b" in cell and r"\`c\`" in cell and r"\[l\]" in cell
+    assert console.escape_csv("=1+1") == "'=1+1"
+    assert console.escape_plot("$x$") == r"\$x\$"
+    assert report.figure(0.000123) == "1.2e-04" and report.figure(12.345) == "12.3" and report.figure(None) == "-"
