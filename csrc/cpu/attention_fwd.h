@@ -10,7 +10,7 @@
 #pragma once
 
 #include "arena.h"
-#include "attention_scores.h"
+#include "attention_direct.h"
 #include "pack.h"
 #include "parallel.h"
 #include "philox.h"
@@ -20,6 +20,7 @@ namespace PT_ISA {
 
 constexpr int64_t kBlockRows = 96;   // queries of a block: a multiple of every kRows
 constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
+constexpr int64_t kDirectRows = 2;   // up to here K and V are not packed at all
 constexpr int64_t kFewRows = 16;     // up to here keys are split finely: there is little else to share out
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed operands at once, unless a few heads alone need more
 constexpr int64_t kUnitsAtOnce = 4096;
@@ -101,27 +102,45 @@ class RowBlock {
 
   // Keys [k0, k0 + n), n <= ld, k0 on a panel.
   void tile(const PackedKeys<T>& packed, int64_t k0, int64_t n) {
-    if (scores_unsorted() && !trim(&k0, &n)) return;
-    if (!reach(k0, n)) return;
-    for (int64_t j = 0; j < n; j += kPanel<T>)  // S = Q K^T; a panel of K stays in L1 over all rows
-      for (int64_t r = 0; r < rows_; r += kRows<T>)
-        if (reach_[r].lo < j + kPanel<T> && reach_[r].hi > j)
-          pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du,
-                                                                    S_ + r * ld_ + j, ld_, nullptr);
-    for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
-    if (p_.drop_threshold == 65536) return;
-    for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {  // O = alpha O + P V
-      const int64_t w = least<int64_t>(kPanel<T>, f_.dv - col);
-      const unit* V = packed.v + (col * packed.ld + (k0 - packed.first) * w) / T::pack;
-      for (int64_t r = 0; r < rows_; r += kRows<T>) {
-        const Range k = reach_[r];
-        if (k.size() > 0)
-          pick<T>(least<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
-              ceil_div(k.size(), T::pack), reinterpret_cast<const unit*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
-              O_ + r * f_.dv + col, f_.dv, alpha_ + r);
+    const auto scores = [&] {  // a panel of K stays in L1 over all rows
+      for (int64_t j = 0; j < n; j += kPanel<T>)
+        for (int64_t r = 0; r < rows_; r += kRows<T>)
+          if (reach_[r].lo < j + kPanel<T> && reach_[r].hi > j)
+            pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du,
+                                                                            S_ + r * ld_ + j, ld_, nullptr);
+    };
+    const auto output = [&] {
+      for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
+        const int64_t w = least<int64_t>(kPanel<T>, f_.dv - col);
+        const unit* V = packed.v + (col * packed.ld + (k0 - packed.first) * w) / T::pack;
+        for (int64_t r = 0; r < rows_; r += kRows<T>) {
+          const Range k = reach_[r];
+          if (k.size() > 0)
+            pick<T>(least<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
+                ceil_div(k.size(), T::pack), reinterpret_cast<const unit*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
+                O_ + r * f_.dv + col, f_.dv, alpha_ + r);
+        }
       }
-    }
-    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
+    };
+    step(k0, n, scores, output);
+  }
+
+  // The same for few rows, from the keys of head hkv as they are.
+  void direct_tile(int64_t hkv, int64_t k0, int64_t n) {
+    uint8_t marks[kBlockKeys];
+    const uint8_t* live = nullptr;
+    const auto scores = [&] {
+      live = mark_live_keys<A>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
+      for (int64_t r = 0; r < rows_; r++)
+        direct_scores<T>(Q_ + r * f_.du, f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, S_ + r * ld_);
+    };
+    const auto output = [&] {
+      for (int64_t r = 0; r < rows_; r++)
+        if (reach_[r].size() > 0)
+          direct_output<T>(P_ + r * ld_, reach_[r], f_.at(p_.v, p_.vs, s_.b, hkv, s_.k_first + k0), p_.vs.l, p_.Dv, live,
+                           started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0), O_ + r * f_.dv);
+    };
+    step(k0, n, scores, output);
   }
 
   // Unnormalised results for combine(): m and l of each row, then O.
@@ -169,8 +188,19 @@ class RowBlock {
 
  private:
   bool dropping() const { return p_.drop_threshold > 0 && p_.drop_threshold < 65536; }
-  bool scores_unsorted() const { return s_.unsorted_segments(); }
   int64_t query(int64_t r) const { return q0_ + r % nq_; }
+
+  // One step of the online softmax. scores() writes S, output() adds P V to O; both see k0 and n as they are after trimming.
+  template <class S, class O>
+  INLINE void step(int64_t& k0, int64_t& n, const S& scores, const O& output) {
+    if (s_.unsorted_segments() && !trim(&k0, &n)) return;
+    if (!reach(k0, n)) return;
+    scores();
+    for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
+    if (p_.drop_threshold == 65536) return;
+    output();
+    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
+  }
 
   // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at the
   // front. False: none at all.
@@ -434,13 +464,18 @@ class Forward {
     }
     local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.Lq, ld) + Arena::bytes_for<unit>(f_.k_units(ld)) + Arena::bytes_for<unit>(f_.v_units(ld)));
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.Lq, ld);
+    const int64_t hkv = u.h0 / f_.group;
     unit *K = local_arena.take<unit>(f_.k_units(ld)), *V = local_arena.take<unit>(f_.v_units(ld));
     const Range keys = block.keys();
     const int64_t end = least(keys.hi, (i + 1) * u.chunk);
     for (int64_t k0 = most(keys.lo / kPanel<T> * kPanel<T>, i * u.chunk); k0 < end; k0 += ld) {
       const int64_t n = least(ld, end - k0);
-      f_.pack(s, u.h0 / f_.group, k0, round_up(n, kPanel<T>), k0, ld, K, V);
-      block.tile({K, V, k0, ld}, k0, n);
+      if (u.heads * s.Lq <= kDirectRows) {
+        block.direct_tile(hkv, k0, n);
+      } else {
+        f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V);
+        block.tile({K, V, k0, ld}, k0, n);
+      }
     }
     if (u.splits > 1) block.partial(part(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.Lq));
     else block.finish();

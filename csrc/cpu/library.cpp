@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "arena.h"
 #include "isa.h"
 
 namespace {
@@ -16,6 +17,8 @@ std::vector<std::string> cpu_isas() {
   return names;
 }
 
+int64_t cpu_scratch_bytes() { return __atomic_load_n(&pt::arena_bytes, __ATOMIC_RELAXED); }
+
 void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 
 }  // namespace
@@ -23,11 +26,13 @@ void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def("cpu_isa() -> str");             // in use
   m.def("cpu_isas() -> str[]");          // built, and run by this CPU, best first
+  m.def("cpu_scratch_bytes() -> int");   // held by the kernels' scratch buffers of all threads
   m.def("set_cpu_isa(str name) -> ()");  // "" = the default; for tests, which run every set in one process
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("cpu_scratch_bytes", TORCH_BOX(&cpu_scratch_bytes));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }
