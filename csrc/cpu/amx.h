@@ -82,7 +82,8 @@ INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint3
     alignas(64) uint32_t pa[kTile * kTile], pb[kTile * NV * 16];
     for (int r = 0; r < MR; r++) _mm512_store_si512(pa + r * kTile, _mm512_maskz_loadu_epi32(mask_n<vf>(k), a + r * a_row));
     for (int u = 0; u < kTile; u++)
-      for (int j = 0; j < NV * 16; j += 16) _mm512_store_si512(pb + u * NV * 16 + j, u < k ? _mm512_load_si512(b + u * NV * 16 + j) : _mm512_setzero_si512());
+      for (int j = 0; j < NV * 16; j += 16)
+        _mm512_store_si512(pb + u * NV * 16 + j, u < k ? _mm512_load_si512(b + u * NV * 16 + j) : _mm512_setzero_si512());
     asm volatile("" : : "r"(pa), "r"(pb) : "memory");
     tile_step(NV, pa, kTile, pb);
   }

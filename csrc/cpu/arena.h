@@ -44,7 +44,9 @@ class Arena {
   }
   // Multiples of a cache line, and an odd number of them between buffers, so that their rows fall into different sets.
   template <class T>
-  static size_t bytes_for(int64_t n) { return (n * sizeof(T) + 63) / 64 * 64 + 64 * 5; }
+  static size_t bytes_for(int64_t n) {
+    return (n * sizeof(T) + 63) / 64 * 64 + 64 * 5;
+  }
 
  private:
   static constexpr size_t kHuge = size_t(2) << 20;

@@ -28,7 +28,7 @@ pt::DType dtype_of(const Tensor& t, const char* name) {
     case ScalarType::BFloat16: return pt::DType::bf16;
     case ScalarType::Half: return pt::DType::f16;
     case ScalarType::Double: return pt::DType::f64;
-    default: STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16, float16 or float64"); 
+    default: STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16, float16 or float64");
   }
 }
 
@@ -68,7 +68,8 @@ pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p)
   const int64_t full[4] = {p.B, p.Hq, p.Lq, p.Lk};
   int64_t stride[4];
   for (int i = 0; i < 4; i++) {
-    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i), " in dimension ", i, "; wanted ", full[i], " or 1");
+    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i), " in dimension ", i, "; wanted ", full[i],
+                    " or 1");
     stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
   }
   d.data = t->data_ptr();
@@ -80,42 +81,46 @@ pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p)
 
 void check_lengths(const int64_t* lengths, const char* name, int64_t n, int64_t most) {
   for (int64_t b = 0; lengths && b < n; b++)
-    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b], "; wanted between 0 and ", most, " (start + length)");
+    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b], "; wanted between 0 and ", most,
+                " (start + length)");
 }
 
 void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total, int64_t longest) {
   CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; wanted 0");
   for (int64_t b = 0; b < sequences; b++) {
     CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ", b, "; wanted non-decreasing offsets");
-    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b], " rows, but the longest was said to be ", longest);
+    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b], " rows, but the longest was said to be ",
+                longest);
   }
   CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
 }
 
 // The arguments that forward and backward share, after the outputs of each.
-#define ATTENTION_PARAMETERS                                                                                                             \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths,  \
-      Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, int64_t align,           \
-      int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,   \
+#define ATTENTION_PARAMETERS                                                                                                            \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths, \
+      Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, int64_t align,          \
+      int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,  \
       double dropout_p
-#define ATTENTION_ARGUMENTS                                                                                                            \
-  mask, bias, slopes, table, bucket_starts, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k,        \
+#define ATTENTION_ARGUMENTS                                                                                                       \
+  mask, bias, slopes, table, bucket_starts, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
       dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                               \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? query_lengths, Tensor? key_lengths, "      \
-  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "            \
-  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "              \
+#define ATTENTION_SCHEMA                                                                                                           \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? query_lengths, Tensor? key_lengths, " \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "       \
+  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "        \
   "float softcap, float dropout_p"
 
 // The tensors must outlive the problem.
-pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, ATTENTION_PARAMETERS) {
+pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                             ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
   const bool packed = cu_q.has_value();
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
   p.os = strides_of(out, "out", packed);
   p.dtype = dtype_of(query, "query");
-  for (const Tensor& t : {key, value, out}) STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
+  for (const Tensor& t : {key, value, out})
+    STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
   constexpr int head = 1;
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
@@ -124,7 +129,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
   if (packed) {
-    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}), check_shape(out, "out", {q_rows, p.Hq, p.Dv});
+    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}),
+        check_shape(out, "out", {q_rows, p.Hq, p.Dv});
     check_shape(lse, "lse", {p.Hq, q_rows});
     p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
     STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
@@ -144,14 +150,17 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
     p.buckets = table->size(0);
     p.table = statistics(table, "table", work, {p.buckets, p.Hq});
     p.bucket_starts = integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
-    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1), "table needs bucket_starts and at least one bucket a direction");
+    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1),
+                    "table needs bucket_starts and at least one bucket a direction");
   }
 
   p.query_lengths = integers(query_lengths, "query_lengths", {p.B}), p.key_lengths = integers(key_lengths, "key_lengths", {p.B});
   p.prefix_lengths = integers(prefix_lengths, "prefix_lengths", {p.B});
-  check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq), check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
+  check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq),
+      check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
   check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
-  p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}), p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
+  p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
+  p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
   STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
   p.cu_q = integers(cu_q, "cu_seqlens_q", {p.B + 1}), p.cu_k = integers(cu_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
@@ -166,7 +175,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p, "; wanted between 0 and 1");
   p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));  // half to even
   if (p.drop_threshold > 0) {
-    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long, "dropout_seed is not one int64");
+    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,
+                    "dropout_seed is not one int64");
     p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
   }
   p.threads = pt::pool_threads();
@@ -220,8 +230,8 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
     for (int64_t h = 0; h < heads; h++) std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
 }
 
-void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS, Maybe dq, Maybe dk,
-                   Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable) {
+void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
+                   Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable) {
   const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
   const bool packed = p.cu_q;
   const ScalarType work = lse.scalar_type();
@@ -232,9 +242,11 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
     for (int64_t i = 0; same && i < lse.dim(); i++) same = grad_lse->size(i) == lse.size(i);
     STD_TORCH_CHECK(same, "grad_lse differs in shape or dtype from lse");
     g.d_lse = grad_lse->data_ptr();
-    g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1} : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
+    g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1}
+                       : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
   }
-  g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks), g.dv = gradient(dv, "dv", value, packed, &g.dvs);
+  g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks),
+  g.dv = gradient(dv, "dv", value, packed, &g.dvs);
   g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
   STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table), "dslopes or dtable without slopes or table");
   g.d_slopes = const_cast<void*>(statistics(dslopes, "dslopes", work, {p.Hq}));
@@ -253,7 +265,8 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
   m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
-        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable) -> ()");
+        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable) "
+        "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {

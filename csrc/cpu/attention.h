@@ -30,20 +30,20 @@ struct DenseGrad {
 enum class Align : int { none = 0, top_left = 1, bottom_right = 2 };  // "causal" of the public op
 
 struct AttentionProblem {
-  DType dtype;                          // of q, k, v, out and their gradients
-  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;    // packed: B sequences, Lq and Lk the longest of them
-  const void *q, *k, *v;                // (B, H, L, D), last stride 1
-  Strides qs, ks, vs;                   // packed: b = 0, rows start at cu_q[b], cu_k[b]
-  void* out;                            // forward: written; backward: read
+  DType dtype;                        // of q, k, v, out and their gradients
+  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;  // packed: B sequences, Lq and Lk the longest of them
+  const void *q, *k, *v;              // (B, H, L, D), last stride 1
+  Strides qs, ks, vs;                 // packed: b = 0, rows start at cu_q[b], cu_k[b]
+  void* out;                          // forward: written; backward: read
   Strides os;
-  void* lse;                            // (B, Hq, Lq) float (double for f64), natural log, before dropout; strides:
-  Strides lse_s;                        // b, h, l
+  void* lse;      // (B, Hq, Lq) float (double for f64), natural log, before dropout; strides:
+  Strides lse_s;  // b, h, l
 
-  Dense mask, bias;                     // each may be absent (data == nullptr); both may be additive
-  const void* slopes;                   // (Hq,) float (double for f64) or null: bias -slope * |j - i - offset|
-  const void* table;                    // (buckets, Hq) float (double for f64), contiguous, or null: T5 relative bias
-  const int64_t* bucket_starts;         // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0
-  int64_t buckets;                      // rows of table; n = buckets / 2 if bidirectional, else buckets
+  Dense mask, bias;              // each may be absent (data == nullptr); both may be additive
+  const void* slopes;            // (Hq,) float (double for f64) or null: bias -slope * |j - i - offset|
+  const void* table;             // (buckets, Hq) float (double for f64), contiguous, or null: T5 relative bias
+  const int64_t* bucket_starts;  // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0
+  int64_t buckets;               // rows of table; n = buckets / 2 if bidirectional, else buckets
   bool bidirectional;
 
   const int64_t *query_lengths, *key_lengths, *prefix_lengths;  // (B,) absolute counts, or null
@@ -51,25 +51,25 @@ struct AttentionProblem {
   const int64_t *cu_q, *cu_k;                                   // (B + 1,) row offsets of packed sequences, or null
 
   Align align;
-  int64_t left, right;                  // window, -1 = unbounded
-  int64_t query_start, key_start;       // absolute index of row 0
-  double scale, softcap;                // softcap 0 = none
-  uint64_t seed;                        // dropout
-  uint32_t drop_threshold;              // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  int64_t left, right;             // window, -1 = unbounded
+  int64_t query_start, key_start;  // absolute index of row 0
+  double scale, softcap;           // softcap 0 = none
+  uint64_t seed;                   // dropout
+  uint32_t drop_threshold;         // rint(65536 p); 0 = no dropout, 65536 = everything dropped
 
   int threads;
 };
 
 struct AttentionGrads {
-  const void* d_out;                    // (B, Hq, Lq, Dv), last stride 1
+  const void* d_out;  // (B, Hq, Lq, Dv), last stride 1
   Strides dos;
-  const void* d_lse;                    // (B, Hq, Lq) float (double for f64) or null
+  const void* d_lse;  // (B, Hq, Lq) float (double for f64) or null
   Strides d_lse_s;
-  void *dq, *dk, *dv;                   // null where not wanted
+  void *dq, *dk, *dv;  // null where not wanted
   Strides dqs, dks, dvs;
-  DenseGrad d_mask, d_bias;             // data null where not wanted
-  void* d_slopes;                       // (Hq,), float (double for f64), or null
-  void* d_table;                        // (buckets, Hq), float (double for f64), or null
+  DenseGrad d_mask, d_bias;  // data null where not wanted
+  void* d_slopes;            // (Hq,), float (double for f64), or null
+  void* d_table;             // (buckets, Hq), float (double for f64), or null
 };
 
 // What each instruction set offers: pt::PT_ISA::attention_kernels.

@@ -10,7 +10,8 @@ constexpr int64_t kMaxHead = 512;
 
 // s[j] = q . K[j], j in [0, n); s is aligned and written in whole vectors. Keys with live[j] == 0 (live may be null) count as zeros.
 template <class T>
-void direct_scores(const typename T::unit* q, const typename T::elem* K, int64_t stride, int64_t n, int64_t d, const uint8_t* live, typename T::acc* s) {
+void direct_scores(const typename T::unit* q, const typename T::elem* K, int64_t stride, int64_t n, int64_t d, const uint8_t* live,
+                   typename T::acc* s) {
   using vec = typename T::vec;
   using uvec = typename T::uvec;
   constexpr int64_t step = T::width * T::pack;
@@ -30,8 +31,8 @@ void direct_scores(const typename T::unit* q, const typename T::elem* K, int64_t
 }
 
 template <class T, int NC>
-INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t columns, const uint8_t* live,
-                           typename T::acc alpha, typename T::acc* o) {
+INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t columns,
+                           const uint8_t* live, typename T::acc alpha, typename T::acc* o) {
   using vec = typename T::vec;
   vec acc[NC];
   UNROLL for (int c = 0; c < NC; c++) acc[c] = alpha != 0 ? vec(load(o + c * T::width) * alpha) : vec{};
@@ -46,8 +47,8 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
 
 // o = alpha o + sum over keys of p[j] V[j]; alpha = 0: o is not read.
 template <class T>
-void direct_output(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t d, const uint8_t* live, typename T::acc alpha,
-                   typename T::acc* o) {
+void direct_output(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t d, const uint8_t* live,
+                   typename T::acc alpha, typename T::acc* o) {
   constexpr int most_columns = 8 * T::width;
   int64_t c = 0;
   for (; c + most_columns <= d; c += most_columns) direct_columns<T, 8>(p, keys, V + c, stride, most_columns, live, alpha, o + c);

@@ -18,10 +18,10 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockRows = 96;   // queries of a block: a multiple of every kRows
-constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
-constexpr int64_t kDirectRows = 2;   // up to here K and V are not packed at all
-constexpr int64_t kFewRows = 16;     // up to here keys are split finely: there is little else to share out
+constexpr int64_t kBlockRows = 96;                  // queries of a block: a multiple of every kRows
+constexpr int64_t kBlockKeys = 512;                 // keys of a tile: a multiple of every kPanel
+constexpr int64_t kDirectRows = 2;                  // up to here K and V are not packed at all
+constexpr int64_t kFewRows = 16;                    // up to here keys are split finely: there is little else to share out
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed operands at once, unless a few heads alone need more
 constexpr int64_t kUnitsAtOnce = 4096;
 
@@ -36,7 +36,8 @@ template <class T>
 struct ForwardShape {
   const AttentionProblem& p;
   int64_t du, dv, group;  // units of a row of K; columns of V, padded; query heads of a key/value head
-  explicit ForwardShape(const AttentionProblem& p) : p(p), du(ceil_div(p.D, T::pack)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
+  explicit ForwardShape(const AttentionProblem& p)
+      : p(p), du(ceil_div(p.D, T::pack)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
 
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
@@ -45,7 +46,8 @@ struct ForwardShape {
   int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
 
   // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1.
-  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::unit* k, typename T::unit* v) const {
+  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::unit* k,
+            typename T::unit* v) const {
     constexpr int64_t panel = kPanel<T>;
     uint8_t live[panel];
     for (int64_t j = k0; j < k0 + n; j += panel) {
@@ -54,7 +56,8 @@ struct ForwardShape {
       pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep);
       for (int64_t col = 0; col < dv; col += panel) {
         const int64_t w = least(panel, dv - col);
-        pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, least(w, p.Dv - col), 0, v + (col * ld + to * w) / T::pack, keep);
+        pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, least(w, p.Dv - col), 0,
+                     v + (col * ld + to * w) / T::pack, keep);
       }
     }
   }
@@ -93,9 +96,10 @@ class RowBlock {
   }
   static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t ld) {
     const int64_t padded = round_up(rows, T::width);
-    return Arena::bytes_for<unit>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) + 3 * Arena::bytes_for<A>(padded) +
-           2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) + Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) +
-           Arena::bytes_for<uint32_t>(KeepBits::words(ld)) + Arena::bytes_for<char>(KeepBits::table_bytes(ld));
+    return Arena::bytes_for<unit>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) +
+           3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) +
+           Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) + Arena::bytes_for<uint32_t>(KeepBits::words(ld)) +
+           Arena::bytes_for<char>(KeepBits::table_bytes(ld));
   }
 
   Range keys() const { return keys_; }  // that any row sees; empty if hi <= lo
@@ -106,8 +110,8 @@ class RowBlock {
       for (int64_t j = 0; j < n; j += kPanel<T>)
         for (int64_t r = 0; r < rows_; r += kRows<T>)
           if (reach_[r].lo < j + kPanel<T> && reach_[r].hi > j)
-            pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du,
-                                                                            S_ + r * ld_ + j, ld_, nullptr);
+            pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(
+                f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du, S_ + r * ld_ + j, ld_, nullptr);
     };
     const auto output = [&] {
       for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
@@ -182,7 +186,8 @@ class RowBlock {
       for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
       if (!p_.lse) continue;
       const double m = plain_ ? m_[r] * p_.scale : double(m_[r]);
-      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = l_[r] == 0 ? -kInfinity<A> : A(m + __builtin_log(double(l_[r])));
+      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] =
+          l_[r] == 0 ? -kInfinity<A> : A(m + __builtin_log(double(l_[r])));
     }
   }
 
@@ -202,8 +207,8 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
-  // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at the
-  // front. False: none at all.
+  // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at
+  // the front. False: none at all.
   bool reach(int64_t k0, int64_t n) {
     bool any = false;
     for (int64_t r = 0; r < rows_; r += kRows<T>) {
@@ -297,7 +302,8 @@ class RowBlock {
       vec p[2];
       UNROLL for (int i = 0; i < 2; i++) {
         p[i] = exp2v<5>(vec((load(s + j + i * T::width) - vm) * vc));
-        if constexpr (decltype(masked)::value) p[i] = select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
+        if constexpr (decltype(masked)::value)
+          p[i] = select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
       }
       s0 = s0 + p[0], s1 = s1 + p[1];
       if constexpr (Drop) UNROLL for (int i = 0; i < 2; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
@@ -382,8 +388,8 @@ class Forward {
   // Query heads [h0, h0 + heads) of a sequence, which share their keys.
   struct Unit {
     const Sequence* s;
-    int64_t h0, heads, splits, chunk;          // splits = 0: shared; else of `chunk` keys each
-    int64_t packs, tasks, combines, memory;    // of the units before it; memory in bytes
+    int64_t h0, heads, splits, chunk;        // splits = 0: shared; else of `chunk` keys each
+    int64_t packs, tasks, combines, memory;  // of the units before it; memory in bytes
   };
   static constexpr int64_t kPackKeys = 256;  // keys packed by one task
 
@@ -427,7 +433,7 @@ class Forward {
   }
 
   // The unit that task t of a kind belongs to.
-  const Unit& find(int64_t t, int64_t Unit::*count) const {
+  const Unit& find(int64_t t, int64_t Unit::* count) const {
     int64_t lo = 0, hi = n_;
     while (hi - lo > 1) {
       const int64_t mid = lo + (hi - lo) / 2;
@@ -462,7 +468,8 @@ class Forward {
       block.finish();
       return;
     }
-    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.Lq, ld) + Arena::bytes_for<unit>(f_.k_units(ld)) + Arena::bytes_for<unit>(f_.v_units(ld)));
+    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.Lq, ld) + Arena::bytes_for<unit>(f_.k_units(ld)) +
+                      Arena::bytes_for<unit>(f_.v_units(ld)));
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.Lq, ld);
     const int64_t hkv = u.h0 / f_.group;
     unit *K = local_arena.take<unit>(f_.k_units(ld)), *V = local_arena.take<unit>(f_.v_units(ld));

@@ -212,7 +212,7 @@ bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, i
 // ---- tanh, for the softcap: t = tanh(y) and slope = 1 - t^2, each to a few roundings
 INLINE void tanh_and_slope(vf y, vf* t, vf* slope) {
   const vf a = vabs(y), e = exp2v<5>(vf(vmin(set1<vf>(20.f), a) * float(2 * kLog2e)));
-  const vf u = 2.f / (e + 1.f), z = y * y;                       // 1 - tanh(a) = u
+  const vf u = 2.f / (e + 1.f), z = y * y;                                   // 1 - tanh(a) = u
   vf p = fma(set1<vf>(-5.70498872745e-3f), z, set1<vf>(2.06390887954e-2f));  // odd polynomial near 0 (Cephes tanhf)
   p = fma(p, z, set1<vf>(-5.37397155531e-2f)), p = fma(p, z, set1<vf>(1.33314422036e-1f)), p = fma(p, z, set1<vf>(-3.33332819422e-1f));
   const vf small = fma(vf(p * z), y, y), large = (vf)((vi32)(1.f - u) | ((vi32)y & INT32_MIN));
@@ -258,9 +258,9 @@ class Scores {
 
   // Turns raw q.k of query i with keys k0 .. k0 + n - 1 into scores, in place, natural units: scale, softcap, mask, bias, ALiBi, T5; -inf
   // where invisible, by selection, and in the lanes from n up to the next multiple of T::width. Sums saturate at the largest finite
-  // numbers, so a visible score is never -inf; a term that is not finite (-inf apart) makes it NaN. Returns the maximum lane by lane (-inf: nothing seen); softmax is then exp(s - max).
-  // seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null without a table: diagonal_of().
-  // slope: n values 1 - tanh^2, the softcap's derivative, or null.
+  // numbers, so a visible score is never -inf; a term that is not finite (-inf apart) makes it NaN. Returns the maximum lane by lane (-inf:
+  // nothing seen); softmax is then exp(s - max). seen: visible(i). diagonal: where diagonals() put the value of pair (i, k0), or null
+  // without a table: diagonal_of(). slope: n values 1 - tanh^2, the softcap's derivative, or null.
   vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
     vec top = set1<vec>(-kInfinity<A>);
     for (int64_t j = 0; j < n; j += kChunk) {
@@ -285,7 +285,8 @@ class Scores {
     mask visible[kSteps];
     for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] = mask_range<vec>(seen.lo - k0 - j, least(seen.hi - k0, n) - j);
     if (s_.unsorted_segments())
-      for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= same_segment(s_.query_segments()[i], s_.key_segments() + k0 + j, n - j);
+      for (int64_t j = 0; j < n; j += T::width)
+        visible[j / T::width] &= same_segment(s_.query_segments()[i], s_.key_segments() + k0 + j, n - j);
 
     vec scale = set1<vec>(A(p_.scale));  // not yet applied to s
     if (p_.softcap != 0) {

@@ -24,8 +24,8 @@ constexpr int kRows<Bf16Tile> = kTile;
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
 template <class Dot, int MR, int NV, int MODE>
-void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, const typename Dot::unit* b, typename Dot::acc* c, int64_t ldc,
-            const typename Dot::acc* alpha) {
+void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, const typename Dot::unit* b, typename Dot::acc* c,
+            int64_t ldc, const typename Dot::acc* alpha) {
   using vec = typename Dot::vec;
   using uvec = typename Dot::uvec;
   constexpr int width = kWidth<vec>;
@@ -40,8 +40,10 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
     }
     b += width * NV;
   };
-  if (a_k == 1) for (const auto* e = a + k; a != e; a++) step(a);
-  else for (; k > 0; k--, a += a_k) step(a);
+  if (a_k == 1)
+    for (const auto* e = a + k; a != e; a++) step(a);
+  else
+    for (; k > 0; k--, a += a_k) step(a);
   UNROLL for (int r = 0; r < MR; r++) {
     UNROLL for (int j = 0; j < NV; j++) {
       typename Dot::acc* p = c + r * ldc + width * j;
@@ -53,11 +55,13 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
 }
 
 template <class T>
-using KernelFn = void (*)(int64_t, const typename T::unit*, int64_t, int64_t, const typename T::unit*, typename T::acc*, int64_t, const typename T::acc*);
+using KernelFn = void (*)(int64_t, const typename T::unit*, int64_t, int64_t, const typename T::unit*, typename T::acc*, int64_t,
+                          const typename T::acc*);
 
 #if defined(__AMX_BF16__)
 template <int MR, int NV, int MODE>
-void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c, int64_t ldc, const float* alpha) {
+void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c, int64_t ldc,
+                     const float* alpha) {
   if (a_k == 1) {
     if constexpr (MODE == kScaleAdd)
       for (int r = 0; r < MR; r++)
@@ -87,7 +91,9 @@ INLINE KernelFn<T> pick_rows(int rows, std::integer_sequence<int, R...>) {
 template <class T, int NV>
 INLINE KernelFn<T> pick_mode(int rows, Mode mode) {
   constexpr auto all = std::make_integer_sequence<int, kRows<T>>();
-  return mode == kStore ? pick_rows<T, NV, kStore>(rows, all) : mode == kAdd ? pick_rows<T, NV, kAdd>(rows, all) : pick_rows<T, NV, kScaleAdd>(rows, all);
+  return mode == kStore ? pick_rows<T, NV, kStore>(rows, all)
+         : mode == kAdd ? pick_rows<T, NV, kAdd>(rows, all)
+                        : pick_rows<T, NV, kScaleAdd>(rows, all);
 }
 // The kernel for 1 <= rows <= kRows<T> and cols, a multiple of T::width up to kPanel<T>. Called from a task (for_each_task).
 template <class T, int NV = kNV>

@@ -10,17 +10,18 @@ namespace PT_ISA {
 
 // One panel of kPanel<T> rows, transposed: dst[u][row], u over ceil(d / pack) units.
 template <class T>
-void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst, const uint8_t* live = nullptr) {
+void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst,
+                     const uint8_t* live = nullptr) {
   using uvec = typename T::uvec;
   const int64_t du = ceil_div(d, T::pack);
   for (int64_t row = 0; row < kPanel<T>; row += T::width)
     for (int64_t u = 0; u < du; u += T::width) {
       typename T::vec r[T::width];
-      UNROLL for (int i = 0; i < T::width; i++)
-        r[i] = row + i < n && (!live || live[row + i]) ? (typename T::vec)T::load_units(src + (row + i) * stride + u * T::pack, d - u * T::pack) : typename T::vec{};
+      UNROLL for (int i = 0; i < T::width; i++) r[i] =
+          row + i < n && (!live || live[row + i]) ? (typename T::vec)T::load_units(src + (row + i) * stride + u * T::pack, d - u * T::pack)
+                                                  : typename T::vec{};
       transpose(r);
-      UNROLL for (int i = 0; i < T::width; i++)
-        if (u + i < du) *reinterpret_cast<uvec*>(dst + (u + i) * kPanel<T> + row) = (uvec)r[i];
+      UNROLL for (int i = 0; i < T::width; i++) if (u + i < du) * reinterpret_cast<uvec*>(dst + (u + i) * kPanel<T> + row) = (uvec)r[i];
     }
 }
 
@@ -37,7 +38,9 @@ void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n
     auto* out = dst + col * (ld_rows / T::pack);
     for (int64_t i = 0; i < n_pad; i += T::pack, out += w)
       for (int64_t c = 0; c < w; c += T::width * T::pack) {
-        const auto row = [&](int64_t r) { return r < n && (!live || live[r]) ? T::load_units(src + r * stride + col + c, d - col - c) : uvec{}; };
+        const auto row = [&](int64_t r) {
+          return r < n && (!live || live[r]) ? T::load_units(src + r * stride + col + c, d - col - c) : uvec{};
+        };
         if constexpr (T::pack == 1) {
           put(out + c, row(i));
         } else {
@@ -52,12 +55,15 @@ void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n
 
 // Plain rows of units: dst[n_pad][ceil(d / pack)]
 template <class T>
-void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::unit* dst, const uint8_t* live = nullptr) {
+void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::unit* dst,
+               const uint8_t* live = nullptr) {
   const int64_t du = ceil_div(d, T::pack);
   typedef typename T::uvec any __attribute__((aligned(4)));
   for (int64_t i = 0; i < n_pad; i++, dst += du) {
     int64_t u = 0;
-    const auto row = [&] { return i < n && (!live || live[i]) ? T::load_units(src + i * stride + u * T::pack, d - u * T::pack) : typename T::uvec{}; };
+    const auto row = [&] {
+      return i < n && (!live || live[i]) ? T::load_units(src + i * stride + u * T::pack, d - u * T::pack) : typename T::uvec{};
+    };
     for (; u + T::width <= du; u += T::width) *reinterpret_cast<any*>(dst + u) = row();
     if (u < du) {
       const typename T::uvec tail = row();

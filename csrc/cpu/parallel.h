@@ -27,11 +27,14 @@ void for_each_task(int64_t n, int threads, const F& f) {
     const F& f;
     int64_t n, next;
   } queue{f, n, 0};
-  run_workers(least<int64_t>(n, threads), [](void* p) {
-    const WorkerState state;
-    Queue& q = *static_cast<Queue*>(p);
-    for (int64_t i; (i = __atomic_fetch_add(&q.next, 1, __ATOMIC_RELAXED)) < q.n;) q.f(i);
-  }, &queue);
+  run_workers(
+      least<int64_t>(n, threads),
+      [](void* p) {
+        const WorkerState state;
+        Queue& q = *static_cast<Queue*>(p);
+        for (int64_t i; (i = __atomic_fetch_add(&q.next, 1, __ATOMIC_RELAXED)) < q.n;) q.f(i);
+      },
+      &queue);
 }
 
 }  // namespace PT_ISA

@@ -1,6 +1,7 @@
 // Dropout keep bits: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), key words = low, high half of the seed.
 //
-//   attention  counter = (key group, query, query head, batch)        columns of a norm or FFN  counter = (column group, row low, row high, tag)
+//   attention  counter = (key group, query, query head, batch)        columns of a norm or FFN  counter = (column group, row low, row high,
+//   tag)
 //
 // all absolute, mod 2^32. Key j is in group 4 * (j / 32) + (j % 8) / 2, slot 2 * ((j % 32) / 8) + j % 2; slot r is the low (r even) or
 // high half of output word r / 2, and the key is dropped if that is below the threshold. Sixteen groups are 128 keys.
@@ -66,13 +67,15 @@ class KeepBits {
   void row(uint32_t word1, uint32_t* out) const {
 #if defined(__AVX512F__)
     const uint64_t a2 = uint64_t(kPhiloxM0) * uint32_t(uint32_t((uint64_t(kPhiloxM1) * word2_) >> 32) ^ word1 ^ k0_);
-    const __m512i low_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), th = _mm512_set1_epi16(int16_t(threshold_));
+    const __m512i low_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  th = _mm512_set1_epi16(int16_t(threshold_));
     for (int64_t i = 0; i < steps_; i++, out += 4) {
       const PhiloxState x = join(table_[2 * i], a2), y = join(table_[2 * i + 1], a2);
       const auto keep = [&](__m512i p, __m512i q) { return int(_mm512_cmpge_epu16_mask(_mm512_permutex2var_epi32(p, low_words, q), th)); };
       const __m128i words = _mm_setr_epi32(keep(x.c0, y.c0), keep(x.c1, y.c1), keep(x.c2, y.c2), keep(x.c3, y.c3));
       // byte b of word t = keys 32 b + 8 t ..: a 4 x 4 byte transpose
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(words, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                       _mm_shuffle_epi8(words, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
     }
 #else
     for (int64_t i = 0; i < steps_; i++, out += 4) step128(uint32_t(group_ + 16 * i), word1, out);

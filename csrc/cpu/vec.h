@@ -51,11 +51,17 @@ constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 template <class A>
-INLINE constexpr A least(A a, A b) { return b < a ? b : a; }
+INLINE constexpr A least(A a, A b) {
+  return b < a ? b : a;
+}
 template <class A>
-INLINE constexpr A most(A a, A b) { return a < b ? b : a; }
+INLINE constexpr A most(A a, A b) {
+  return a < b ? b : a;
+}
 template <class A>
-INLINE constexpr A clamp(A x, A lo, A hi) { return x < lo ? lo : hi < x ? hi : x; }
+INLINE constexpr A clamp(A x, A lo, A hi) {
+  return x < lo ? lo : hi < x ? hi : x;
+}
 
 // ---- vectors
 #define PT_VEC(SCALAR) SCALAR __attribute__((vector_size(kVecBytes), may_alias))
@@ -98,22 +104,38 @@ template <class A>
 constexpr A highest = sizeof(A) == 4 ? A(3.4028234663852886e38) : A(1.7976931348623157e308);  // finite
 
 template <class V>
-INLINE V set1(scalar_of<V> x) { return x - V{}; }
+INLINE V set1(scalar_of<V> x) {
+  return x - V{};
+}
 template <class V>
-INLINE V zero() { return V{}; }
+INLINE V zero() {
+  return V{};
+}
 template <class A>
-INLINE typename Lanes<A>::vec load(const A* p) { return *reinterpret_cast<const typename Lanes<A>::vec*>(p); }  // aligned
+INLINE typename Lanes<A>::vec load(const A* p) {
+  return *reinterpret_cast<const typename Lanes<A>::vec*>(p);
+}  // aligned
 template <class A>
-INLINE typename Lanes<A>::vec loadu(const A* p) { return *reinterpret_cast<const typename Lanes<A>::any*>(p); }
+INLINE typename Lanes<A>::vec loadu(const A* p) {
+  return *reinterpret_cast<const typename Lanes<A>::any*>(p);
+}
 template <class A>
-INLINE void store(A* p, typename Lanes<A>::vec v) { *reinterpret_cast<typename Lanes<A>::vec*>(p) = v; }  // aligned
+INLINE void store(A* p, typename Lanes<A>::vec v) {
+  *reinterpret_cast<typename Lanes<A>::vec*>(p) = v;
+}  // aligned
 template <class A>
-INLINE void storeu(A* p, typename Lanes<A>::vec v) { *reinterpret_cast<typename Lanes<A>::any*>(p) = v; }
+INLINE void storeu(A* p, typename Lanes<A>::vec v) {
+  *reinterpret_cast<typename Lanes<A>::any*>(p) = v;
+}
 
 template <class V, int... I>
-INLINE ivec_of<V> iota_(std::integer_sequence<int, I...>) { return ivec_of<V>{I...}; }
+INLINE ivec_of<V> iota_(std::integer_sequence<int, I...>) {
+  return ivec_of<V>{I...};
+}
 template <class V>
-INLINE ivec_of<V> iota() { return iota_<V>(std::make_integer_sequence<int, kWidth<V>>()); }
+INLINE ivec_of<V> iota() {
+  return iota_<V>(std::make_integer_sequence<int, kWidth<V>>());
+}
 
 // max and min return the second operand where either is NaN: put the data second to keep its NaN.
 template <class V>
@@ -161,7 +183,9 @@ INLINE mask mask_n(int64_t n) {
 }
 // lanes [lo, hi)
 template <class V>
-INLINE mask mask_range(int64_t lo, int64_t hi) { return mask_n<V>(hi) & mask(~mask_n<V>(lo)); }
+INLINE mask mask_range(int64_t lo, int64_t hi) {
+  return mask_n<V>(hi) & mask(~mask_n<V>(lo));
+}
 
 // a where the bit is set, else b
 template <class V>
@@ -206,7 +230,8 @@ INLINE void transpose(V* v) {
   constexpr auto lanes = std::make_integer_sequence<int, n>();
   V t[n] = {};
   UNROLL for (int step = 1; step < n; step *= 2) {
-    UNROLL for (int i = 0; i < n / 2; i++) t[2 * i] = unpack_lo_(v[i], v[i + n / 2], lanes), t[2 * i + 1] = unpack_hi_(v[i], v[i + n / 2], lanes);
+    UNROLL for (int i = 0; i < n / 2; i++) t[2 * i] = unpack_lo_(v[i], v[i + n / 2], lanes),
+                                                 t[2 * i + 1] = unpack_hi_(v[i], v[i + n / 2], lanes);
     UNROLL for (int i = 0; i < n; i++) v[i] = t[i];
   }
 }
@@ -214,12 +239,14 @@ INLINE void transpose(V* v) {
 template <class V, class Op>
 INLINE V reduce_rows(V* v, Op op) {
   constexpr auto lanes = std::make_integer_sequence<int, kWidth<V>>();
-  UNROLL for (int n = kWidth<V> / 2; n > 0; n /= 2)
-    UNROLL for (int i = 0; i < n; i++) v[i] = op(unpack_lo_(v[i], v[i + n], lanes), unpack_hi_(v[i], v[i + n], lanes));
+  UNROLL for (int n = kWidth<V> / 2; n > 0; n /= 2) UNROLL for (int i = 0; i < n; i++) v[i] =
+      op(unpack_lo_(v[i], v[i + n], lanes), unpack_hi_(v[i], v[i + n], lanes));
   return v[0];
 }
 template <class V, int... I>
-INLINE V swap_(V a, int w, std::integer_sequence<int, I...>) { return __builtin_shuffle(a, ivec_of<V>{(I ^ w)...}); }
+INLINE V swap_(V a, int w, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, ivec_of<V>{(I ^ w)...});
+}
 template <class V, class Op>
 INLINE scalar_of<V> reduce(V v, Op op) {
   UNROLL for (int w = kWidth<V> / 2; w > 0; w /= 2) v = op(v, swap_(v, w, std::make_integer_sequence<int, kWidth<V>>()));
@@ -249,9 +276,13 @@ INLINE vf exp2_poly(vf f) {
 }
 template <int>
 INLINE vd exp2_poly(vd f) {  // Taylor to degree 13 on [-1/2, 1/2]: the rest is below 5e-18
-  constexpr double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11, 4.4455382718708116e-10, 7.0549116208011233e-09, 1.0178086009239699e-07,
-                          1.3215486790144309e-06, 1.5252733804059840e-05, 1.5403530393381609e-04, 1.3333558146428443e-03, 9.6181291076284771e-03,
-                          5.5504108664821580e-02, 2.4022650695910071e-01, 6.9314718055994531e-01, 1.0};
+  constexpr double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11,
+                          4.4455382718708116e-10, 7.0549116208011233e-09,
+                          1.0178086009239699e-07, 1.3215486790144309e-06,
+                          1.5252733804059840e-05, 1.5403530393381609e-04,
+                          1.3333558146428443e-03, 9.6181291076284771e-03,
+                          5.5504108664821580e-02, 2.4022650695910071e-01,
+                          6.9314718055994531e-01, 1.0};
   vd p = set1<vd>(c[0]);
   UNROLL for (int i = 1; i < 14; i++) p = fma(p, f, set1<vd>(c[i]));
   return p;
@@ -267,8 +298,8 @@ INLINE V exp2v(V x) {
   using A = scalar_of<V>;
   using I = ivec_of<V>;
   using L = Lanes<A>;
-  constexpr A lowest = sizeof(A) == 4 ? -126 : -1022, top = 2 - lowest;        // results below 2^lowest are 0
-  const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)));         // adding it rounds to an integer in the low bits
+  constexpr A lowest = sizeof(A) == 4 ? -126 : -1022, top = 2 - lowest;  // results below 2^lowest are 0
+  const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)));   // adding it rounds to an integer in the low bits
   const V y = vmin(set1<V>(top), vmax(set1<V>(lowest), x)), t = y + magic, n = t - magic;
   const I e = ((I)t - (I)magic + typename L::word(1 - lowest)) << L::mantissa;
   const V r = exp2_poly<DEGREE>(V(y - n)) * (V)e;

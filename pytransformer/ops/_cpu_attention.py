@@ -36,7 +36,9 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         torch.ops.pytransformer_C.attention_fwd(*tensors[:3], out, lse, *tensors[3:], *numbers)
         return out, lse
 
-    def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
         out, lse = saved
         grad_out, grad_lse = grads
         grad_out = torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))

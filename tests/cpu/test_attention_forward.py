@@ -116,7 +116,10 @@ def test_keywords_over_several_tiles(name: str, dtype: torch.dtype) -> None:
     t = draw(2, 2, 1, 131, 545, 32, 48, dtype)
     check(t, **KEYWORDS[name])
     few = t | {"query": t["query"][:, :, :5]}
-    shorter = {n: k[:, :5] if n == "query_segments" else k[:5] if n == "attn_mask" and k.dim() == 2 else k for n, k in KEYWORDS[name].items()}
+    shorter = {
+        n: k[:, :5] if n == "query_segments" else k[:5] if n == "attn_mask" and k.dim() == 2 else k
+        for n, k in KEYWORDS[name].items()
+    }
     if isinstance(shorter.get("attn_mask"), Tensor) and shorter["attn_mask"].dim() == 4 and shorter["attn_mask"].shape[2] > 1:
         shorter["attn_mask"] = shorter["attn_mask"][:, :, :5]
     if "query_lengths" in shorter:
@@ -175,7 +178,9 @@ def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
                  for k0, k1 in ((0, 133), (133, 421))]  # fmt: skip
         lse = torch.stack([part_lse for _, part_lse in parts])
         weight = (lse - lse.logsumexp(0)).exp()[..., None]
-        torch.testing.assert_close(sum(w * out for w, (out, _) in zip(weight, parts)), whole[:, :, q0:q1], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            sum(w * out for w, (out, _) in zip(weight, parts)), whole[:, :, q0:q1], rtol=2e-5, atol=2e-5
+        )
         torch.testing.assert_close(lse.logsumexp(0), whole_lse[:, :, q0:q1], rtol=1e-6, atol=1e-5)
 
 
