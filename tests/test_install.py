@@ -1,0 +1,151 @@
+"""Wheel and source distribution, installed into clean environments outside the checkout. No network: torch is the running one's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOKE = """
+import sys, torch, pytransformer as pt, pytransformer.kernels
+assert pt.__file__.startswith(sys.prefix), pt.__file__
+assert pytransformer.kernels.__file__.startswith(sys.prefix)
+q = torch.randn(2, 4, 64, 32, requires_grad=True)
+out = pt.attention(q, q, q, causal="top_left", backend=sys.argv[1])
+out.sum().backward()
+expected = pt.reference.attention(q.detach(), q.detach(), q.detach(), causal="top_left")
+torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+assert q.grad.isfinite().all()
+"""
+
+building = pytest.mark.skipif(
+    any(
+        subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode
+        for name in ("pip", "setuptools")
+    ),
+    reason="pip and setuptools are not installed here",
+)
+
+
+def call(*command: object, cwd: Path, **environment: str) -> str:
+    """Runs a command without what this process was told by PYTHONPATH; returns what it printed."""
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("PYTRANSFORMER_")} | environment
+    clean |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1", "MAX_JOBS": "2"}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+def build_wheel(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel, and what building it said. In the checkout, compiled files of the last build are used again."""
+    pip = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", out, source]
+    said = call(*pip, cwd=out.parent, **environment)
+    (wheel,) = out.glob("*.whl")
+    return wheel, said
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new environment that holds the wheel, and torch by a .pth file; returns its interpreter."""
+    call(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    python = folder / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=folder.parent)
+    return python
+
+
+@building
+def test_wheel_with_native_code(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(ROOT, tmp_path / "wheel", PYTRANSFORMER_CPU="1")
+    assert "linux" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    folders = {name.partition("/")[0] for name in names}
+    assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"pytransformer"}
+    assert {
+        "pytransformer/libpytransformer_cpu.so",
+        "pytransformer/_build_info.json",
+        "pytransformer/kernels/__init__.py",
+    } <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    python = install(wheel, tmp_path / "environment")
+    call(python, "-c", SMOKE, "cpu", cwd=tmp_path)
+    assert "cpu" in call(python, "-m", "pytransformer", "doctor", cwd=tmp_path)
+    assert "cpu" in call(python.with_name("pytransformer"), "doctor", cwd=tmp_path)
+
+
+@building
+def test_wheel_without_a_compiler(tmp_path: Path) -> None:
+    wheel, said = build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++")
+    assert wheel.name.endswith("py3-none-any.whl")
+    assert "CPU KERNELS ARE NOT BUILT: /nonexistent/c++ cannot be run" in said
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    python = install(wheel, tmp_path / "environment")
+    call(python, "-c", SMOKE, "reference", cwd=tmp_path)
+    assert "/nonexistent/c++ cannot be run" in call(python, "-m", "pytransformer", "doctor", cwd=tmp_path)
+
+
+@building
+def test_asking_for_what_cannot_be_built_fails(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"PYTRANSFORMER_CPU=1, but it cannot be built: .*/nonexistent/c\+\+ cannot be run"
+    ):
+        build_wheel(ROOT, tmp_path / "wheel", CXX="/nonexistent/c++", PYTRANSFORMER_CPU="1")
+
+
+@building
+def test_one_wheel_for_every_python(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(ROOT, tmp_path / "wheel", PYTRANSFORMER_BINDINGS="0")
+    assert "-py3-none-linux" in wheel.name
+    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert libraries == ["pytransformer/libpytransformer_cpu.so"]
+
+
+def source_distribution(out: Path) -> Path:
+    call(sys.executable, "setup.py", "-q", "sdist", "-d", out, cwd=ROOT, PYTHONSAFEPATH="1", PYTRANSFORMER_CPU="0")
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(out, filter="data")
+    return out / archive.name.removesuffix(".tar.gz")
+
+
+@building
+def test_source_distribution_is_complete(tmp_path: Path) -> None:
+    """It holds every source of the libraries and builds, here without the native code, which the slow test compiles."""
+    source = source_distribution(tmp_path / "sdist")
+
+    def listing(root: Path) -> set[str]:
+        wanted = [
+            p for folder in ("csrc", "kernels", "pytransformer", "tests") for p in (root / folder).rglob("*") if p.is_file()
+        ]
+        return {
+            str(p.relative_to(root))
+            for p in wanted
+            if p.suffix not in (".so", ".pyc", ".new") and p.name != "_build_info.json"
+        }
+
+    assert listing(source) == listing(ROOT)
+    wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")
+    call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "reference", cwd=tmp_path)
+
+
+@building
+@pytest.mark.slow
+def test_source_distribution_compiles(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1")
+    call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
+
+
+def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
+    """As in a build environment that hides the installed packages: -S leaves site-packages off this child's path."""
+    ask = f"import sys; sys.path.insert(0, {str(ROOT / 'csrc')!r}); import native_build; print(native_build.find_torch())"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-S", "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).resolve() == Path(torch.__file__).resolve().parent
