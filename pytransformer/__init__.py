@@ -10,6 +10,8 @@ from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, us
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
 from .ops.attention_weights import attention_summary, attention_weights
+from .ops.cross_entropy import linear_cross_entropy
+from .ops.feed_forward import feed_forward
 from .ops.layer_norm import add_norm, layer_norm, rms_norm
 from .ops.masks import AlibiBias, RelativePositionBias
 
@@ -28,8 +30,10 @@ __all__ = [
     "deactivate",
     "explain",
     "fallbacks",
+    "feed_forward",
     "integrations",
     "layer_norm",
+    "linear_cross_entropy",
     "reference",
     "rms_norm",
     "scaled_dot_product_attention",

@@ -5,6 +5,7 @@
 // stages, both in fixed order: blocks of rows, whose number depends on the shape alone, then the blocks.
 #pragma once
 
+#include "column_sums.h"
 #include "layer_norm_fwd.h"
 
 namespace pt {
@@ -59,14 +60,6 @@ struct NormBackwardRow {
     });
   }
 };
-
-// out[j] = sum over blocks of part[block][j], in order.
-template <class A>
-void add_blocks(const A* part, int64_t blocks, int64_t stride, int64_t first, int64_t last, A* out) {
-  for (int64_t j = first; j < last; j++) out[j] = part[j];
-  for (int64_t b = 1; b < blocks; b++)
-    for (int64_t j = first; j < last; j++) out[j] += part[b * stride + j];
-}
 
 template <class X, class R, bool DROP, bool PARAMETERS>
 void norm_backward_rows(const NormProblem& p, const NormBackward& f) {

@@ -113,6 +113,7 @@ class Op:
         saved: Sequence[str],
         empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
         flops: Callable[[Any], int] | None = None,
+        flops_backward: Callable[[Any], int] | None = None,
     ) -> None:
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
@@ -137,7 +138,7 @@ class Op:
             self._backward_fake,
         )
         if flops is not None:
-            self._count_flops(flops)
+            self._count_flops(flops, flops_backward)
         self.function = make_functions(self)
         OPS[name] = self
 
@@ -151,15 +152,14 @@ class Op:
         register_vmap(f"pytransformer::{name}", _vmap_by_loop(raw), lib=LIBRARY)
         return raw
 
-    def _count_flops(self, flops: Callable[[Any], int]) -> None:
+    def _count_flops(self, flops: Callable[[Any], int], flops_backward: Callable[[Any], int] | None) -> None:
         from torch.utils.flop_counter import register_flop_formula
 
         n, skip = len(self.Arguments._fields), len(self.grad_names)
+        # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
+        backward = flops_backward or (lambda a: flops(a) * 5 // 2)
         register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
-        # Backward recomputes the first product and has two products for each of the forward's: 5/2 for attention.
-        register_flop_formula(self.bwd._overloadpacket, get_raw=True)(
-            lambda *a, **_: flops(self.Arguments(*a[skip : skip + n])) * 5 // 2
-        )
+        register_flop_formula(self.bwd._overloadpacket, get_raw=True)(lambda *a, **_: backward(self.Arguments(*a[skip : skip + n])))
 
     def add_reference(
         self,

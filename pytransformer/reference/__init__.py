@@ -30,5 +30,5 @@ attention_varlen = _public("attention_varlen")
 layer_norm = _public("layer_norm")
 rms_norm = _public("rms_norm")
 add_norm = _public("add_norm", outputs=2)
-
-
+feed_forward = _public("feed_forward")
+linear_cross_entropy = _public("linear_cross_entropy")

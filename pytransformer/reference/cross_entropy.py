@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 
-def cross_entropy_forward(a: Any) -> tuple[torch.Tensor]:
-    """(loss,) of the arguments of the op linear_cross_entropy: target's shape for "none", else a number.
+def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, lse) of the arguments of the op linear_cross_entropy: loss in target's shape for "none", else a number; lse, the
+    logarithm of each row's sum of exponentials, is what a fused backward needs besides the inputs.
 
     "mean" divides by the number of targets that are not ignored: NaN if there is none, as in PyTorch.
     """
@@ -27,10 +28,11 @@ def cross_entropy_forward(a: Any) -> tuple[torch.Tensor]:
     rows = torch.where(valid.unsqueeze(-1), a.x.to(work), 0.0)  # select, not multiply: an ignored row may hold NaN
     logits = F.linear(rows, a.weight.to(work), None if a.bias is None else a.bias.to(work))
     picked = logits.gather(-1, torch.where(valid, a.target, 0).unsqueeze(-1)).squeeze(-1)
-    loss = torch.logsumexp(logits, -1) - (1.0 - a.label_smoothing) * picked
+    lse = torch.logsumexp(logits, -1)
+    loss = lse - (1.0 - a.label_smoothing) * picked
     if a.label_smoothing > 0.0:
         loss = loss - a.label_smoothing * logits.mean(-1)
     loss = torch.where(valid, loss, 0.0)
-    if a.reduction == "mean":
-        return (loss.sum() / valid.sum(),)
-    return (loss.sum(),) if a.reduction == "sum" else (loss,)
+    if a.reduction != "none":
+        loss = loss.sum()
+    return loss / valid.sum() if a.reduction == "mean" else loss, lse.detach()

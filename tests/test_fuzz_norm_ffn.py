@@ -1,4 +1,4 @@
-"""Random norms against float64 on every backend."""
+"""Random norms and feed-forward networks against float64 on every backend."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer.testing import fuzz_ffn, fuzz_norm
 from pytransformer.testing.fuzz import fuzz
-from pytransformer.testing.fuzz_norm import draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_norms_against_float64(backend: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("op", ["norm", "ffn"])
+def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[backend]
     if reason is not None:
         pytest.skip(f"backend {backend}: {reason}")
     cases, seed = request.config.getoption("--fuzz-cases") // (4 if backend == "cpu" else 10), request.config.getoption("--fuzz-seed")
-    report = fuzz("norm", [backend], seed, range(cases), stop_after=10)
+    report = fuzz(op, [backend], seed, range(cases), stop_after=10)
     print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
     assert not report.failures, "\n".join(report.failures)
 
 
-def test_everything_is_drawn() -> None:
-    drawn = [draw(0, case) for case in range(500)]
+def test_every_kind_of_norm_is_drawn() -> None:
+    drawn = [fuzz_norm.draw(0, case) for case in range(500)]
     features = set().union(*(p.features for p in drawn))
     assert {"layer_norm", "rms_norm", "add_norm", "residual", "weight", "bias", "dropout_p", "mixed", "offset", "3d"} <= features
     for keyword in ("residual", "dropout_p", "bias", "offset", "mixed", "grad_residual_out"):
         share = sum(keyword in p.features for p in drawn) / len(drawn)
         assert share >= 0.1, f"{keyword} is in {share:.1%} of the cases"
     assert {"rows_first", "step", "offset", "expanded"} <= {p.layouts.get("grad_out") for p in drawn}
+
+
+def test_every_kind_of_network_is_drawn() -> None:
+    drawn = [fuzz_ffn.draw(0, case) for case in range(300)]
+    for feature in (*fuzz_ffn.ACTIVATIONS, "b1", "b2", "gate_weight", "gate_bias", "dropout_p", "recompute", "strided", "positive", "large"):
+        share = sum(feature in p.features for p in drawn) / len(drawn)
+        assert share >= 0.1, f"{feature} is in {share:.1%} of the cases"

@@ -1,0 +1,38 @@
+// Sums over the rows of a matrix in two stages, both in fixed order: blocks of rows, then the blocks.
+#pragma once
+
+#include "arena.h"
+#include "parallel.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// out[j] = sum over blocks of part[block * stride + j], in order, for columns [first, last).
+template <class A>
+void add_blocks(const A* part, int64_t blocks, int64_t stride, int64_t first, int64_t last, A* out) {
+  for (int64_t j = first; j < last; j++) out[j] = part[j];
+  for (int64_t b = 1; b < blocks; b++)
+    for (int64_t j = first; j < last; j++) out[j] += part[b * stride + j];
+}
+
+// out[j] = sum of column j of a contiguous (rows, columns) matrix. The number of blocks depends on the shape alone.
+template <class T>
+void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int threads, typename T::acc* out) {
+  using acc = typename T::acc;
+  constexpr int64_t kColumns = 32 * T::width;
+  const int64_t blocks = clamp<int64_t>(ceil_div(rows, 64), 1, 64), per_block = ceil_div(rows, blocks), strips = ceil_div(columns, kColumns);
+  const int64_t padded = strips * kColumns;
+  shared_arena.reset(Arena::bytes_for<acc>(blocks * padded));
+  acc* part = shared_arena.take<acc>(blocks * padded);
+  for_each_task(blocks * strips, threads, [&](int64_t task) {
+    const int64_t block = task / strips, c = task % strips * kColumns, n = least(kColumns, columns - c);
+    acc* sum = part + block * padded + c;
+    for (int64_t j = 0; j < kColumns; j++) sum[j] = 0;
+    for (int64_t i = block * per_block; i < least(rows, (block + 1) * per_block); i++)
+      for (int64_t j = 0; j < n; j += T::width) store(sum + j, load(sum + j) + T::load(x + i * columns + c + j, n - j));
+  });
+  add_blocks(part, blocks, padded, 0, columns, out);
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

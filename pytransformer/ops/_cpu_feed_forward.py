@@ -1,0 +1,111 @@
+"""The backend ``cpu`` of feed_forward: csrc/cpu/feed_forward.cpp called with tensors allocated here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _native
+from ._registry import WRONG_DEVICE, Backend, Op
+
+ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # enum Activation of csrc/cpu/feed_forward.h
+HIDDEN_BYTES = 16 << 20  # forward keeps about so much of hidden at a time ...
+LEAST_ROWS = 1536  # ... but as many rows as it takes to make packing the weights cheap
+
+
+def backend(op: Op) -> Backend:
+    def why_not(a: Any) -> str | None:
+        if a.x.device.type != "cpu":
+            return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
+        return _native.why_not("feed_forward_fwd")
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        if _empty(a):
+            return op.backends["reference"].forward(a)
+        out, pre, gate = op.empty_outputs(a)
+        rows = math.prod(a.x.shape[:-1])
+        result = _as_matrix(out)
+        hidden = a.x.new_empty(_hidden_rows(a), a.w1.shape[0])
+        kept = _matrices(a, pre, gate) if a.save else (None, None)
+        _run_forward(a, hidden, *kept, result.view(rows, -1))
+        return (out if result.data_ptr() == out.data_ptr() else out.copy_(result)), pre, gate
+
+    def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Sequence[Any]:
+        if _empty(a):
+            return op.backends["reference"].backward(a, grads, saved, wanted)
+        rows, hidden = math.prod(a.x.shape[:-1]), a.w1.shape[0]
+        results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
+        scratch = [a.x.new_empty(rows, hidden) for _ in range(2 if a.gate_weight is None else 3)]
+        h, d_pre, d_gate = (*scratch, None)[:3]
+        if a.save:
+            pre, gate = _matrices(a, *saved)
+        else:
+            pre, gate = d_pre, d_gate
+            _run_forward(a, None, pre, gate, None)
+        work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
+        targets: dict[str, torch.Tensor | None] = {}
+        for name, t in results.items():
+            if t is None:
+                targets[name] = None
+            elif name in ("b1", "b2", "gate_bias"):
+                targets[name] = torch.empty(t.shape, dtype=work)
+            else:
+                targets[name] = _as_matrix(t).view(-1, t.shape[-1])
+        torch.ops.pytransformer_C.feed_forward_bwd(
+            _matrix(grads[0].to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
+            a.dropout_seed, h, d_pre, d_gate,
+            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), ACTIVATIONS[a.activation], a.dropout_p,
+        )  # fmt: skip
+        for name, t in results.items():
+            if t is not None and targets[name].data_ptr() != t.data_ptr():
+                t.copy_(targets[name].view(t.shape))
+        return [results[n] for n in op.differentiable]
+
+    return Backend("cpu", forward, backward, why_not, _extra_bytes)
+
+
+def _run_forward(a: Any, hidden: Any, pre: Any, gate: Any, out: Any) -> None:
+    torch.ops.pytransformer_C.feed_forward_fwd(
+        _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
+        _vector(a.b2, a.x), a.dropout_seed, hidden, pre, gate, out, ACTIVATIONS[a.activation], a.dropout_p,
+    )  # fmt: skip
+
+
+def _empty(a: Any) -> bool:
+    """A product over nothing: left to plain PyTorch, which does nothing either."""
+    return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
+
+
+def _matrices(a: Any, pre: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    pre = pre.view(-1, pre.shape[-1])
+    return pre, None if a.gate_weight is None else gate.view(pre.shape)
+
+
+def _as_matrix(t: torch.Tensor) -> torch.Tensor:
+    """t itself if it is contiguous, else a contiguous tensor of its shape to be copied from."""
+    return t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)
+
+
+def _matrix(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1, t.shape[-1]).contiguous()
+
+
+def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if t is None else t.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def _hidden_rows(a: Any) -> int:
+    """How many rows of hidden forward keeps at a time."""
+    return min(math.prod(a.x.shape[:-1]), max(LEAST_ROWS, HIDDEN_BYTES // (a.w1.shape[0] * a.x.element_size())))
+
+
+def _extra_bytes(a: Any) -> int:
+    """Forward: the rows of hidden kept at a time and about 16 MB of packed weights."""
+    return _hidden_rows(a) * a.w1.shape[0] * a.x.element_size() + (16 << 20)

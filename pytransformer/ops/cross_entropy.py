@@ -1,0 +1,140 @@
+"""Linear map and cross entropy in one: the public function and the raw op; see docs/ops/cross_entropy.md.
+
+Only the reference computes it in this version.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..reference.cross_entropy import cross_entropy_forward
+from ._registry import Op, check_backend
+from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
+
+ARGUMENTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction"
+
+
+def _empty(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
+    shape = a.target.shape if a.reduction == "none" else ()
+    return torch.empty(shape, dtype=work, device=a.x.device), torch.empty(a.target.shape, dtype=work, device=a.x.device)
+
+
+def _flops(a: Any) -> int:
+    return 2 * a.x.numel() * a.weight.shape[0]
+
+
+linear_cross_entropy_op = Op(
+    "linear_cross_entropy",
+    arguments=ARGUMENTS,
+    outputs=("loss", "lse"),
+    differentiable_outputs=1,
+    differentiable=("x", "weight", "bias"),
+    saved=("lse",),
+    empty_outputs=_empty,
+    flops=_flops,
+    flops_backward=lambda a: 3 * _flops(a),  # the logits again, and one product for x and for weight each
+)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """``cross_entropy(x @ weightᵀ + bias, target)`` without keeping the logits for backward.
+
+    Args:
+        x: (..., d), float32, bfloat16, float16 or float64.
+        weight: (classes, d), as in torch.nn.Linear, of x's dtype.
+        target: (...), int64 class indices. Values outside [0, classes) other than ignore_index raise on the CPU.
+        bias: (classes,), any floating dtype, or None.
+        ignore_index: rows with this target have loss 0 and no gradient, whatever they hold.
+        label_smoothing: in [0, 1]; the share of the target spread evenly over all classes.
+        reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none), ``"sum"`` or ``"none"``.
+        backend: force ``"reference"``, the only one in this version.
+        strict: raise rather than run on the reference.
+
+    Returns:
+        The loss, float32 (float64 for float64): a number, or target's shape for ``"none"``.
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+    """
+    prepared = _prepare(
+        x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+        backend=backend, strict=strict,
+    )  # fmt: skip
+    return linear_cross_entropy_op(*prepared)[0]
+
+
+def _prepare(
+    x: Any,
+    weight: Any,
+    target: Any,
+    *,
+    bias: Any = None,
+    ignore_index: Any = -100,
+    label_smoothing: Any = 0.0,
+    reduction: Any = "mean",
+    backend: Any = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    op = "linear_cross_entropy"
+    check_tensor(op, "x", x, floating=True)
+    check_tensor(op, "weight", weight, floating=True, ndim=2)
+    check_tensor(op, "target", target)
+    for name, t in (("weight", weight), ("target", target)):
+        check_same(op, "x", x, name, t)
+    if target.dtype != torch.int64:
+        raise TypeError(f"{op}: target must be int64 class indices, got {target.dtype}")
+    if x.dim() == 0 or x.shape[:-1] != target.shape:
+        raise ValueError(f"{op}: target must have x's leading shape, got {shape_of(target)} for x of shape {shape_of(x)}")
+    x, weight = autocast(x.device, x, weight)
+    check_same(op, "x", x, "weight", weight, dtype=True)
+    if weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight must be (classes, d) with d = {x.shape[-1]} and classes > 0, got {shape_of(weight)}")
+    if bias is not None:
+        check_tensor(op, "bias", bias, floating=True)
+        check_same(op, "x", x, "bias", bias)
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {shape_of(bias)}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    smoothing = check_number(op, "label_smoothing", label_smoothing)
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {smoothing}")
+    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
+    check_backend(op, backend)
+    return linear_cross_entropy_op.Arguments(x, weight, target, bias, ignore_index, smoothing, reduction), backend, bool(strict)
+
+
+linear_cross_entropy_op.prepare = _prepare
+
+
+def _check_values(a: Any) -> None:
+    wrong = (a.target != a.ignore_index) & ((a.target < 0) | (a.target >= a.weight.shape[0]))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"linear_cross_entropy: target must be between 0 and {a.weight.shape[0] - 1} or ignore_index {a.ignore_index}, "
+            f"got {a.target[wrong][0].item()}"
+        )
+
+
+def _reference_bytes(a: Any) -> int:
+    """The logits and their exponentials."""
+    return 2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
+
+
+linear_cross_entropy_op.add_reference(cross_entropy_forward, extra_bytes=_reference_bytes, check_values=_check_values)

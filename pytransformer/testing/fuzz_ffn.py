@@ -1,0 +1,224 @@
+"""Random problems of feed_forward against float64; plugs into `fuzz`.
+
+The bound follows the errors through both products, with r = eps(float32) / eps(dtype) for what is summed in float32 and L = 1.13,
+the largest slope of an activation (and bound on its curvature):
+
+    E(pre) = |pre| + r (|x| |w1|^T + |b1|)                  the pre-activation as stored, and its sum; E(gate) alike
+    E(h)   = |h| + L E(pre)                                 gated: |h| + |act(gate)| E(pre) + |pre| L E(gate)
+    S(y)   = E(h) |w2|^T + |b2|
+    E(dh)  = |dh| + r |dy| |w2|
+    E(dpre) = L E(dh) + |dh| L E(pre), and for relu where pre is within rounding of 0, |dh| / eps: the slope is undecided there
+    S(dx) = E(dpre) |w1|, S(dw1) = E(dpre)^T |x|, S(db1) = sum E(dpre), S(dw2) = |dy|^T E(h), S(db2) = sum |dy|
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import bounds, oracle
+from .fuzz_norm import column_keep
+from .guarded import place, random_layout
+from .poison import StrayWrite, poisoned
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+TAG = 0x80000002
+SLOPE = 1.13
+
+
+@dataclass
+class Problem:
+    """One call, its upstream gradient, and what it has ("features")."""
+
+    dtype: torch.dtype
+    data: str
+    tensors: dict[str, Tensor]  # x, w1, b1, w2, b2, gate_weight, gate_bias, grad_out
+    layouts: dict[str, str]
+    keywords: dict[str, Any]
+    wanted: list[str]
+    features: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{n} {str(t.dtype)[6:]} {tuple(t.shape)} {self.layouts[n]}" for n, t in self.tensors.items())
+        return f"feed_forward, {self.data} data, {self.keywords}, gradients of {self.wanted}: {shapes}"
+
+
+def draw(seed: int, case: int) -> Problem:
+    """The problem of this seed and number."""
+    rng = random.Random(f"ffn {seed} {case}")
+    torch.manual_seed(rng.getrandbits(40))
+    dtype, data = rng.choice(DTYPES), rng.choice(("zero_mean", "zero_mean", "positive", "large"))
+    size = (1, 2, 3, 7, 16, 17, 31, 33, 48, 63, 64, 65, 70, 96, 130)
+    lead = tuple(rng.choice((1, 2, 3, 7)) for _ in range(rng.choice((0, 1, 2, 3))))
+    if rng.random() < 0.1:
+        lead = (rng.choice((190, 193, 250)),)
+    if rng.random() < 0.03:
+        lead = (0, *lead)
+    d, hidden = rng.choice(size), rng.choice((*size, 200, 257))
+    out = d if rng.random() < 0.6 else rng.choice(size)
+
+    def values(*shape: int, scale: float = 1.0, kind: torch.dtype = dtype) -> Tensor:
+        t = torch.randn(shape, dtype=torch.float64) * scale
+        return (t.abs() if data == "positive" else t * 4 if data == "large" else t).to(kind)
+
+    def bias(n: int) -> Tensor:
+        return values(n, kind=torch.float32 if dtype != torch.float64 and rng.random() < 0.3 else dtype)
+
+    tensors = {"x": values(*lead, d), "w1": values(hidden, d, scale=d**-0.5), "w2": values(out, hidden, scale=hidden**-0.5)}
+    if rng.random() < 0.7:
+        tensors["b1"] = bias(hidden)
+    if rng.random() < 0.7:
+        tensors["b2"] = bias(out)
+    if rng.random() < 0.4:
+        tensors["gate_weight"] = values(hidden, d, scale=d**-0.5)
+        if rng.random() < 0.6:
+            tensors["gate_bias"] = bias(hidden)
+    keywords: dict[str, Any] = {"activation": rng.choice(ACTIVATIONS)}
+    if rng.random() < 0.4:
+        keywords |= {"dropout_p": rng.choice((0.1, 0.5, 1.0)), "dropout_seed": rng.getrandbits(63) - 2**62}
+    if rng.random() < 0.4:
+        keywords["recompute"] = True
+    wanted = [n for n in tensors if rng.random() < 0.8]
+    if wanted:
+        tensors["grad_out"] = torch.randn(*lead, out, dtype=torch.float64).to(dtype)
+    layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
+    features = {*tensors, *keywords, data, keywords["activation"], *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ())}
+    return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
+
+
+def _activation(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and slope in float64, written out."""
+    if name == "relu":
+        return x.clamp(min=0), (x > 0).double()
+    if name == "gelu":
+        cdf = 0.5 * torch.erfc(-x / math.sqrt(2))
+        return x * cdf, cdf + x * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+    slope = torch.ones_like(x)
+    z = x
+    if name == "gelu_tanh":
+        c = 2 * math.sqrt(2 / math.pi)
+        z, slope = c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x.square())
+    s = torch.sigmoid(z)
+    return x * s, s + x * s * torch.sigmoid(-z) * slope
+
+
+def solve(problem: Problem) -> dict[str, oracle.Result]:
+    """Every result in float64 with its S."""
+    t = {n: v.double() for n, v in problem.tensors.items()}
+    eps = torch.finfo(problem.dtype).eps
+    r = 1.0 if problem.dtype == torch.float64 else torch.finfo(torch.float32).eps / eps
+    out: dict[str, oracle.Result] = {}
+
+    def put(name: str, value: Tensor, size: Tensor, gradient: bool, like: str) -> None:
+        dtype = problem.tensors[like].dtype
+        # what the subnormals of fp16 intermediates may add, through sums of a few hundred terms of order one
+        floor = torch.full_like(size, 2.0**-24 * 64 if problem.dtype == torch.float16 else 0.0)
+        out[name] = oracle.Result(value, size, floor, gradient, dtype)
+
+    x = t["x"].reshape(-1, t["x"].shape[-1])
+    zero = torch.zeros(())
+    b1, b2, bg = t.get("b1", zero), t.get("b2", zero), t.get("gate_bias", zero)
+    pre = x @ t["w1"].T + b1
+    e_pre = pre.abs() + r * (x.abs() @ t["w1"].abs().T + b1.abs())
+    p = problem.keywords.get("dropout_p", 0.0)
+    threshold = round(65536 * p)
+    if threshold in (0, 65536):
+        keep = torch.full_like(pre, 0.0 if threshold else 1.0)
+    else:
+        keep = column_keep(problem.keywords["dropout_seed"], threshold, *pre.shape, TAG)
+    name = problem.keywords["activation"]
+    gated = "gate_weight" in t
+    source, e_source = pre, e_pre
+    if gated:
+        source = x @ t["gate_weight"].T + bg
+        e_source = source.abs() + r * (x.abs() @ t["gate_weight"].abs().T + bg.abs())
+    value, slope = _activation(name, source)
+    e_slope = SLOPE * e_source
+    if name == "relu":
+        e_slope = torch.where(source.abs() <= 16 * eps * e_source, 1.0 / eps, 0.0)
+    if gated:
+        h = value * pre
+        e_h = h.abs() + value.abs() * e_pre + pre.abs() * SLOPE * e_source
+    else:
+        h, e_h = value, value.abs() + SLOPE * e_source
+    h, e_h = h * keep, e_h * keep
+    shape = (*problem.tensors["x"].shape[:-1], t["w2"].shape[0])
+    put("out", (h @ t["w2"].T + b2).reshape(shape), (e_h @ t["w2"].abs().T + b2.abs()).reshape(shape), False, "x")
+    if "grad_out" not in t:
+        return out
+
+    dy = t["grad_out"].reshape(-1, t["w2"].shape[0])
+    dh = dy @ t["w2"] * keep
+    e_dh = dh.abs() + r * (dy.abs() @ t["w2"].abs()) * keep
+    e_act = slope.abs() * e_dh + dh.abs() * (slope.abs() + e_slope)
+    if gated:
+        dpre, dgate = dh * value, dh * pre * slope
+        e_dpre = value.abs() * e_dh + dh.abs() * (value.abs() + SLOPE * e_source)
+        e_dgate = pre.abs() * e_act + dh.abs() * slope.abs() * e_pre + dgate.abs()
+    else:
+        dpre, e_dpre = dh * slope, e_act
+    dx, s_dx = dpre @ t["w1"], e_dpre @ t["w1"].abs()
+    if gated:
+        dx, s_dx = dx + dgate @ t["gate_weight"], s_dx + e_dgate @ t["gate_weight"].abs()
+        put("gate_weight", dgate.T @ x, e_dgate.T @ x.abs(), True, "gate_weight")
+        if "gate_bias" in t:
+            put("gate_bias", dgate.sum(0), e_dgate.sum(0), True, "gate_bias")
+    put("x", dx.reshape(t["x"].shape), s_dx.reshape(t["x"].shape), True, "x")
+    put("w1", dpre.T @ x, e_dpre.T @ x.abs(), True, "w1")
+    put("w2", dy.T @ h, dy.abs().T @ e_h, True, "w2")
+    if "b1" in t:
+        put("b1", dpre.sum(0), e_dpre.sum(0), True, "b1")
+    if "b2" in t:
+        put("b2", dy.sum(0), dy.abs().sum(0), True, "b2")
+    return out
+
+
+def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
+    """(results by name, the raw ops that ran), in guarded and poisoned memory."""
+    import pytransformer as pt
+    from pytransformer.ops._registry import trace
+
+    laid = {n: place(t, problem.layouts[n]) for n, t in problem.tensors.items()}
+    leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n != "grad_out"}
+    with poisoned(), trace() as record:
+        out = pt.feed_forward(
+            *(leaves.get(n) for n in ("x", "w1", "b1", "w2", "b2")), gate_weight=leaves.get("gate_weight"),
+            gate_bias=leaves.get("gate_bias"), **problem.keywords, backend=backend, strict=True,
+        )  # fmt: skip
+        results: dict[str, Tensor | None] = {"out": out}
+        if problem.wanted:
+            found = torch.autograd.grad(out, [leaves[n] for n in problem.wanted], laid["grad_out"])
+            results |= dict(zip(problem.wanted, found))
+    return results, list(record)
+
+
+def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
+    """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
+    problem = draw(seed, case)
+    solution = oracle.Solution(solve(problem), 1, torch.empty(0), torch.empty(0))
+    verdicts: dict[str, tuple[list[bounds.Check], list[str]]] = {}
+    for backend in backends:
+        checks: list[bounds.Check] = []
+        wrong: list[str] = []
+        try:
+            results, record = run(problem, backend)
+            # for float64 the exact result is float64 itself, and errs as much
+            data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
+            checks = bounds.check(solution, results, problem.dtype, data)
+            wrong = [str(c) for c in checks if not c.ok]
+            if {b for _, b in record} != {backend}:
+                wrong.append(f"ran {record}, {backend} was forced")
+            if repeat:
+                again, _ = run(problem, backend)
+                differing = [n for n, r in results.items() if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))]
+                wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
+        except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        verdicts[backend] = checks, wrong
+    return problem, verdicts

@@ -1,0 +1,251 @@
+"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ffn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pytransformer as pt
+from pytransformer.ops._registry import OPS
+
+BACKENDS = ("reference", "cpu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
+
+
+@pytest.fixture(params=BACKENDS)
+def ffn_backend(request: pytest.FixtureRequest) -> str:
+    reason = pt.explain("feed_forward", *_inputs(2, 3, 4, 3)[:5]).reasons[request.param]
+    if reason is not None:
+        pytest.skip(f"backend {request.param}: {reason}")
+    return request.param
+
+
+def _inputs(rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """x, w1, b1, w2, b2, gate_weight, gate_bias."""
+    shapes = ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,), (hidden, d), (hidden,))
+    return [(torch.randn(s, dtype=torch.float64) / s[-1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
+
+
+def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], **keywords: Any) -> torch.Tensor:
+    gate = dict(zip(("gate_weight", "gate_bias"), t[5:]))
+    return pt.feed_forward(*t[:5], **gate, **keywords)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_equals_linear_activation_linear(activation: str, gated: bool, ffn_backend: str) -> None:
+    t = _inputs(9, 20, 70, 33)
+    act = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu}[activation]
+    hidden = F.linear(t[0], t[1], t[2])
+    hidden = act(F.linear(t[0], t[5], t[6])) * hidden if gated else act(hidden)
+    want = F.linear(hidden, t[3], t[4])
+    leaves = t if gated else t[:5]
+    ours = _call(leaves, activation=activation, backend=ffn_backend)
+    torch.testing.assert_close(ours, want)
+    grad = torch.randn_like(want)
+    for name, a, b in zip(NAMES, torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(want, leaves, grad)):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_keep_their_digits(activation: str) -> None:
+    """Identity weights leave the activation and its slope alone: within 4 eps of x, and of |act| for gelu's left tail."""
+    x = torch.cat([torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])])[:, None].requires_grad_()
+    one = torch.ones(1, 1)
+    y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="cpu")
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    exact = x.detach().double().requires_grad_()
+    act = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu}[activation]
+    z = act(exact)
+    (dz,) = torch.autograd.grad(z.sum(), exact)
+    eps = torch.finfo(torch.float32).eps
+    assert ((y - z).abs() <= 4 * eps * exact.abs()).all()
+    assert ((dx - dz).abs() <= 8 * eps * (1 + exact.abs())).all()
+    if activation == "gelu":
+        tail = (exact > -12).squeeze() & (exact < 0).squeeze()
+        right = exact * 0.5 * torch.special.erfc(-exact / 2**0.5)
+        assert ((y - right).abs() <= 4 * eps * right.abs())[tail].all()
+
+
+def test_dropout_is_the_same_everywhere() -> None:
+    """Identity weights show hidden: dropped where the shared stream says, on every backend."""
+    from pytransformer.testing.fuzz_ffn import TAG
+    from pytransformer.testing.fuzz_norm import column_keep
+
+    x, eye = torch.full((2, 3, 200), 3.0), torch.eye(200)
+    for p in (0.1, 0.5, 0.999, 1.0):
+        outs = [pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=-77, backend=b) for b in BACKENDS]
+        assert torch.equal(*outs)
+        if p < 1:
+            assert torch.equal(outs[1], (3.0 * column_keep(-77, round(65536 * p), 6, 200, TAG)).float().view(x.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recompute_changes_no_bit_and_keeps_less(dtype: torch.dtype) -> None:
+    t = _inputs(40, 16, 64, 16, dtype)
+    grad = torch.randn(40, 16, dtype=dtype)
+    results, kept = [], []
+    for recompute in (False, True):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda v, s=sizes: (s.append(v.numel()), v)[1], lambda v: v):
+            y = _call(t, activation="silu", dropout_p=0.2, dropout_seed=1, recompute=recompute, backend="cpu")
+        kept.append(sum(sizes))
+        results.append([y, *torch.autograd.grad(y, t, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert kept[0] - kept[1] == 2 * 40 * 64
+
+
+def test_many_rows_pass_through_in_parts() -> None:
+    """More rows than hidden is kept for, and than a slice of the products over rows: the same bits as row by row."""
+    t = _inputs(4500, 8, 24, 8, torch.float32)
+    y = _call(t, backend="cpu")
+    assert torch.equal(y[4300:], _call([t[0][4300:], *t[1:]], backend="cpu"))
+    grads = torch.autograd.grad(y, t, torch.ones_like(y))
+    want = torch.autograd.grad(_call(t, backend="reference"), t, torch.ones_like(y))
+    for name, a, b in zip(NAMES, grads, want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()), msg=name)
+
+
+def test_nan_stays_in_its_row(ffn_backend: str) -> None:
+    t = [v.detach() for v in _inputs(5, 16, 40, 16, torch.float32)]
+    t[0][2, 3] = float("nan")
+    y = _call(t, activation="gelu", backend=ffn_backend)
+    assert y[2].isnan().all() and y[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 6), (3, 0, 5, 6), (3, 4, 0, 6)])
+def test_nothing_to_do(shape: tuple[int, int, int, int], ffn_backend: str) -> None:
+    t = _inputs(*(max(n, 1) for n in shape), torch.float32)
+    rows, d, hidden, out = shape
+    t = [v.detach()[tuple(slice(n) for n in s)].requires_grad_() for v, s in zip(t, ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,)))]
+    y = _call(t, backend=ffn_backend)
+    assert y.shape == (rows, out)
+    torch.testing.assert_close(y, F.linear(F.relu(F.linear(t[0], t[1], t[2])), t[3], t[4]))
+    assert all(g.shape == v.shape for g, v in zip(torch.autograd.grad(y.sum(), t), t))
+
+
+# ---- gradients and torch's machinery
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, ffn_backend: str) -> None:
+    t = _inputs(3, 4, 5, 3)[: 7 if gated else 5]
+
+    def function(*v: torch.Tensor) -> torch.Tensor:
+        return _call(v, activation=activation, dropout_p=0.3, dropout_seed=11, recompute=gated, backend=ffn_backend)
+
+    assert torch.autograd.gradcheck(function, t)
+    assert torch.autograd.gradgradcheck(function, t)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("save", [False, True])
+def test_opcheck(save: bool, ffn_backend: str) -> None:
+    op = OPS["feed_forward"]
+    x, w1, b1, w2, b2, wg, bg = (t.detach() for t in _inputs(6, 4, 8, 4, torch.float32))
+    a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 0.5, save)
+    torch.library.opcheck(op.fwd, (*a, ffn_backend, True))
+    out, *saved = op.fwd(*a, ffn_backend, True)
+    torch.library.opcheck(op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, ffn_backend, True))
+
+
+@pytest.mark.unpoisoned
+def test_compiles_whole(ffn_backend: str) -> None:
+    t = _inputs(6, 8, 16, 8, torch.float32)
+
+    def function(*v: torch.Tensor) -> torch.Tensor:
+        return _call(v, activation="silu", dropout_p=0.1, dropout_seed=3, backend=ffn_backend).sin().sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    ours, want = compiled(*t), function(*t)
+    torch.testing.assert_close(ours, want)
+    for a, b in zip(torch.autograd.grad(ours, t), torch.autograd.grad(want, t)):
+        torch.testing.assert_close(a, b)
+
+
+def test_func_transforms(ffn_backend: str) -> None:
+    t = [v.detach() for v in _inputs(3, 4, 6, 4)[:5]]
+
+    def loss(x: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
+        return pt.feed_forward(x, w1, *t[2:], activation="gelu", backend=ffn_backend).sin().sum()
+
+    want = torch.func.grad(lambda x, w1: F.linear(F.gelu(F.linear(x, w1, t[2])), t[3], t[4]).sin().sum(), (0, 1))(*t[:2])
+    for a, b in zip(torch.func.grad(loss, (0, 1))(*t[:2]), want):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), (0, None))(*t[:2]), want[0])
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda x: loss(x, t[1]), (t[0],), (t[0],))
+
+
+def test_autocast_casts_x_and_weights() -> None:
+    t = _inputs(4, 8, 16, 8, torch.float32)
+    with torch.autocast("cpu"):
+        y = _call(t)
+    assert y.dtype == torch.bfloat16
+    grads = torch.autograd.grad(y.sum(), t)
+    assert all(g.dtype == torch.float32 for g in grads)
+
+
+def test_flops_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    t = _inputs(4, 8, 16, 8, torch.float32)
+    for recompute, products in ((False, 9), (True, 11)):
+        with FlopCounterMode(display=False) as counter:
+            _call(t, recompute=recompute).sum().backward()
+        assert counter.get_total_flops() == products * 2 * 4 * 8 * 16, recompute
+
+
+# ---- determinism
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
+    t = _inputs(450, 65, 200, 70, dtype)
+    grad = torch.randn(450, 70, dtype=dtype)
+
+    def results() -> list[torch.Tensor]:
+        y = _call(t, activation="gelu", dropout_p=0.1, dropout_seed=9, backend="cpu")
+        return [y, *torch.autograd.grad(y, t, grad)]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = results()
+        for n in (2, 3, 1):
+            torch.set_num_threads(n)
+            assert all(torch.equal(a, b) for a, b in zip(results(), want)), n
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": 3.0}, TypeError, "x must be a Tensor"),
+        ({"x": torch.zeros(2, 9)}, ValueError, "w1 must be"),
+        ({"w1": torch.zeros(8)}, ValueError, "w1 must have 2 dimensions"),
+        ({"w1": torch.zeros(8, 4).double()}, TypeError, "w1 is torch.float64 but x is torch.float32"),
+        ({"w2": torch.zeros(4, 9)}, ValueError, "w2 must be"),
+        ({"b1": torch.zeros(4)}, ValueError, "b1 must have shape"),
+        ({"gate_bias": torch.zeros(8)}, ValueError, "gate_bias needs gate_weight"),
+        ({"gate_weight": torch.zeros(7, 4)}, ValueError, "gate_weight must have the shape of w1"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of"),
+        ({"dropout_p": -0.5}, ValueError, "dropout_p must be between 0 and 1"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = dict(zip(NAMES[:5], (t.detach() for t in _inputs(2, 4, 8, 4, torch.float32)))) | change
+    with pytest.raises(error, match=message):
+        pt.feed_forward(**arguments)
