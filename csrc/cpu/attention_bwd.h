@@ -90,7 +90,7 @@ class AttentionBackward {
 
   // What outlives a phase.
   void set_up() {
-    const int64_t carry_size = carried_keys * (z.dw + z.dvw), classes = plan.classes();
+    const int64_t carry_size = round_up(carried_keys, z.BK) * (z.dw + z.dvw), classes = plan.classes();
     Arena& a = setup_arena;
     a.reset(Arena::bytes_for<Sequence>(p.B) + Arena::bytes_for<Item<T>>(most_items) + Arena::bytes_for<Run>(most_runs) +
             2 * Arena::bytes_for<int64_t>(classes) + 2 * Arena::bytes_for<acc>(carry_size) + Arena::bytes_for<double>(p.Hq) +
@@ -169,11 +169,11 @@ class AttentionBackward {
         pack_transposed<T>(K + j * p.ks.l, p.ks.l, k.n - j, p.D, w.Kt + j * z.du, live ? live + j : nullptr);
         if (z.ds) pack_transposed<T>(V + j * p.vs.l, p.vs.l, k.n - j, p.Dv, w.Vt + j * z.dvu, live ? live + j : nullptr);
       }
-      if (z.dq) pack_rows<T>(K, p.ks.l, k.n, round_up(k.n, T::pack), p.D, z.BK, w.Kj, live);
+      if (z.dq) pack_rows<T>(K, p.ks.l, k.n, round_up(k.n, BackwardTile<T>::kStep), p.D, z.BK, w.Kj, live);
     }
-    move_carry<false>(run, k, size);
+    move_carry<false>(run, k);
     for (int64_t i = run.first; i < run.end && k.n > 0; i++) item_block(items[i], scores, k, split, w);
-    if (!run.ends) return move_carry<true>(run, k, size);
+    if (!run.ends) return move_carry<true>(run, k);
     if (z.dk) write_keys(at(g.dk, g.dks, run, row), g.dks.l, k.dK, z.dw, size, live, p.D, p.scale);
     if (z.dv) write_keys(at(g.dv, g.dvs, run, row), g.dvs.l, k.dV, z.dvw, size, live, p.Dv, z.keep_scale);
   }
@@ -204,24 +204,30 @@ class AttentionBackward {
 
   // dK and dV of a run that begins or goes on in another phase; otherwise they begin at zero.
   template <bool SAVE>
-  void move_carry(const Run& run, const KeyBlock<T>& k, int64_t size) const {
+  void move_carry(const Run& run, const KeyBlock<T>& k) const {
+    acc *held_k = carry[(phase + !SAVE) % 2] + k.k0 * (z.dw + z.dvw), *held_v = held_k + z.BK * z.dw;
     const auto move = [&](acc* sum, acc* held, int64_t n) {
       if (SAVE) __builtin_memcpy(held, sum, n * sizeof(acc));
       else if (run.starts) __builtin_memset(sum, 0, n * sizeof(acc));
       else __builtin_memcpy(sum, held, n * sizeof(acc));
     };
-    acc* held = carry[(phase + !SAVE) % 2];
-    if (z.dk) move(k.dK, held + k.k0 * z.dw, size * z.dw);
-    if (z.dv) move(k.dV, held + carried_keys * z.dw + k.k0 * z.dvw, size * z.dvw);
+    if (z.dk) move(k.dK, held_k, z.BK * z.dw);
+    if (z.dv) move(k.dV, held_v, z.BK * z.dvw);
   }
 
   elem* at(const void* data, const Strides& s, const Run& run, int64_t row) const {
     return const_cast<elem*>(static_cast<const elem*>(data)) + run.b * s.b + run.kv_head * s.h + row * s.l;
   }
-  static void write_keys(elem* out, int64_t stride, const acc* sum, int64_t ld, int64_t rows, const uint8_t* live, int64_t d, double scale) {
+  void write_keys(elem* out, int64_t stride, const acc* sum, int64_t columns, int64_t rows, const uint8_t* live, int64_t d, double scale) const {
     const vec factor = set1<vec>(acc(scale));
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < d; c += T::width) T::store(out + r * stride + c, d - c, live && !live[r] ? vec{} : load(sum + r * ld + c) * factor);
+    for (int64_t r = 0; r < rows; r += T::width)
+      for (int64_t c = 0; c < d; c += T::width) {
+        vec x[T::width];
+        for (int64_t i = 0; i < T::width; i++) x[i] = load(T::pack == 1 ? sum + (r + i) * columns + c : sum + (c + i) * z.BK + r);
+        if constexpr (T::pack > 1) transpose(x);
+        for (int64_t i = 0; i < least<int64_t>(T::width, rows - r); i++)
+          T::store(out + (r + i) * stride + c, d - c, live && !live[r + i] ? vec{} : x[i] * factor);
+      }
   }
 
   // ---- sums over items, in their order

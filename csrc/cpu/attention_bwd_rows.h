@@ -18,7 +18,7 @@ struct Item : ItemId {
   using unit = typename T::unit;
   int64_t rows, parts;         // parts: splits that have keys
   const Sequence* sequence;
-  unit *Q, *G, *Qj, *Gj;
+  unit *Q, *G, *Qs, *Gs;
   Range* seen;
   acc *m, *l, *delta;
   uint8_t *live, *extreme, *touched;  // [row]: sees a key; [block]; [part][block]: this part of dQ was stored
@@ -35,8 +35,8 @@ struct Item : ItemId {
   // take(pointer, count) for every array
   template <class Take>
   void layout(const BackwardSizes& z, const AttentionGrads& g, int64_t buckets, const Take& take) {
-    const int64_t units = ceil_div(rows, T::pack), n = blocks(z);
-    take(Q, rows * z.du), take(G, z.ds ? rows * z.dvu : 0), take(Qj, z.dk ? units * z.dw : 0), take(Gj, z.dv ? units * z.dvw : 0);
+    const int64_t units = BackwardTile<T>::padded(rows) / T::pack, n = blocks(z);
+    take(Q, rows * z.du), take(G, z.ds ? rows * z.dvu : 0), take(Qs, z.dk ? units * z.dw : 0), take(Gs, z.dv ? units * z.dvw : 0);
     take(seen, rows), take(m, rows), take(l, rows), take(delta, rows), take(live, rows), take(extreme, n);
     take(touched, parts * n), take(dQ, z.dq ? parts * rows * z.dw : 0);
     take(row_sums[0], sums_rows(g.d_mask) ? parts * rows : 0), take(row_sums[1], sums_rows(g.d_bias) ? parts * rows : 0);
@@ -48,8 +48,8 @@ struct Item : ItemId {
     const int64_t r = i * z.BQ, units = r / T::pack;
     return {q0 + r,           clamp<int64_t>(sequence->rows - q0 - r, 0, block_rows(z, i)),
             seen + r,         Q + r * z.du,
-            G + r * z.dvu,    Qj + units * z.dw,
-            Gj + units * z.dvw, m + r,
+            G + r * z.dvu,    Qs + units * z.dw,
+            Gs + units * z.dvw, m + r,
             l + r,            delta + r,
             extreme[i] != 0};
   }
@@ -74,7 +74,7 @@ class QueryRows {
           for (int64_t r = 0; r < it.block_rows(z, i); r++) it.row_sums[t][s * it.rows + row0 + r] = 0;
     it.extreme[i] = 0;
     const bool plain = Scores<T>(p, sequence).plain();
-    const int64_t n = it.block(z, i).rows, ld = round_up(n, T::pack);
+    const int64_t n = it.block(z, i).rows, ld = BackwardTile<T>::padded(n);
     const elem *q = at<elem>(p.q, p.qs), *d_out = at<elem>(g.d_out, g.dos), *out = at<elem>(p.out, p.os);
     const acc *lse = at<acc>(p.lse, p.lse_s), *d_lse = g.d_lse ? at<acc>(g.d_lse, g.d_lse_s) : nullptr;
     acc *m = it.m + row0, *l = it.l + row0, *delta = it.delta + row0;
@@ -94,8 +94,8 @@ class QueryRows {
     const int64_t units = row0 / T::pack;
     copy_rows<T>(q, p.qs.l, n, n, p.D, it.Q + row0 * z.du, live);
     if (z.ds) copy_rows<T>(d_out, g.dos.l, n, n, p.Dv, it.G + row0 * z.dvu, live);
-    if (z.dk) pack_rows<T>(q, p.qs.l, n, ld, p.D, ld, it.Qj + units * z.dw, live);
-    if (z.dv) pack_rows<T>(d_out, g.dos.l, n, ld, p.Dv, ld, it.Gj + units * z.dvw, live);
+    if (z.dk) pack_sum(q, p.qs.l, n, ld, p.D, it.Qs + units * z.dw, live);
+    if (z.dv) pack_sum(d_out, g.dos.l, n, ld, p.Dv, it.Gs + units * z.dvw, live);
     if (it.extreme[i]) split_lse();
     else if (plain)
       for (int64_t r = 0; r < n; r++) m[r] = acc(m[r] * kLog2e);
@@ -118,6 +118,31 @@ class QueryRows {
  private:
   template <class E>
   const E* at(const void* data, const Strides& s) const { return static_cast<const E*>(data) + it.b * s.b + it.h * s.h + base * s.l; }
+  // The operand of QueryBlock that is summed over queries.
+  static void pack_sum(const elem* src, int64_t stride, int64_t n, int64_t ld, int64_t d, unit* dst, const uint8_t* live) {
+    if constexpr (T::pack == 1) {
+      pack_rows<T>(src, stride, n, ld, d, ld, dst, live);
+    } else {
+      using uvec = typename T::uvec;
+      constexpr int64_t w = T::width;
+      const int64_t columns = round_up(d, w), pairs = ld / 2;
+      for (int64_t u = 0; u < pairs; u += w)
+        for (int64_t c = 0; c < columns; c += 2 * w) {
+          vec a[w], b[w];
+          const auto row = [&](int64_t r) { return r < n && live[r] ? T::load_units(src + r * stride + c, d - c) : uvec{}; };
+          for (int64_t i = 0; i < w; i++) {
+            uvec lo, hi;
+            interleave(row(2 * (u + i)), row(2 * (u + i) + 1), &lo, &hi);
+            a[i] = (vec)lo, b[i] = (vec)hi;
+          }
+          transpose(a), transpose(b);
+          for (int64_t i = 0; i < w; i++) {
+            store(reinterpret_cast<acc*>(dst + (c + i) * pairs + u), a[i]);
+            if (c + w < columns) store(reinterpret_cast<acc*>(dst + (c + w + i) * pairs + u), b[i]);
+          }
+        }
+    }
+  }
   static bool huge(acc lse) { return lse != -kInfinity<acc> && (lse > acc(kTrusted) || lse < acc(-kTrusted)); }
 
   // For rows whose lse is too large to hold the log of their sum: m = their maximum, l = log2 of the sum of exp(s - m).
@@ -127,10 +152,10 @@ class QueryRows {
     const Scores<T> scores(p, sequence);
     acc *m = it.m + row0, *l = it.l + row0;
     Arena& arena = local_arena;
-    arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kMR * panel) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(kMR, panel)) +
+    arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) +
                 Arena::bytes_for<uint8_t>(z.BQ) + Arena::bytes_for<uint8_t>(panel));
     unit* Kt = arena.take<unit>(panel * z.du);
-    acc *S = arena.take<acc>(kMR * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kMR, panel));
+    acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
     uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);
     for (int64_t r = 0; r < x.rows; r++)
       if ((wanted[r] = huge(m[r]))) m[r] = -kInfinity<acc>;
@@ -141,8 +166,8 @@ class QueryRows {
       const int64_t n = least(panel, keys.hi - j);
       const bool all = !mark_live_keys<acc>(p, sequence, kv_head, j, n, live);
       pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live);
-      for (int64_t r = 0; r < x.rows; r += kMR) {
-        const int64_t rows = least<int64_t>(kMR, x.rows - r);
+      for (int64_t r = 0; r < x.rows; r += kRows<T>) {
+        const int64_t rows = least<int64_t>(kRows<T>, x.rows - r);
         pick<T>(rows, panel, kStore)(z.du, x.Q + r * z.du, z.du, 1, Kt, S, panel, nullptr);
         if (z.table) scores.diagonals(it.h, x.q0 + r, rows, j, n, diagonals);
         for (int64_t e = 0; e < rows; e++) {

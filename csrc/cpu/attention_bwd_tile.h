@@ -2,8 +2,9 @@
 //
 //   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta), and then dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
-// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries: with bf16 pairs their operands are P and dS with two
-// rows joined, where a unit holds one column of rows 2i and 2i + 1.
+// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q, where the
+// left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a unit being one column
+// of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order that matrix tiles read.
 #pragma once
 
 #include "arena.h"
@@ -26,12 +27,12 @@ struct BackwardSizes {
   double scale, keep_scale;    // keep_scale: 1 / (1 - p)
 };
 
-// The packed query rows of a block. Joined panels: [panel][rows / pack][its columns].
+// The packed query rows of a block. Summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns [column][pair].
 template <class T>
 struct QueryBlock {
-  int64_t q0, rows;                       // first local row, how many
-  const Range* seen;                      // the keys each row may see
-  const typename T::unit *Q, *G, *Qj, *Gj;  // q and d_out as rows of units and as joined panels
+  int64_t q0, rows;                         // first local row, how many
+  const Range* seen;                        // the keys each row may see
+  const typename T::unit *Q, *G, *Qs, *Gs;  // q and d_out as rows of units, and as operands that are summed over queries
   const typename T::acc *m, *l, *delta;   // l is 0 unless lse is too large to hold the log of the sum
   bool extreme;                           // some row has an l
 };
@@ -41,7 +42,7 @@ template <class T>
 struct KeyBlock {
   int64_t k0, n;                            // first local key, and how many up to the last that any query may see
   const typename T::unit *Kt, *Vt, *Kj;     // transposed panels of k and v, joined panels of k
-  typename T::acc *dK, *dV;                 // [BK][dw], [BK][dvw]
+  typename T::acc *dK, *dV;                 // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
 };
 
 template <class T>
@@ -51,25 +52,24 @@ class BackwardTile {
   using opnd = typename T::opnd;
   using unit = typename T::unit;
   using vec = typename T::vec;
-  static constexpr int64_t kStep = T::pack * T::width;  // columns of a step of the pointwise pass
+  static constexpr bool kPairs = T::pack > 1;
+  static constexpr int64_t kGroup = kRows<T>;                  // rows of a call of the micro-kernel
+  static constexpr int64_t kStep = T::pack * T::width;         // columns of a step of the pointwise pass
+  static constexpr int64_t kRowStep = kPairs ? 32 : 1;         // rows of a block are padded with zeros to this
+  static int64_t padded(int64_t rows) { return round_up(rows, kRowStep); }
 
   BackwardTile(const BackwardSizes& sizes, Arena& arena) : z(sizes) {
     S = arena.take<acc>(z.BQ * z.BK), dP = arena.take<acc>(z.BQ * z.BK);
-    factor = arena.take<acc>(z.BK), diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
-    bits = arena.take<uint32_t>(KeepBits::words(z.BK));
+    factor = arena.take<acc>(T::pack * z.BK), diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
+    bits = arena.take<uint32_t>(T::pack * KeepBits::words(z.BK));
     lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ), ghi = arena.take<int>(z.BQ);
-    from = arena.take<int>(z.BK), to = arena.take<int>(z.BK);
-    if constexpr (T::pack == 1) {
-      dS = dP, Pj = S, dSj = dP;
-    } else {
-      dS = arena.take<opnd>(z.BQ * z.BK), Pj = arena.take<unit>(z.BQ / T::pack * z.BK), dSj = arena.take<unit>(z.BQ / T::pack * z.BK);
-    }
+    if constexpr (kPairs) dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<unit>(z.BQ / T::pack * z.BK), dSs = arena.take<unit>(z.BQ / T::pack * z.BK);
+    else dS = dP, Ps = S, dSs = dP;
   }
   static size_t bytes(const BackwardSizes& z) {
-    const size_t joined = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
-    return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(z.BK) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
-           Arena::bytes_for<uint32_t>(KeepBits::words(z.BK)) +
-           4 * Arena::bytes_for<int>(z.BQ) + 2 * Arena::bytes_for<int>(z.BK) + (T::pack > 1 ? joined : 0);
+    const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
+    return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
+           Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) + 4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
   }
 
   // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing was done.
@@ -83,9 +83,8 @@ class BackwardTile {
     if (z.dropout) general ? pointwise<true, true>(c) : pointwise<false, true>(c);
     else general ? pointwise<true, false>(c) : pointwise<false, false>(c);
     if (terms) terms->end();
-    find_rows(q);
-    if (z.dv) key_product(q, Pj, q.Gj, z.dvw, k.dV);
-    if (z.dk) key_product(q, dSj, q.Qj, z.dw, k.dK);
+    if (z.dv) key_product(q, Ps, q.Gs, z.dvw, k.dV);
+    if (z.dk) key_product(q, dSs, q.Qs, z.dw, k.dK);
     if (z.dq) query_product(q, k, dQ, first);
     return true;
   }
@@ -100,16 +99,12 @@ class BackwardTile {
     TileTerms<T>* terms;
   };
 
-  static void fill(acc* x, int64_t n) {
-    for (int64_t i = 0; i < n; i += T::width) store(x + i, vec{});
-  }
-
-  // Columns that each row sees (none: 0, 0), those that a group of kMR rows reads, in whole steps, and those of all groups.
+  // Columns that each row sees (none: 0, 0), those that a group of kRows rows reads, in whole steps, and those of all groups.
   bool find_visible(const QueryBlock<T>& q, const KeyBlock<T>& k) {
     clo = z.BK, chi = 0, seen = 0;
-    for (int64_t r = 0, g = 0; r < q.rows; r += kMR, g++) {
+    for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
       int64_t first = z.BK, last = 0;
-      for (int64_t i = r; i < least(r + kMR, q.rows); i++) {
+      for (int64_t i = r; i < least(r + kGroup, q.rows); i++) {
         const int64_t a = most<int64_t>(q.seen[i].lo - k.k0, 0), e = least(q.seen[i].hi - k.k0, k.n);
         lo[i] = hi[i] = 0;
         if (a < e) lo[i] = int(a), hi[i] = int(e), first = least(first, a), last = most(last, e);
@@ -124,9 +119,9 @@ class BackwardTile {
   void score_products(const QueryBlock<T>& q, const KeyBlock<T>& k) {
     constexpr int64_t panel = kPanel<T>;
     for (int64_t j = clo / panel * panel; j < chi; j += panel)
-      for (int64_t r = 0, g = 0; r < q.rows; r += kMR, g++) {
+      for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
         if (glo[g] >= j + panel || ghi[g] <= j) continue;
-        const auto f = pick<T>(least<int64_t>(kMR, q.rows - r), panel, kStore);
+        const auto f = pick<T>(least(kGroup, q.rows - r), panel, kStore);
         f(z.du, q.Q + r * z.du, z.du, 1, k.Kt + j * z.du, S + r * z.BK + j, z.BK, nullptr);
         if (z.ds) f(z.dvu, q.G + r * z.dvu, z.dvu, 1, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK, nullptr);
       }
@@ -134,121 +129,143 @@ class BackwardTile {
 
   template <bool GENERAL, bool DROPOUT>
   void pointwise(const Context& x) {
-    const QueryBlock<T>& q = x.q;
-    for (int64_t r = 0; r < q.rows; r += T::pack) {
-      const int64_t c0 = glo[r / kMR], c1 = ghi[r / kMR];
-      for (int64_t i = r; i < least(r + T::pack, q.rows); i++) {
-        acc *s = S + i * z.BK, *dp = dP + i * z.BK;
-        if (c0 < c1) {
-          if constexpr (GENERAL) {
-            const acc* diagonal = z.table ? Scores<T>::diagonal_of(diagonals, q.q0 + i, q.q0, q.rows) + c0 : nullptr;
-            x.scores.row(x.h, q.q0 + i, x.k.k0 + c0, least(c1, x.k.n) - c0, q.seen[i], diagonal, s + c0, z.softcap ? factor + c0 : nullptr);
-          }
-          if constexpr (DROPOUT) {
-            if (x.keep) x.keep->row(uint32_t(q.q0 + i + z.query_start), bits);
-          }
-          softmax_row<GENERAL, DROPOUT>(x, i, c0, c1);
-          if (x.terms) x.terms->row(i, dp, c0, c1);
-          if constexpr (GENERAL) {
-            if (z.softcap)
-              for (int64_t c = c0; c < c1; c += T::width) store(dp + c, load(dp + c) * load(factor + c));
-          }
-        }
-        if constexpr (T::pack == 1) {
-          fill(s + clo, c0 - clo), fill(dp + clo, c0 - clo);
-          fill(s + c1, chi - c1), fill(dp + c1, chi - c1);
-        }
-      }
-      if constexpr (T::pack == 2) join(r, r + 1 < q.rows, c0, c1);
-    }
-  }
-
-  // S becomes P and dP becomes dS in row i; zero at invisible pairs, whatever stood there.
-  template <bool GENERAL, bool DROPOUT>
-  void softmax_row(const Context& x, int64_t i, int64_t c0, int64_t c1) {
-    const QueryBlock<T>& q = x.q;
-    acc *s = S + i * z.BK, *dp = dP + i * z.BK;
-    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), m = set1<vec>(q.m[i]), l = set1<vec>(q.l[i]), delta = set1<vec>(q.delta[i]);
-    const vec keep_scale = set1<vec>(acc(z.keep_scale)), none = set1<vec>(-kInfinity<acc>);
-    const auto step = [&](int64_t j, auto masked) {
-      const vec t = load(s + j), d = load(dp + j);
-      vec p = exp2v<T::exp_degree>(GENERAL ? fma(vmin(vec{}, t - m), scale, -l) : fma(t, scale, -m)), ds;
-      mask on = mask_n<vec>(T::width);
-      if constexpr (decltype(masked)::value) on = mask_range<vec>(lo[i] - j, hi[i] - j);
-      if constexpr (GENERAL) on &= to_mask(t != none);
-      if constexpr (DROPOUT) {
-        const mask keep = x.keep ? bits_at(bits, x.keep->offset() + j) : mask(0);
-        ds = p * fma(select(keep, d, vec{}), keep_scale, -delta);
-        p = select(mask(keep & on), p, vec{});
+    const int64_t rows = x.q.rows, end = padded(rows);
+    for (int64_t i = rows; i < end; i++) lo[i] = hi[i] = 0;
+    for (int64_t r = 0; r < end; r += T::pack) {
+      const int64_t c0 = r < rows ? glo[r / kGroup] : 0, c1 = r < rows ? ghi[r / kGroup] : 0;
+      if (c0 < c1) softmax_rows<GENERAL, DROPOUT>(x, r, c0, c1);
+      if constexpr (kPairs) {
+        constexpr int64_t panel = kPanel<T>;
+        fill_units(r, clo / panel * panel, c0), fill_units(r, most(c1, clo / panel * panel), round_up(chi, panel));
       } else {
-        ds = p * (d - delta);
-        if constexpr (GENERAL || decltype(masked)::value) p = select(on, p, vec{});
+        fill(S + r * z.BK, clo, c0), fill(S + r * z.BK, most(c1, clo), chi);
+        fill(dP + r * z.BK, clo, c0), fill(dP + r * z.BK, most(c1, clo), chi);
       }
-      if constexpr (GENERAL || decltype(masked)::value) ds = select(on, ds, vec{});
-      store(s + j, p), store(dp + j, ds);
+    }
+  }
+
+  // T::pack rows from r, columns [c0, c1): S becomes P and dP becomes dS, zero at invisible pairs, whatever stood there.
+  template <bool GENERAL, bool DROPOUT>
+  void softmax_rows(const Context& x, int64_t r, int64_t c0, int64_t c1) {
+    constexpr int n = T::pack;
+    const QueryBlock<T>& q = x.q;
+    vec m[n], l[n], delta[n];
+    int64_t from = 0, to = c1;  // where all of the rows see everything
+    UNROLL for (int i = 0; i < n; i++) {
+      const bool padding = r + i >= q.rows;
+      m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]), delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
+      from = most<int64_t>(from, lo[r + i]), to = least<int64_t>(to, hi[r + i]);
+      if (padding) continue;
+      const int64_t row = q.q0 + r + i;
+      if constexpr (GENERAL) {
+        const acc* diagonal = z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
+        x.scores.row(x.h, row, x.k.k0 + c0, least(c1, x.k.n) - c0, q.seen[r + i], diagonal, S + (r + i) * z.BK + c0,
+                     z.softcap ? factor + i * z.BK + c0 : nullptr);
+      }
+      if constexpr (DROPOUT)
+        if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
+    }
+    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), keep_scale = set1<vec>(acc(z.keep_scale)), none = set1<vec>(-kInfinity<acc>);
+    const auto step = [&](int64_t c, auto masked) {
+      vec p[n][n], ds[n][n];
+      UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < n; j++) {
+        const int64_t at = c + j * T::width, e = (r + i) * z.BK + at;
+        const vec t = load(S + e), d = load(dP + e);
+        vec w = exp2v<T::exp_degree>(GENERAL ? fma(vmin(vec{}, t - m[i]), scale, -l[i]) : fma(t, scale, -m[i])), g;
+        mask on = mask_n<vec>(T::width);
+        if constexpr (decltype(masked)::value) on = mask_range<vec>(lo[r + i] - at, hi[r + i] - at);
+        if constexpr (GENERAL) on &= to_mask(t != none);
+        if constexpr (DROPOUT) {
+          const mask keep = x.keep ? bits_at(bits + i * KeepBits::words(z.BK), x.keep->offset() + at) : mask(0);
+          g = w * fma(select(keep, d, vec{}), keep_scale, -delta[i]);
+          w = select(mask(keep & on), w, vec{});
+        } else {
+          g = w * (d - delta[i]);
+          if constexpr (GENERAL || decltype(masked)::value) w = select(on, w, vec{});
+        }
+        if constexpr (GENERAL || decltype(masked)::value) g = select(on, g, vec{});
+        if (kPairs && x.terms) store(dP + e, g);
+        if constexpr (GENERAL)
+          if (kPairs && z.softcap) g = g * load(factor + i * z.BK + at);
+        p[i][j] = w, ds[i][j] = g;
+      }
+      if constexpr (kPairs) {
+        store_units(r, c, T::pair(p[0][0], p[0][1]), T::pair(p[1][0], p[1][1]), Ps);
+        if (!z.ds) return;
+        const auto d0 = T::pair(ds[0][0], ds[0][1]), d1 = T::pair(ds[1][0], ds[1][1]);
+        store_units(r, c, d0, d1, dSs);
+        put(dS + r * z.BK + c, d0), put(dS + (r + 1) * z.BK + c, d1);
+      } else {
+        store(S + r * z.BK + c, p[0][0]), store(dP + r * z.BK + c, ds[0][0]);
+      }
     };
-    int64_t j = c0;
-    if constexpr (!GENERAL) {
-      for (; j < lo[i]; j += T::width) step(j, std::true_type());
-      for (; j + T::width <= hi[i]; j += T::width) step(j, std::false_type());
-    }
-    for (; j < c1; j += T::width) step(j, std::true_type());
+    int64_t c = c0;
+    for (; c < from && c < c1; c += kStep) step(c, std::true_type());
+    for (; c + kStep <= to; c += kStep) step(c, std::false_type());
+    for (; c < c1; c += kStep) step(c, std::true_type());
+    for (int64_t i = r; x.terms && i < least(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
+    if constexpr (GENERAL && !kPairs)
+      for (c = c0; z.softcap && c < c1; c += T::width) store(dP + r * z.BK + c, load(dP + r * z.BK + c) * load(factor + c));
   }
 
-  // Rows r and r + 1 of P and dS as units, and of dS as rows; zero where [clo, chi) exceeds [c0, c1).
-  void join(int64_t r, bool pair, int64_t c0, int64_t c1) {
-    using uvec = typename T::uvec;
-    const auto put = [](void* p, uvec v) { *static_cast<uvec*>(p) = v; };
-    const auto row = [&](const acc* p, int64_t c, bool in) { return in ? T::pair(load(p + c), load(p + c + T::width)) : uvec{}; };
-    const acc *p = S + r * z.BK, *d = dP + r * z.BK;
-    unit *pj = Pj + r / 2 * z.BK, *dj = dSj + r / 2 * z.BK;
-    for (int64_t c = clo; c < chi; c += kStep) {
-      const bool in = c0 <= c && c < c1;
-      uvec x, y;
-      interleave(row(p, c, in), row(p + z.BK, c, in && pair), &x, &y);
-      put(pj + c, x), put(pj + c + T::width, y);
-      if (!z.ds) continue;
-      const uvec d0 = row(d, c, in), d1 = row(d + z.BK, c, in && pair);
-      interleave(d0, d1, &x, &y);
-      put(dj + c, x), put(dj + c + T::width, y);
-      put(dS + r * z.BK + c, d0), put(dS + (r + 1) * z.BK + c, d1);
-    }
+  static void fill(acc* row, int64_t c, int64_t end) {
+    for (; c < end; c += T::width) store(row + c, vec{});
+  }
+  static INLINE void put(void* p, typename T::uvec v) { *static_cast<typename T::uvec*>(p) = v; }
+  // Where column c of rows r and r + 1 lies in a panel of units.
+  int64_t unit_at(int64_t r, int64_t c) const { return c / kPanel<T> * (z.BQ / T::pack * kPanel<T>) + r / T::pack * kPanel<T> + c % kPanel<T>; }
+  // kStep columns of two rows, joined.
+  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, unit* to) const {
+    typename T::uvec a, b;
+    interleave(row0, row1, &a, &b);
+    to += unit_at(r, c);
+    put(to, a), put(to + T::width, b);
+  }
+  void fill_units(int64_t r, int64_t c, int64_t end) const {
+    for (; c < end; c += T::width) put(Ps + unit_at(r, c), typename T::uvec{}), put(dSs + unit_at(r, c), typename T::uvec{});
   }
 
-  // The queries [from, to) that see any of kMR keys.
-  void find_rows(const QueryBlock<T>& q) {
-    const int64_t groups = ceil_div(q.rows, kMR);
-    for (int64_t r = clo, i = 0; r < seen; r += kMR, i++) {
-      const auto sees = [&](int64_t g) { return glo[g] < r + kMR && ghi[g] > r; };
-      int64_t a = 0, e = groups;
-      while (a < e && !sees(a)) a++;
-      while (a < e && !sees(e - 1)) e--;
-      from[i] = int(a * kMR), to[i] = int(least(e * kMR, q.rows));
-    }
+  // The rows [lo, hi) of the groups that see any of the columns [c, end).
+  Range rows_that_see(int64_t rows, int64_t c, int64_t end) const {
+    const auto sees = [&](int64_t g) { return glo[g] < end && ghi[g] > c; };
+    int64_t a = 0, e = ceil_div(rows, kGroup);
+    while (a < e && !sees(a)) a++;
+    while (a < e && !sees(e - 1)) e--;
+    return {a * kGroup, least(e * kGroup, rows)};
   }
 
-  // out += A^T B: dV += P^T dO, dK += dS^T Q
+  // out += A^T B over queries, A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T += dO^T P, dK^T += Q^T dS
   void key_product(const QueryBlock<T>& q, const unit* A, const unit* B, int64_t columns, acc* out) {
-    const int64_t ld = ceil_div(q.rows, T::pack);
-    for (int64_t col = 0; col < columns; col += kPanel<T>) {
-      const int64_t w = least<int64_t>(kPanel<T>, columns - col);
-      for (int64_t r = clo, i = 0; r < seen; r += kMR, i++) {
-        const int64_t a = from[i] / T::pack, n = ceil_div(to[i], T::pack) - a;
-        if (n <= 0) continue;
-        pick<T>(least<int64_t>(kMR, seen - r), w, kAdd)(n, A + a * z.BK + r, 1, z.BK, B + col * ld + a * w, out + r * columns + col, columns, nullptr);
+    constexpr int64_t panel = kPanel<T>;
+    if constexpr (kPairs) {
+      const int64_t ld = padded(q.rows) / T::pack;
+      for (int64_t c = clo / panel * panel; c < chi; c += panel) {
+        const Range r = rows_that_see(q.rows, c, c + panel);
+        const int64_t a = r.lo / kRowStep * kRowStep / T::pack, n = padded(r.hi) / T::pack - a;
+        for (int64_t d = 0; d < columns && r.size() > 0; d += kGroup)
+          pick<T>(least(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(2 * a, c), out + d * z.BK + c, z.BK, nullptr);
+      }
+    } else {
+      for (int64_t col = 0; col < columns; col += panel) {
+        const int64_t w = least(panel, columns - col);
+        for (int64_t c = clo; c < seen; c += kGroup) {
+          const Range r = rows_that_see(q.rows, c, c + kGroup);
+          if (r.size() > 0)
+            pick<T>(least(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w, out + c * columns + col, columns, nullptr);
+        }
       }
     }
   }
 
-  // dQ += dS K
+  // dQ += dS K, over the keys that any of a group's queries sees.
   void query_product(const QueryBlock<T>& q, const KeyBlock<T>& k, acc* dQ, bool first) {
     for (int64_t col = 0; col < z.dw; col += kPanel<T>) {
       const int64_t w = least<int64_t>(kPanel<T>, z.dw - col);
-      for (int64_t r = 0, g = 0; r < q.rows; r += kMR, g++) {
-        const int64_t a = glo[g] / T::pack, n = most<int64_t>(ceil_div(least<int64_t>(ghi[g], seen), T::pack) - a, 0);
+      for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
+        const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : least<int64_t>(ghi[g], seen)) / T::pack - a;
         if (n > 0 || first)
-          pick<T>(least<int64_t>(kMR, q.rows - r), w, first ? kStore : kAdd)(n, reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
-                                                                            k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
+          pick<T>(least(kGroup, q.rows - r), w, first ? kStore : kAdd)(most<int64_t>(n, 0), reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
+                                                                       k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
       }
     }
   }
@@ -256,9 +273,9 @@ class BackwardTile {
   const BackwardSizes& z;
   acc *S, *dP, *factor, *diagonals;
   opnd* dS;
-  unit *Pj, *dSj;
+  unit *Ps, *dSs;  // P and dS as summed over queries
   uint32_t* bits;
-  int *lo, *hi, *glo, *ghi, *from, *to;
+  int *lo, *hi, *glo, *ghi;  // visible columns of each row; columns that each group of rows works on
   int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in whole steps, and the last visible
 };
 
