@@ -127,6 +127,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
   p.Lq = packed ? max_q : query.size(length), p.Lk = packed ? max_k : key.size(length);
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
+  constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
+  STD_TORCH_CHECK(p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted at most ", kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
   if (packed) {
     check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}),

@@ -255,6 +255,11 @@ def test_values_are_checked_before_an_address_is_computed(terms: dict[str, Tenso
         raw(*draw(2, 1, 1, 3, 5, 8, 8, torch.float32).values(), causal="top_left", **terms)
 
 
+def test_wide_heads_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted at most 512"):
+        raw(*draw(1, 1, 1, 2, 3, 513, 8, torch.float32).values())
+
+
 @pytest.mark.parametrize(
     ("cu", "message"),
     [
