@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,11 @@ class Console:
 
             self.rich = RichConsole(file=self.stream, highlight=False)
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where lines may be of any length."""
+        return shutil.get_terminal_size().columns if self.terminal else None
+
     def print(self, text: str = "") -> None:
         if self.rich is not None:
             self.rich.print(text, markup=False, soft_wrap=True)
@@ -108,9 +114,18 @@ def _style(cell: str) -> str:
     return "green" if cell in ("yes", "works", "chosen") else ""
 
 
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max([len(column), *(len(row[i]) for row in rows)]) for i, column in enumerate(columns)]
+
+
+def table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters in a line of the table, two spaces between columns."""
+    return sum(_widths(columns, rows)) + 2 * (len(columns) - 1)
+
+
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
     """A table in plain text, two spaces between columns."""
-    widths = [max(len(column), *(len(row[i]) for row in rows)) if rows else len(column) for i, column in enumerate(columns)]
+    widths = _widths(columns, rows)
 
     def line(cells: Sequence[str]) -> str:
         padded = (c.rjust(w) if name in right else c.ljust(w) for c, w, name in zip(cells, widths, columns, strict=True))

@@ -10,7 +10,9 @@ import torch
 
 from pytransformer.cli import console, providers
 from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner
+from pytransformer.ops._registry import OPS
 from pytransformer.testing import bounds
+from pytransformer.testing.cases import ARGUMENTS
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
@@ -54,6 +56,10 @@ def test_every_peer_is_right_or_says_why_not(case):
             checked = problem.without_dropout()
         found = check.compute(checked, provider.prepare(checked), grads)
         assert check.judge(checked, found, exact.solve(checked, grads), peer=True).wrong is None, provider.name
+
+
+def test_every_public_op_can_be_checked():
+    assert {op for op in OPS if op in ARGUMENTS} == set(exact.ops()) == set(ARGUMENTS)
 
 
 def test_a_lost_gradient_is_found_in_a_peer():
@@ -126,6 +132,16 @@ def test_peak_memory_of_naive_attention_is_its_score_matrices():
 
 
 # ---- names in reports
+
+
+def test_a_narrow_terminal_gets_fewer_columns():
+    row = [f"{name} value" for name in report.COLUMNS]
+    columns, cells = report.fitting([row], None)
+    assert columns == report.COLUMNS and cells == [row]
+    columns, cells = report.fitting([row], 110)
+    assert "p20-p80" not in columns and {"case", "backend", "ms", "x torch", "error"} <= set(columns)
+    assert console.table_width(columns, cells) <= 110
+    assert cells == [[f"{name} value" for name in columns]]
 
 
 def test_names_are_escaped_in_every_report():

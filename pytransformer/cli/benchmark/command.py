@@ -265,7 +265,8 @@ def _say_what_is_missing(console: Console, arguments: argparse.Namespace) -> Non
 def _show(console: Console, document: dict[str, Any]) -> None:
     for op, rows in report.by_op(document["rows"]).items():
         console.heading(op)
-        console.table(report.COLUMNS, [report.table_row(row) for row in rows], right=report.RIGHT)
+        columns, cells = report.fitting([report.table_row(row) for row in rows], console.width)
+        console.table(columns, cells, right=report.RIGHT)
     if document["not_run"]:
         console.heading("Not timed, and why")
         console.table(("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"]))

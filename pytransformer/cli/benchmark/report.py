@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytransformer.cli.benchmark import results
-from pytransformer.cli.console import clean, escape_csv, escape_markdown
+from pytransformer.cli.console import clean, escape_csv, escape_markdown, table_width
 
 Row = dict[str, Any]
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -76,6 +76,19 @@ def table_row(row: Row) -> list[str]:
         figure(row["gbps"]), figure(None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6),
         figure(row["error"], 2), figure(row["error_ratio_naive"], 2),
     ]  # fmt: skip
+
+
+def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
+    """(columns, rows) of table rows without the columns that a terminal of `width` characters has least room for."""
+    left = list(COLUMNS)
+    for column in ("", "p20-p80", "GB/s", "/naive", "shape", "TFLOP/s", "x naive"):
+        if column:
+            left.remove(column)
+        places = [COLUMNS.index(name) for name in left]
+        cells = [[row[place] for place in places] for row in rows]
+        if width is None or table_width(left, cells) <= width:
+            break
+    return tuple(left), cells
 
 
 def refusal_row(entry: Row) -> list[str]:
