@@ -18,17 +18,21 @@ import triton.language as tl
 from .._lang import LN2, dot, launch
 from .problem import Rows, choose, describe, row_values, rows
 from .tiles import (
-    drop,
+    at_head,
+    kept,
     key_bounds,
     key_mask,
     key_origin,
     load_rows,
     power,
+    query_tile,
     scores,
     segments_of,
     sequence,
     store_rows,
     tile_range,
+    visible,
+    zero_of,
 )
 
 
@@ -44,20 +48,18 @@ class ForwardStrides(NamedTuple):
 def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
-    head_k = (i_h // p.group).to(tl.int64)
-    batch = i_b.to(tl.int64)
-    Q += batch * strides.q.batch + i_h.to(tl.int64) * strides.q.head
-    K += batch * strides.k.batch + head_k * strides.k.head
-    V += batch * strides.v.batch + head_k * strides.v.head
-    O += batch * strides.o.batch + i_h.to(tl.int64) * strides.o.head
-    LSE += batch * strides.lse.batch + i_h.to(tl.int64) * strides.lse.head
+    Q = at_head(Q, strides.q, i_b, i_h)
+    K = at_head(K, strides.k, i_b, i_h // p.group)
+    V = at_head(V, strides.v, i_b, i_h // p.group)
+    O = at_head(O, strides.o, i_b, i_h)
+    LSE = at_head(LSE, strides.lse, i_b, i_h)
 
     i = i_tile * C.BM + tl.arange(0, C.BM)
     lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
     origin = key_origin(p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q = load_rows(Q, strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
-    segment_q = segments_of(p.query_segments, batch, p.num_queries, i, m_i)
+    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
@@ -71,7 +73,7 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
                 m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
-                segment_k = segments_of(p.key_segments, batch, p.num_keys, j, m_j)
+                segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 b_s, _, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
 
                 b_top = tl.maximum(b_m, tl.max(b_s, 1))
@@ -81,8 +83,9 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
                 b_m = b_top
                 b_l = b_l * decay + tl.sum(b_p, 1)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
-                b_p = drop(b_p, i, j, i_b, i_h, p, C).to(b_v.dtype)
-                b_o = dot(b_p, b_v, b_o * decay[:, None], C.PRECISION)
+                if C.DROPOUT:
+                    b_p = tl.where(kept(i, j, i_b, i_h, p, C), b_p, zero_of(p))
+                b_o = dot(b_p.to(b_v.dtype), b_v, b_o * decay[:, None], C.PRECISION)
 
     dead = (b_l == 0.0) | ~m_i
     b_l = tl.where(dead, 1.0, b_l)
@@ -91,31 +94,6 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
     m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
     store_rows(O, strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
     tl.store(LSE + (row_q + i) * strides.lse.row, b_lse, mask=m_i)
-
-
-@triton.jit
-def query_tile(p, C: tl.constexpr):
-    """(tile of queries, batch, head) of this program; with causality the tiles with the most keys come first."""
-    tiles = (p.num_queries + C.BM - 1) // C.BM
-    i_bh = tl.program_id(0) // tiles
-    i_tile = tl.program_id(0) % tiles
-    if C.CAUSAL:
-        i_tile = tiles - 1 - i_tile
-    return i_tile, i_bh // p.heads, i_bh % p.heads
-
-
-@triton.jit
-def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
-    """[BM, BN]: what the bounds of rows leave visible of a tile. In a whole tile that is everything, but what is looked up
-    per element may be read only where there are rows and keys."""
-    m_s = tl.full([C.BM, C.BN], True, tl.int1)
-    if MASKED:
-        m_s = m_s & (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]) & m_i[:, None]
-    if MASKED or C.KEY_MASK:
-        m_s = m_s & m_j[None, :]
-    if p.mask is not None or p.bias is not None:
-        m_s = m_s & m_i[:, None]
-    return m_s
 
 
 def forward(a: Any, out: torch.Tensor, lse: torch.Tensor) -> None:

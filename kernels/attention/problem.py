@@ -107,6 +107,8 @@ class Kind:
     EXTREME: bool  # scores may be so large that lse loses the log of the sum
     PRECISION: str
     BUCKETS: int = 0  # of T5, padded to a power of two
+    SUM_QUERIES: bool = False  # a gradient has one row for all queries, or one column for all keys
+    SUM_KEYS: bool = False
 
 
 def capability(device: torch.device) -> int:

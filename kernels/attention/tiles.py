@@ -131,24 +131,23 @@ def store_rows(P, strides, row, x, m_x, values, WIDTH: tl.constexpr, PADDED: tl.
 def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
     """m_j without the keys that the mask hides from every query."""
     if C.KEY_MASK:
-        p_mask = p.mask.data + i_b.to(tl.int64) * p.mask.batch + i_h.to(tl.int64) * p.mask.head
+        p_mask = at_head(p.mask.data, p.mask, i_b, i_h)
         return m_j & (tl.load(p_mask + j.to(tl.int64) * p.mask.key, mask=m_j, other=0) != 0)
     return m_j
 
 
 @triton.jit
-def segments_of(P, row, num, x, m_x):
+def segments_of(P, i_b, num, x, m_x):
     """Segment ids of rows or columns x; P None or (B, L)."""
     if P is not None:
-        return tl.load(P + row * num + x, mask=m_x, other=0)
+        return tl.load(P + i_b.to(tl.int64) * num + x, mask=m_x, other=0)
     return x
 
 
 @triton.jit
 def dense_term(s, m_s, i, j, i_b, i_h, dense):
     """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
-    p_tile = dense.data + i_b.to(tl.int64) * dense.batch + i_h.to(tl.int64) * dense.head
-    p_tile += i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
+    p_tile = at_head(dense.data, dense, i_b, i_h) + i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
     b_term = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
         return s, m_s & (b_term != 0)
@@ -211,12 +210,45 @@ def power(x, C: tl.constexpr):
 
 
 @triton.jit
-def drop(b_p, i, j, i_b, i_h, p, C: tl.constexpr):
-    """b_p where dropout keeps it, else 0 (not yet scaled)."""
-    if C.DROPOUT:
-        i0 = tl.min(i, 0) + p.query_start
-        j0 = tl.min(j, 0) + p.key_start
-        # A zero made at run time: with a literal one, LLVM sinks the rounding to 16 bits under the select.
-        zero = (p.threshold >> 30).to(tl.float32)
-        return tl.where(keep_tile(tl.load(p.seed), i_b, i_h, i0, j0, p.threshold, C.BM, C.BN), b_p, zero)
-    return b_p
+def kept(i, j, i_b, i_h, p, C: tl.constexpr):
+    """[BM, BN]: what dropout keeps."""
+    i0 = tl.min(i, 0) + p.query_start
+    j0 = tl.min(j, 0) + p.key_start
+    return keep_tile(tl.load(p.seed), i_b, i_h, i0, j0, p.threshold, C.BM, C.BN)
+
+
+@triton.jit
+def zero_of(p):
+    """0.0, made at run time: with a literal one, LLVM sinks the rounding to 16 bits under the select that drops."""
+    return (p.threshold >> 30).to(tl.float32)
+
+
+@triton.jit
+def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
+    """[BM, BN]: what the rows' bounds leave visible of a tile. In a whole tile that is everything, but what is looked up
+    per element may be read only where there are rows and keys."""
+    m_s = tl.full([C.BM, C.BN], True, tl.int1)
+    if MASKED:
+        m_s = m_s & (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]) & m_i[:, None]
+    if MASKED or C.KEY_MASK:
+        m_s = m_s & m_j[None, :]
+    if p.mask is not None or p.bias is not None:
+        m_s = m_s & m_i[:, None] & m_j[None, :]
+    return m_s
+
+
+@triton.jit
+def query_tile(p, C: tl.constexpr):
+    """(tile of queries, batch, head) of this program; with causality the tiles with the most keys come first."""
+    tiles = (p.num_queries + C.BM - 1) // C.BM
+    i_bh = tl.program_id(0) // tiles
+    i_tile = tl.program_id(0) % tiles
+    if C.CAUSAL:
+        i_tile = tiles - 1 - i_tile
+    return i_tile, i_bh // p.heads, i_bh % p.heads
+
+
+@triton.jit
+def at_head(P, strides, i_b, i_h):
+    """P moved to one sequence (its rows apart) and head."""
+    return P + i_b.to(tl.int64) * strides.batch + i_h.to(tl.int64) * strides.head

@@ -34,7 +34,19 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         return out, lse
 
     def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        raise NotImplementedError("why_not keeps problems with a gradient from here")
+        from pytransformer.kernels.attention.bwd import backward as run
+
+        out, lse = saved
+        grad_out, grad_lse = grads
+        grad_out = torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))
+        results = op.empty_gradients(a, wanted)
+        if hasattr(a, "cu_seqlens_q"):
+            for rows in (r for r in results[:3] if r is not None):
+                rows.zero_()
+        by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        run(_contiguous(a), grad_out, grad_lse, last_contiguous(out), lse.contiguous(), by_name)
+        return results
 
     return Backend("triton", forward, backward, why_not)
 
@@ -45,8 +57,6 @@ def why_not(a: Any) -> str | None:
         return reason
     if a.query.dtype == torch.float64:
         return "float32, bfloat16 or float16, got float64; the backend reference has it"
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in a):
-        return "forward only so far, and an argument requires a gradient"
     from pytransformer.kernels.attention.problem import LARGEST_HEAD_DIM, LARGEST_POSITION
 
     widest = max(a.query.shape[-1], a.value.shape[-1])

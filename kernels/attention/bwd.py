@@ -1,0 +1,456 @@
+"""Attention backward, deterministic and without atomics: each sum belongs to one program, which adds in a fixed order.
+
+    P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ valueᵀ)
+    dS = P * (dP - D);  d_value = (keep * keep_scale * P)ᵀ @ d_out;  dX = dS * (1 - (s / softcap)²) with softcap, else dS
+    d_query = scale * dX @ key;  d_key = scale * dXᵀ @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
+
+``rows_before`` makes D and the maximum of each row; a program of ``keys`` owns a tile of keys (all query heads of its key
+head), one of ``queries`` a tile of queries, one of ``dense`` a tile of a mask's or bias's gradient, in whose own shape it
+sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._lang import LOG2E, dot, launch
+from .fwd import programs
+from .problem import Problem, Rows, choose, describe, row_values, rows
+from .tiles import (
+    at_head,
+    kept,
+    key_bounds,
+    key_mask,
+    key_origin,
+    load_rows,
+    power,
+    query_bounds,
+    query_tile,
+    scores,
+    segments_of,
+    sequence,
+    store_rows,
+    tile_range,
+    visible,
+    zero_of,
+)
+
+LARGE = tl.constexpr(1024.0)  # beyond it lse, rounded, loses digits of the log of the sum
+
+
+class BackwardStrides(NamedTuple):
+    q: Rows
+    k: Rows
+    v: Rows
+    o: Rows
+    do: Rows
+    lse: Rows  # of everything that is one number a row
+    dq: Rows | None = None
+    dk: Rows | None = None
+    dv: Rows | None = None
+
+
+class Saved(NamedTuple):
+    """What the passes get besides query, key and value."""
+
+    do: torch.Tensor
+    delta: torch.Tensor
+    top: torch.Tensor  # lse in the units of scores, +inf for a dead row; or the row's maximum if log is there
+    log: torch.Tensor | None  # log2 of the sum
+
+
+class DenseGradient(NamedTuple):
+    """Where a mask's or bias's gradient goes, and over how much each of its elements is summed."""
+
+    data: torch.Tensor
+    batch: int  # strides
+    head: int
+    query: int
+    key: int
+    batches: int  # sequences, heads and tiles that one program sums
+    heads: int
+    query_tiles: int
+    key_tiles: int
+
+
+# ---- rows
+
+
+@triton.jit(do_not_specialize=["p"])
+def attention_backward_rows(Q, K, O, LSE, DLSE, saved, strides, p, C: tl.constexpr):
+    """delta, top and log of BM queries."""
+    i_tile, i_b, i_h = query_tile(p, C)
+    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    i = i_tile * C.BM + tl.arange(0, C.BM)
+    m_i = i < num_q
+    p_row = at_head((row_q + i) * strides.lse.row, strides.lse, i_b, i_h)
+    b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
+    m_i = m_i & (b_lse != float("-inf"))
+    b_o = load_rows(at_head(O, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
+    b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    if DLSE is not None:
+        b_delta -= tl.load(DLSE + p_row, mask=m_i, other=0.0)
+    b_top = b_lse * LOG2E if C.BASE2 else b_lse
+    if C.EXTREME:
+        b_log = tl.full([C.BM], 0.0, tl.float32)
+        if tl.max(tl.where(m_i, tl.abs(b_lse), 0.0), 0) > LARGE:
+            b_top, b_log = maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix, strides, p, C)
+        tl.store(saved.log + p_row, b_log, mask=i < num_q)
+    tl.store(saved.delta + p_row, b_delta, mask=i < num_q)
+    tl.store(saved.top + p_row, tl.where(m_i, b_top, float("inf")), mask=i < num_q)
+
+
+@triton.jit
+def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix, strides, p, C: tl.constexpr):
+    """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
+    lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+    origin = key_origin(p, C)
+    first, _, _, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
+    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    K = at_head(K, strides.k, i_b, i_h // p.group)
+    b_m = tl.full([C.BM], float("-inf"), tl.float32)
+    b_l = tl.full([C.BM], 0.0, tl.float32)
+    for t in range(first, last):
+        j = origin + t * C.BN + tl.arange(0, C.BN)
+        m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+        b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
+        segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+        m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
+        b_s, _, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+        b_top = tl.maximum(b_m, tl.max(b_s, 1))
+        safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
+        b_m = b_top
+    return b_m, tl.log2(tl.where(b_l == 0.0, 1.0, b_l))
+
+
+# ---- one tile
+
+
+@triton.jit
+def tile_gradients(
+    b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr
+):
+    """[BM, BN] each: weights after dropout (not yet scaled), dS, and dX."""
+    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+    if C.EXTREME:
+        b_p = tl.exp2((b_s - b_top[:, None]) * LOG2E - b_log[:, None])
+    else:
+        b_p = power(b_s - b_top[:, None], C)
+    b_dp = dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, tl.float32), C.PRECISION)
+    b_pd = b_p
+    if C.DROPOUT:
+        keep = kept(i, j, i_b, i_h, p, C)
+        b_pd = tl.where(keep, b_p, zero_of(p))
+        b_dp = tl.where(keep, b_dp, zero_of(p))
+    b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - b_delta[:, None]), 0.0)
+    b_dx = b_ds
+    if C.SOFTCAP:
+        capped = capped / p.softcap
+        b_dx = b_ds * (1.0 - capped * capped)
+    return b_pd, b_ds, b_dx
+
+
+@triton.jit
+def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr):
+    """query, d_out, top, log and delta of BM queries. Rows that see nothing are read as zero, whatever they hold."""
+    p_row = at_head((row_q + i) * strides.lse.row, strides.lse, i_b, i_h)
+    b_top = tl.load(saved.top + p_row, mask=m_i, other=float("inf"))
+    b_delta = tl.load(saved.delta + p_row, mask=m_i, other=0.0)
+    b_log = b_delta
+    if C.EXTREME:
+        b_log = tl.load(saved.log + p_row, mask=m_i, other=0.0)
+    b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, MASKED, C.D, C.BD)
+    b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV)
+    if p.mask is not None or p.bias is not None or p.query_segments is not None:
+        m_live = (b_top != float("inf"))[:, None]
+        b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
+        b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)
+    return b_q, b_do, b_top, b_log, b_delta
+
+
+# ---- keys
+
+
+@triton.jit(do_not_specialize=["p"])
+def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr):
+    """d_key and d_value of BN keys, summed over the query heads that share them."""
+    origin = key_origin(p, C)
+    tiles = (p.num_keys - origin + C.BN - 1) // C.BN
+    i_bh = tl.program_id(0) // tiles
+    i_b = i_bh // (p.heads // p.group)
+    i_hk = i_bh % (p.heads // p.group)
+    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    j = origin + (tl.program_id(0) % tiles) * C.BN + tl.arange(0, C.BN)
+    lo, hi, m_j = query_bounds(j, num_q, num_k, shift, prefix, p, C)
+    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_j, 0, C.BM)
+    b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
+    b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)  # [BN, BDV]
+    segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+
+    b_dk = tl.full([C.BN, C.BD], 0.0, tl.float32)
+    b_dv = tl.full([C.BN, C.BDV], 0.0, tl.float32)
+    for g in range(p.group):
+        i_h = i_hk * p.group + g
+        m_k = key_mask(j, i_b, i_h, m_j, p, C)
+        for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
+            if PART != 0 or C.CAUSAL or C.RIGHT:
+                from_tile = first if PART == 0 else (whole if PART == 1 else whole_end)
+                to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
+                for t in range(from_tile, to_tile):
+                    i = t * C.BM + tl.arange(0, C.BM)
+                    m_i = (i >= start) & (i < end)
+                    b_q, b_do, b_top, b_log, b_delta = load_query_tile(
+                        Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
+                    )
+                    m_s = visible_to_keys(i, j, lo, hi, m_i, m_k, PART != 1, p, C)
+                    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+                    b_pd, _, b_dx = tile_gradients(
+                        b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                    )
+                    b_dv = dot(tl.trans(b_pd.to(b_do.dtype)), b_do, b_dv, C.PRECISION)
+                    b_dk = dot(tl.trans(b_dx.to(b_q.dtype)), b_q, b_dk, C.PRECISION)
+
+    # A key that nobody sees may lie in a whole tile beside others; its sums are of nothing that is its own.
+    b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
+    b_dv = tl.where(m_j[:, None], b_dv * p.keep_scale, 0.0)
+    m_j = (j >= 0) & (j < (num_k if p.cu_keys is not None else p.num_keys))
+    if DK is not None:
+        store_rows(at_head(DK, strides.dk, i_b, i_hk), strides.dk, row_k, j, m_j, b_dk, C.D, C.BD)
+    if DV is not None:
+        store_rows(at_head(DV, strides.dv, i_b, i_hk), strides.dv, row_k, j, m_j, b_dv, C.DV, C.BDV)
+
+
+@triton.jit
+def visible_to_keys(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
+    """As visible, with the bounds of the columns."""
+    m_s = tl.full([C.BM, C.BN], True, tl.int1)
+    if MASKED:
+        m_s = m_s & (i[:, None] >= lo[None, :]) & (i[:, None] < hi[None, :]) & m_i[:, None]
+    if MASKED or C.KEY_MASK:
+        m_s = m_s & m_j[None, :]
+    if p.mask is not None or p.bias is not None:
+        m_s = m_s & m_i[:, None] & m_j[None, :]
+    return m_s
+
+
+# ---- queries
+
+
+@triton.jit(do_not_specialize=["p"])
+def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
+    """d_query of BM queries, and their part of the gradients of slopes and T5 table."""
+    i_tile, i_b, i_h = query_tile(p, C)
+    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    K = at_head(K, strides.k, i_b, i_h // p.group)
+    V = at_head(V, strides.v, i_b, i_h // p.group)
+    i = i_tile * C.BM + tl.arange(0, C.BM)
+    lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+    origin = key_origin(p, C)
+    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
+    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+
+    b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
+    b_slope = tl.full([C.BM], 0.0, tl.float32)
+    if DTABLE is not None:
+        b_table = tl.full([C.BUCKETS], 0.0, tl.float32)
+        before = tl.full([C.BM, C.BN], 0.0, tl.float32)  # dS of the tile before
+    for PART in tl.static_range(3):
+        if PART != 0 or C.LEFT or not C.ALIGNED:
+            from_tile = first if PART == 0 else (whole if PART == 1 else whole_end)
+            to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
+            for t in range(from_tile, to_tile):
+                j = origin + t * C.BN + tl.arange(0, C.BN)
+                m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+                b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
+                b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
+                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
+                segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                _, b_ds, b_dx = tile_gradients(
+                    b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                )
+                b_dq = dot(b_dx.to(b_k.dtype), b_k, b_dq, C.PRECISION)
+                if DSLOPES is not None:
+                    b_slope -= tl.sum(b_ds * tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32), 1)
+                if DTABLE is not None:
+                    b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, shift, p.diagonals, C)
+                    before = b_ds
+
+    i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
+    if DSLOPES is not None:
+        tl.store(DSLOPES + i_program, tl.sum(b_slope, 0))
+    if DTABLE is not None:
+        if last > first:  # the diagonals that a tile after the last would have completed
+            j = origin + (last - 1) * C.BN + tl.arange(0, C.BN)
+            nothing = tl.full([C.BM, C.BN], 0.0, tl.float32)
+            b_table += by_bucket(diagonal_sums(before, nothing, C), 0, i, j, shift, p.diagonals, C)
+        tl.store(DTABLE + i_program * C.BUCKETS + tl.arange(0, C.BUCKETS), b_table)
+    if DQ is not None:
+        m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
+        store_rows(at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD)
+
+
+@triton.jit
+def diagonal_sums(before, b_ds, C: tl.constexpr):
+    """[BN]: sums of dS along the diagonals d0 - BN + c of this row of tiles, where d0 is the diagonal of the first element
+    of the tile b_ds and ``before`` is the tile to its left: one skew and one sum of columns."""
+    tl.static_assert(C.BM <= C.BN)
+    r = tl.arange(0, C.BM)[:, None]
+    c = tl.arange(0, C.BN)[None, :]
+    return tl.sum(tl.gather(tl.where(c >= r, before, b_ds), (r + c) % C.BN, 1), 0)
+
+
+@triton.jit
+def by_bucket(sums, step, i, j, shift, diagonals, C: tl.constexpr):
+    """[BUCKETS]: the sums of the diagonals that follow the tile's first one, step further, added by their bucket."""
+    d = tl.min(j, 0) - tl.min(i, 0) - shift + step
+    d = tl.minimum(tl.maximum(d, diagonals.least), diagonals.most)
+    bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))
+    return tl.sum(tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0)
+
+
+# ---- dense masks and biases
+
+
+@triton.jit(do_not_specialize=["p", "grad"])
+def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
+    """One tile of a mask's or bias's gradient, summed over the sequences, heads, queries and keys that share it."""
+    origin = key_origin(p, C)
+    key_tiles = (p.num_keys - origin + C.BN - 1) // C.BN // grad.key_tiles
+    query_tiles = (p.num_queries + C.BM - 1) // C.BM // grad.query_tiles
+    heads = p.heads // grad.heads
+    pid = tl.program_id(0)
+    i_key = pid % key_tiles
+    i_query = pid // key_tiles % query_tiles
+    i_head = pid // key_tiles // query_tiles % heads
+    i_batch = pid // key_tiles // query_tiles // heads
+
+    b_sum = tl.full([C.BM, C.BN], 0.0, tl.float32)
+    for b in range(grad.batches):
+        i_b = i_batch + b
+        row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+        for h in range(grad.heads):
+            i_h = i_head + h
+            K_head = at_head(K, strides.k, i_b, i_h // p.group)
+            V_head = at_head(V, strides.v, i_b, i_h // p.group)
+            for i_tile in range(i_query, i_query + grad.query_tiles):
+                i = i_tile * C.BM + tl.arange(0, C.BM)
+                lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+                first, _, _, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+                b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
+                segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+                for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
+                    j = origin + t * C.BN + tl.arange(0, C.BN)
+                    m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+                    b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
+                    b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
+                    m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
+                    segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                    _, b_ds, _ = tile_gradients(
+                        b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                    )
+                    b_sum += b_ds
+
+    # Sum what is shared within the tile, and write the tile, a row, a column or one number.
+    i = i_query * C.BM + tl.arange(0, C.BM)
+    j = origin + i_key * C.BN + tl.arange(0, C.BN)
+    m_i = i < p.num_queries
+    m_j = (j >= 0) & (j < p.num_keys)
+    if C.SUM_QUERIES:
+        b_sum = tl.broadcast_to(tl.sum(b_sum, 0)[None, :], [C.BM, C.BN])
+        m_i = i == 0
+    if C.SUM_KEYS:
+        b_sum = tl.broadcast_to(tl.sum(b_sum, 1)[:, None], [C.BM, C.BN])
+        m_j = j == 0
+    p_tile = at_head(grad.data, grad, i_batch, i_head)
+    p_tile += i.to(tl.int64)[:, None] * grad.query + j.to(tl.int64)[None, :] * grad.key
+    tl.store(p_tile, b_sum.to(grad.data.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
+
+
+# ---- launches
+
+
+def backward(
+    a: Any,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    wanted: dict[str, torch.Tensor],
+) -> None:
+    """Write the gradients that ``wanted`` has, by the names of the op's arguments. Last dimensions contiguous."""
+    device = a.query.device
+    delta, top = torch.empty_like(lse), torch.empty_like(lse)
+    tile = choose("queries", a)
+    p, kind = describe(a, tile)
+    saved = Saved(grad_out, delta, top, torch.empty_like(lse) if kind.EXTREME else None)
+    dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
+    strides = BackwardStrides(
+        *map(rows, (a.query, a.key, a.value, out, grad_out)), row_values(lse), *(None if t is None else rows(t) for t in (dq, dk, dv))
+    )
+    count = programs(a, p, tile.BM)
+    launch(
+        attention_backward_rows, count, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
+        warps=tile.warps, stages=1,
+    )  # fmt: skip
+    if not wanted.keys().isdisjoint(("query", "slopes", "table")):
+        slopes = _parts(a, count, p, 1) if "slopes" in wanted else None
+        table = _parts(a, count, p, kind.BUCKETS) if "table" in wanted else None
+        launch(
+            attention_backward_queries, count, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
+            warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+        if slopes is not None:
+            wanted["slopes"].copy_(slopes.sum((0, 2))[:, 0])
+        if table is not None:
+            wanted["table"].copy_(table.sum((0, 2))[:, : a.table.shape[0]].t())
+    if dk is not None or dv is not None:
+        tile = choose("keys", a)
+        p, kind = describe(a, tile)
+        count = _batch(a, p) * (p.heads // p.group) * _key_tiles(p, tile.BN)
+        launch(
+            attention_backward_keys, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,
+            warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+    for name in ("mask", "bias"):
+        if name in wanted:
+            _backward_dense(a, wanted[name], saved, strides)
+
+
+def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardStrides) -> None:
+    tile = choose("bias", a)
+    p, kind = describe(a, tile)
+    query_tiles, key_tiles = -(-p.num_queries // tile.BM), _key_tiles(p, tile.BN)
+    if 0 in (query_tiles, key_tiles):
+        grad.zero_()
+        return
+    counts = (a.query.shape[0], p.heads, query_tiles, key_tiles)  # of everything
+    shared = [n if size == 1 else 1 for n, size in zip(counts, grad.shape)]  # summed by one program
+    kind = dataclasses.replace(kind, SUM_QUERIES=grad.shape[2] == 1, SUM_KEYS=grad.shape[3] == 1)
+    count = math.prod(1 if size == 1 else n for n, size in zip(counts, grad.shape))
+    launch(
+        attention_backward_dense, count, a.query.device, a.query, a.key, a.value, DenseGradient(grad, *grad.stride(), *shared),
+        saved, strides, p, kind, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+
+
+def _parts(a: Any, count: int, p: Problem, width: int) -> torch.Tensor:
+    """(sequences, heads, tiles of queries, width) float32: what each program adds to a sum over all of them."""
+    return torch.empty((_batch(a, p), p.heads, count // max(1, _batch(a, p) * p.heads), width), device=a.query.device)
+
+
+def _batch(a: Any, p: Problem) -> int:
+    return a.query.shape[0] if p.cu_queries is None else a.cu_seqlens_q.shape[0] - 1
+
+
+def _key_tiles(p: Problem, block: int) -> int:
+    return -(-(p.num_keys + p.key_start % 32) // block)
