@@ -52,6 +52,16 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, TYPE: tl.constexpr):
+    """float32 x rounded to TYPE, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
+    if INTERPRET and TYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
+    return x.to(TYPE)
+
+
+@triton.jit
 def tanh(x):
     """To 2e-7 relative: the odd polynomial x + x^3 P(x^2) below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above."""
     z = x * x

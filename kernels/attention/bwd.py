@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import LOG2E, dot, launch
+from .._lang import LOG2E, dot, launch, narrow
 from .fwd import programs
 from .problem import Problem, Rows, choose, describe, row_values, rows
 from .tiles import (
@@ -112,7 +112,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
     """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
     lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
     origin = key_origin(p, C)
-    first, _, _, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
     K = at_head(K, strides.k, i_b, i_h // p.group)
@@ -124,7 +124,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
         m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
-        b_s, _, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+        b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
         b_top = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
@@ -213,11 +213,11 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     )
                     m_s = visible_to_keys(i, j, lo, hi, m_i, m_k, PART != 1, p, C)
                     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                    b_pd, _, b_dx = tile_gradients(
+                    b_pd, b_ds, b_dx = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
-                    b_dv = dot(tl.trans(b_pd.to(b_do.dtype)), b_do, b_dv, C.PRECISION)
-                    b_dk = dot(tl.trans(b_dx.to(b_q.dtype)), b_q, b_dk, C.PRECISION)
+                    b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C.PRECISION)
+                    b_dk = dot(tl.trans(narrow(b_dx, b_q.dtype)), b_q, b_dk, C.PRECISION)
 
     # A key that nobody sees may lie in a whole tile beside others; its sums are of nothing that is its own.
     b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
@@ -275,10 +275,10 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                _, b_ds, b_dx = tile_gradients(
+                b_pd, b_ds, b_dx = tile_gradients(
                     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                 )
-                b_dq = dot(b_dx.to(b_k.dtype), b_k, b_dq, C.PRECISION)
+                b_dq = dot(narrow(b_dx, b_k.dtype), b_k, b_dq, C.PRECISION)
                 if DSLOPES is not None:
                     b_slope -= tl.sum(b_ds * tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32), 1)
                 if DTABLE is not None:
@@ -345,7 +345,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
             for i_tile in range(i_query, i_query + grad.query_tiles):
                 i = i_tile * C.BM + tl.arange(0, C.BM)
                 lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
-                first, _, _, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+                first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
                 b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
                 segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                 for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
@@ -355,7 +355,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
                     m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
                     segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                    _, b_ds, _ = tile_gradients(
+                    b_pd, b_ds, b_dx = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
                     b_sum += b_ds
@@ -373,7 +373,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
         m_j = j == 0
     p_tile = at_head(grad.data, grad, i_batch, i_head)
     p_tile += i.to(tl.int64)[:, None] * grad.query + j.to(tl.int64)[None, :] * grad.key
-    tl.store(p_tile, b_sum.to(grad.data.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
+    tl.store(p_tile, narrow(b_sum, grad.data.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
 
 
 # ---- launches

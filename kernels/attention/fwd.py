@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import LN2, dot, launch
+from .._lang import LN2, dot, launch, narrow
 from .problem import Rows, choose, describe, row_values, rows
 from .tiles import (
     at_head,
@@ -74,7 +74,7 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_s, _, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+                b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
 
                 b_top = tl.maximum(b_m, tl.max(b_s, 1))
                 safe = tl.where(b_top == float("-inf"), 0.0, b_top)
@@ -85,7 +85,7 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
                     b_p = tl.where(kept(i, j, i_b, i_h, p, C), b_p, zero_of(p))
-                b_o = dot(b_p.to(b_v.dtype), b_v, b_o * decay[:, None], C.PRECISION)
+                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * decay[:, None], C.PRECISION)
 
     dead = (b_l == 0.0) | ~m_i
     b_l = tl.where(dead, 1.0, b_l)

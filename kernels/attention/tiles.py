@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LOG2E, dot, keep_tile, tanh
+from .._lang import FLOAT_MAX, LOG2E, dot, keep_tile, narrow, tanh
 
 NOWHERE = tl.constexpr(1 << 29)
 
@@ -124,7 +124,7 @@ def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit
 def store_rows(P, strides, row, x, m_x, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     m = m_x[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
-    tl.store(row_pointers(P, strides, row, x, PADDED), values.to(P.dtype.element_ty), mask=m)
+    tl.store(row_pointers(P, strides, row, x, PADDED), narrow(values, P.dtype.element_ty), mask=m)
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def attention(name: str, dtype: torch.dtype, head_dim: int) -> Callable[[], Any]
     return run
 
 
-HAS_BACKWARD = False
+HAS_BACKWARD = True
 
 
 def compiled(capability: int, run: Callable[[], Any]) -> Iterator[tuple[str, Any]]:

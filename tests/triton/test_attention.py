@@ -1,4 +1,4 @@
-"""Attention of the Triton tier, interpreted: the shared cases and random problems within the bound."""
+"""Attention of the Triton tier, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations
 
@@ -6,19 +6,111 @@ import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer.ops.attention import attention_op
+from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.cases import Case, cases, leaves
+from pytransformer.testing.draw_attention import draw
+from pytransformer.testing.fuzz import fuzz
 
-CASES = [c for op in ("attention", "attention_varlen") for c in cases(op, "small")]
+CASES = [c.resize(B=min(c.shape["B"], 2), Hq=2) for c in cases("attention", "small")]
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SEED = 5
+FEW, MANY = 40, 400  # random problems; float64 ones among them do not count
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_forward(case: Case) -> None:
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(case) % 3]
-    args, kwargs = case.make("cpu", dtype, seed=0)
-    op = getattr(pt, case.op)
-    out, lse = op(*args, **kwargs, return_lse=True, backend="triton", strict=True)
-    want, want_lse = op(*(t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args), **kwargs, return_lse=True, backend="reference")
-    assert bounds.relative_error(out, want) < 2 * torch.finfo(dtype).eps
-    assert torch.equal(lse.isinf(), want_lse.isinf())
-    assert bounds.relative_error(lse.nan_to_num(neginf=0.0), want_lse.nan_to_num(neginf=0.0)) < 1e-6
+def test_case(case: Case) -> None:
+    """Outputs, lse and all gradients of a shared case against float64."""
+    dtype = DTYPES[CASES.index(case) % 3]
+    args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
+    out, lse = pt.attention(*args, **kwargs, return_lse=True, backend="triton", strict=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    inputs = leaves(case.op, args, kwargs)
+    grads = torch.autograd.grad([out, lse], list(inputs.values()), [grad_out, grad_lse])
+    with torch.no_grad():
+        exact = oracle.solve(*args, grad_out, grad_lse, **kwargs)
+    checks = bounds.check(exact, {"out": out, "lse": lse, **dict(zip(inputs, grads))}, dtype, "zero_mean")
+    assert all(c.ok for c in checks), "\n".join(map(str, checks))
+
+
+def _fuzz(cases: range) -> None:
+    numbers = [n for n in cases if draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+    report = fuzz("attention", ["triton"], SEED, numbers, stop_after=5)
+    print(report.table(), f"\n{report.cases} cases, seed {SEED}, {report.seconds:.0f} s")
+    assert not report.failures, "\n".join(report.failures)
+
+
+def test_random_problems() -> None:
+    """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
+    _fuzz(range(FEW))
+
+
+@pytest.mark.slow
+def test_many_random_problems() -> None:
+    _fuzz(range(FEW, FEW + MANY))
+
+
+@pytest.mark.parametrize("query_start, key_start", [(0, 0), (5, 0), (70, 45), (2**27, 2**27 - 40)])
+def test_dropout_mask(query_start: int, key_start: int) -> None:
+    """Bit for bit the reference's mask, wherever the tensors lie in the sequence: value is the identity."""
+    heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
+    query, key = torch.zeros(2, heads, num_queries, 16), torch.zeros(2, heads, num_keys, 16)
+    value = torch.eye(num_keys).expand(2, heads, -1, -1)
+    a, _, _ = attention_op.prepare(query, key, value, dropout_p=p, dropout_seed=seed)
+    a = a._replace(query_start=query_start, key_start=key_start)
+    out, _ = attention_op.fwd(*a, "triton", True)
+    assert torch.equal(out != 0, keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start))
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_starts(causal: str) -> None:
+    """A piece of a longer sequence: absolute indices decide visibility, biases and dropout, forward and backward."""
+    query, key, value = (torch.randn(2, 2, n, 24, requires_grad=True) for n in (45, 70, 70))
+    table = torch.randn(8, 2, requires_grad=True)
+    bias = pt.RelativePositionBias(table, bidirectional=True, max_distance=20)
+    lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
+    results = {}
+    for backend in ("reference", "triton"):
+        a, _, _ = attention_op.prepare(query, key, value, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40))
+        a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
+        out, lse = attention_op(a, backend, True)
+        lse = lse.masked_fill(lse.isinf(), 0.0)
+        results[backend] = [out, lse, *torch.autograd.grad([out.square().sum() + lse.sum()], [query, key, value, table])]
+    for ours, want in zip(results["triton"], results["reference"]):
+        assert bounds.relative_error(ours, want) < 3e-6
+
+
+def test_zero_sizes() -> None:
+    for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
+        query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
+        mask = torch.zeros(1, 1, 1, 1)
+        inputs = [t.requires_grad_() for t in (query, key, mask)]
+        out, lse = pt.attention(query, key, key, attn_mask=mask, return_lse=True, backend="triton")
+        assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
+        for grad in torch.autograd.grad(out.sum(), inputs):
+            assert not grad.count_nonzero()
+
+
+def test_fullgraph_compile() -> None:
+    query, key, value = (torch.randn(1, 2, 33, 16, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(lambda q, k, v: pt.attention(q, k, v, causal="top_left", backend="triton"), fullgraph=True, backend="aot_eager")
+    out = compiled(query, key, value)
+    want = pt.attention(query, key, value, causal="top_left", backend="reference")
+    assert bounds.relative_error(out, want) < 1e-6
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), (query, key, value)), torch.autograd.grad(want.sum(), (query, key, value))):
+        assert bounds.relative_error(ours, theirs) < 2e-6
+
+
+def test_reasons() -> None:
+    """What the tier does not do, it says."""
+
+    def reason(t: torch.Tensor) -> str | None:
+        return pt.explain("attention", t, t, t).reasons["triton"]
+
+    assert reason(torch.zeros(1, 1, 1, 16)) is None
+    assert "float64" in reason(torch.zeros(1, 1, 1, 16, dtype=torch.float64))
+    assert "256" in reason(torch.zeros(1, 1, 1, 257))
+    assert "positions below" in reason(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**28, 1))
+    with pytest.raises(pt.BackendError, match="head sizes up to 256, got 300"):
+        pt.attention(*[torch.zeros(1, 1, 1, 300)] * 3, backend="triton")
