@@ -427,7 +427,7 @@ def backward(
 
 
 def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardStrides) -> None:
-    tile = choose("bias", a)
+    tile = choose("dense", a)
     p, kind = describe(a, tile)
     query_tiles, key_tiles = -(-p.num_queries // tile.BM), _key_tiles(p, tile.BN)
     if 0 in (query_tiles, key_tiles):

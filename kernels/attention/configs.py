@@ -20,31 +20,36 @@ class Config:
     stages: int
 
 
-# Largest head size (padded to a power of two) -> configuration; kinds: "forward", "keys", "queries", "bias".
+# Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
+# work per element: dense masks and biases, ALiBi, T5, softcap, dropout.
 SIXTEEN_BIT = {
-    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
-    "keys": {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
-    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 4, 1)},
-    "bias": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 4, 1)},
+    "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 1)},
+    "forward+": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 32, 8, 1)},
+    "keys": {64: Config(32, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    "keys+": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(32, 32, 8, 1)},
+    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    "queries+": {64: Config(32, 64, 4, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    "dense": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
 }
 THIRTY_TWO_BIT = {
-    "forward": {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 32, 4, 1)},
-    "keys": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
-    "queries": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
-    "bias": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+    "forward": {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "queries": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dense": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {
     "forward": Config(32, 64, 1, 1),
     "keys": Config(32, 64, 1, 1),
     "queries": Config(32, 64, 1, 1),
-    "bias": Config(32, 64, 1, 1),
+    "dense": Config(32, 64, 1, 1),
 }
 
 
-def config(kind: str, capability: int, head_dim: int, itemsize: int) -> Config:
-    """The configuration of one kernel. capability: 80, 90, 100, 120, …, or INTERPRETER."""
+def config(kernel: str, capability: int, head_dim: int, itemsize: int, *, per_element: bool) -> Config:
+    """The configuration of a kernel. capability: 80, 90, 100, 120, …, or INTERPRETER."""
     if capability == INTERPRETER:
-        return INTERPRETED[kind]
-    table = (SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT)[kind]
-    return next(c for largest, c in table.items() if head_dim <= largest)
+        return INTERPRETED[kernel]
+    table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
+    entries = table.get(kernel + "+" * per_element, table[kernel])
+    return next(c for largest, c in entries.items() if head_dim <= largest)

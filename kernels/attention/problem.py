@@ -115,8 +115,12 @@ def capability(device: torch.device) -> int:
     return INTERPRETER if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
 
 
-def choose(kind: str, a: Any) -> Config:
-    return config(kind, capability(a.query.device), padded(max(a.query.shape[-1], a.value.shape[-1])), a.query.element_size())
+def choose(kernel: str, a: Any) -> Config:
+    """The tile for a kernel and the op's arguments."""
+    widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
+    dense = (getattr(a, "mask", None), getattr(a, "bias", None), a.slopes, a.table)
+    per_element = any(t is not None for t in dense) or bool(a.softcap or a.dropout_p)
+    return config(kernel, capability(a.query.device), widest, a.query.element_size(), per_element=per_element)
 
 
 def padded(n: int) -> int:

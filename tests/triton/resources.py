@@ -1,8 +1,7 @@
 """Compile the kernels ahead of time, without a GPU, through their own launchers, and say what each takes.
 
-    python tests/triton/resources.py                  compare with resources.json, sm_90 only
-    python tests/triton/resources.py --all            all architectures
-    python tests/triton/resources.py --all --write    write resources.json
+    python tests/triton/resources.py                                  compare with resources.json, sm_90 only
+    python tests/triton/resources.py --arch 80 90 100 120 --write     write resources.json
 
 A stand-in for the driver names the architecture, and CPU tensors stand in for those of a GPU: arguments are specialised as
 in a real launch, only the launch itself is left out. Registers, stack, shared memory and instructions are read from the
@@ -28,7 +27,6 @@ from triton.backends.compiler import GPUTarget
 import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import problem
-from pytransformer.ops import _triton_attention
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing.cases import case
 
@@ -36,7 +34,7 @@ TABLE = Path(__file__).with_name("resources.json")
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # the matrix instruction of 16-bit inputs
+STACK_LIMIT = 64  # bytes; where kernels are hot
 
 
 class Driver:
@@ -57,15 +55,13 @@ class Driver:
 
 def problems() -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, function that runs it forward and backward)."""
-    for head_dim in (64, 128, 256):
-        yield f"full D{head_dim} bf16", attention("full", torch.bfloat16, head_dim)
-    for name in ("causal", "window", "bias", "t5_bias", "dropout", "everything"):
+    for name in ("full", "causal", "window", "bias", "t5_bias", "dropout", "everything"):
         yield f"{name} D64 bf16", attention(name, torch.bfloat16, 64)
-    yield "causal D128 bf16", attention("causal", torch.bfloat16, 128)
-    yield "everything D128 bf16", attention("everything", torch.bfloat16, 128)
-    yield "full D80 bf16", attention("full", torch.bfloat16, 80)
-    yield "full D64 fp32", attention("full", torch.float32, 64)
-    yield "full D128 fp32", attention("full", torch.float32, 128)
+    for name in ("full", "causal", "everything"):
+        yield f"{name} D128 bf16", attention(name, torch.bfloat16, 128)
+    yield "full D256 bf16", attention("full", torch.bfloat16, 256)
+    for head_dim in (64, 128):
+        yield f"full D{head_dim} fp32", attention("full", torch.float32, head_dim)
 
 
 def attention(name: str, dtype: torch.dtype, head_dim: int) -> Callable[[], Any]:
@@ -74,22 +70,19 @@ def attention(name: str, dtype: torch.dtype, head_dim: int) -> Callable[[], Any]
         a, _, _ = attention_op.prepare(*args, **kwargs)
         backend = attention_op.backends["triton"]
         out, lse = backend.forward(a)
-        if HAS_BACKWARD:
-            wanted = [isinstance(a[i], torch.Tensor) and a[i].is_floating_point() for i in attention_op.positions]
-            backend.backward(a, (out, lse), (out, lse), wanted)
+        wanted = [isinstance(a[i], torch.Tensor) and a[i].is_floating_point() for i in attention_op.positions]
+        backend.backward(a, (out, None), (out, lse), wanted)
 
     return run
 
 
-HAS_BACKWARD = True
-
-
-def compiled(capability: int, run: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
-    """(kernel name, compiled kernel) of each launch."""
+def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterator[tuple[str, Any]]:
+    """(kernel name, compiled kernel) of each launch of kernels whose name holds ``only``."""
     kernels: list[tuple[str, Any]] = []
 
     def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, int]) -> None:
-        kernels.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=(1,), **options)))
+        if only in kernel.fn.__name__:
+            kernels.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=(1,), **options)))
 
     triton.runtime.driver.set_active(Driver(capability))
     problem.capability = lambda device: capability
@@ -115,28 +108,52 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def measure(architectures: tuple[int, ...]) -> dict[str, dict[str, int]]:
+def measure(architectures: tuple[int, ...], only: str = "") -> dict[str, dict[str, int]]:
+    """Resources by "sm_… problem kernel"."""
     table = {}
     for capability in architectures:
         for name, run in problems():
-            for kernel, binary in compiled(capability, run):
-                key = f"sm_{capability} {name} {kernel}"
+            for kernel, binary in compiled(capability, run) if only in name else ():
+                key = f"sm_{capability} {name} {kernel.removeprefix('attention_')}"
                 table[key] = resources(binary)
-                print(f"{key:60} {table[key]}", flush=True)
+                print(f"{key:45} {table[key]}", flush=True)
     return table
+
+
+def faults(table: dict[str, dict[str, int]]) -> list[str]:
+    """What a kernel must not be: too large for its architecture, spilling where it is hot, or without matrix instructions."""
+    found = []
+    for key, used in table.items():
+        capability = int(key.split()[0].removeprefix("sm_"))
+        if used["shared"] > SHARED_LIMIT[capability]:
+            found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
+        if used["stack"] > STACK_LIMIT and "everything" not in key and "fp32" not in key:
+            found.append(f"{key}: {used['stack']} bytes of stack, at most {STACK_LIMIT} are allowed")
+        if not used["products"] and "bf16" in key and "rows" not in key:
+            found.append(f"{key}: no matrix instruction")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="all architectures, not only sm_90")
-    parser.add_argument("--write", action="store_true", help="write the table rather than compare with it")
+    parser.add_argument("--arch", type=int, nargs="*", default=[90], help=f"of {ARCHITECTURES}; default 90")
+    parser.add_argument("--write", action="store_true", help="write these architectures' part of the table, not compare with it")
     parser.add_argument("--only", default="", help="problems whose name holds this")
-    arguments = parser.parse_args()
-    global problems
-    every = problems
-    problems = lambda: ((n, r) for n, r in every() if arguments.only in n)
-    table = measure(ARCHITECTURES if arguments.all else (90,))
-    return 0
+    options = parser.parse_args()
+    table = measure(tuple(options.arch), options.only)
+    kept = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    expected = {k: v for k, v in kept["kernels"].items() if int(k.split()[0][3:]) in options.arch and options.only in k} if kept else {}
+    wrong = faults(table)
+    if options.write:
+        rest = {k: v for k, v in kept.get("kernels", {}).items() if k not in expected}
+        kernels = dict(sorted((rest | table).items()))
+        lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items())
+        TABLE.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+    elif kept.get("triton") == triton.__version__:
+        keys = sorted(expected.keys() | table.keys())
+        wrong += [f"{k}: {table.get(k)}, the table has {expected.get(k)}" for k in keys if table.get(k) != expected.get(k)]
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
