@@ -1,15 +1,16 @@
 """Random problems of layer_norm, rms_norm and add_norm against float64; plugs into `fuzz`.
 
-The bound, with xhat = (h - mean) rstd, g = dy weight and r = eps(float32) / eps(dtype). A mean kept in float32 shifts a row's
-xhat by up to m = rstd mean|h| in units of float32, which no kernel that keeps it so can avoid; the variance, taken about the
-mean, does not feel that shift, so E[h^2] - E[h]^2 breaks the bound on offset data.
+The bound, with xhat = (h - mean) rstd, g = dy weight and r = eps(float32) / eps(dtype). A mean kept in
+float32 shifts a row's xhat by up to m = rstd mean|h| in units of float32, which no kernel that keeps it so
+can avoid; the variance, taken about the mean, does not feel that shift, so E[h^2] - E[h]^2 breaks the bound
+on offset data.
 
     y        |weight xhat| + |bias| + r |weight| m
-    dh       rstd (|g| + mean|g| + |xhat| mean|g xhat| + r m (mean|g xhat| + |xhat| mean|g|)) + |d residual_out|
-    dweight  sum over rows of |dy| (|xhat| + r m)          dbias  sum over rows of |dy|
+    dh       rstd (|g| + mean|g| + |xhat| mean|g xhat| + r m (mean|g xhat| + |xhat| mean|g|)) + |d
+    residual_out| dweight  sum over rows of |dy| (|xhat| + r m)          dbias  sum over rows of |dy|
 
-The norm is that of residual_out as stored: its exact value is computed from ours, and residual_out itself is compared with
-residual + dropout(x).
+The norm is that of residual_out as stored: its exact value is computed from ours, and residual_out itself is
+compared with residual + dropout(x).
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def keep_factor(problem: Problem) -> Tensor | float:
         return 0.0 if threshold else 1.0
     shape = problem.tensors["x"].shape
     split = len(shape) - problem.dims
-    return column_keep(problem.keywords["dropout_seed"], threshold, math.prod(shape[:split]), math.prod(shape[split:]), TAG).view(shape)
+    return column_keep(
+        problem.keywords["dropout_seed"], threshold, math.prod(shape[:split]), math.prod(shape[split:]), TAG
+    ).view(shape)
 
 
 def column_keep(seed: int, threshold: int, rows: int, columns: int, tag: int) -> Tensor:
@@ -196,7 +199,13 @@ def solve(problem: Problem, stored: Tensor | None) -> dict[str, oracle.Result]:
         return v.sum(lead) if lead else v
 
     if "weight" in t:
-        put("weight", over_rows(dy * xhat), over_rows(dy.abs() * (xhat.abs() + ratio * m)), True, problem.tensors["weight"].dtype)
+        put(
+            "weight",
+            over_rows(dy * xhat),
+            over_rows(dy.abs() * (xhat.abs() + ratio * m)),
+            True,
+            problem.tensors["weight"].dtype,
+        )
     if "bias" in t:
         put("bias", over_rows(dy), over_rows(dy.abs()), True, problem.tensors["bias"].dtype)
     return out
@@ -237,7 +246,9 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
     return results, list(record)
 
 
-def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
+def examine(
+    seed: int, case: int, backends: list[str], repeat: bool
+) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
     """Draw one problem and judge every backend on it; `repeat` runs each twice and compares bits."""
     problem = draw(seed, case)
     verdicts: dict[str, tuple[list[bounds.Check], list[str]]] = {}
@@ -256,7 +267,11 @@ def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Pr
                 wrong.append(f"ran {record}, {backend} was forced")
             if repeat:
                 again, _ = run(problem, backend)
-                differing = [n for n, r in results.items() if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))]
+                differing = [
+                    n
+                    for n, r in results.items()
+                    if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))
+                ]
                 wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             wrong = [f"{type(error).__name__}: {error}"]

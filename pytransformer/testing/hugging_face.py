@@ -1,4 +1,5 @@
-"""Tiny Hugging Face models with random weights, built from configs: nothing is downloaded. Needs transformers to build."""
+"""Tiny Hugging Face models with random weights, built from configs: nothing is downloaded. Needs transformers
+to build."""
 
 from __future__ import annotations
 
