@@ -19,11 +19,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 # Blocks of 64 KiB and more come from mmap and return to the system when freed; fixing the thresholds also
 # turns off glibc's habit of raising them.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _RESET_PEAK = "5"  # written to /proc/self/clear_refs: VmHWM = VmRSS (Linux, proc(5))
 
 
@@ -55,7 +56,7 @@ class MemoryProbe:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C in the terminal is for the parent, which then ends this one
             )
         return self
@@ -126,6 +127,11 @@ def _measure_here(runner: Any, request: dict[str, Any]) -> int:
         kept = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    return measure_rise(call)
+
+
+def measure_rise(call: Callable[[], object]) -> int:
+    """Bytes by which the resident memory of this process was higher, at its peak, while `call` ran."""
     with contextlib.suppress(AttributeError):  # musl has no malloc_trim, and needs none
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as marks:

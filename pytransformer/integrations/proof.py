@@ -1,0 +1,234 @@
+"""``pytransformer drop-in``: real models with PyTorch's kernels and with ours, compared.
+
+Each model runs the same padded batch with the same weights as every variant: Hugging Face's eager code, PyTorch's sdpa, and
+our kernels; one more, plain PyTorch, with and without ``pt.activate()``. Shown for each: the largest difference of the
+outputs and gradients from the first variant, the time of a forward pass and of a training step (dropout on, forward and
+backward; interleaved, median), the peak memory of a training step (a fresh process), and which backend ran in each layer.
+
+Exit code 1 if a difference exceeds LIMIT, if anything ran elsewhere than on a fused backend, or if Hugging Face's models
+could not be run for want of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pytransformer as pt
+
+from ..cli import OK, WRONG
+from ..cli.benchmark import results
+from ..cli.benchmark.clock import Contender, interleaved
+from ..cli.console import Console
+from ..ops._registry import trace
+from . import proof_memory, proof_models
+from .proof_models import Subject
+
+SCHEMA_VERSION = 1
+OURS = "pytransformer"
+# Two correct float32 runs of these models differ by about 1e-6 in relative 2-norm (measured: PyTorch's sdpa from eager); a
+# mask wrong in one key differs by more than 1e-3.
+LIMIT = 1e-5
+SECONDS = 0.4  # of timing for each variant and mode, at least three rounds
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    parser = argparse.ArgumentParser(prog="pytransformer drop-in", description=__doc__.split("\n\n")[1])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default all: {', '.join(proof_models.SUBJECTS)}")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default ./results/drop-in-<date>)")
+    parser.add_argument(
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (default on)"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="timing per variant and mode (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.models) - proof_models.SUBJECTS.keys():
+        parser.error(f"unknown model {', '.join(sorted(unknown))}; there are {', '.join(proof_models.SUBJECTS)}")
+    console, started = Console(), time.monotonic()
+    names = arguments.models or list(proof_models.SUBJECTS)
+    missing = importlib.util.find_spec("transformers") is None
+    left_out = [n for n in names if missing and n in proof_models.NEEDS_TRANSFORMERS]
+    entries = []
+    for name in names:
+        if name not in left_out:
+            entries.append(_measure(console, name, arguments.seconds))
+    if arguments.memory:
+        _add_memory(console, entries)
+    _show(console, entries)
+    problems = [f"{e['model']}: {p}" for e in entries for p in e["problems"]]
+    if left_out:
+        problems.append(f'{", ".join(left_out)}: not run; install transformers: pip install "pytransformer-kernels[hf]"')
+    file = _write(arguments.out, entries, problems)
+    for problem in problems:
+        console.print(f"WRONG: {problem}")
+    console.print(f"{'Not proven' if problems else 'Proven'} in {time.monotonic() - started:.0f} s; all figures are in {file}")
+    return WRONG if problems else OK
+
+
+# ---- measuring one model
+
+
+def _measure(console: Console, name: str, seconds: float) -> dict[str, Any]:
+    subject = proof_models.build(name)
+    console.print(f"{subject.title}: {subject.batch}")
+    pt.clear_fallbacks()
+    entry: dict[str, Any] = {"name": name, "model": subject.title, "batch": subject.batch, "dtype": "float32", "limit": LIMIT}
+    first = None
+    entry["variants"] = {}
+    for variant in subject.variants:
+        with subject.select(variant), _layers(subject) as layers:
+            outputs, grads = subject.trained()
+        first = first or (outputs, grads)
+        entry["variants"][variant] = _differences(first, (outputs, grads))
+    entry["layers"] = layers.as_text()
+    for mode in ("forward", "training_step"):
+        for variant, milliseconds in _time(subject, mode, seconds).items():
+            entry["variants"][variant][f"{mode}_ms"] = milliseconds
+    entry["fallbacks"] = [f"{f.op} at {f.call_site}, {f.count} times: {f.reason}" for f in pt.fallbacks()]
+    entry["problems"] = _problems(entry, layers)
+    pt.clear_fallbacks()
+    return entry
+
+
+def _differences(first: Any, other: Any) -> dict[str, float]:
+    """Largest absolute difference, and the difference in relative 2-norm, of the outputs and of all gradients together."""
+    figures = {}
+    flat = [[outputs, torch.cat([g.flatten() for _, g in sorted(grads.items())])] for outputs, grads in (first, other)]
+    for what, exact, mine in zip(("outputs", "gradients"), *flat, strict=True):
+        figures[f"{what}_max_difference"] = (mine - exact).abs().max().item()
+        figures[f"{what}_relative_difference"] = ((mine - exact).norm() / exact.norm()).item()
+    return figures
+
+
+def _time(subject: Subject, mode: str, seconds: float) -> dict[str, float]:
+    training = mode == "training_step"
+
+    def step() -> None:
+        with torch.set_grad_enabled(training):
+            _, loss = subject.call()
+        if training:
+            loss.backward()
+            subject.model.zero_grad(set_to_none=True)
+
+    def context(variant: str) -> AbstractContextManager[None]:
+        return subject.select(variant)
+
+    subject.model.train(training)
+    contenders = {v: Contender(step, lambda v=v: context(v)) for v in subject.variants}
+    timings = interleaved(contenders, min_time=seconds, min_rounds=3)
+    subject.model.eval()
+    return {variant: timing.median_ms for variant, timing in timings.items()}
+
+
+class _layers:
+    """Notes which backends ran inside each attention module of the model, forward; and which ran backward, in all."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.forward, self.backward = subject, {}, Counter()
+
+    def __enter__(self) -> _layers:
+        self._tracing = trace()
+        self._record = self._tracing.__enter__()
+        self._hooks = []
+        modules = dict(self.subject.model.named_modules())
+        for name in self.subject.attentions:
+            starts: list[int] = []
+            self._hooks.append(
+                modules[name].register_forward_pre_hook(lambda *_, starts=starts: starts.append(len(self._record)))
+            )
+            self._hooks.append(
+                modules[name].register_forward_hook(lambda *_, n=name, starts=starts: self._note(n, starts.pop()))
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tracing.__exit__(*error)
+        self.backward = Counter(b for raw, b in self._record if raw == "attention_bwd")
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, name: str, start: int) -> None:
+        self.forward[name] = ", ".join(b for _, b in self._record[start:]) or "not ours"
+
+    def as_text(self) -> dict[str, str]:
+        return dict(self.forward)
+
+
+def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
+    ours, problems = entry["variants"][OURS], []
+    for what in ("outputs", "gradients"):
+        if not ours[f"{what}_relative_difference"] <= LIMIT:  # NaN is a problem too
+            problems.append(f"{what} differ by {ours[f'{what}_relative_difference']:.1e}, more than {LIMIT:.0e}")
+    elsewhere = [n for n, b in layers.forward.items() if b in ("not ours", "reference")]
+    if elsewhere or len(layers.forward) != len(layers.subject.attentions):
+        problems.append(f"not on a fused kernel: {', '.join(elsewhere) or 'some attention modules never ran'}")
+    if layers.backward.get("reference") or layers.backward.total() != len(layers.subject.attentions):
+        problems.append(f"backward ran on {dict(layers.backward)} for {len(layers.subject.attentions)} attention modules")
+    return problems + [f"fell back: {text}" for text in entry["fallbacks"]]
+
+
+def _add_memory(console: Console, entries: list[dict[str, Any]]) -> None:
+    requests = [(e["name"], variant) for e in entries for variant in e["variants"]]
+    try:
+        peaks = proof_memory.peaks(requests)
+    except proof_memory.Unmeasured as reason:
+        console.print(f"Peak memory was not measured: {reason}")
+        return
+    for entry in entries:
+        for variant, figures in entry["variants"].items():
+            figures["training_step_peak_bytes"] = peaks[entry["name"], variant]
+
+
+# ---- telling
+
+
+def _show(console: Console, entries: list[dict[str, Any]]) -> None:
+    columns = ("", "outputs differ", "gradients differ", "forward", "training step", "peak memory")
+    for entry in entries:
+        console.heading(f"{entry['model']}  ({entry['batch']}, {entry['dtype']})")
+        base = entry["variants"][next(iter(entry["variants"]))]
+        rows = [_row(variant, figures, base) for variant, figures in entry["variants"].items()]
+        console.table(columns, rows, right=columns[1:])
+        for backend, count in Counter(entry["layers"].values()).items():
+            console.print(f"  {count} of {len(entry['layers'])} attention layers ran on: {backend}")
+    console.print(
+        f"\nDifferences from the first row: the largest of any value (and relative in 2-norm, allowed {LIMIT:.0e}). Times: median "
+        "(and speed relative to the first row)."
+    )
+
+
+def _row(variant: str, figures: dict[str, float], base: dict[str, float]) -> list[str]:
+    cells = [variant]
+    for what in ("outputs", "gradients"):
+        largest, relative = figures[f"{what}_max_difference"], figures[f"{what}_relative_difference"]
+        cells.append("-" if figures is base else f"{largest:.1e} ({relative:.1e})")
+    for mode in ("forward", "training_step"):
+        cells.append(f"{figures[f'{mode}_ms']:.0f} ms ({base[f'{mode}_ms'] / figures[f'{mode}_ms']:.2f}x)")
+    peak = figures.get("training_step_peak_bytes")
+    return [*cells, "-" if peak is None else f"{peak / 2**20:.0f} MiB"]
+
+
+def _write(folder: Path | None, entries: list[dict[str, Any]], problems: list[str]) -> Path:
+    folder = folder or Path("results") / f"drop-in-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "drop-in.json"
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": results.environment("cpu", " ".join(["pytransformer drop-in", *sys.argv[2:]])),
+        "proven": not problems,
+        "problems": problems,
+        "models": entries,
+    }
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return file

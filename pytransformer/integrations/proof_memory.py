@@ -1,0 +1,69 @@
+"""Peak memory of a training step of each subject and variant, each in a process of its own that has done nothing else.
+
+A helper process builds the models and only then forks, one child for each measurement: building happens once, and nothing
+that an earlier variant allocated hides what a later one needs. Linux only, as cli.benchmark.memory, whose figures these are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ..cli.benchmark.memory import ENVIRONMENT, Unmeasured, measure_rise, why_not
+
+
+def peaks(requests: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Bytes by which the resident memory rose, at its highest, for each (subject, variant).
+
+    Raises:
+        Unmeasured: this system cannot, or the helper failed; the message says why.
+    """
+    if (reason := why_not()) is not None:
+        raise Unmeasured(reason)
+    import torch
+
+    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.integrations.proof_memory import serve; serve()"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps({"requests": requests, "threads": torch.get_num_threads()}),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    if answer.returncode:
+        raise Unmeasured(f"the helper process failed: {answer.stderr.strip().splitlines()[-1:]}")
+    return dict(zip(requests, json.loads(answer.stdout), strict=True))
+
+
+def serve() -> None:
+    """The helper: one line of JSON in, a list of bytes out."""
+    import torch
+
+    from . import proof_models
+
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(1)  # no thread may exist before the fork
+    subjects = {name: proof_models.build(name) for name in dict.fromkeys(name for name, _ in asked["requests"])}
+    found = []
+    for name, variant in asked["requests"]:
+        receive, send = os.pipe()
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(asked["threads"])
+            subject = subjects[name]
+            subject.model.train()
+            with subject.select(variant), torch.random.fork_rng():
+                rise = measure_rise(subject.trained)
+            os.write(send, str(rise).encode())
+            os._exit(0)
+        os.close(send)
+        with open(receive) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+        if not text:
+            sys.exit(f"{name}, {variant}: the measured process died")
+        found.append(int(text))
+    print(json.dumps(found))

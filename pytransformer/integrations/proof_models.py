@@ -1,0 +1,170 @@
+"""What the drop-in proof runs: real architectures with random weights on a padded batch of the sentences beside this file."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import pytransformer as pt
+
+PAD, START, MASKED, FIRST_WORD = 0, 1, 2, 3
+IGNORED = -100
+LONGEST = 40  # keeps the proof to a minute
+WIDTH, HIDDEN = 512, 2048  # of torch's encoder
+SENTENCES = Path(__file__).with_name("sentences.txt")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model and the ways to run it.
+
+    ``select(variant)`` makes the model run as the variant inside a with block; the first variant is what the others are
+    compared with, the last is ours. ``call()`` runs the model once: the outputs at real tokens, and the loss.
+    """
+
+    title: str
+    batch: str
+    model: torch.nn.Module
+    variants: tuple[str, ...]
+    select: Callable[[str], AbstractContextManager[None]]
+    call: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    attentions: tuple[str, ...]  # names of the modules that call attention, in no particular order
+
+    def trained(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The outputs at real tokens and the gradient of every parameter."""
+        outputs, loss = self.call()
+        loss.backward()
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return outputs.detach(), grads
+
+
+@dataclass(frozen=True)
+class Text:
+    """The sentences as word numbers, (B, L), and which of them are real."""
+
+    ids: torch.Tensor
+    real: torch.Tensor
+    words: int
+
+    def __str__(self) -> str:
+        hidden = 1 - self.real.float().mean().item()
+        return f"{len(self.ids)} sentences, {self.ids.shape[1]} tokens, {hidden:.0%} padding"
+
+
+def read_text() -> Text:
+    """Every fourth sentence of at most LONGEST words and marks; the vocabulary is that of the whole file."""
+    lines = [re.findall(r"\w+|[^\w\s]", line.lower()) for line in SENTENCES.read_text(encoding="utf-8").splitlines()]
+    numbers = {word: n for n, word in enumerate(sorted({w for line in lines for w in line}), FIRST_WORD)}
+    rows = [torch.tensor([numbers[w] for w in line]) for line in [line for line in lines if len(line) <= LONGEST][::4]]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    return Text(ids, ids != PAD, FIRST_WORD + len(numbers))
+
+
+def bert(text: Text) -> Subject:
+    """BERT-base's width and heads, two of its twelve layers, learning to fill in 15 % of the words."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(vocab_size=text.words, num_hidden_layers=2, max_position_embeddings=128, pad_token_id=PAD)
+    model = BertForMaskedLM._from_config(config, attn_implementation="eager")
+    chosen = (torch.rand(text.ids.shape, generator=torch.Generator().manual_seed(0)) < 0.15) & text.real
+    inputs = {"input_ids": text.ids.masked_fill(chosen, MASKED), "attention_mask": text.real.long()}
+    labels = text.ids.masked_fill(~chosen, IGNORED)
+    return _hugging_face("BERT-base, 2 of 12 layers", text, model, inputs, labels, text.real, layers=2)
+
+
+def t5(text: Text) -> Subject:
+    """T5 v1.1 small's sizes, two of its eight encoder and decoder layers, learning to say the next sentence."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=text.words, d_model=512, d_kv=64, d_ff=1024, num_layers=2, num_heads=6, pad_token_id=PAD,
+        decoder_start_token_id=START, eos_token_id=None, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    target, real = text.ids.roll(-1, 0), text.real.roll(-1, 0)
+    inputs = {
+        "input_ids": text.ids,
+        "attention_mask": text.real.long(),
+        "decoder_input_ids": torch.nn.functional.pad(target, (1, -1), value=START),
+        "decoder_attention_mask": torch.nn.functional.pad(real.long(), (1, -1), value=1),
+    }
+    return _hugging_face(
+        "T5 v1.1 small, 2 + 2 of 8 + 8 layers", text, model, inputs, target.masked_fill(~real, IGNORED), real, layers=6
+    )
+
+
+def _hugging_face(
+    title: str,
+    text: Text,
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    real: torch.Tensor,
+    layers: int,
+) -> Subject:
+    @contextlib.contextmanager
+    def select(variant: str) -> Iterator[None]:
+        model.set_attn_implementation(variant)
+        yield
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(**inputs).logits
+        return logits[real], cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    attentions = tuple(n for n, m in model.named_modules() if hasattr(m, "is_causal"))
+    assert len(attentions) == layers, f"{title}: expected {layers} attention modules, found {attentions}"
+    return Subject(title, str(text), model.eval(), ("eager", "sdpa", "pytransformer"), select, call, attentions)
+
+
+class Encoder(torch.nn.Module):
+    """torch.nn.TransformerEncoder over an embedding, learning to say each word one place later."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, HIDDEN, activation="gelu", batch_first=True, norm_first=True)
+        self.embedding = torch.nn.Embedding(words, WIDTH)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(WIDTH, words)
+
+    def forward(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embedding(ids), src_key_padding_mask=~real))
+
+
+def torch_encoder(text: Text) -> Subject:
+    """PyTorch's own encoder, with and without ``pt.activate()``. Needs nothing but torch."""
+    model = Encoder(text.words).eval()
+
+    @contextlib.contextmanager
+    def select(variant: str) -> Iterator[None]:
+        with pt.activate() if variant == "pytransformer" else contextlib.nullcontext():
+            yield
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(text.ids, text.real)
+        labels = text.ids.roll(1, 1).masked_fill(~text.real, IGNORED)
+        return logits[text.real], cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    attentions = tuple(n for n, m in model.named_modules() if isinstance(m, torch.nn.MultiheadAttention))
+    return Subject(
+        "torch.nn.TransformerEncoder, 2 layers", str(text), model, ("torch", "pytransformer"), select, call, attentions
+    )
+
+
+SUBJECTS = {"bert": bert, "t5": t5, "torch": torch_encoder}
+NEEDS_TRANSFORMERS = ("bert", "t5")
+
+
+def build(name: str) -> Subject:
+    """The subject, with the same random weights at every call."""
+    if name in NEEDS_TRANSFORMERS:
+        pt.integrations.transformers.register()
+    torch.manual_seed(0)
+    return SUBJECTS[name](read_text())
