@@ -165,7 +165,9 @@ def attention_forward(
         causal = "top_left" if is_causal and query.shape[2] > 1 else None
     elif mask.dtype in (CAUSAL, CAUSAL_WINDOW):
         if mask.dim() != 4 or mask.shape[2] != 1:
-            raise ValueError(f"pytransformer: the model changed its causal mask on the way to attention, to shape {tuple(mask.shape)}")
+            raise ValueError(
+                f"pytransformer: the model changed its causal mask on the way to attention, to shape {tuple(mask.shape)}"
+            )
         causal = "bottom_right"
         window = (_window(module, kwargs) - 1, None) if mask.dtype == CAUSAL_WINDOW else None
         mask = mask.bool()

@@ -16,7 +16,11 @@ from pytransformer.testing.hugging_face import FAMILIES, Family, inputs_of, real
 # sdpa differs from eager by 1e-7 to 2e-6. A wrong mask differs by 1e-2 and more (test_a_wrong_mask_shows).
 LIMIT = 32 * torch.finfo(torch.float32).eps
 
-PADDED = [(name, padding) for name, f in FAMILIES.items() for padding in (["none"] if f.kind == "image" else ["none", "left", "right"])]
+PADDED = [
+    (name, padding)
+    for name, f in FAMILIES.items()
+    for padding in (["none"] if f.kind == "image" else ["none", "left", "right"])
+]
 GENERATIVE = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "seq2seq")]
 
 

@@ -23,7 +23,9 @@ def masking(hugging_face: ModuleType) -> ModuleType:
     return hugging_face.masking_utils
 
 
-def as_dense(ours: ModuleType, mask: torch.Tensor | None, causal: bool, window: int | None, shape: tuple[int, ...]) -> torch.Tensor:
+def as_dense(
+    ours: ModuleType, mask: torch.Tensor | None, causal: bool, window: int | None, shape: tuple[int, ...]
+) -> torch.Tensor:
     """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it: each value is a one-hot
     vector, so that the output is the row of weights."""
     batch, _, num_queries, num_keys = shape
@@ -64,7 +66,8 @@ def test_means_what_the_dense_mask_means(
         "or": masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: (k < 2) & (q < 4)),
         "and": masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: k != 1),
         "packed": masking.and_masks(
-            masking.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2]] * 2)), masking.causal_mask_function
+            masking.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2]] * 2)),
+            masking.causal_mask_function,
         ),
     }[pattern]
     real = None
