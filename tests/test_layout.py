@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from pytransformer.ops._registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +18,13 @@ STEMS = {
     "layer_norm": {"layer_norm", "rms_norm", "add_norm"},
     "feed_forward": {"feed_forward"},
     "cross_entropy": {"linear_cross_entropy"},
+}
+EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
+A_BACKEND_HAS = {
+    "reference": (),
+    "cpu": ("csrc/cpu/{}.h", "csrc/cpu/{}.cpp", "csrc/cpu/{}_kernels.cpp"),
+    "triton": ("kernels/{}/configs.py", "kernels/{}/fwd.py", "kernels/{}/bwd.py"),
+    "cuda": ("csrc/cuda/{}/fwd*.cuh", "csrc/cuda/{}/bwd*.cuh"),
 }
 MAX_LINES = {".py": 500, ".h": 600, ".cpp": 600, ".cuh": 600, ".cu": 600}
 TORCH_INCLUDE = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/")
@@ -34,8 +43,22 @@ def files(*suffixes: str) -> Iterator[Path]:
                 yield path.relative_to(ROOT)
 
 
+def missing(patterns: tuple[str, ...], stem: str) -> list[str]:
+    wanted = [pattern.format(stem) for pattern in patterns]
+    return [pattern for pattern in wanted if not any(ROOT.glob(pattern))]
+
+
 def test_every_op_belongs_to_a_stem() -> None:
     assert set(OPS) <= set().union(*STEMS.values())
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_stem_has_its_files_in_every_tier_that_claims_it(stem: str) -> None:
+    ops = [OPS[name] for name in STEMS[stem] & set(OPS)]
+    assert ops, f"no op of the stem {stem} is registered"
+    backends = {backend for op in ops for backend in op.backends}
+    wanted = EVERY_OP_HAS + tuple(pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend])
+    assert missing(wanted, stem) == []
 
 
 def test_no_kernel_file_without_an_op() -> None:
