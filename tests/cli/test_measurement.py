@@ -107,10 +107,19 @@ def test_quantile_interpolates():
 
 
 def test_when_the_time_is_gone_every_step_still_runs_once():
-    late = runner.Runner(runner.Options(min_time=10.0), memory.MemoryProbe())
-    late.run(plan.Step(plan.case("full", "small"), torch.float32, "fwd"), seconds=0.0)
-    assert {"reference", "naive", "torch"} <= {row["backend"] for row in late.rows}
-    assert all(row["samples"] <= 2 and row["peak_bytes"] is None for row in late.rows)
+    def run(name: str, size: int) -> runner.Runner:
+        late = runner.Runner(runner.Options(min_time=10.0), memory.MemoryProbe())
+        step = plan.Step(plan.resized(plan.case(name, "small"), {"D": size}), torch.float32, "fwd")
+        late.run(step, seconds=0.0)
+        assert all(row["samples"] <= 2 and row["peak_bytes"] is None for row in late.rows)
+        return late
+
+    # No fused backend takes a head size of 1000: the reference is all there is.
+    assert {row["backend"] for row in run("full", 1000).rows} == {"reference", "naive", "torch"}
+    late = run("full", 32)
+    fused = {row["backend"] for row in late.rows} - {"reference", "naive", "torch"}
+    skipped = {entry["backend"] for entry in late.not_run if entry["status"] == "skipped"}
+    assert skipped == ({"reference"} if fused else set())
 
 
 # ---- memory

@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"Interrupted: {len(runner.rows)} rows are in {folder}, the rest was not measured.")
         return INTERRUPTED
     ours = [entry for entry in runner.not_run if entry["backend"] not in PEERS]
-    return WRONG if any(entry["status"] != "unsupported" for entry in ours) else OK
+    return WRONG if any(entry["status"] in ("wrong", "failed") for entry in ours) else OK
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:

@@ -124,7 +124,7 @@ def _measure_here(runner: Any, request: dict[str, Any]) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        kept = call()
+        call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     return measure_rise(call)

@@ -4,7 +4,7 @@
      "environment": {...},       where, when and with what
      "complete": true,           false: stopped before the end; what is there is good
      "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
-     "not_run": [...]}           those that were not, and why: status "unsupported", "wrong" or "failed"
+     "not_run": [...]}           those that were not, and why: status "skipped", "unsupported", "wrong" or "failed"
 
 ROW and NOT_RUN say what each entry holds; docs/benchmarks.md says what each figure means.
 """
@@ -82,7 +82,7 @@ ENVIRONMENT: dict[str, _Field] = {
     "load": (_NUMBER, True),
     "command": (str, False),
 }
-STATUSES = ("unsupported", "wrong", "failed")
+STATUSES = ("skipped", "unsupported", "wrong", "failed")
 
 
 def validate(document: Any) -> list[str]:
