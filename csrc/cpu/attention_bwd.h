@@ -69,7 +69,8 @@ class AttentionBackward {
   // ---- phases
   size_t bytes_of(const ItemId& id) const {
     size_t bytes = 0;
-    Item<T>(id, plan, z.BK).layout(z, g, p.buckets, [&](auto*& x, int64_t n) { bytes += Arena::bytes_for<std::remove_reference_t<decltype(*x)>>(n); });
+    const auto add = [&](auto*& x, int64_t n) { bytes += Arena::bytes_for<std::remove_reference_t<decltype(*x)>>(n); };
+    Item<T>(id, plan, z.BK).layout(z, g, p.buckets, add);
     return bytes;
   }
 
@@ -144,7 +145,8 @@ class AttentionBackward {
     Arena& a = local_arena;
     a.reset(BackwardTile<T>::bytes(z) + Arena::bytes_for<unit>(z.BK * z.du) + Arena::bytes_for<unit>(z.BK * z.dvu) +
             Arena::bytes_for<unit>(z.BK / T::pack * z.dw) + Arena::bytes_for<acc>(z.BK * z.dw) + Arena::bytes_for<acc>(z.BK * z.dvw) +
-            Arena::bytes_for<acc>(TileTerms<T>::workspace(z.BQ, z.BK)) + Arena::bytes_for<uint8_t>(z.BK) + Arena::bytes_for<uint8_t>(keep_bytes));
+            Arena::bytes_for<acc>(TileTerms<T>::workspace(z.BQ, z.BK)) + Arena::bytes_for<uint8_t>(z.BK) +
+            Arena::bytes_for<uint8_t>(keep_bytes));
     BackwardTile<T> tile(z, a);
     const Work w{&tile,
                  a.take<unit>(z.BK * z.du), a.take<unit>(z.BK * z.dvu), a.take<unit>(z.BK / T::pack * z.dw),
@@ -218,7 +220,8 @@ class AttentionBackward {
   elem* at(const void* data, const Strides& s, const Run& run, int64_t row) const {
     return const_cast<elem*>(static_cast<const elem*>(data)) + run.b * s.b + run.kv_head * s.h + row * s.l;
   }
-  void write_keys(elem* out, int64_t stride, const acc* sum, int64_t columns, int64_t rows, const uint8_t* live, int64_t d, double scale) const {
+  void write_keys(elem* out, int64_t stride, const acc* sum, int64_t columns, int64_t rows, const uint8_t* live, int64_t d,
+                  double scale) const {
     const vec factor = set1<vec>(acc(scale));
     for (int64_t r = 0; r < rows; r += T::width)
       for (int64_t c = 0; c < d; c += T::width) {
@@ -238,7 +241,8 @@ class AttentionBackward {
     for_each_task(d.stride.l ? blocks : 1, p.threads, [&](int64_t task) {
       for (int64_t i = 0; i < items_count; i++) {
         const Item<T>& it = items[i];
-        const int64_t first = d.stride.l ? most(task * z.BQ - it.q0, int64_t(0)) : 0, end = d.stride.l ? least((task + 1) * z.BQ - it.q0, it.rows) : it.rows;
+        const int64_t first = d.stride.l ? most(task * z.BQ - it.q0, int64_t(0)) : 0;
+        const int64_t end = d.stride.l ? least((task + 1) * z.BQ - it.q0, it.rows) : it.rows;
         acc* out = static_cast<acc*>(d.data) + it.b * d.stride.b + it.h * d.stride.h + it.q0 * d.stride.l;
         double total = 0;
         for (int64_t r = first; r < end; r++) {

@@ -6,8 +6,9 @@
 //   split  s of `splits`: the key blocks s, s + splits, ...; each split has its own part of dQ
 //   class  a run, or all the runs of a phase that add to the same elements of a dense gradient, broadcast over heads or batch
 //
-// A task is (class, split). What a sequence computes depends on its own lengths and on the number of heads alone, never on its neighbours or
-// on threads: where phases and runs begin changes no sum's order, because a run that is cut carries its dK and dV on in full precision.
+// A task is (class, split). What a sequence computes depends on its own lengths and on the number of heads alone, never on its
+// neighbours or on threads: where phases and runs begin changes no sum's order, because a run that is cut carries its dK and dV on in
+// full precision.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +38,11 @@ struct BackwardPlan {
   int64_t item_rows, group, splits;
   bool share_batch, share_heads;
 
-  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t item_rows) : p(p), item_rows(item_rows), group(p.Hkv ? p.Hq / p.Hkv : 1) {
-    const auto shared = [](const DenseGrad& d, int64_t stride, int64_t size) { return d.data && d.stride.d != 0 && stride == 0 && size > 1; };
+  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t item_rows)
+      : p(p), item_rows(item_rows), group(p.Hkv ? p.Hq / p.Hkv : 1) {
+    const auto shared = [](const DenseGrad& d, int64_t stride, int64_t size) {
+      return d.data && d.stride.d != 0 && stride == 0 && size > 1;
+    };
     share_batch = shared(g.d_mask, g.d_mask.stride.b, p.B) || shared(g.d_bias, g.d_bias.stride.b, p.B);
     share_heads = shared(g.d_mask, g.d_mask.stride.h, p.Hq) || shared(g.d_bias, g.d_bias.stride.h, p.Hq);
     splits = share_heads ? kTasks : clamp<int64_t>(ceil_div(kTasks, most<int64_t>(p.Hkv, 1)), 1, kTasks);

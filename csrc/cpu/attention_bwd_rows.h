@@ -88,7 +88,8 @@ class QueryRows {
       it.extreme[i] |= huge(e);
       vec sum{};
       if (live[r] && z.ds)
-        for (int64_t c = 0; c < p.Dv; c += T::width) sum = fma(T::load(d_out + r * g.dos.l + c, p.Dv - c), T::load(out + r * p.os.l + c, p.Dv - c), sum);
+        for (int64_t c = 0; c < p.Dv; c += T::width)
+          sum = fma(T::load(d_out + r * g.dos.l + c, p.Dv - c), T::load(out + r * p.os.l + c, p.Dv - c), sum);
       delta[r] = reduce(sum, op_add) - (live[r] && d_lse ? d_lse[r * g.d_lse_s.l] : acc(0));
     }
     const int64_t units = row0 / T::pack;
@@ -152,7 +153,8 @@ class QueryRows {
     const Scores<T> scores(p, sequence);
     acc *m = it.m + row0, *l = it.l + row0;
     Arena& arena = local_arena;
-    arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) +
+    arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
+                Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) +
                 Arena::bytes_for<uint8_t>(z.BQ) + Arena::bytes_for<uint8_t>(panel));
     unit* Kt = arena.take<unit>(panel * z.du);
     acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));

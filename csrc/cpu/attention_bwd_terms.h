@@ -33,7 +33,8 @@ class TileTerms {
   static int64_t workspace(int64_t block_q, int64_t block_k) { return kDense * block_k + block_q + block_k + 2 * T::width; }
 
   TileTerms(const AttentionProblem& p, const Sequence& sequence, const Target& target, acc* work, int64_t block_q, int64_t block_k)
-      : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k), columns_(work), diagonals_(work + kDense * block_k) {}
+      : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k), columns_(work),
+        diagonals_(work + kDense * block_k) {}
 
   // Starts the tile of `rows` queries from q0 and `keys` keys from k0.
   void begin(int64_t q0, int64_t rows, int64_t k0, int64_t keys) {
@@ -66,7 +67,8 @@ class TileTerms {
     for (int t = 0; t < kDense; t++)
       if (kind(t) == Kind::columns) add_row(static_cast<acc*>(target_.dense[t].data) + k0_, columns_ + t * block_k_, 0, keys_, keys_);
     if (!target_.table || far_) return;
-    for (int64_t x = block_q_ - rows_, d = first_distance(); d <= last_distance(); x++, d++) target_.table[bucket(d)] += double(diagonals_[x]);
+    const acc* sum = diagonals_ + block_q_ - rows_;
+    for (int64_t d = first_distance(); d <= last_distance(); d++) target_.table[bucket(d)] += double(*sum++);
   }
 
  private:
@@ -76,7 +78,8 @@ class TileTerms {
     return !d.data ? Kind::none : d.stride.d == 0 ? Kind::rows : d.stride.l == 0 ? Kind::columns : Kind::full;
   }
   int64_t bucket(int64_t distance) const {
-    const int64_t n = p_.bidirectional ? p_.buckets / 2 : p_.buckets, d = p_.bidirectional ? (distance < 0 ? -distance : distance) : most<int64_t>(-distance, 0);
+    const int64_t n = p_.bidirectional ? p_.buckets / 2 : p_.buckets;
+    const int64_t d = p_.bidirectional && distance > 0 ? distance : most<int64_t>(-distance, 0);
     int64_t u = n - 1;
     while (u > 0 && p_.bucket_starts[u] > d) u--;
     return u + (p_.bidirectional && distance > 0 ? n : 0);

@@ -2,9 +2,10 @@
 //
 //   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta), and then dV += P^T dO, dK += dS^T Q, dQ += dS K
 //
-// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q, where the
-// left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a unit being one column
-// of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order that matrix tiles read.
+// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q,
+// where the left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a
+// unit being one column of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order that
+// matrix tiles read.
 #pragma once
 
 #include "arena.h"
@@ -27,7 +28,8 @@ struct BackwardSizes {
   double scale, keep_scale;    // keep_scale: 1 / (1 - p)
 };
 
-// The packed query rows of a block. Summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns [column][pair].
+// The packed query rows of a block. To be summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns
+// [column][pair].
 template <class T>
 struct QueryBlock {
   int64_t q0, rows;                         // first local row, how many
@@ -63,17 +65,24 @@ class BackwardTile {
     factor = arena.take<acc>(T::pack * z.BK), diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
     bits = arena.take<uint32_t>(T::pack * KeepBits::words(z.BK));
     lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ), ghi = arena.take<int>(z.BQ);
-    if constexpr (kPairs) dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<unit>(z.BQ / T::pack * z.BK), dSs = arena.take<unit>(z.BQ / T::pack * z.BK);
-    else dS = dP, Ps = S, dSs = dP;
+    if constexpr (kPairs) {
+      const int64_t units = z.BQ / T::pack * z.BK;
+      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<unit>(units), dSs = arena.take<unit>(units);
+    } else {
+      dS = dP, Ps = S, dSs = dP;
+    }
   }
   static size_t bytes(const BackwardSizes& z) {
     const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
-    return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) + Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
+    return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) +
+           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
            Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) + 4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
   }
 
-  // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing was done.
-  bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first, TileTerms<T>* terms) {
+  // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing
+  // was done.
+  bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
+           TileTerms<T>* terms) {
     if (!find_visible(q, k)) return false;
     score_products(q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
@@ -153,7 +162,8 @@ class BackwardTile {
     int64_t from = 0, to = c1;  // where all of the rows see everything
     UNROLL for (int i = 0; i < n; i++) {
       const bool padding = r + i >= q.rows;
-      m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]), delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
+      m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]);
+      delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
       from = most<int64_t>(from, lo[r + i]), to = least<int64_t>(to, hi[r + i]);
       if (padding) continue;
       const int64_t row = q.q0 + r + i;
@@ -165,7 +175,8 @@ class BackwardTile {
       if constexpr (DROPOUT)
         if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
     }
-    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), keep_scale = set1<vec>(acc(z.keep_scale)), none = set1<vec>(-kInfinity<acc>);
+    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), none = set1<vec>(-kInfinity<acc>);
+    const vec keep_scale = set1<vec>(acc(z.keep_scale));
     const auto step = [&](int64_t c, auto masked) {
       vec p[n][n], ds[n][n];
       UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < n; j++) {
@@ -213,7 +224,10 @@ class BackwardTile {
   }
   static INLINE void put(void* p, typename T::uvec v) { *static_cast<typename T::uvec*>(p) = v; }
   // Where column c of rows r and r + 1 lies in a panel of units.
-  int64_t unit_at(int64_t r, int64_t c) const { return c / kPanel<T> * (z.BQ / T::pack * kPanel<T>) + r / T::pack * kPanel<T> + c % kPanel<T>; }
+  int64_t unit_at(int64_t r, int64_t c) const {
+    constexpr int64_t panel = kPanel<T>;
+    return (c / panel * (z.BQ / T::pack) + r / T::pack) * panel + c % panel;
+  }
   // kStep columns of two rows, joined.
   INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, unit* to) const {
     typename T::uvec a, b;
@@ -243,7 +257,8 @@ class BackwardTile {
         const Range r = rows_that_see(q.rows, c, c + panel);
         const int64_t a = r.lo / kRowStep * kRowStep / T::pack, n = padded(r.hi) / T::pack - a;
         for (int64_t d = 0; d < columns && r.size() > 0; d += kGroup)
-          pick<T>(least(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(2 * a, c), out + d * z.BK + c, z.BK, nullptr);
+          pick<T>(least(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(T::pack * a, c), out + d * z.BK + c, z.BK,
+                                                           nullptr);
       }
     } else {
       for (int64_t col = 0; col < columns; col += panel) {
@@ -251,7 +266,8 @@ class BackwardTile {
         for (int64_t c = clo; c < seen; c += kGroup) {
           const Range r = rows_that_see(q.rows, c, c + kGroup);
           if (r.size() > 0)
-            pick<T>(least(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w, out + c * columns + col, columns, nullptr);
+            pick<T>(least(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w,
+                                                      out + c * columns + col, columns, nullptr);
         }
       }
     }
@@ -264,8 +280,9 @@ class BackwardTile {
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
         const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : least<int64_t>(ghi[g], seen)) / T::pack - a;
         if (n > 0 || first)
-          pick<T>(least(kGroup, q.rows - r), w, first ? kStore : kAdd)(most<int64_t>(n, 0), reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
-                                                                       k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
+          pick<T>(least(kGroup, q.rows - r), w, first ? kStore : kAdd)(
+              most<int64_t>(n, 0), reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
+              k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
       }
     }
   }
