@@ -67,20 +67,20 @@ class Matmul {
   void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, const Epilogue& epilogue) {
     const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), blocks = ceil_div(M_, kTileRows);
     const bool place = in_place(p_[0].a) && depth % T::pack == 0;
-    const int64_t a_panels = ceil_div(M_, kWide), a_units = p_[0].a.along_k ? a_panels * kWide * units : M_ * units;
+    const int64_t a_row = round_up(units, T::width) + 64 / int64_t(sizeof(unit));  // an odd number of cache lines, or nearly
     size_t bytes = PRODUCTS * Arena::bytes_for<unit>(panels * kWide * units);
-    if (!place) bytes += PRODUCTS * Arena::bytes_for<unit>(a_units);
+    if (!place) bytes += PRODUCTS * Arena::bytes_for<unit>(M_ * a_row);
     shared_arena.reset(bytes);
     unit *packed_b[PRODUCTS], *packed_a[PRODUCTS] = {};
     for (int i = 0; i < PRODUCTS; i++) {
       packed_b[i] = shared_arena.take<unit>(panels * kWide * units);
-      if (!place) packed_a[i] = shared_arena.take<unit>(a_units);
+      if (!place) packed_a[i] = shared_arena.take<unit>(M_ * a_row);
     }
     for_each_task(PRODUCTS * panels, threads_, [&](int64_t task) {
       const int i = int(task / panels);
       pack_panel(p_[i].b, n0 + task % panels * kWide, cols - task % panels * kWide, k0, depth, packed_b[i] + task % panels * kWide * units);
     });
-    if (!place) pack_a(packed_a, k0, depth, units);
+    if (!place) pack_a(packed_a, a_row, k0, depth);
 
     for_each_task(panels * blocks, threads_, [&](int64_t task) {
       const int64_t panel = task / blocks, m0 = task % blocks * kTileRows, rows = least(kTileRows, M_ - m0);
@@ -93,32 +93,23 @@ class Matmul {
         const unit* b = packed_b[i] + panel * kWide * units;
         for (int64_t u = 0; u < units; u += kDepth) {
           const Mode mode = u || (SUM && i) ? kAdd : kStore;
-          multiply(p_[i].a, packed_a[i], place, k0, m0, rows, units, u, least(kDepth, units - u), b + u * w, w, tiles[SUM ? 0 : i], mode);
+          multiply(p_[i].a, packed_a[i], a_row, k0, m0, rows, u, least(kDepth, units - u), b + u * w, w, tiles[SUM ? 0 : i], mode);
         }
       }
       epilogue(tiles, kWide, m0, rows, n0 + panel * kWide, width, k0 == 0, local_arena);
     });
   }
 
-  // tile rows = A rows x one panel over `depth` units from u on. Tiles have the row stride kWide whatever the panel's width.
-  INLINE void multiply(const Operand<T>& a, const unit* packed, bool place, int64_t k0, int64_t m0, int64_t rows, int64_t units, int64_t u,
+  // tile (+)= rows of A x one panel, over `depth` units from u on. Tiles have the row stride kWide whatever the panel's width.
+  INLINE void multiply(const Operand<T>& a, const unit* packed, int64_t packed_row, int64_t k0, int64_t m0, int64_t rows, int64_t u,
                        int64_t depth, const unit* b, int64_t w, acc* tile, Mode mode) const {
-    if (a.along_k) {  // panels of kWide rows of A, units along k outside
-      for (int64_t r0 = 0; r0 < rows; r0 += kWide)
-        for (int64_t r = r0; r < least(rows, r0 + kWide); r += kMR) {
-          const int64_t n = least<int64_t>(kMR, least(rows, r0 + kWide) - r), aw = panel_width_along_k(M_ - (m0 + r0));
-          pick<T>(n, w, mode)(depth, packed + (m0 + r0) * units + u * aw + (r - r0), 1, aw, b, tile + r * kWide, kWide, nullptr);
-        }
-      return;
-    }
-    const int64_t row = place ? a.stride / T::pack : units;
-    const unit* base = place ? reinterpret_cast<const unit*>(a.data + k0) : packed;
-    for (int64_t r = 0; r < rows; r += kMR)
-      pick<T>(least<int64_t>(kMR, rows - r), w, mode)(depth, base + (m0 + r) * row + u, row, 1, b, tile + r * kWide, kWide, nullptr);
+    const int64_t row = packed ? packed_row : a.stride / T::pack;
+    const unit* base = (packed ? packed : reinterpret_cast<const unit*>(a.data + k0)) + m0 * row + u;
+    for (int64_t r = 0; r < rows; r += kRows<T>)
+      pick<T>(least<int64_t>(kRows<T>, rows - r), w, mode)(depth, base + r * row, row, 1, b, tile + r * kWide, kWide, nullptr);
   }
 
-  static int64_t panel_width_along_k(int64_t cols) { return least(kWide, round_up(cols, T::width)); }
-  static int64_t panel_width(const Operand<T>& b, int64_t cols) { return b.along_k ? panel_width_along_k(cols) : kWide; }
+  static int64_t panel_width(const Operand<T>& b, int64_t cols) { return b.along_k ? least(kWide, round_up(cols, T::width)) : kWide; }
 
   static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, unit* dst) {
     cols = least(cols, kWide);
@@ -126,14 +117,36 @@ class Matmul {
     else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst);
   }
 
-  void pack_a(unit* const* packed, int64_t k0, int64_t depth, int64_t units) const {
-    const bool along_k = p_[0].a.along_k;
-    const int64_t step = along_k ? kWide : kTileRows, parts = ceil_div(M_, step);
+  // Columns [0, n) of `depth` rows become rows of units: dst[column][row], whole vectors of it.
+  static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, unit* dst, int64_t row) {
+    using uvec = typename T::uvec;
+    typedef uvec any __attribute__((aligned(4)));
+    const auto load = [&](int64_t k, int64_t c) { return k < depth ? T::load_units(src + k * stride + c, least<int64_t>(T::width, n - c)) : uvec{}; };
+    for (int64_t c = 0; c < n; c += T::width)
+      for (int64_t u = 0; u * T::pack < depth; u += T::width) {
+        typename T::vec r[T::width];
+        for (int i = 0; i < T::width; i++) {
+          uvec row_unit = load((u + i) * T::pack, c);
+          if constexpr (T::pack == 2) {
+            uvec unused;
+            interleave(row_unit, load((u + i) * T::pack + 1, c), &row_unit, &unused);
+          }
+          r[i] = (typename T::vec)row_unit;
+        }
+        transpose(r);
+        for (int64_t i = 0; i < least<int64_t>(T::width, n - c); i++) *reinterpret_cast<any*>(dst + (c + i) * row + u) = (uvec)r[i];
+      }
+  }
+
+  void pack_a(unit* const* packed, int64_t row, int64_t k0, int64_t depth) const {
+    constexpr int64_t kStep = 64;
+    const int64_t parts = ceil_div(M_, kStep);
     for_each_task(PRODUCTS * parts, threads_, [&](int64_t task) {
       const int i = int(task / parts);
-      const int64_t m = task % parts * step, rows = least(step, M_ - m);
-      if (along_k) pack_panel(p_[i].a, m, rows, k0, depth, packed[i] + m * units);
-      else copy_rows<T>(p_[i].a.data + m * p_[i].a.stride + k0, p_[i].a.stride, rows, rows, depth, packed[i] + m * units);
+      const int64_t m = task % parts * kStep, rows = least(kStep, M_ - m);
+      const Operand<T>& a = p_[i].a;
+      if (a.along_k) return pack_columns(a.data + k0 * a.stride + m, a.stride, rows, depth, packed[i] + m * row, row);
+      for (int64_t r = m; r < m + rows; r++) copy_rows<T>(a.data + r * a.stride + k0, a.stride, 1, 1, depth, packed[i] + r * row);
     });
   }
 
