@@ -37,7 +37,7 @@ class Part(NamedTuple):
     name: str
     title: str
     minutes: float
-    folders: tuple[str, ...] = ()  # of tests/
+    folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()  # of pytest
 
@@ -51,7 +51,7 @@ PARTS = (
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
 )
 # The ops again on kernels that this machine would not choose, and under the sanitizers: parts of --full.
-OPS = ("ops", "test_fuzz.py", "test_fuzz_norm.py")
+OPS = ("ops", "test_fuzz*.py")
 GENERIC = Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu"))
 SANITIZE = Part("sanitize", "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300"))
 
@@ -68,7 +68,7 @@ class Result(NamedTuple):
 def paths(part: Part) -> list[str]:
     """The entries of tests/ that belong to `part` and exist."""
     if part not in PARTS:
-        return [f"tests/{entry}" for entry in part.folders if (TESTS / entry).exists()]
+        return [str(path.relative_to(ROOT)) for pattern in part.folders for path in sorted(TESTS.glob(pattern))]
     named = {folder for other in PARTS for folder in other.folders}
     entries = [path for path in sorted(TESTS.iterdir()) if path.is_dir() or path.name.startswith("test_")]
     mine = [path for path in entries if path.name in part.folders or (part.name == REST and path.name not in named)]
