@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -46,11 +45,6 @@ examples:
 """
 
 
-def _available(command: _Command) -> bool:
-    package = command.module.rpartition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(command.module) is not None
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of everything but the delegated commands' own options."""
     from pytransformer import __version__
@@ -74,8 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     for name, command in _DELEGATED.items():
-        if _available(command):
-            commands.add_parser(name, help=command.summary, add_help=False)
+        commands.add_parser(name, help=command.summary, add_help=False)
     return parser
 
 
@@ -83,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what a person typed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in _DELEGATED and _available(_DELEGATED[argv[0]]):
+        if argv and argv[0] in _DELEGATED:
             return int(importlib.import_module(_DELEGATED[argv[0]].module).run(argv[1:]) or OK)
         parser = build_parser()
         arguments = parser.parse_args(argv)
