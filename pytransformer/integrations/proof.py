@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import pytransformer as pt
 from ..cli import OK, WRONG
 from ..cli.benchmark import results
 from ..cli.benchmark.clock import Contender, interleaved
-from ..cli.console import Console
+from ..cli.console import Console, Progress
 from ..ops._registry import trace
 from . import proof_memory, proof_models
 from .proof_models import Subject
@@ -40,7 +40,8 @@ OURS = "pytransformer"
 # Two correct float32 runs of these models differ by about 1e-6 in relative 2-norm (measured: PyTorch's sdpa from eager); a
 # mask wrong in one key differs by more than 1e-3.
 LIMIT = 1e-5
-SECONDS = 0.4  # of timing for each variant and mode, at least three rounds
+SECONDS = 4.0  # of timing for each model and mode: as many rounds as fit, but at least one and at most ROUNDS
+ROUNDS = 5
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (default on)"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="timing per variant and mode (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="timing per model and mode (default %(default)s)")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.models) - proof_models.SUBJECTS.keys():
         parser.error(f"unknown model {', '.join(sorted(unknown))}; there are {', '.join(proof_models.SUBJECTS)}")
@@ -59,12 +60,15 @@ def run(argv: Sequence[str] | None = None) -> int:
     names = arguments.models or list(proof_models.SUBJECTS)
     missing = importlib.util.find_spec("transformers") is None
     left_out = [n for n in names if missing and n in proof_models.NEEDS_TRANSFORMERS]
-    entries = []
-    for name in names:
-        if name not in left_out:
-            entries.append(_measure(console, name, arguments.seconds))
-    if arguments.memory:
-        _add_memory(console, entries)
+    present = [n for n in names if n not in left_out]
+    with console.progress(3 * len(present) + arguments.memory) as progress:
+        entries = [_measure(progress, name, arguments.seconds) for name in present]
+        if arguments.memory:
+            progress.step("peak memory, in processes of their own")
+            unmeasured = _add_memory(entries)
+            progress.advance()
+    if arguments.memory and unmeasured:
+        console.print(f"Peak memory was not measured: {unmeasured}")
     _show(console, entries)
     problems = [f"{e['model']}: {p}" for e in entries for p in e["problems"]]
     if left_out:
@@ -79,12 +83,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 # ---- measuring one model
 
 
-def _measure(console: Console, name: str, seconds: float) -> dict[str, Any]:
+def _measure(progress: Progress, name: str, seconds: float) -> dict[str, Any]:
     subject = proof_models.build(name)
-    console.print(f"{subject.title}: {subject.batch}")
+    progress.step(f"{subject.title}: outputs and gradients")
     pt.clear_fallbacks()
     entry: dict[str, Any] = {"name": name, "model": subject.title, "batch": subject.batch, "dtype": "float32", "limit": LIMIT}
-    first = None
+    first, started = None, time.perf_counter()
     entry["variants"] = {}
     for variant in subject.variants:
         with subject.select(variant), _layers(subject) as layers:
@@ -92,9 +96,15 @@ def _measure(console: Console, name: str, seconds: float) -> dict[str, Any]:
         first = first or (outputs, grads)
         entry["variants"][variant] = _differences(first, (outputs, grads))
     entry["layers"] = layers.as_text()
-    for mode in ("forward", "training_step"):
-        for variant, milliseconds in _time(subject, mode, seconds).items():
+    progress.advance()
+    once = time.perf_counter() - started
+    for mode, share in (("forward", 0.3), ("training_step", 1.0)):
+        progress.step(f"{subject.title}: time of a {mode.replace('_', ' ')}")
+        rounds = max(1, min(ROUNDS, int(seconds / (share * once))))
+        for variant, milliseconds in _time(subject, mode, rounds).items():
             entry["variants"][variant][f"{mode}_ms"] = milliseconds
+        entry[f"{mode}_rounds"] = rounds
+        progress.advance()
     entry["fallbacks"] = [f"{f.op} at {f.call_site}, {f.count} times: {f.reason}" for f in pt.fallbacks()]
     entry["problems"] = _problems(entry, layers)
     pt.clear_fallbacks()
@@ -111,7 +121,8 @@ def _differences(first: Any, other: Any) -> dict[str, float]:
     return figures
 
 
-def _time(subject: Subject, mode: str, seconds: float) -> dict[str, float]:
+def _time(subject: Subject, mode: str, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each variant over interleaved rounds."""
     training = mode == "training_step"
 
     def step() -> None:
@@ -121,12 +132,9 @@ def _time(subject: Subject, mode: str, seconds: float) -> dict[str, float]:
             loss.backward()
             subject.model.zero_grad(set_to_none=True)
 
-    def context(variant: str) -> AbstractContextManager[None]:
-        return subject.select(variant)
-
     subject.model.train(training)
-    contenders = {v: Contender(step, lambda v=v: context(v)) for v in subject.variants}
-    timings = interleaved(contenders, min_time=seconds, min_rounds=3)
+    contenders = {v: Contender(step, functools.partial(subject.select, v)) for v in subject.variants}
+    timings = interleaved(contenders, min_time=0.0, min_rounds=rounds)
     subject.model.eval()
     return {variant: timing.median_ms for variant, timing in timings.items()}
 
@@ -178,16 +186,16 @@ def _problems(entry: dict[str, Any], layers: _layers) -> list[str]:
     return problems + [f"fell back: {text}" for text in entry["fallbacks"]]
 
 
-def _add_memory(console: Console, entries: list[dict[str, Any]]) -> None:
-    requests = [(e["name"], variant) for e in entries for variant in e["variants"]]
+def _add_memory(entries: list[dict[str, Any]]) -> str | None:
+    """Adds the peaks to the figures of each variant; returns why that was not possible, or None."""
     try:
-        peaks = proof_memory.peaks(requests)
+        peaks = proof_memory.peaks([(e["name"], variant) for e in entries for variant in e["variants"]])
     except proof_memory.Unmeasured as reason:
-        console.print(f"Peak memory was not measured: {reason}")
-        return
+        return str(reason)
     for entry in entries:
         for variant, figures in entry["variants"].items():
             figures["training_step_peak_bytes"] = peaks[entry["name"], variant]
+    return None
 
 
 # ---- telling
