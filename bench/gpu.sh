@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The GPU run: install, test, time. The most valuable first, each step within a limit of its own, so that what is there
+# when time runs out is worth having. Needs no network.
+#
+#   OUT=folder BUDGET=560 bash bench/gpu.sh
+#
+# In $OUT afterwards: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time), a log of each
+# step, and results.tar.gz (the benchmark's results.json and report.md, to be committed under bench/results/<gpu>/).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+out=${OUT:-$root/results/gpu}
+budget=${BUDGET:-560}
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+site=$work/site
+failed=0
+mkdir -p "$out" "$work/bench"
+export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+
+left() { echo $((budget - SECONDS)); }
+
+# step NAME SECONDS COMMAND…: run it within that time and what is left, tell how it went
+step() {
+  local name=$1 limit=$2 start=$SECONDS code=0
+  shift 2
+  (($(left) < limit)) && limit=$(left)
+  if ((limit < 5)); then
+    echo "$name: left out, no time" | tee -a "$out/steps.txt"
+    return 1
+  fi
+  timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+  tail -n 5 "$out/$name.log"
+  echo "$name: exit code $code after $((SECONDS - start)) s" | tee -a "$out/steps.txt"
+  ((code == 0)) || failed=1
+  return "$code"
+}
+
+{
+  date -u +%FT%TZ
+  echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)"
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
+  "$python" -c 'import platform, torch, triton; print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__, "capability", torch.cuda.get_device_capability())'
+} >"$out/facts.txt" 2>&1
+cat "$out/facts.txt"
+
+# Outside the checkout, whose kernels/ folder is not a package of that name.
+step install 150 "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$root" || exit 1
+export PYTHONPATH=$site
+cd "$work"
+
+bench() { # NAME SECONDS ARGUMENTS…
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$python" -m pytransformer bench "$@" --device cuda --backends triton,torch --no-memory --no-plots --min-time 0.2 \
+    --out "$work/bench/$name"
+}
+
+tests=(-p no:cacheprovider -q -m gpu "$root/tests/triton")
+step test_cases 180 "$python" -m pytest "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
+bench attention_d128 90 attention --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
+bench attention_d64 60 attention --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
+bench attention_terms 90 attention --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
+  --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
+step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
+step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
+if command -v compute-sanitizer >/dev/null; then
+  step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
+fi
+
+tar -czf "$out/results.tar.gz" -C "$work" bench
+rm -rf "$work"
+exit "$failed"
