@@ -52,13 +52,13 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def narrow(x, TYPE: tl.constexpr):
-    """float32 x rounded to TYPE, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
-    if INTERPRET and TYPE == tl.bfloat16:
+def narrow(x, dtype: tl.constexpr):
+    """float32 x rounded to dtype, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
+    if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, even.to(tl.float32, bitcast=True), x)
-    return x.to(TYPE)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ class DenseGradient(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["p"])
-def attention_backward_rows(Q, K, O, LSE, DLSE, saved, strides, p, C: tl.constexpr):
+def attention_backward_rows(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
     """delta, top and log of BM queries."""
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
@@ -92,7 +92,7 @@ def attention_backward_rows(Q, K, O, LSE, DLSE, saved, strides, p, C: tl.constex
     p_row = at_head((row_q + i) * strides.lse.row, strides.lse, i_b, i_h)
     b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
     m_i = m_i & (b_lse != float("-inf"))
-    b_o = load_rows(at_head(O, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
+    b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
     b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if DLSE is not None:
@@ -112,7 +112,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
     """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
     lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
     origin = key_origin(p, C)
-    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
     K = at_head(K, strides.k, i_b, i_h // p.group)
@@ -124,7 +124,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
         m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
-        b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
         b_top = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
@@ -141,10 +141,9 @@ def tile_gradients(
 ):
     """[BM, BN] each: weights after dropout (not yet scaled), dS, and dX."""
     b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
-    if C.EXTREME:
+    b_p = power(b_s - b_top[:, None], C)
+    if C.EXTREME:  # the sum comes apart from the maximum
         b_p = tl.exp2((b_s - b_top[:, None]) * LOG2E - b_log[:, None])
-    else:
-        b_p = power(b_s - b_top[:, None], C)
     b_dp = dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, tl.float32), C.PRECISION)
     b_pd = b_p
     if C.DROPOUT:
@@ -213,7 +212,7 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     )
                     m_s = visible_to_keys(i, j, lo, hi, m_i, m_k, PART != 1, p, C)
                     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                    b_pd, b_ds, b_dx = tile_gradients(
+                    b_pd, _b_ds, b_dx = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
                     b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C.PRECISION)
@@ -275,7 +274,7 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_pd, b_ds, b_dx = tile_gradients(
+                _b_pd, b_ds, b_dx = tile_gradients(
                     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                 )
                 b_dq = dot(narrow(b_dx, b_k.dtype), b_k, b_dq, C.PRECISION)
@@ -345,7 +344,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
             for i_tile in range(i_query, i_query + grad.query_tiles):
                 i = i_tile * C.BM + tl.arange(0, C.BM)
                 lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
-                first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+                first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
                 b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
                 segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                 for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
@@ -355,7 +354,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
                     m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
                     segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                    b_pd, b_ds, b_dx = tile_gradients(
+                    _b_pd, b_ds, _b_dx = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
                     b_sum += b_ds
@@ -395,7 +394,9 @@ def backward(
     saved = Saved(grad_out, delta, top, torch.empty_like(lse) if kind.EXTREME else None)
     dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
     strides = BackwardStrides(
-        *map(rows, (a.query, a.key, a.value, out, grad_out)), row_values(lse), *(None if t is None else rows(t) for t in (dq, dk, dv))
+        *map(rows, (a.query, a.key, a.value, out, grad_out)),
+        row_values(lse),
+        *(None if t is None else rows(t) for t in (dq, dk, dv)),
     )
     count = programs(a, p, tile.BM)
     launch(

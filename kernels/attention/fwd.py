@@ -45,13 +45,13 @@ class ForwardStrides(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["p"])
-def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
+def attention_forward(Q, K, V, OUT, LSE, strides, p, C: tl.constexpr):
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
     Q = at_head(Q, strides.q, i_b, i_h)
     K = at_head(K, strides.k, i_b, i_h // p.group)
     V = at_head(V, strides.v, i_b, i_h // p.group)
-    O = at_head(O, strides.o, i_b, i_h)
+    OUT = at_head(OUT, strides.o, i_b, i_h)
     LSE = at_head(LSE, strides.lse, i_b, i_h)
 
     i = i_tile * C.BM + tl.arange(0, C.BM)
@@ -74,7 +74,7 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
 
                 b_top = tl.maximum(b_m, tl.max(b_s, 1))
                 safe = tl.where(b_top == float("-inf"), 0.0, b_top)
@@ -92,7 +92,7 @@ def attention_forward(Q, K, V, O, LSE, strides, p, C: tl.constexpr):
     b_lse = tl.where(dead, float("-inf"), (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2)
     b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
     m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
-    store_rows(O, strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
+    store_rows(OUT, strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
     tl.store(LSE + (row_q + i) * strides.lse.row, b_lse, mask=m_i)
 
 

@@ -219,7 +219,9 @@ def _diagonals(a: Any, tile: Config) -> Diagonals:
 
 
 @functools.lru_cache(maxsize=64)
-def _bucket_row(buckets: int, bidirectional: bool, max_distance: int, pad: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
+def _bucket_row(
+    buckets: int, bidirectional: bool, max_distance: int, pad: int, device: torch.device
+) -> tuple[torch.Tensor, int, int]:
     """The bucket of d = -before - pad … after + pad, where the bucket changes no more beyond -before and after."""
     before = bucket_starts(buckets, bidirectional, max_distance)[-1]
     after = before if bidirectional else 0

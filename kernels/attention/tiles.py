@@ -168,9 +168,8 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.
     capped = s
     if p.query_segments is not None:
         m_s = m_s & (segment_q[:, None] == segment_k[None, :])
-    if p.mask is not None:
-        if not C.KEY_MASK:
-            s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask)
+    if p.mask is not None and not C.KEY_MASK:
+        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask)
     if p.bias is not None:
         s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.bias)
     if C.EXTREME:  # two terms of -finfo.max are still a number

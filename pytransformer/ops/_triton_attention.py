@@ -33,7 +33,9 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         run(_contiguous(a), out, lse)
         return out, lse
 
-    def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
         from pytransformer.kernels.attention.bwd import backward as run
 
         out, lse = saved

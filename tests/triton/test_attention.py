@@ -94,11 +94,15 @@ def test_zero_sizes() -> None:
 
 def test_fullgraph_compile() -> None:
     query, key, value = (torch.randn(1, 2, 33, 16, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(lambda q, k, v: pt.attention(q, k, v, causal="top_left", backend="triton"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: pt.attention(q, k, v, causal="top_left", backend="triton"), fullgraph=True, backend="aot_eager"
+    )
     out = compiled(query, key, value)
     want = pt.attention(query, key, value, causal="top_left", backend="reference")
     assert bounds.relative_error(out, want) < 1e-6
-    for ours, theirs in zip(torch.autograd.grad(out.sum(), (query, key, value)), torch.autograd.grad(want.sum(), (query, key, value))):
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sum(), (query, key, value)), torch.autograd.grad(want.sum(), (query, key, value))
+    ):
         assert bounds.relative_error(ours, theirs) < 2e-6
 
 
