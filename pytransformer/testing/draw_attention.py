@@ -61,8 +61,9 @@ class Problem:
     @property
     def limits(self) -> str:
         """Which row of bounds.LIMITS holds."""
-        repeated = any(layout.startswith("expanded") for layout in self.layouts.values())
-        return "zero_mean" if self.data == "normal" and not repeated else "any"
+        if any(layout.startswith("expanded") for layout in self.layouts.values()):
+            return "repeated"
+        return "zero_mean" if self.data == "normal" else "any"
 
     def public_keywords(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The keywords with float tensors taken from `tensors`, bias objects rebuilt around them."""

@@ -88,7 +88,13 @@ def draw(seed: int, case: int) -> Problem:
     if wanted:
         tensors["grad_out"] = torch.randn(*lead, out, dtype=torch.float64).to(dtype)
     layouts = {n: random_layout(rng, t, 0.5) for n, t in tensors.items()}
-    features = {*tensors, *keywords, data, keywords["activation"], *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ())}
+    features = {
+        *tensors,
+        *keywords,
+        data,
+        keywords["activation"],
+        *({"strided"} if any(v != "contiguous" for v in layouts.values()) else ()),
+    }
     return Problem(dtype, data, tensors, layouts, keywords, wanted, features)
 
 
@@ -198,7 +204,9 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
     return results, list(record)
 
 
-def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
+def examine(
+    seed: int, case: int, backends: list[str], repeat: bool
+) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
     """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
     problem = draw(seed, case)
     solution = oracle.Solution(solve(problem), 1, torch.empty(0), torch.empty(0))
@@ -216,7 +224,11 @@ def examine(seed: int, case: int, backends: list[str], repeat: bool) -> tuple[Pr
                 wrong.append(f"ran {record}, {backend} was forced")
             if repeat:
                 again, _ = run(problem, backend)
-                differing = [n for n, r in results.items() if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))]
+                differing = [
+                    n
+                    for n, r in results.items()
+                    if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))
+                ]
                 wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             wrong = [f"{type(error).__name__}: {error}"]

@@ -197,7 +197,8 @@ def solve(
     unit, accumulate = torch.finfo(dtype).eps, torch.finfo(torch.float64 if wide else torch.float32)
     ratio = accumulate.eps / unit
     # Exponentials may flush to zero some way before the least normal number: 2**-120 in float32.
-    tiny = 2.0**-24 if dtype == torch.float16 else 64 * accumulate.tiny
+    flushed = 64 * accumulate.tiny
+    tiny = 2.0**-24 if dtype == torch.float16 else flushed
     saturation = accumulate.max * LN2
     B, Hq, Lq, D = query.shape
     Hkv, Lk = key.shape[1], key.shape[2]
@@ -299,7 +300,11 @@ def solve(
     dl = torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
     dP = M * (do @ vv.mT)
     dS = P * (dP - (do * out).sum(-1, keepdim=True) + dl[..., None])
-    dS_S = amp * P * (M * (doa @ va.mT) + (doa * out_S).sum(-1, keepdim=True) + dl.abs()[..., None])
+    factor_S = M * (doa @ va.mT) + (doa * out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
+    dS_S = amp * P * factor_S
+    # Underflow of dS itself, of its weight, and of the output that rowsum(dO * O) is taken from.
+    lost = (doa * results["out"].floor).sum(-1, keepdim=True)
+    dS_floor = seen * (tiny + flushed * factor_S + P * lost)
     dX, dX_S = dS * slope, dS_S * slope_S
 
     def per_key(x: Tensor) -> Tensor:
@@ -312,14 +317,14 @@ def solve(
         "query",
         scale * (dX @ kk),
         abs(scale) * (dX_S @ ka),
-        tiny * (abs(scale) * (seen @ ka) + ~dead[..., None]),
+        abs(scale) * (dS_floor @ ka) + tiny * ~dead[..., None],
         dtype,
     )
     gradient(
         "key",
         per_key(scale * (dX.mT @ q)),
         per_key(abs(scale) * (dX_S.mT @ qa)),
-        tiny * (abs(scale) * per_key(seen.mT @ qa) + ~unseen[..., None]),
+        abs(scale) * per_key(dS_floor.mT @ qa) + tiny * ~unseen[..., None],
         dtype,
     )
     gradient(
@@ -329,12 +334,10 @@ def solve(
         tiny * (per_key((seen * M).mT @ doa) + ~unseen[..., None]),
         dtype,
     )
-    weight = {"slopes": -distance}
+    parts = (dS, dS_S, dS_floor)
     for name, (shape, kind) in shapes.items():
-        w = weight.get(name)
-        parts = [t if w is None else f(w) * t for t, f in ((dS, lambda y: y), (dS_S, torch.abs), (tiny * seen, torch.abs))]
         if name == "slopes":
-            sums = [y.sum((0, 2, 3)) for y in parts]
+            sums = [(y * w).sum((0, 2, 3)) for y, w in zip(parts, (-distance, distance, distance))]
         elif name == "table":
             index = bucket.expand(B, Hq, Lq, Lk).permute(0, 2, 3, 1).reshape(-1, Hq)
             sums = [

@@ -207,8 +207,9 @@ q, k, v = (torch.randn(1, 2, 16384, 32, dtype=torch.bfloat16, requires_grad=True
 table = torch.randn(32, 2, requires_grad=True)
 small = [t[:, :, :64].detach().requires_grad_() for t in (q, k, v)]
 def call(*x):
-    out = pt.attention(*x, causal="top_left", bias=pt.RelativePositionBias(table, False), backend=sys.argv[1],
-    strict=True) out.sum().backward()
+    bias = pt.RelativePositionBias(table, False)
+    out = pt.attention(*x, causal="top_left", bias=bias, backend=sys.argv[1], strict=True)
+    out.sum().backward()
 call(*small)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 call(q, k, v)
