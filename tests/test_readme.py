@@ -1,0 +1,32 @@
+"""README says what is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytransformer.ops import _native
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(_native.why_not("attention_fwd") is not None, reason=f"{_native.why_not('attention_fwd')}")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, to ask its backend")
+def test_support_table_is_what_the_registry_says():
+    script = ROOT / "bench" / "tools" / "support_table.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, cwd="/")
+    readme = (ROOT / "README.md").read_text()
+    assert done.stdout.strip() in readme, "run: python bench/tools/support_table.py --write"
+
+
+def test_every_link_leads_somewhere():
+    import re
+
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
