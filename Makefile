@@ -17,7 +17,7 @@ install:  ## the environment .venv with this checkout in it, native code built
 build: install  ## the same; afterwards it compiles only what changed
 
 demo:  ## install, then see it work: doctor, a quick benchmark, the drop-in proof (under four minutes)
-	@$(PYTHON) bench/tools/install.py --extras bench,models,hf
+	@PYTRANSFORMER_CPU_ISAS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
 	$(BIN)/pytransformer doctor
 	$(BIN)/pytransformer bench --quick
 	$(BIN)/pytransformer drop-in

@@ -9,15 +9,16 @@ What is built, all inside the package:
 
 Options come from the environment:
 
-=============================  ===================================================================================
+=============================  ===================================================================================================
 PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
+PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | names, comma-separated; always with generic
 PYTRANSFORMER_CUDA             auto (default) | 1: fail if CUDA kernels cannot be built | 0: do not build them
 PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
 DEBUG                          1: -O1 -g instead of -O3
 CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: compile jobs at once (default: one per core)
-=============================  ===================================================================================
+=============================  ===================================================================================================
 """
 
 from __future__ import annotations
@@ -249,6 +250,58 @@ def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
     return _why_not_torch(find_torch())
 
 
+def _choose_isas(plan: Plan) -> None:
+    """Fills in the plan's instruction sets; the generic one is always among them, for the others' kernels may call it."""
+    wanted = os.environ.get("PYTRANSFORMER_CPU_ISAS", "all")
+    names = [isa.name for isa in ISAS] if wanted in ("all", "native") else [*wanted.split(","), "generic"]
+    if unknown := set(names) - {isa.name for isa in ISAS}:
+        known = ", ".join(isa.name for isa in ISAS)
+        raise BuildError(f"PYTRANSFORMER_CPU_ISAS names {', '.join(sorted(unknown))}; wanted all, native or some of {known}")
+    for isa in ISAS:
+        why_not = None if isa.name in names else f"not in PYTRANSFORMER_CPU_ISAS={wanted}"
+        if isa.machines and platform.machine() not in isa.machines:
+            why_not = f"for {' or '.join(isa.machines)}, and this is {platform.machine()}"
+        why_not = why_not or _compiles(plan.compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
+        if why_not is None:
+            plan.isas.append(isa)
+        elif isa.name in names and wanted not in ("all", "native"):
+            raise BuildError(f"PYTRANSFORMER_CPU_ISAS={wanted}, but {isa.name} cannot be built: {why_not}")
+        else:
+            plan.why_not_isa[isa.name] = why_not
+    if wanted == "native":
+        best = _usable(plan)[0]
+        for isa in [isa for isa in plan.isas if isa.name not in (best, "generic")]:
+            plan.isas.remove(isa)
+            plan.why_not_isa[isa.name] = f"PYTRANSFORMER_CPU_ISAS=native, and the best here is {best}"
+
+
+def _usable(plan: Plan) -> list[str]:
+    """Those of the plan's instruction sets that this CPU runs, best first, as the library's own test says."""
+    program = plan.directory / f"usable-{os.getpid()}"
+    main = '#include <cstdio>\n#include "cpu/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
+    main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
+    command = [
+        *plan.compiler,
+        *COMMON_FLAGS,
+        _isa_macro(plan),
+        "-I",
+        str(CSRC),
+        str(CSRC / "cpu" / "isa.cpp"),
+        "-x",
+        "c++",
+        "-",
+    ]
+    try:
+        subprocess.run([*command, "-o", str(program)], input=main, text=True, check=True)
+        return subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
+    finally:
+        program.unlink(missing_ok=True)
+
+
+def _isa_macro(plan: Plan) -> str:
+    return "-DPT_FOR_EACH_ISA(X,A)=" + " ".join(f"X({isa.name},A)" for isa in plan.isas)
+
+
 def make_plan(version: str) -> Plan:
     """Looks at the environment and the machine; compiles only test programs of one line.
 
@@ -269,15 +322,7 @@ def make_plan(version: str) -> Plan:
     if plan.native:
         assert compiler is not None
         plan.compiler, plan.torch = compiler, find_torch()
-        for isa in ISAS:
-            why_not = None
-            if isa.machines and platform.machine() not in isa.machines:
-                why_not = f"for {' or '.join(isa.machines)}, and this is {platform.machine()}"
-            why_not = why_not or _compiles(compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
-            if why_not:
-                plan.why_not_isa[isa.name] = why_not
-            else:
-                plan.isas.append(isa)
+        _choose_isas(plan)
     if _switch("PYTRANSFORMER_BINDINGS") == "0":
         plan.why_not_bindings = "switched off by PYTRANSFORMER_BINDINGS=0"
     elif importlib.util.find_spec("pybind11") is None:
@@ -341,9 +386,8 @@ def _write_if_changed(path: Path, text: str) -> None:
 def _ninja_text(plan: Plan) -> str:
     assert plan.torch is not None
     ninja = _Ninja(plan)
-    per_isa = [f"X({isa.name},A)" for isa in plan.isas]
-    base = [*plan.flags, f"-DPT_FOR_EACH_ISA(X,A)={' '.join(per_isa)}", "-I", str(CSRC)]
-    edge = [*base, *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
+    base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
+    edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
     for source in sorted([*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")]):
         if source.stem.endswith("_kernels"):
@@ -368,7 +412,7 @@ def _ninja_text(plan: Plan) -> str:
             str(plan.directory),
         ]
         tag = sysconfig.get_config_var("SOABI")
-        bindings = ninja.compile(CSRC / "bindings.cpp", [*base, *includes], tag)
+        bindings = ninja.compile(CSRC / "bindings.cpp", [*base, _isa_macro(plan), *includes], tag)
         ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)
     return ninja.text()
 
