@@ -50,7 +50,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         run(_contiguous(a), grad_out, grad_lse, last_contiguous(out), lse.contiguous(), by_name)
         return results
 
-    return Backend("triton", forward, backward, why_not)
+    return Backend("triton", forward, backward, why_not, _extra_bytes)
 
 
 def why_not(a: Any) -> str | None:
@@ -86,6 +86,11 @@ def unavailable(device: torch.device) -> str | None:
     if interpreting != INTERPRETED:
         return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
     return None
+
+
+def _extra_bytes(a: Any) -> int:
+    """Three float32 numbers for each row, in backward: delta, maximum, and with a dense term the log of the sum."""
+    return 12 * a.query.numel() // a.query.shape[-1]
 
 
 @functools.cache
