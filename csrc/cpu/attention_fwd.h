@@ -362,6 +362,7 @@ template <class T>
 class Forward {
  public:
   using A = typename T::acc;
+  using vec = typename T::vec;
   using unit = typename T::unit;
 
   explicit Forward(const AttentionProblem& p) : p_(p), f_(p) {}
@@ -396,24 +397,24 @@ class Forward {
   int64_t blocks(const Sequence& s) const { return ceil_div(s.Lq, kBlockRows); }
   static int64_t padded_keys(const Sequence& s) { return round_up(s.Lk, kPanel<T>); }
   static int64_t tile_keys(const Sequence& s) { return least(kBlockKeys, padded_keys(s)); }
-  int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->Lq) * int64_t(sizeof(A)); }
+  int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
 
   // The next units in units_[0, n_), units_[n_] holding the totals: as many as the budget of packed memory allows, but enough to give every
-  // thread a task.
+  // thread a task. The way and the splits are chosen by the valid rows and keys, so that padding a sequence changes no bit.
   bool plan() {
     Unit u{};
     for (n_ = 0; n_ < kUnitsAtOnce && b_ < p_.B && p_.Hq > 0; n_++) {
       if (u.memory > kPackBudget && u.tasks >= p_.threads) break;
       const Sequence& s = sequences_[b_];
-      const int64_t stacked = clamp<int64_t>(s.Lq > 0 ? kBlockRows / s.Lq : f_.group, 1, f_.group);
+      const int64_t stacked = clamp<int64_t>(s.rows > 0 ? kBlockRows / s.rows : f_.group, 1, f_.group);
       u.s = &s, u.h0 = h_;
-      const bool shared = stacked < f_.group && s.Lq > kFewRows, one_head = f_.group == 1 && s.Lq > kBlockRows;
+      const bool shared = stacked < f_.group && s.rows > kFewRows, one_head = f_.group == 1 && s.rows > kBlockRows;
       if (shared || one_head) {
         u.heads = f_.group, u.splits = u.chunk = 0;
       } else {
         u.heads = least(ceil_div(f_.group, ceil_div(f_.group, stacked)), f_.group - h_ % f_.group);
-        u.chunk = (u.heads * s.Lq <= kFewRows ? 1 : 4) * kBlockKeys * ceil_div(s.Lk, 64 * kBlockKeys);
-        u.splits = s.Lk > 0 ? ceil_div(s.Lk, u.chunk) : 1;
+        u.chunk = (u.heads * s.rows <= kFewRows ? 1 : 4) * kBlockKeys * ceil_div(s.cols, 64 * kBlockKeys);
+        u.splits = s.rows > 0 && s.cols > 0 ? ceil_div(s.cols, u.chunk) : 1;
       }
       units_[n_] = u;
       if (u.splits == 0) {
@@ -468,32 +469,45 @@ class Forward {
       block.finish();
       return;
     }
-    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.Lq, ld) + Arena::bytes_for<unit>(f_.k_units(ld)) +
+    if (i == 0) clear_padding(u);
+    if (s.rows == 0) return;
+    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.rows, ld) + Arena::bytes_for<unit>(f_.k_units(ld)) +
                       Arena::bytes_for<unit>(f_.v_units(ld)));
-    RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.Lq, ld);
+    RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.rows, ld);
     const int64_t hkv = u.h0 / f_.group;
     unit *K = local_arena.take<unit>(f_.k_units(ld)), *V = local_arena.take<unit>(f_.v_units(ld));
     const Range keys = block.keys();
     const int64_t end = least(keys.hi, (i + 1) * u.chunk);
     for (int64_t k0 = most(keys.lo / kPanel<T> * kPanel<T>, i * u.chunk); k0 < end; k0 += ld) {
       const int64_t n = least(ld, end - k0);
-      if (u.heads * s.Lq <= kDirectRows) {
+      if (u.heads * s.rows <= kDirectRows) {
         block.direct_tile(hkv, k0, n);
       } else {
         f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V);
         block.tile({K, V, k0, ld}, k0, n);
       }
     }
-    if (u.splits > 1) block.partial(part(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.Lq));
+    if (u.splits > 1) block.partial(part(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));
     else block.finish();
+  }
+
+  // Output 0 and lse -inf in the query rows behind the last valid one.
+  void clear_padding(const Unit& u) const {
+    const Sequence& s = *u.s;
+    for (int64_t h = u.h0; h < u.h0 + u.heads; h++)
+      for (int64_t i = s.q_first + s.rows; i < s.q_first + s.Lq; i++) {
+        auto* out = static_cast<typename T::elem*>(p_.out) + s.b * p_.os.b + h * p_.os.h + i * p_.os.l;
+        for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, vec{});
+        if (p_.lse) static_cast<A*>(p_.lse)[s.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = -kInfinity<A>;
+      }
   }
 
   A* part(const Unit& u) const { return reinterpret_cast<A*>(memory_ + u.memory); }
 
   void combine(const Unit& u) const {
     const int64_t ld = kPanel<T>;
-    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * u.s->Lq, ld));
-    RowBlock<T> block(f_, *u.s, u.h0, u.heads, 0, u.s->Lq, ld);
+    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld));
+    RowBlock<T> block(f_, *u.s, u.h0, u.heads, 0, u.s->rows, ld);
     block.combine(part(u), u.splits);
     block.finish();
   }

@@ -31,6 +31,7 @@ class Sequence {
     const int64_t q_end = p.query_lengths ? p.query_lengths[b] : query_start_ + Lq;
     key_end_ = p.key_lengths ? p.key_lengths[b] : key_start_ + Lk;
     rows = clamp<int64_t>(q_end - query_start_, 0, Lq);
+    cols = clamp<int64_t>(key_end_ - key_start_, 0, Lk);
     offset = p.align == Align::bottom_right ? key_end_ - q_end : 0;
     // bounds beyond any index stand for "unbounded", with room left for the sums below
     constexpr int64_t far = int64_t(1) << 60;
@@ -74,6 +75,7 @@ class Sequence {
   int64_t Lq = 0, Lk = 0;            // local sizes
   int64_t q_first = 0, k_first = 0;  // row of the packed tensors where this sequence starts
   int64_t rows = 0;                  // queries [rows, Lq) are padding
+  int64_t cols = 0;                  // keys [cols, Lk) are padding
   int64_t offset = 0;                // of the alignment
   int64_t task = 0;                  // for the caller: tasks of the sequences before this one
 
