@@ -43,12 +43,15 @@ def observed(observer: Callable[..., Any]) -> Any:
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. The interpreter's product of bfloat16 matrices is wrong, without a word: there, multiply in float32."""
+def dot(a, b, acc, C: tl.constexpr):
+    """acc + a @ b in C.PRECISION. The interpreter's product of bfloat16 matrices is wrong: there, multiply in float32.
+
+    It takes the whole of C: Triton 3.6 passes no string to a function.
+    """
     if INTERPRET:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=C.PRECISION)
 
 
 @triton.jit

@@ -144,7 +144,7 @@ def tile_gradients(
     b_p = power(b_s - b_top[:, None], C)
     if C.EXTREME:  # the sum comes apart from the maximum
         b_p = tl.exp2((b_s - b_top[:, None]) * LOG2E - b_log[:, None])
-    b_dp = dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, tl.float32), C.PRECISION)
+    b_dp = dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, tl.float32), C)
     b_pd = b_p
     if C.DROPOUT:
         keep = kept(i, j, i_b, i_h, p, C)
@@ -215,8 +215,8 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     b_pd, _b_ds, b_dx = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
-                    b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C.PRECISION)
-                    b_dk = dot(tl.trans(narrow(b_dx, b_q.dtype)), b_q, b_dk, C.PRECISION)
+                    b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C)
+                    b_dk = dot(tl.trans(narrow(b_dx, b_q.dtype)), b_q, b_dk, C)
 
     # A key that nobody sees may lie in a whole tile beside others; its sums are of nothing that is its own.
     b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
@@ -277,7 +277,7 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 _b_pd, b_ds, b_dx = tile_gradients(
                     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                 )
-                b_dq = dot(narrow(b_dx, b_k.dtype), b_k, b_dq, C.PRECISION)
+                b_dq = dot(narrow(b_dx, b_k.dtype), b_k, b_dq, C)
                 if DSLOPES is not None:
                     b_slope -= tl.sum(b_ds * tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32), 1)
                 if DTABLE is not None:

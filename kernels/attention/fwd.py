@@ -85,7 +85,7 @@ def attention_forward(Q, K, V, OUT, LSE, strides, p, C: tl.constexpr):
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
                     b_p = tl.where(kept(i, j, i_b, i_h, p, C), b_p, zero_of(p))
-                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * decay[:, None], C.PRECISION)
+                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * decay[:, None], C)
 
     dead = (b_l == 0.0) | ~m_i
     b_l = tl.where(dead, 1.0, b_l)

@@ -162,7 +162,7 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.
     ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
     what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
     """
-    s = dot(b_q, tl.trans(b_k), tl.full([C.BM, C.BN], 0.0, tl.float32), C.PRECISION) * p.score_scale
+    s = dot(b_q, tl.trans(b_k), tl.full([C.BM, C.BN], 0.0, tl.float32), C) * p.score_scale
     if C.SOFTCAP:
         s = p.softcap * tanh(s / p.softcap)
     capped = s
