@@ -389,7 +389,10 @@ def _ninja_text(plan: Plan) -> str:
     base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
     edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
-    for source in sorted([*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")]):
+    # Kernels first: they take the longest, and the short edges then fill the cores at the end.
+    for source in sorted(
+        [*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (not p.stem.endswith("_kernels"), p)
+    ):
         if source.stem.endswith("_kernels"):
             for isa in plan.isas:
                 flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]
