@@ -19,7 +19,10 @@ def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) 
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[backend]
     if reason is not None:
         pytest.skip(f"backend {backend}: {reason}")
-    cases, seed = request.config.getoption("--fuzz-cases") // (4 if backend == "cpu" else 10), request.config.getoption("--fuzz-seed")
+    cases, seed = (
+        request.config.getoption("--fuzz-cases") // (4 if backend == "cpu" else 10),
+        request.config.getoption("--fuzz-seed"),
+    )
     report = fuzz(op, [backend], seed, range(cases), stop_after=10)
     print(report.table(), f"\n{report.cases} cases, seed {seed}, {report.seconds:.0f} s")
     assert not report.failures, "\n".join(report.failures)
@@ -28,7 +31,18 @@ def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) 
 def test_every_kind_of_norm_is_drawn() -> None:
     drawn = [fuzz_norm.draw(0, case) for case in range(500)]
     features = set().union(*(p.features for p in drawn))
-    assert {"layer_norm", "rms_norm", "add_norm", "residual", "weight", "bias", "dropout_p", "mixed", "offset", "3d"} <= features
+    assert {
+        "layer_norm",
+        "rms_norm",
+        "add_norm",
+        "residual",
+        "weight",
+        "bias",
+        "dropout_p",
+        "mixed",
+        "offset",
+        "3d",
+    } <= features
     for keyword in ("residual", "dropout_p", "bias", "offset", "mixed", "grad_residual_out"):
         share = sum(keyword in p.features for p in drawn) / len(drawn)
         assert share >= 0.1, f"{keyword} is in {share:.1%} of the cases"
@@ -37,6 +51,17 @@ def test_every_kind_of_norm_is_drawn() -> None:
 
 def test_every_kind_of_network_is_drawn() -> None:
     drawn = [fuzz_ffn.draw(0, case) for case in range(300)]
-    for feature in (*fuzz_ffn.ACTIVATIONS, "b1", "b2", "gate_weight", "gate_bias", "dropout_p", "recompute", "strided", "positive", "large"):
+    for feature in (
+        *fuzz_ffn.ACTIVATIONS,
+        "b1",
+        "b2",
+        "gate_weight",
+        "gate_bias",
+        "dropout_p",
+        "recompute",
+        "strided",
+        "positive",
+        "large",
+    ):
         share = sum(feature in p.features for p in drawn) / len(drawn)
         assert share >= 0.1, f"{feature} is in {share:.1%} of the cases"

@@ -48,7 +48,9 @@ INLINE ValueSlope<vd> gelu(vd x) {
 }
 
 template <class V>
-INLINE V sigmoid(V x) { return 1 / (1 + exp2v<5>(V(x * set1<V>(scalar_of<V>(-kLog2e))))); }
+INLINE V sigmoid(V x) {
+  return 1 / (1 + exp2v<5>(V(x * set1<V>(scalar_of<V>(-kLog2e)))));
+}
 
 // x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): the same as x (1 + tanh u) / 2. Saturated beyond |x| = 40.
 template <class V>
@@ -65,7 +67,9 @@ INLINE ValueSlope<V> silu(V x) {
   return {x * s, fma(c * s, 1 - s, s)};
 }
 template <class V>
-INLINE ValueSlope<V> relu(V x) { return {vmax(V{}, x), x > 0 ? set1<V>(1) : V{}}; }
+INLINE ValueSlope<V> relu(V x) {
+  return {vmax(V{}, x), x > 0 ? set1<V>(1) : V{}};
+}
 
 // f(function from V to ValueSlope<V>), chosen once for a whole row.
 template <class F>

@@ -149,9 +149,14 @@ class AttentionBackward {
             Arena::bytes_for<uint8_t>(keep_bytes));
     BackwardTile<T> tile(z, a);
     const Work w{&tile,
-                 a.take<unit>(z.BK * z.du), a.take<unit>(z.BK * z.dvu), a.take<unit>(z.BK / T::pack * z.dw),
-                 a.take<acc>(z.BK * z.dw), a.take<acc>(z.BK * z.dvw), a.take<acc>(TileTerms<T>::workspace(z.BQ, z.BK)),
-                 a.take<uint8_t>(z.BK), a.take<uint8_t>(keep_bytes)};
+                 a.take<unit>(z.BK * z.du),
+                 a.take<unit>(z.BK * z.dvu),
+                 a.take<unit>(z.BK / T::pack * z.dw),
+                 a.take<acc>(z.BK * z.dw),
+                 a.take<acc>(z.BK * z.dvw),
+                 a.take<acc>(TileTerms<T>::workspace(z.BQ, z.BK)),
+                 a.take<uint8_t>(z.BK),
+                 a.take<uint8_t>(keep_bytes)};
     const FlushSubnormals flush;
     for (; run >= 0; run = runs[run].next)
       for (int64_t k0 = split * z.BK; k0 < sequences[runs[run].b].Lk; k0 += plan.splits * z.BK) key_block(runs[run], k0, split, w);

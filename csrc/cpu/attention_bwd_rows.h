@@ -16,15 +16,15 @@ template <class T>
 struct Item : ItemId {
   using acc = typename T::acc;
   using unit = typename T::unit;
-  int64_t rows, parts;         // parts: splits that have keys
+  int64_t rows, parts;  // parts: splits that have keys
   const Sequence* sequence;
   unit *Q, *G, *Qs, *Gs;
   Range* seen;
   acc *m, *l, *delta;
   uint8_t *live, *extreme, *touched;  // [row]: sees a key; [block]; [part][block]: this part of dQ was stored
-  acc* dQ;                     // [part][rows][dw]
-  acc* row_sums[2];            // [part][rows], of the mask and of the bias
-  double *slope, *table;       // [part], [part][buckets]
+  acc* dQ;                            // [part][rows][dw]
+  acc* row_sums[2];                   // [part][rows], of the mask and of the bias
+  double *slope, *table;              // [part], [part][buckets]
 
   Item() = default;
   Item(const ItemId& id, const BackwardPlan& plan, int64_t block_k) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b, block_k)) {}
@@ -46,11 +46,16 @@ struct Item : ItemId {
   // Block i without the rows past the query length.
   QueryBlock<T> block(const BackwardSizes& z, int64_t i) const {
     const int64_t r = i * z.BQ, units = r / T::pack;
-    return {q0 + r,           clamp<int64_t>(sequence->rows - q0 - r, 0, block_rows(z, i)),
-            seen + r,         Q + r * z.du,
-            G + r * z.dvu,    Qs + units * z.dw,
-            Gs + units * z.dvw, m + r,
-            l + r,            delta + r,
+    return {q0 + r,
+            clamp<int64_t>(sequence->rows - q0 - r, 0, block_rows(z, i)),
+            seen + r,
+            Q + r * z.du,
+            G + r * z.dvu,
+            Qs + units * z.dw,
+            Gs + units * z.dvw,
+            m + r,
+            l + r,
+            delta + r,
             extreme[i] != 0};
   }
 };
@@ -118,7 +123,9 @@ class QueryRows {
 
  private:
   template <class E>
-  const E* at(const void* data, const Strides& s) const { return static_cast<const E*>(data) + it.b * s.b + it.h * s.h + base * s.l; }
+  const E* at(const void* data, const Strides& s) const {
+    return static_cast<const E*>(data) + it.b * s.b + it.h * s.h + base * s.l;
+  }
   // The operand of QueryBlock that is summed over queries.
   static void pack_sum(const elem* src, int64_t stride, int64_t n, int64_t ld, int64_t d, unit* dst, const uint8_t* live) {
     if constexpr (T::pack == 1) {
@@ -154,8 +161,8 @@ class QueryRows {
     acc *m = it.m + row0, *l = it.l + row0;
     Arena& arena = local_arena;
     arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
-                Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) +
-                Arena::bytes_for<uint8_t>(z.BQ) + Arena::bytes_for<uint8_t>(panel));
+                Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) + Arena::bytes_for<uint8_t>(z.BQ) +
+                Arena::bytes_for<uint8_t>(panel));
     unit* Kt = arena.take<unit>(panel * z.du);
     acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
     uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);

@@ -25,7 +25,7 @@ struct BackwardSizes {
   bool dq, dk, dv, terms, ds;  // wanted; ds: any but dv
   bool dropout, softcap, table;
   int64_t query_start;
-  double scale, keep_scale;    // keep_scale: 1 / (1 - p)
+  double scale, keep_scale;  // keep_scale: 1 / (1 - p)
 };
 
 // The packed query rows of a block. To be summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns
@@ -35,16 +35,16 @@ struct QueryBlock {
   int64_t q0, rows;                         // first local row, how many
   const Range* seen;                        // the keys each row may see
   const typename T::unit *Q, *G, *Qs, *Gs;  // q and d_out as rows of units, and as operands that are summed over queries
-  const typename T::acc *m, *l, *delta;   // l is 0 unless lse is too large to hold the log of the sum
-  bool extreme;                           // some row has an l
+  const typename T::acc *m, *l, *delta;     // l is 0 unless lse is too large to hold the log of the sum
+  bool extreme;                             // some row has an l
 };
 
 // The packed keys of a block and what is summed for them.
 template <class T>
 struct KeyBlock {
-  int64_t k0, n;                            // first local key, and how many up to the last that any query may see
-  const typename T::unit *Kt, *Vt, *Kj;     // transposed panels of k and v, joined panels of k
-  typename T::acc *dK, *dV;                 // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
+  int64_t k0, n;                         // first local key, and how many up to the last that any query may see
+  const typename T::unit *Kt, *Vt, *Kj;  // transposed panels of k and v, joined panels of k
+  typename T::acc *dK, *dV;              // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
 };
 
 template <class T>
@@ -55,9 +55,9 @@ class BackwardTile {
   using unit = typename T::unit;
   using vec = typename T::vec;
   static constexpr bool kPairs = T::pack > 1;
-  static constexpr int64_t kGroup = kRows<T>;                  // rows of a call of the micro-kernel
-  static constexpr int64_t kStep = T::pack * T::width;         // columns of a step of the pointwise pass
-  static constexpr int64_t kRowStep = kPairs ? 32 : 1;         // rows of a block are padded with zeros to this
+  static constexpr int64_t kGroup = kRows<T>;           // rows of a call of the micro-kernel
+  static constexpr int64_t kStep = T::pack * T::width;  // columns of a step of the pointwise pass
+  static constexpr int64_t kRowStep = kPairs ? 32 : 1;  // rows of a block are padded with zeros to this
   static int64_t padded(int64_t rows) { return round_up(rows, kRowStep); }
 
   BackwardTile(const BackwardSizes& sizes, Arena& arena) : z(sizes) {
@@ -75,8 +75,8 @@ class BackwardTile {
   static size_t bytes(const BackwardSizes& z) {
     const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
     return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) +
-           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) +
-           Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) + 4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
+           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) + Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) +
+           4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
   }
 
   // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing
@@ -292,7 +292,7 @@ class BackwardTile {
   opnd* dS;
   unit *Ps, *dSs;  // P and dS as summed over queries
   uint32_t* bits;
-  int *lo, *hi, *glo, *ghi;  // visible columns of each row; columns that each group of rows works on
+  int *lo, *hi, *glo, *ghi;            // visible columns of each row; columns that each group of rows works on
   int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in whole steps, and the last visible
 };
 

@@ -20,7 +20,8 @@ template <class T>
 void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int threads, typename T::acc* out) {
   using acc = typename T::acc;
   constexpr int64_t kColumns = 32 * T::width;
-  const int64_t blocks = clamp<int64_t>(ceil_div(rows, 64), 1, 64), per_block = ceil_div(rows, blocks), strips = ceil_div(columns, kColumns);
+  const int64_t blocks = clamp<int64_t>(ceil_div(rows, 64), 1, 64), per_block = ceil_div(rows, blocks),
+                strips = ceil_div(columns, kColumns);
   const int64_t padded = strips * kColumns;
   shared_arena.reset(Arena::bytes_for<acc>(blocks * padded));
   acc* part = shared_arena.take<acc>(blocks * padded);

@@ -55,8 +55,8 @@ void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor&
   return t->mutable_data_ptr();
 }
 
-pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2, const MaybeTensor& seed,
-                                  int64_t activation, double dropout_p) {
+pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
+                                  const MaybeTensor& seed, int64_t activation, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
   p.dtype = dtype_of(x);
@@ -94,8 +94,9 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
 }
 
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
-                      MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1, MaybeTensor db1,
-                      MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2, int64_t activation, double dropout_p) {
+                      MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
+                      MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
+                      int64_t activation, double dropout_p) {
   const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
   pt::FeedForwardBackward f;
   f.dy = matrix_of(d_out, "d_out", p.rows, p.out, x);

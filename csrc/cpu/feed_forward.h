@@ -13,29 +13,29 @@ enum class Activation : int { relu, gelu, gelu_tanh, silu };
 struct FeedForwardProblem {
   DType dtype;
   int64_t rows, in, hidden, out;
-  const void *x;                 // (rows, in)
+  const void* x;                 // (rows, in)
   const void *w1, *gate_weight;  // (hidden, in); gate_weight null: not gated
-  const void *w2;                // (out, hidden)
+  const void* w2;                // (out, hidden)
   const void *b1, *gate_bias;    // (hidden,) or null
-  const void *b2;                // (out,) or null
+  const void* b2;                // (out,) or null
   Activation activation;
-  uint64_t seed;                 // dropout of hidden
-  uint32_t drop_threshold;       // rint(65536 p)
+  uint64_t seed;            // dropout of hidden
+  uint32_t drop_threshold;  // rint(65536 p)
   int threads;
 };
 
 // pre = x w1^T + b1, gate = x gate_weight^T + gate_bias, h = dropout(act(pre)) or dropout(act(gate) pre), y = h w2^T + b2.
 struct FeedForwardForward {
-  void *pre, *gate;              // (rows, hidden), null where not wanted
-  void* h;                       // (least(rows, h_rows), hidden) scratch; null: only pre and gate are wanted
-  int64_t h_rows;                // rows that pass through h at a time
-  void* y;                       // (rows, out)
+  void *pre, *gate;  // (rows, hidden), null where not wanted
+  void* h;           // (least(rows, h_rows), hidden) scratch; null: only pre and gate are wanted
+  int64_t h_rows;    // rows that pass through h at a time
+  void* y;           // (rows, out)
 };
 
 struct FeedForwardBackward {
-  const void* dy;                // (rows, out)
-  const void *pre, *gate;        // (rows, hidden), as forward stores them
-  void *h, *dpre, *dgate;        // (rows, hidden) scratch; dpre and dgate may be pre and gate
+  const void* dy;                       // (rows, out)
+  const void *pre, *gate;               // (rows, hidden), as forward stores them
+  void *h, *dpre, *dgate;               // (rows, hidden) scratch; dpre and dgate may be pre and gate
   void *dx, *dw1, *dgate_weight, *dw2;  // of dtype, null where not wanted
   void *db1, *dgate_bias, *db2;         // acc, null where not wanted
 };

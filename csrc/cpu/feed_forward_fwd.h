@@ -10,13 +10,19 @@ namespace pt {
 namespace PT_ISA {
 
 template <class T>
-INLINE const typename T::elem* elements(const void* p) { return static_cast<const typename T::elem*>(p); }
+INLINE const typename T::elem* elements(const void* p) {
+  return static_cast<const typename T::elem*>(p);
+}
 template <class T>
-INLINE typename T::elem* elements(void* p) { return static_cast<typename T::elem*>(p); }
+INLINE typename T::elem* elements(void* p) {
+  return static_cast<typename T::elem*>(p);
+}
 
 // Row-major matrix as an operand.
 template <class T>
-INLINE Operand<T> rows_of(const void* p, int64_t columns, bool along_k) { return {elements<T>(p), columns, along_k}; }
+INLINE Operand<T> rows_of(const void* p, int64_t columns, bool along_k) {
+  return {elements<T>(p), columns, along_k};
+}
 
 // row[0, n) = f(j, row[j ...]); rows of a tile are padded to whole vectors.
 template <class T, class F>
@@ -39,7 +45,8 @@ class TileDropout {
  public:
   static size_t bytes() { return ColumnKeep::bytes(kPanel<T>); }
   TileDropout(const FeedForwardProblem& p, int64_t n0, Arena& arena)
-      : active_(p.drop_threshold > 0), scale_(typename T::acc(keep_scale(p.drop_threshold))),
+      : active_(p.drop_threshold > 0),
+        scale_(typename T::acc(keep_scale(p.drop_threshold))),
         keep_(p.seed, p.drop_threshold, kTagFeedForward, n0, kPanel<T>, arena) {}
   INLINE void apply(int64_t row, typename T::acc* values, int64_t n) {
     using vec = typename T::vec;

@@ -35,8 +35,8 @@ pt::DType dtype_of(const Tensor& t) {
 
 template <class R>
 R rows_of(const Tensor& t, const char* name, const Tensor& x) {
-  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == x.size(0) && t.size(1) == x.size(1) && t.size(2) == x.size(2),
-                  "layer norm: ", name, " must have the (outer, inner, columns) shape of x");
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == x.size(0) && t.size(1) == x.size(1) && t.size(2) == x.size(2), "layer norm: ", name,
+                  " must have the (outer, inner, columns) shape of x");
   STD_TORCH_CHECK(t.stride(2) == 1 || t.size(2) <= 1, "layer norm: the columns of ", name, " must be contiguous");
   R rows;
   rows.data = t.mutable_data_ptr();
@@ -44,7 +44,9 @@ R rows_of(const Tensor& t, const char* name, const Tensor& x) {
   return rows;
 }
 template <class R>
-R rows_of(const MaybeTensor& t, const char* name, const Tensor& x) { return t ? rows_of<R>(*t, name, x) : R(); }
+R rows_of(const MaybeTensor& t, const char* name, const Tensor& x) {
+  return t ? rows_of<R>(*t, name, x) : R();
+}
 
 // Rows to be written.
 pt::RowsOut target_of(const MaybeTensor& t, const char* name, const Tensor& x) {
@@ -57,8 +59,8 @@ pt::RowsOut target_of(const MaybeTensor& t, const char* name, const Tensor& x) {
 void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor& x) {
   if (!t) return nullptr;
   const auto work = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == work, "layer norm: ", name,
-                  " must be contiguous, of ", n, " float32 numbers (float64 for float64)");
+  STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == work, "layer norm: ", name, " must be contiguous, of ", n,
+                  " float32 numbers (float64 for float64)");
   return t->mutable_data_ptr();
 }
 

@@ -24,18 +24,18 @@ struct NormProblem {
   int64_t outer, inner, columns;
   bool rms;
   double eps;
-  const void* weight;             // (columns,) acc, or null: ones
-  const void* bias;               // (columns,) acc, or null: zeros
-  uint64_t seed;                  // dropout of x
-  uint32_t drop_threshold;        // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  const void* weight;       // (columns,) acc, or null: ones
+  const void* bias;         // (columns,) acc, or null: zeros
+  uint64_t seed;            // dropout of x
+  uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
   int threads;
 };
 
 // h = residual + dropout(x), rounded to residual_out's dtype; out = norm(h) in x's dtype.
 struct NormForward {
-  Rows x, residual;               // residual.data null: h = dropout(x)
-  RowsOut out, residual_out;      // residual_out.data null: h = x, neither residual nor dropout
-  void *mean, *rstd;              // (outer * inner,) acc; mean null for RMS
+  Rows x, residual;           // residual.data null: h = dropout(x)
+  RowsOut out, residual_out;  // residual_out.data null: h = x, neither residual nor dropout
+  void *mean, *rstd;          // (outer * inner,) acc; mean null for RMS
 };
 
 // With xhat = (h - mean) rstd and g = d_out weight:
@@ -44,8 +44,8 @@ struct NormForward {
 struct NormBackward {
   Rows d_out, d_residual_out, h;  // d_residual_out.data null = zero; h = residual_out, or x in a plain norm
   const void *mean, *rstd;
-  RowsOut dx, dresidual;          // data null where not wanted
-  void *dweight, *dbias;          // (columns,) acc; null where not wanted
+  RowsOut dx, dresidual;  // data null where not wanted
+  void *dweight, *dbias;  // (columns,) acc; null where not wanted
 };
 
 struct NormKernels {

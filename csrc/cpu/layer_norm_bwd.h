@@ -34,15 +34,18 @@ struct NormBackwardRow {
     const acc* w = static_cast<const acc*>(p.weight);
     const vec rs = set1<vec>(rstd);
     RowSum<vec> sum_x, sum_g, sum_gx;
-    columns<X::width>(n, [&](int64_t j, int slot, auto lanes) {
-      const vec x = in_row((R::load(h + j, lanes) - set1<vec>(mean)) * rs, lanes);
-      vec g = X::load(d_out + j, lanes);
-      if (w) g = g * A::load(w + j, lanes);
-      store(xhat + j, x);
-      sum_x.add(slot, x);
-      sum_g.add(slot, g);
-      sum_gx.add_product(slot, g, x);
-    }, sum_x, sum_g, sum_gx);
+    columns<X::width>(
+        n,
+        [&](int64_t j, int slot, auto lanes) {
+          const vec x = in_row((R::load(h + j, lanes) - set1<vec>(mean)) * rs, lanes);
+          vec g = X::load(d_out + j, lanes);
+          if (w) g = g * A::load(w + j, lanes);
+          store(xhat + j, x);
+          sum_x.add(slot, x);
+          sum_g.add(slot, g);
+          sum_gx.add_product(slot, g, x);
+        },
+        sum_x, sum_g, sum_gx);
     const acc shift = p.rms ? 0 : sum_x.total() / acc(n), mean_g = p.rms ? 0 : sum_g.total() / acc(n);
     const acc mean_gx = sum_gx.total() / acc(n) - shift * mean_g;
     columns<X::width>(n, [&](int64_t j, int, auto lanes) {

@@ -48,9 +48,13 @@ INLINE void columns(int64_t n, const F& f, Sums&... sums) {
 
 // Lanes past the row's end as zeros; nothing to do in a full vector.
 template <class V, int64_t N>
-INLINE V in_row(V v, std::integral_constant<int64_t, N>) { return v; }
+INLINE V in_row(V v, std::integral_constant<int64_t, N>) {
+  return v;
+}
 template <class V>
-INLINE V in_row(V v, int64_t lanes) { return select(mask_n<V>(lanes), v, V{}); }
+INLINE V in_row(V v, int64_t lanes) {
+  return select(mask_n<V>(lanes), v, V{});
+}
 
 // Rows of one task: enough to be worth one, few enough to keep every thread busy. Results do not depend on it.
 INLINE int64_t rows_per_task(int64_t columns) { return most<int64_t>(1, 16384 / most<int64_t>(1, columns)); }
@@ -75,35 +79,41 @@ typename X::acc gather_row(const typename X::elem* x, const typename R::elem* re
   using vec = typename X::vec;
   constexpr bool rounds = !std::is_same_v<typename R::elem, typename R::acc>;
   RowSum<vec> sum;
-  columns<X::width>(n, [&](int64_t j, int slot, auto lanes) {
-    vec h = X::load(x + j, lanes);
-    if constexpr (DROP) h = select(keep.at(j), h * set1<vec>(scale), vec{});
-    if constexpr (ADD) h = R::load(residual + j, lanes) + h;
-    if constexpr (STORE) {
-      R::store(residual_out + j, lanes, h);
-      if constexpr (rounds) h = R::load(residual_out + j, lanes);
-    }
-    store(cache + j, h);
-    sum.add(slot, h);
-  }, sum);
+  columns<X::width>(
+      n,
+      [&](int64_t j, int slot, auto lanes) {
+        vec h = X::load(x + j, lanes);
+        if constexpr (DROP) h = select(keep.at(j), h * set1<vec>(scale), vec{});
+        if constexpr (ADD) h = R::load(residual + j, lanes) + h;
+        if constexpr (STORE) {
+          R::store(residual_out + j, lanes, h);
+          if constexpr (rounds) h = R::load(residual_out + j, lanes);
+        }
+        store(cache + j, h);
+        sum.add(slot, h);
+      },
+      sum);
   return sum.total();
 }
 
 // The cached row, whose sum is known, to out; leaves mean and rstd.
 template <class X>
-void normalize_row(const NormProblem& p, const typename X::acc* cache, typename X::acc sum, typename X::elem* out,
-                   typename X::acc* mean, typename X::acc* rstd) {
+void normalize_row(const NormProblem& p, const typename X::acc* cache, typename X::acc sum, typename X::elem* out, typename X::acc* mean,
+                   typename X::acc* rstd) {
   using acc = typename X::acc;
   using vec = typename X::vec;
   const int64_t n = p.columns;
   const auto *w = static_cast<const acc*>(p.weight), *b = static_cast<const acc*>(p.bias);
   const acc mu = p.rms ? 0 : sum / acc(n);
   RowSum<vec> first, second;
-  columns<X::width>(n, [&](int64_t j, int slot, auto lanes) {
-    const vec d = in_row(load(cache + j) - set1<vec>(mu), lanes);
-    first.add(slot, d);
-    second.add_product(slot, d, d);
-  }, first, second);
+  columns<X::width>(
+      n,
+      [&](int64_t j, int slot, auto lanes) {
+        const vec d = in_row(load(cache + j) - set1<vec>(mu), lanes);
+        first.add(slot, d);
+        second.add_product(slot, d, d);
+      },
+      first, second);
   const acc lo = p.rms ? 0 : first.total() / acc(n);
   const acc variance = second.total() / acc(n) - lo * lo;
   const acc rs = 1 / std::sqrt((variance < 0 ? 0 : variance) + acc(p.eps));  // not max(): it would lose a NaN
@@ -129,9 +139,9 @@ void norm_forward_rows(const NormProblem& p, const NormForward& f) {
     for (int64_t i = task * step, end = least(rows, i + step); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);
-      const acc sum = gather_row<X, R, ADD, DROP, STORE>(
-          row_of<X>(f.x, o, q), ADD ? row_of<R>(f.residual, o, q) : nullptr, STORE ? row_of<R>(f.residual_out, o, q) : nullptr, cache,
-          keep, acc(keep_scale(p.drop_threshold)), n);
+      const acc sum = gather_row<X, R, ADD, DROP, STORE>(row_of<X>(f.x, o, q), ADD ? row_of<R>(f.residual, o, q) : nullptr,
+                                                         STORE ? row_of<R>(f.residual_out, o, q) : nullptr, cache, keep,
+                                                         acc(keep_scale(p.drop_threshold)), n);
       normalize_row<X>(p, cache, sum, row_of<X>(f.out, o, q), f.mean ? static_cast<acc*>(f.mean) + i : nullptr,
                        static_cast<acc*>(f.rstd) + i);
     }
@@ -143,7 +153,8 @@ void norm_forward(const NormProblem& p, const NormForward& f) {
   const bool drop = p.drop_threshold > 0;
   if constexpr (std::is_same_v<X, R>) {
     if (!f.residual_out.data) return norm_forward_rows<X, X, false, false, false>(p, f);
-    if (!f.residual.data) return drop ? norm_forward_rows<X, X, false, true, true>(p, f) : norm_forward_rows<X, X, false, false, true>(p, f);
+    if (!f.residual.data)
+      return drop ? norm_forward_rows<X, X, false, true, true>(p, f) : norm_forward_rows<X, X, false, false, true>(p, f);
   }
   return drop ? norm_forward_rows<X, R, true, true, true>(p, f) : norm_forward_rows<X, R, true, false, true>(p, f);
 }

@@ -28,8 +28,8 @@ struct Product {
   Operand<T> a, b;
 };
 
-constexpr int64_t kTileRows = 192, kDepth = 256;           // rows of a tile; units along k that stay in L1 beside it
-constexpr int64_t kPackedUnits = int64_t(4) << 20;         // units packed at a time, about: 16 MB of floats or pairs
+constexpr int64_t kTileRows = 192, kDepth = 256;    // rows of a tile; units along k that stay in L1 beside it
+constexpr int64_t kPackedUnits = int64_t(4) << 20;  // units packed at a time, about: 16 MB of floats or pairs
 
 template <class T, int PRODUCTS, bool SUM>
 class Matmul {
@@ -50,7 +50,8 @@ class Matmul {
   // epilogue(tiles, ld, m0, rows, n0, cols, first): tiles[t] + r * ld is row m0 + r; first: in the first slice of k.
   template <class Epilogue>
   void run(const Epilogue& epilogue) {
-    const int64_t k_step = k_slice(), n_step = round_up(clamp<int64_t>(kPackedUnits * T::pack / most<int64_t>(1, k_step * PRODUCTS), kWide, N_), kWide);
+    const int64_t k_step = k_slice(),
+                  n_step = round_up(clamp<int64_t>(kPackedUnits * T::pack / most<int64_t>(1, k_step * PRODUCTS), kWide, N_), kWide);
     for (int64_t n = 0; n < N_; n += n_step)
       for (int64_t k = 0; k < K_; k += k_step) slice(n, least(n_step, N_ - n), k, least(k_step, K_ - k), epilogue);
   }
@@ -121,7 +122,9 @@ class Matmul {
   static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, unit* dst, int64_t row) {
     using uvec = typename T::uvec;
     typedef uvec any __attribute__((aligned(4)));
-    const auto load = [&](int64_t k, int64_t c) { return k < depth ? T::load_units(src + k * stride + c, least<int64_t>(T::width, n - c)) : uvec{}; };
+    const auto load = [&](int64_t k, int64_t c) {
+      return k < depth ? T::load_units(src + k * stride + c, least<int64_t>(T::width, n - c)) : uvec{};
+    };
     for (int64_t c = 0; c < n; c += T::width)
       for (int64_t u = 0; u * T::pack < depth; u += T::width) {
         typename T::vec r[T::width];

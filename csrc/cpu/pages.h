@@ -11,7 +11,8 @@ namespace pt {
 // Asks for 2 MB pages where [p, p + bytes) holds whole ones. Advice only: does nothing to pages already there.
 inline void advise_huge_pages(void* p, size_t bytes) {
   constexpr uintptr_t huge = uintptr_t(2) << 20;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + huge - 1) / huge * huge, end = (reinterpret_cast<uintptr_t>(p) + bytes) / huge * huge;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(p) + huge - 1) / huge * huge,
+                  end = (reinterpret_cast<uintptr_t>(p) + bytes) / huge * huge;
   if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 

@@ -33,7 +33,9 @@ def backend(op: Op) -> Backend:
         _run_forward(a, hidden, *kept, result.view(rows, -1))
         return (out if result.data_ptr() == out.data_ptr() else out.copy_(result)), pre, gate
 
-    def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Sequence[Any]:
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> Sequence[Any]:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
         rows, hidden = math.prod(a.x.shape[:-1]), a.w1.shape[0]

@@ -54,7 +54,9 @@ def backend(op: Op) -> Backend:
             grid.deliver(stream, by_name["residual_out"])
         return outputs
 
-    def backward(a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[Any]:
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> list[Any]:
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
         if a.x.numel() == 0:
             return [None if r is None else r.zero_() for r in results.values()]
@@ -85,7 +87,12 @@ def backend(op: Op) -> Backend:
 
 def _optional(a: Any) -> tuple[Any, Any, Any, float]:
     """(residual, bias, dropout_seed, dropout_p) of any of the three ops."""
-    return getattr(a, "residual", None), getattr(a, "bias", None), getattr(a, "dropout_seed", None), getattr(a, "dropout_p", 0.0)
+    return (
+        getattr(a, "residual", None),
+        getattr(a, "bias", None),
+        getattr(a, "dropout_seed", None),
+        getattr(a, "dropout_p", 0.0),
+    )
 
 
 def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

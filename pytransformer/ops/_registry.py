@@ -130,7 +130,9 @@ class Op:
         grads = "".join(f"Tensor? {n}, " for n in self.grad_names)
         saved_args = "".join(f", Tensor {n}" for n in saved)
         tail = "str? backend=None, bool strict=False"
-        self.fwd = self._define(f"{name}_fwd", f"({arguments}, {tail}) -> {returns(outputs)}", self._forward, self._forward_fake)
+        self.fwd = self._define(
+            f"{name}_fwd", f"({arguments}, {tail}) -> {returns(outputs)}", self._forward, self._forward_fake
+        )
         self.bwd = self._define(
             f"{name}_bwd",
             f"({grads}{arguments}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
@@ -159,7 +161,9 @@ class Op:
         # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
         backward = flops_backward or (lambda a: flops(a) * 5 // 2)
         register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
-        register_flop_formula(self.bwd._overloadpacket, get_raw=True)(lambda *a, **_: backward(self.Arguments(*a[skip : skip + n])))
+        register_flop_formula(self.bwd._overloadpacket, get_raw=True)(
+            lambda *a, **_: backward(self.Arguments(*a[skip : skip + n]))
+        )
 
     def add_reference(
         self,
@@ -226,7 +230,13 @@ class Op:
 
     def _split_backward(self, args: Sequence[Any]) -> tuple[Any, ...]:
         g, n, s = len(self.grad_names), len(self.Arguments._fields), len(self.saved)
-        return args[:g], self.Arguments(*args[g : g + n]), args[g + n : g + n + s], list(args[g + n + s]), args[g + n + s + 1 :]
+        return (
+            args[:g],
+            self.Arguments(*args[g : g + n]),
+            args[g + n : g + n + s],
+            list(args[g + n + s]),
+            args[g + n + s + 1 :],
+        )
 
     def empty_gradients(self, a: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Gradients of the differentiable arguments, uninitialised, each in its argument's dtype and memory order."""

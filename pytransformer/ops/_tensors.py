@@ -37,7 +37,7 @@ def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
     """The value as a finite float."""
-    if isinstance(value, torch.Tensor) or isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be finite, got {value}")

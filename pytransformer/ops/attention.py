@@ -230,7 +230,9 @@ def _prepare(
     full = (batch, heads, num_queries, key.shape[2])
     align, left, right = positions(causal, window)
     if prefix_lengths is not None and align == "none":
-        raise ValueError('attention: prefix_lengths needs causal="top_left" or "bottom_right"; without it every key is visible')
+        raise ValueError(
+            'attention: prefix_lengths needs causal="top_left" or "bottom_right"; without it every key is visible'
+        )
     if (query_segments is None) != (key_segments is None):
         raise ValueError("attention: query_segments and key_segments go together; give both or neither")
     dense, slopes, table, bidirectional, max_distance = biases("attention", bias, query, heads)
@@ -313,7 +315,9 @@ def biases(
             )
         exact = table.shape[0] // (4 if bias.bidirectional else 2)
         if isinstance(distance, bool) or not isinstance(distance, int) or not exact < distance < 2**31:
-            raise ValueError(f"{op}: bias.max_distance must be an int greater than {exact} for {table.shape[0]} buckets, got {distance!r}")
+            raise ValueError(
+                f"{op}: bias.max_distance must be an int greater than {exact} for {table.shape[0]} buckets, got {distance!r}"
+            )
         return None, None, table, bool(bias.bidirectional), distance
     raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
 

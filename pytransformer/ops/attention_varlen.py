@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ def _prepare(
         raise ValueError(f"{op}: query's heads must be a multiple of key's heads, got {shapes}")
     cu_q, cu_k = (_offsets(op, n, t, query) for n, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)))
     if cu_q.shape != cu_k.shape:
-        raise ValueError(f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)} and {shape_of(cu_k)}")
+        raise ValueError(
+            f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)} and {shape_of(cu_k)}"
+        )
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
             raise ValueError(f"{op}: {name} must be an int >= 0, got {longest!r}")
@@ -167,13 +170,15 @@ def check_values(a: Any) -> None:
         ("k", a.cu_seqlens_k, a.key.shape[0], a.max_seqlen_k),
     ):
         offsets = cu.tolist()
-        lengths = [end - start for start, end in zip(offsets, offsets[1:])]
+        lengths = [end - start for start, end in pairwise(offsets)]
         if offsets[0] != 0 or offsets[-1] > total or min(lengths, default=0) < 0:
             raise ValueError(
                 f"attention_varlen: cu_seqlens_{name} must start at 0, never decrease and end at most at {total}, got {offsets}"
             )
         if max(lengths, default=0) > longest:
-            raise ValueError(f"attention_varlen: max_seqlen_{name} is {longest} but the longest sequence has {max(lengths)} rows")
+            raise ValueError(
+                f"attention_varlen: max_seqlen_{name} is {longest} but the longest sequence has {max(lengths)} rows"
+            )
 
 
 attention_varlen_op.prepare = _prepare

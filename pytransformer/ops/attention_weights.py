@@ -73,7 +73,10 @@ def attention_summary(
             for kind in kinds:
                 parts[kind].append(_summarise(kind, weights, relative))
         empty = lse.new_zeros(*lse.shape[:2], key.shape[2])
-        joined = {k: sum(p, empty) if k == "column_sum" else torch.cat(p, -1) if p else lse.new_zeros(lse.shape) for k, p in parts.items()}
+        joined = {
+            k: sum(p, empty) if k == "column_sum" else torch.cat(p, -1) if p else lse.new_zeros(lse.shape)
+            for k, p in parts.items()
+        }
         return {k: v.to(torch.int64) if k == "argmax" else v for k, v in joined.items()}
 
 

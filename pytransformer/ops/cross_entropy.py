@@ -117,7 +117,11 @@ def _prepare(
         raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {smoothing}")
     check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
     check_backend(op, backend)
-    return linear_cross_entropy_op.Arguments(x, weight, target, bias, ignore_index, smoothing, reduction), backend, bool(strict)
+    return (
+        linear_cross_entropy_op.Arguments(x, weight, target, bias, ignore_index, smoothing, reduction),
+        backend,
+        bool(strict),
+    )
 
 
 linear_cross_entropy_op.prepare = _prepare

@@ -153,7 +153,11 @@ def _prepare(
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, x.device)
     check_backend(op, backend)
     save = not recompute and _needs_gradient(x, w1, b1, w2, b2, gate_weight, gate_bias)
-    return feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, p, save), backend, bool(strict)
+    return (
+        feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, p, save),
+        backend,
+        bool(strict),
+    )
 
 
 feed_forward_op.prepare = _prepare

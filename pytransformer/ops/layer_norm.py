@@ -155,7 +155,16 @@ def add_norm(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     prepared = _prepare_add_norm(
-        x, residual, weight, bias, eps=eps, dropout_p=dropout_p, dropout_seed=dropout_seed, kind=kind, backend=backend, strict=strict
+        x,
+        residual,
+        weight,
+        bias,
+        eps=eps,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        kind=kind,
+        backend=backend,
+        strict=strict,
     )
     return add_norm_op(*prepared)[:2]
 
@@ -164,7 +173,14 @@ def add_norm(
 
 
 def _prepare_layer_norm(
-    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, *, backend: Any = None, strict: bool = False
+    x: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    *,
+    backend: Any = None,
+    strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
     op = "layer_norm"
     check_tensor(op, "x", x, floating=True)

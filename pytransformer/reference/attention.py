@@ -46,7 +46,9 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(a.query.dtype), lse
 
 
-def scores(a: Any, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+def scores(
+    a: Any, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """(B, Hq, Lq, Lk) with everything added, -inf where invisible; query and key (B, Hq, L, D) in the working precision."""
     score = a.scale * (query @ key.transpose(-1, -2))
     if a.softcap:

@@ -59,7 +59,9 @@ def _draws(columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor) -> t
     return (word >> (16 * (slot % 2))) & 0xFFFF
 
 
-def _keep(p: float, device: torch.device, shape: tuple[int, ...], columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor):
+def _keep(
+    p: float, device: torch.device, shape: tuple[int, ...], columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor
+):
     t = threshold(p)
     if t in (0, 65536):
         return torch.full(shape, t == 0, dtype=torch.bool, device=device)
@@ -67,7 +69,14 @@ def _keep(p: float, device: torch.device, shape: tuple[int, ...], columns: torch
 
 
 def keep_mask(
-    seed: torch.Tensor, p: float, batch: int, heads: int, num_queries: int, num_keys: int, query_start: int = 0, key_start: int = 0
+    seed: torch.Tensor,
+    p: float,
+    batch: int,
+    heads: int,
+    num_queries: int,
+    num_keys: int,
+    query_start: int = 0,
+    key_start: int = 0,
 ) -> torch.Tensor:
     """Which attention weights dropout keeps: bool (batch, heads, num_queries, num_keys).
 

@@ -82,14 +82,20 @@ def _one_pass_variance(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
 def _norm_of_the_unrounded_sum(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
     if not hasattr(a, "residual"):
         return forward(a)
-    wide = a._replace(x=a.x.float(), residual=None if a.residual is None else a.residual.float()) if a.x.dtype != torch.float64 else a
-    normed, stream, *rest = forward(wide)
+    wide = (
+        a._replace(x=a.x.float(), residual=None if a.residual is None else a.residual.float())
+        if a.x.dtype != torch.float64
+        else a
+    )
+    normed, _, *rest = forward(wide)
     return normed.to(a.x.dtype), forward(a)[1], *rest
 
 
 def _stream_gradient_ignored(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
     outputs = forward(a)
-    return outputs if len(outputs) < 4 else (outputs[0], outputs[1].detach() + 0 * outputs[0].to(outputs[1].dtype), *outputs[2:])
+    return (
+        outputs if len(outputs) < 4 else (outputs[0], outputs[1].detach() + 0 * outputs[0].to(outputs[1].dtype), *outputs[2:])
+    )
 
 
 def _different_every_time(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
@@ -109,7 +115,7 @@ def _shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return keep(*arguments).roll(1, -1)
 
 
-FAITHFUL: Fault = lambda a, forward: forward(a)  # noqa: E731
+FAITHFUL: Fault = lambda a, forward: forward(a)
 
 FAULTS: dict[str, dict[str, Fault]] = {
     "norm": {
@@ -166,7 +172,9 @@ BACKWARD_FAULTS: dict[str, Callable[[Any, list[Any]], tuple[Any, list[Any]]]] = 
 }
 
 
-def _backend(op_name: str, name: str, fault: Fault, backward_fault: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Backend:
+def _backend(
+    op_name: str, name: str, fault: Fault, backward_fault: Callable[[Any, list[Any]], tuple[Any, list[Any]]]
+) -> Backend:
     op = OPS[op_name]
 
     def wrong(a: Any) -> Outputs:
@@ -180,7 +188,9 @@ def _backend(op_name: str, name: str, fault: Fault, backward_fault: Callable[[An
         places = [p for p, want in zip(op.positions, wanted) if want]
         with torch.enable_grad():
             leaves = [a[p].detach().requires_grad_() for p in places]
-            replaced, grads = backward_fault(a._replace(**{a._fields[p]: leaf for p, leaf in zip(places, leaves)}), list(grads))
+            replaced, grads = backward_fault(
+                a._replace(**{a._fields[p]: leaf for p, leaf in zip(places, leaves)}), list(grads)
+            )
             pairs = [(o, g) for o, g in zip(wrong(replaced), grads) if g is not None and o.requires_grad]
             found: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs:

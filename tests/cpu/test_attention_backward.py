@@ -72,12 +72,20 @@ def segments(length: int) -> torch.Tensor:
 
 
 FEATURES: dict[str, Any] = {
-    "plain": lambda: {},
-    "causal": lambda: {"causal": "bottom_right", "key_lengths": torch.tensor([389, 300]), "query_lengths": torch.tensor([257, 199])},
+    "plain": dict,
+    "causal": lambda: {
+        "causal": "bottom_right",
+        "key_lengths": torch.tensor([389, 300]),
+        "query_lengths": torch.tensor([257, 199]),
+    },
     "window": lambda: {"window": (30, 3)},
     "prefix": lambda: {"causal": "top_left", "prefix_lengths": torch.tensor([200, 0]), "softcap": 4.0},
     "segments": lambda: {"query_segments": segments(257), "key_segments": segments(389)},
-    "documents": lambda: {"query_segments": segments(257).sort(-1)[0], "key_segments": segments(389).sort(-1)[0], "causal": "top_left"},
+    "documents": lambda: {
+        "query_segments": segments(257).sort(-1)[0],
+        "key_segments": segments(389).sort(-1)[0],
+        "causal": "top_left",
+    },
     "mask": lambda: {"attn_mask": torch.rand(2, 1, 257, 389) > 0.4, "dropout_p": 0.3, "dropout_seed": 5},
     "padding": lambda: {"attn_mask": torch.rand(2, 1, 1, 389) > 0.4},
     "dropout": lambda: {"dropout_p": 0.5, "dropout_seed": -77, "causal": "top_left", "window": (100, None)},
@@ -88,7 +96,12 @@ FEATURES: dict[str, Any] = {
     "bias_of_keys": lambda: {"bias": torch.randn(1, 4, 1, 389), "attn_mask": torch.randn(1, 1, 1, 1)},
     "alibi": lambda: {"bias": pt.AlibiBias(torch.rand(4) / 8), "causal": "bottom_right"},
     "t5": lambda: {"bias": pt.RelativePositionBias(torch.randn(32, 4), True, 128)},
-    "t5_causal": lambda: {"bias": pt.RelativePositionBias(torch.randn(8, 4), False, 20), "causal": "top_left", "dropout_p": 0.1, "dropout_seed": 3},
+    "t5_causal": lambda: {
+        "bias": pt.RelativePositionBias(torch.randn(8, 4), False, 20),
+        "causal": "top_left",
+        "dropout_p": 0.1,
+        "dropout_seed": 3,
+    },
 }
 
 
@@ -123,11 +136,18 @@ def test_threads_change_nothing(feature: str) -> None:
 
 def test_batch_neighbours_change_nothing() -> None:
     t = draw((3, 4, 2, 257, 389, 40, 24), torch.float32)
-    lengths = {"query_lengths": torch.tensor([257, 1, 130]), "key_lengths": torch.tensor([2, 389, 193]), "causal": "bottom_right"}
+    lengths = {
+        "query_lengths": torch.tensor([257, 1, 130]),
+        "key_lengths": torch.tensor([2, 389, 193]),
+        "causal": "bottom_right",
+    }
     together = gradients(t, **lengths)
     for b in range(3):
         one = {name: x[b : b + 1] if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
-        same(gradients({name: x[b : b + 1] for name, x in t.items()}, **one), {name: x[b : b + 1] for name, x in together.items()})
+        same(
+            gradients({name: x[b : b + 1] for name, x in t.items()}, **one),
+            {name: x[b : b + 1] for name, x in together.items()},
+        )
 
 
 def test_more_than_one_phase() -> None:
@@ -156,7 +176,9 @@ def test_rows_of_lowest_scores(dtype: torch.dtype) -> None:
     only = {name: x.clone() for name, x in t.items()}
     only["grad_out"][:, :, :3], only["grad_out"][:, :, 9:] = 0, 0
     dv = gradients(only, attn_mask=mask)["value"].double()
-    torch.testing.assert_close(dv[:, :, :150], mean[:, :, None].expand(-1, -1, 150, -1), rtol=2e-2 if dtype in HALF else 1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dv[:, :, :150], mean[:, :, None].expand(-1, -1, 150, -1), rtol=2e-2 if dtype in HALF else 1e-5, atol=1e-6
+    )
     assert not found["value"][:, :, 150:].any()
 
 
@@ -172,7 +194,10 @@ def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
     for name in ("key", "value"):
         dirty[name][0, :, 150:], dirty[name][1] = math.nan, math.inf
         dirty[name][0, :, ~mask[0, 0, 0]] = math.nan
-    same(gradients(dirty, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords), clean)
+    same(
+        gradients(dirty, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords),
+        clean,
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)])

@@ -57,7 +57,9 @@ def test_equals_linear_activation_linear(activation: str, gated: bool, ffn_backe
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_keep_their_digits(activation: str) -> None:
     """Identity weights leave the activation and its slope alone: within 4 eps of x, and of |act| for gelu's left tail."""
-    x = torch.cat([torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])])[:, None].requires_grad_()
+    x = torch.cat([torch.linspace(-12, 12, 6001), torch.tensor([0.0, 1e-30, -1e-30, 30.0, -30.0, 1e4])])[
+        :, None
+    ].requires_grad_()
     one = torch.ones(1, 1)
     y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="cpu")
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -124,7 +126,10 @@ def test_nan_stays_in_its_row(ffn_backend: str) -> None:
 def test_nothing_to_do(shape: tuple[int, int, int, int], ffn_backend: str) -> None:
     t = _inputs(*(max(n, 1) for n in shape), torch.float32)
     rows, d, hidden, out = shape
-    t = [v.detach()[tuple(slice(n) for n in s)].requires_grad_() for v, s in zip(t, ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,)))]
+    t = [
+        v.detach()[tuple(slice(n) for n in s)].requires_grad_()
+        for v, s in zip(t, ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,)))
+    ]
     y = _call(t, backend=ffn_backend)
     assert y.shape == (rows, out)
     torch.testing.assert_close(y, F.linear(F.relu(F.linear(t[0], t[1], t[2])), t[3], t[4]))

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import problem
+from triton.backends.compiler import GPUTarget
+
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing.cases import case
 
