@@ -197,7 +197,7 @@ class BackwardTile {
         if constexpr (GENERAL || decltype(masked)::value) g = select(on, g, vec{});
         if (kPairs && x.terms) store(dP + e, g);
         if constexpr (GENERAL)
-          if (kPairs && z.softcap) g = g * load(factor + i * z.BK + at);
+          if (kPairs && z.softcap) g = select(on, vec(g * load(factor + i * z.BK + at)), vec{});  // no factor where no key is
         p[i][j] = w, ds[i][j] = g;
       }
       if constexpr (kPairs) {
@@ -216,7 +216,10 @@ class BackwardTile {
     for (; c < c1; c += kStep) step(c, std::true_type());
     for (int64_t i = r; x.terms && i < least(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
     if constexpr (GENERAL && !kPairs)
-      for (c = c0; z.softcap && c < c1; c += T::width) store(dP + r * z.BK + c, load(dP + r * z.BK + c) * load(factor + c));
+      for (c = c0; z.softcap && c < c1; c += T::width) {
+        const vec g = load(dP + r * z.BK + c);
+        store(dP + r * z.BK + c, select(to_mask(g != vec{}), vec(g * load(factor + c)), g));  // no factor where no key is
+      }
   }
 
   static void fill(acc* row, int64_t c, int64_t end) {

@@ -240,8 +240,9 @@ def test_ctrl_c_leaves_partial_results(tmp_path, environment):
     """The signal comes while a later step runs; what was done before is written and marked as incomplete."""
     bench = [sys.executable, "-m", "pytransformer", "bench", "attention", "--size", "small", "--threads", "1"]
     process = subprocess.Popen(
-        [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-    )
+        [*bench, "--out", "here", "--no-memory"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a run in the background ignores it
+    )  # fmt: skip
     said = []
     for line in process.stdout:
         said.append(line)

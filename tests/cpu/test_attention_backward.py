@@ -204,3 +204,18 @@ def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
 def test_empty(shape: tuple[int, ...]) -> None:
     for gradient in gradients(draw(shape, torch.float32), bias=pt.AlibiBias(torch.rand(shape[1]))).values():
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_an_earlier_call_left_in_scratch_reaches_nothing(dtype: torch.dtype) -> None:
+    """The softcap's derivative is not written behind the last key; NaN of an earlier call once came back from there."""
+
+    def gradients(keys: int, fill: float) -> tuple[torch.Tensor, ...]:
+        leaves = [torch.randn(1, 1, n, 48).to(dtype).requires_grad_() for n in (15, keys, keys)]
+        with torch.no_grad():
+            leaves[1].add_(fill)
+        out = pt.attention(*leaves, softcap=0.5, backend="cpu", strict=True)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    gradients(256, float("nan"))
+    assert all(g.isfinite().all() for g in gradients(8, 0.0))
