@@ -28,7 +28,7 @@ RESULTS = ROOT / "build" / "test-results"
 PYTEST = [
     str(ROOT / ".venv" / "bin" / "python"),
     "-c",
-    "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.console_main())",
+    "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
 ]
 REST = "cpu"
 
