@@ -1,0 +1,130 @@
+"""What all models share: presets, saving and loading, weights from Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from .. import __version__
+from . import _convert, _files
+
+
+class Model(nn.Module):
+    """A module made from a frozen config.
+
+    Class attributes: ``Config``, the dataclass; ``PRESETS``, name to config; ``CONVERSIONS``, how Hugging Face's configs and
+    weights of each ``model_type`` become ours.
+    """
+
+    Config: ClassVar[type]
+    PRESETS: ClassVar[dict[str, Any]]
+    CONVERSIONS: ClassVar[dict[str, _convert.Conversion]] = {}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if not isinstance(config, self.Config):
+            raise TypeError(f"{type(self).__name__} is made from a {self.Config.__name__}, got {type(config).__name__}")
+        self.config = config
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """A model of a known size, untrained. ``changes`` replace fields of its config.
+
+        Raises:
+            ValueError: there is no such preset. TypeError: no such field.
+        """
+        if name not in cls.PRESETS:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has {', '.join(map(repr, cls.PRESETS))}")
+        fields = {f.name for f in dataclasses.fields(cls.Config)}
+        if unknown := changes.keys() - fields:
+            raise TypeError(
+                f"{cls.Config.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(fields))}"
+            )
+        return cls(dataclasses.replace(cls.PRESETS[name], **changes))
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    # ---- files
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and saved buffers, each once: a tied weight under its first name."""
+        names = dict(self.named_parameters()) | dict(self.named_buffers())
+        full = self.state_dict()
+        return {name: full[name] for name in names if name in full}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write weights and config to ``folder``; an interruption leaves what was there before."""
+        about = {"model": type(self).__name__, "version": __version__, "config": dataclasses.asdict(self.config)}
+        _files.write(folder, self.state(), about)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], **changes: Any) -> Self:
+        """A model that :meth:`save` wrote. ``changes`` replace fields of its config (dropout, not sizes).
+
+        Raises:
+            ValueError: another class's file, a pickle, tensors that are missing, too many or of a wrong shape, by name.
+        """
+        state, about = _files.read(folder)
+        if about.get("model") != cls.__name__:
+            raise ValueError(f"{folder} holds a {about.get('model')}, not a {cls.__name__}")
+        fields = {f.name: f for f in dataclasses.fields(cls.Config)}
+        if unknown := (about["config"] | changes).keys() - fields.keys():
+            raise ValueError(f"{folder}: {cls.Config.__name__} has no field {', '.join(sorted(unknown))}")
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in (about["config"] | changes).items()}
+        model = cls(cls.Config(**settings))
+        model.load_state(state, f"{folder}")
+        return model
+
+    def load_state(self, state: dict[str, torch.Tensor], source: str) -> None:
+        """Copy tensors in by name, all or none. ValueError lists each that is missing, unknown or of another shape."""
+        mine = self.state()
+        wrong = [f"{name} is missing" for name in mine.keys() - state.keys()]
+        wrong += [f"{name} is unknown" for name in state.keys() - mine.keys()]
+        wrong += [
+            f"{name} is {tuple(t.shape)}, {type(self).__name__} wants {tuple(mine[name].shape)}"
+            for name, t in state.items()
+            if name in mine and t.shape != mine[name].shape
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ValueError(f"{source} does not fit {type(self).__name__}: {'; '.join(sorted(wrong)[:8])}{more}")
+        with torch.no_grad():
+            for name, t in mine.items():
+                t.copy_(state[name])
+
+    # ---- Hugging Face
+
+    @classmethod
+    def from_hf(cls, model: Any) -> Self:
+        """The same model, on our modules, from a Hugging Face model in memory. Weights are copied; dropout is its config's.
+
+        Raises:
+            ValueError: a kind of model, or a setting, that has no counterpart here; the message names it.
+        """
+        return cls._converted(model.config.to_dict(), dict(model.state_dict()), type(model).__name__).train(model.training)
+
+    @classmethod
+    def load_hf(cls, folder: str | os.PathLike[str]) -> Self:
+        """As :meth:`from_hf`, in eval mode, from a local folder of ``config.json`` and safetensors. Needs no transformers."""
+        state, config = _files.read_hugging_face(folder)
+        return cls._converted(config, state, (config.get("architectures") or [""])[0]).eval()
+
+    @classmethod
+    def _converted(cls, config: dict[str, Any], state: dict[str, torch.Tensor], architecture: str) -> Self:
+        kind = config.get("model_type")
+        if kind not in cls.CONVERSIONS:
+            known = ", ".join(cls.CONVERSIONS) or "none"
+            raise ValueError(f"{cls.__name__}: cannot take the Hugging Face model type {kind!r}; it takes {known}")
+        conversion = cls.CONVERSIONS[kind]
+        model = cls(cls.Config(**conversion.settings(config, state, architecture)))
+        dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
+        if len(dtypes) == 1:
+            model.to(dtypes.pop())
+        model.load_state(conversion.translate(model.state(), state), f"the Hugging Face model {architecture}")
+        return model

@@ -1,0 +1,101 @@
+"""Hugging Face's names and layouts of weights, as rules that say where each of our tensors comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ACTIVATIONS = {
+    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Our tensor whose name matches ``ours`` is the concatenation of ``theirs``, templates with \\1 \\2.
+
+    ``transposed``: each of theirs is (in, out), as in GPT-2. Shapes that differ only in grouping are reshaped.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    transposed: bool = False
+
+
+def rules(table: Sequence[tuple[Any, ...]]) -> tuple[Rule, ...]:
+    """Rules from rows ``(ours, theirs, ...)``; ``*`` in ours is one component of the name, \\1, \\2 ... in theirs."""
+    made = []
+    for ours, *theirs in table:
+        pattern = re.escape(ours).replace(r"\*", r"([^.]+)")
+        names = tuple(name for name in theirs if name is not TRANSPOSED)
+        made.append(Rule(pattern, names, TRANSPOSED in theirs))
+    return tuple(made)
+
+
+TRANSPOSED = object()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One Hugging Face ``model_type``.
+
+    Attributes:
+        settings: (config, state, architecture) to the fields of our config; ValueError for what we do not have.
+        rules: the first that matches a name counts.
+        prefix: of the trunk inside models with a head; left out of the rules' names.
+        ignored: a pattern of their tensors that carry nothing of their own (ties, tables, heads that the architecture adds).
+        renames: (pattern, replacement) from names of older files to those that the rules use.
+        shared: names that files leave out, and under which one the tensor is there instead.
+    """
+
+    settings: Callable[[dict[str, Any], dict[str, torch.Tensor], str], dict[str, Any]]
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    ignored: str = "$^"
+    renames: tuple[tuple[str, str], ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    def translate(self, wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Their tensors under our names. ValueError: some of ours have no source, or some of theirs no use."""
+        theirs = {self.name(k): v for k, v in state.items()}
+        theirs.update({k: theirs[other] for k, other in self.shared.items() if k not in theirs and other in theirs})
+        used: set[str] = set()
+        result = {}
+        for name, mine in wanted.items():
+            rule, match = next(((r, m) for r in self.rules if (m := re.fullmatch(r.ours, name))), (None, None))
+            if rule is None or match is None:
+                raise ValueError(f"no rule says where {name} comes from")
+            sources = [match.expand(template) for template in rule.theirs]
+            if missing := [s for s in sources if s not in theirs]:
+                raise ValueError(f"{name} should come from {', '.join(missing)}, which the Hugging Face model does not have")
+            used.update(sources)
+            parts = [theirs[s].t() if rule.transposed and theirs[s].dim() == 2 else theirs[s] for s in sources]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            result[name] = joined.reshape(mine.shape) if joined.numel() == mine.numel() else joined
+        if left := [k for k in theirs if k not in used and not re.fullmatch(self.ignored, k)]:
+            raise ValueError(f"the Hugging Face model has weights with no place here: {', '.join(sorted(left)[:6])}")
+        return result
+
+    def name(self, theirs: str) -> str:
+        theirs = theirs.removeprefix(self.prefix)
+        for pattern, replacement in self.renames:
+            theirs = re.sub(pattern, replacement, theirs)
+        return theirs
+
+
+def activation(name: str) -> str:
+    """Our name of a Hugging Face activation."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"the activation {name!r} has no fused feed-forward here; there are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def demand(config: dict[str, Any], **wanted: Any) -> None:
+    """ValueError unless these settings are absent or as wanted."""
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"the Hugging Face setting {key}={config[key]!r} has no counterpart here, only {value!r}")

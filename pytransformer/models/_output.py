@@ -1,0 +1,45 @@
+"""What every model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..nn.cache import KeyValueCache
+
+
+@dataclass
+class Output:
+    """The fields that a Hugging Face user expects.
+
+    ``logits`` are computed when they are first asked for, from the head's weights at that time: training reads ``loss``, which
+    comes from the fused linear cross entropy and never makes them.
+
+    Attributes:
+        last_hidden_state: (B, L, d).
+        loss: float32 number, if labels were given.
+        pooler_output: (B, d), of models with a pooled first token.
+        next_sentence_logits: (B, 2), of BERT's head ``"nsp"``.
+        encoder_last_hidden_state: (B, Ls, d), of encoder-decoders.
+        past_key_values: the cache that was given, grown by this call.
+    """
+
+    last_hidden_state: torch.Tensor
+    loss: torch.Tensor | None = None
+    pooler_output: torch.Tensor | None = None
+    next_sentence_logits: torch.Tensor | None = None
+    encoder_last_hidden_state: torch.Tensor | None = None
+    past_key_values: KeyValueCache | None = None
+    compute_logits: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+    _logits: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(B, L, vocabulary), or (B, labels) of a classifier."""
+        if self._logits is None:
+            if self.compute_logits is None:
+                raise AttributeError("this model has no head that gives logits; see its config")
+            self._logits = self.compute_logits()
+        return self._logits

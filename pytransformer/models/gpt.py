@@ -1,0 +1,141 @@
+"""GPT: a causal decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..nn.attention import MultiHeadAttention
+from ..nn.blocks import Block, Stack
+from ..nn.cache import KeyValueCache
+from ..nn.feed_forward import FeedForward
+from ..nn.heads import IGNORE, Classifier
+from ..nn.masks import causal, padding
+from ..nn.norm import LayerNorm
+from ..nn.positions import Alibi, LearnedPositions
+from . import _hugging_face
+from ._base import Model
+from ._output import Output
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """positions: ``"learned"``, or ``"alibi"`` for sequences longer than trained on. window: how many tokens back attention
+    reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads."""
+
+    vocab_size: int = 50257
+    d_model: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int | None = None
+    hidden: int | None = None
+    activation: str = "gelu_tanh"
+    max_length: int = 1024
+    positions: str = "learned"
+    window: int | None = None
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    tied: bool = True
+    label_smoothing: float = 0.0
+    eps: float = 1e-5
+
+
+class GPT(Model):
+    """Decoder-only language model, pre-norm, as GPT-2.
+
+    Trains on all next tokens in one pass; prefix-LM (every token sees the prompt's ``prefix_lengths`` tokens) as an option.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+    """
+
+    Config = GPTConfig
+    PRESETS: ClassVar = {
+        "base": GPTConfig(),
+        "medium": GPTConfig(d_model=1024, num_layers=24, num_heads=16),
+        "large": GPTConfig(d_model=1280, num_layers=36, num_heads=20),
+        "xl": GPTConfig(d_model=1600, num_layers=48, num_heads=25),
+    }
+    CONVERSIONS: ClassVar = {"gpt2": _hugging_face.GPT2}
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        c = config
+        if c.positions not in ("learned", "alibi"):
+            raise ValueError(f"GPTConfig: positions must be 'learned' or 'alibi', got {c.positions!r}")
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.positions = LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
+        self.alibi = Alibi(c.num_heads) if c.positions == "alibi" else None
+
+        def block() -> Block:
+            attention = MultiHeadAttention(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
+            network = FeedForward(c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
+            return Block(attention, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+
+        self.decoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.head = Classifier(
+            c.d_model,
+            c.vocab_size,
+            bias=False,
+            embedding=self.embedding if c.tied else None,
+            label_smoothing=c.label_smoothing,
+        )
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):  # what is added to the stream: smaller in deeper models
+            for linear in (module.mixing.out, module.feed_forward.w2):
+                with torch.no_grad():
+                    linear.weight.mul_((2 * self.config.num_layers) ** -0.5)
+
+    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
+        """For ``past_key_values``; max_length None: the config's."""
+        return KeyValueCache(self.config.num_layers, max_length or self.config.max_length)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: KeyValueCache | None = None,
+        prefix_lengths: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Output:
+        """
+        Args:
+            input_ids: (B, L) int64; with a cache only the new tokens.
+            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,).
+            labels: (B, L), usually input_ids: the loss is of the next token; -100 is ignored.
+            position_ids: (B, L); None: counted from 0, padding too. See :func:`pytransformer.nn.position_ids`.
+            past_key_values: from :meth:`make_cache`; gets the new tokens.
+            prefix_lengths: (B,): tokens before it are visible to all.
+            logits_to_keep: logits of the last so many positions only; 0: all.
+        """
+        batch, length = input_ids.shape
+        cached = 0 if past_key_values is None else past_key_values.length
+        x = self.embedding(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(length, cached, position_ids)
+        visible: dict[str, Any] = causal(padding(attention_mask, batch, cached + length), cached, length)
+        if self.alibi is not None:
+            visible["bias"] = self.alibi()
+        if self.config.window is not None:
+            visible["window"] = (self.config.window, None)
+        if prefix_lengths is not None:
+            visible["prefix_lengths"] = prefix_lengths
+        hidden = self.decoder(x, visible, cache=past_key_values)
+        loss = None
+        if labels is not None:
+            following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+            loss = self.head.loss(hidden, following)
+        return Output(
+            hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:])
+        )

@@ -1,0 +1,200 @@
+"""The Transformer: an encoder and a decoder that attends to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..nn.attention import MultiHeadAttention
+from ..nn.blocks import Block, Stack
+from ..nn.cache import KeyValueCache
+from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
+from ..nn.heads import IGNORE, Classifier
+from ..nn.masks import causal, padding
+from ..nn.norm import LayerNorm
+from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
+from . import _hugging_face
+from ._base import Model
+from ._output import Output
+
+POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """target_vocab_size None: one vocabulary and one embedding for both languages. norm: ``"post"`` (the paper's) or ``"pre"``.
+    final_norm: a norm after each stack (pre-norm always has one). tied: the output layer's weight is the target embedding.
+    start_token_id: what decoder inputs made from labels begin with. num_experts: of a mixture of experts in place of every
+    second feed-forward network; 0: none. label_smoothing: in training. balance_weight: of the experts' loss."""
+
+    vocab_size: int = 37000
+    target_vocab_size: int | None = None
+    d_model: int = 512
+    hidden: int = 2048
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    activation: str = "relu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    max_length: int = 1024
+    positions: str = "sinusoidal"
+    norm: str = "post"
+    final_norm: bool = False
+    scale_embeddings: bool = True
+    tied: bool = True
+    logits_bias: bool = False
+    pad_token_id: int = 0
+    start_token_id: int = 1
+    label_smoothing: float = 0.1
+    num_experts: int = 0
+    balance_weight: float = 0.01
+
+
+class Transformer(Model):
+    """Encoder-decoder of Vaswani et al., "Attention Is All You Need" (2017).
+
+    The small translation model ``"notes-small"`` has two vocabularies and an output layer of its own.
+    """
+
+    Config = TransformerConfig
+    PRESETS: ClassVar = {
+        "base": TransformerConfig(),
+        "big": TransformerConfig(d_model=1024, hidden=4096, num_heads=16, dropout=0.3),
+        "notes-small": TransformerConfig(
+            vocab_size=7000, target_vocab_size=7800, d_model=128, hidden=512, num_heads=8, num_encoder_layers=4,
+            num_decoder_layers=4, max_length=256, tied=False,
+        ),
+    }  # fmt: skip
+    CONVERSIONS: ClassVar = {"marian": _hugging_face.MARIAN}
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        c = config
+        if c.norm not in ("pre", "post"):
+            raise ValueError(f"TransformerConfig: norm must be 'pre' or 'post', got {c.norm!r}")
+        if c.positions not in POSITIONS:
+            raise ValueError(f"TransformerConfig: positions must be one of {', '.join(POSITIONS)}, got {c.positions!r}")
+        self.source_embedding = nn.Embedding(c.vocab_size, c.d_model)
+        shared = c.target_vocab_size is None
+        self.target_embedding = self.source_embedding if shared else nn.Embedding(c.target_vocab_size, c.d_model)
+        self.source_positions, self.target_positions = self._positions(), self._positions()
+        self.encoder = self._stack(c.num_encoder_layers, decoder=False)
+        self.decoder = self._stack(c.num_decoder_layers, decoder=True)
+        self.head = Classifier(
+            c.d_model, self.target_embedding.num_embeddings, bias=c.logits_bias,
+            embedding=self.target_embedding if c.tied else None, label_smoothing=c.label_smoothing,
+        )  # fmt: skip
+        self.apply(self._initialise)
+
+    def _positions(self) -> Positions:
+        c = self.config
+        if c.positions == "learned":
+            return LearnedPositions(c.max_length, c.d_model)
+        return SinusoidalPositions(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves")
+
+    def _stack(self, num_layers: int, decoder: bool) -> Stack:
+        c = self.config
+
+        def attention(cross: bool) -> MultiHeadAttention:
+            return MultiHeadAttention(c.d_model, c.num_heads, cross=cross, dropout=c.attention_dropout)
+
+        def network(layer: int) -> nn.Module:
+            if c.num_experts and layer % 2:
+                return MixtureOfExperts(
+                    c.d_model, c.hidden, c.num_experts, activation=c.activation, dropout=c.activation_dropout
+                )
+            return FeedForward(c.d_model, c.hidden, activation=c.activation, dropout=c.activation_dropout)
+
+        def block(layer: int) -> Block:
+            return Block(
+                attention(False), network(layer), lambda: LayerNorm(c.d_model), pre=c.norm == "pre", dropout=c.dropout,
+                cross_attention=attention(True) if decoder else None,
+            )  # fmt: skip
+
+        last = LayerNorm(c.d_model) if c.final_norm or c.norm == "pre" else None
+        return Stack([block(i) for i in range(num_layers)], last, dropout=c.dropout, pre=c.norm == "pre")
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
+        """For ``past_key_values``; max_length None: the config's."""
+        return KeyValueCache(self.config.num_decoder_layers, max_length or self.config.max_length)
+
+    def _embed(
+        self, ids: torch.Tensor, embedding: nn.Embedding, positions: Positions, start: int = 0, at: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = embedding(ids)
+        if self.config.scale_embeddings:
+            x = x * math.sqrt(self.config.d_model)
+        return x + positions(ids.shape[1], start, at).to(x.dtype)
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        x = self._embed(input_ids, self.source_embedding, self.source_positions)
+        visible = padding(attention_mask, *input_ids.shape)
+        if "key_lengths" in visible:
+            visible["query_lengths"] = visible["key_lengths"]
+        return self.encoder(x, visible)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        encoder_outputs: Any = None,
+        past_key_values: KeyValueCache | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Output:
+        """
+        Args:
+            input_ids: (B, Ls) int64, the source; not needed with encoder_outputs.
+            attention_mask: (B, Ls), 0 = padding on any side; or lengths (B,).
+            decoder_input_ids: (B, L); None: labels shifted right. With a cache only the new tokens.
+            decoder_attention_mask: (B, cached + L) or lengths (B,).
+            labels: (B, L), -100 is ignored.
+            encoder_outputs: what :meth:`encode` returned, or an output with ``last_hidden_state``.
+            past_key_values: from :meth:`make_cache`; gets the new tokens and, in its first call, the source's keys.
+            decoder_position_ids: (B, L); None: counted from 0.
+            logits_to_keep: logits of the last so many positions only; 0: all.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encode(input_ids, attention_mask)
+        memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
+        if decoder_input_ids is None:
+            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
+        batch, length = decoder_input_ids.shape
+        cached = 0 if past_key_values is None else past_key_values.length
+        x = self._embed(decoder_input_ids, self.target_embedding, self.target_positions, cached, decoder_position_ids)
+        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
+        hidden = self.decoder(x, visible, memory, padding(attention_mask, batch, memory.shape[1]), past_key_values)
+        loss = None if labels is None else self.head.loss(hidden, labels)
+        if loss is not None and self.training and self.config.num_experts:
+            loss = loss + self.config.balance_weight * balance_loss(self)
+        return Output(
+            hidden, loss, encoder_last_hidden_state=memory, past_key_values=past_key_values,
+            compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
+        )  # fmt: skip
+
+
+def shifted_right(labels: torch.Tensor | None, start: int, pad: int) -> torch.Tensor:
+    """Decoder inputs for teacher forcing: ``start``, then all labels but the last; -100 becomes ``pad``."""
+    if labels is None:
+        raise ValueError("give decoder_input_ids, or labels to make them from")
+    shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+    return shifted.masked_fill(shifted == IGNORE, pad)

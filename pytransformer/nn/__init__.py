@@ -1,0 +1,51 @@
+"""Modules on the fused ops: what the models of :mod:`pytransformer.models` are made of.
+
+Masks travel as lengths, key padding and causality, never as (Lq, Lk) tensors; no module has a backend switch.
+"""
+
+from .attention import MultiHeadAttention
+from .blocks import Block, Residual, Stack, Stream
+from .cache import KeyValueCache, LayerCache
+from .conformer import ConformerBlock, ConvolutionModule
+from .feed_forward import FeedForward, MixtureOfExperts, balance_loss
+from .heads import Classifier
+from .masks import causal, padding, position_ids
+from .mixing import FourierMixing, TokenMixing
+from .norm import LayerNorm, RMSNorm
+from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
+from .scoring import AdditiveScore, DotScore, GeneralScore, attend
+from .taps import AttentionTap, taps
+
+__all__ = [
+    "AdditiveScore",
+    "Alibi",
+    "AttentionTap",
+    "Block",
+    "Classifier",
+    "ConformerBlock",
+    "ConvolutionModule",
+    "DotScore",
+    "FeedForward",
+    "FourierMixing",
+    "GeneralScore",
+    "KeyValueCache",
+    "LayerCache",
+    "LayerNorm",
+    "LearnedPositions",
+    "MixtureOfExperts",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RelativePositionTable",
+    "Residual",
+    "SinusoidalPositions",
+    "Stack",
+    "Stream",
+    "TokenMixing",
+    "attend",
+    "balance_loss",
+    "causal",
+    "padding",
+    "position_ids",
+    "sinusoidal",
+    "taps",
+]

@@ -1,0 +1,121 @@
+"""Multi-head attention on the fused op: self and cross, cached, grouped queries, heads of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.attention import attention
+from .cache import LayerCache
+from .taps import AttentionTap
+
+
+class MultiHeadAttention(nn.Module):
+    """``concat(head_1, ..., head_h) W_O`` with ``head_i = softmax(scale * q_i k_iᵀ + bias + mask) v_i``.
+
+    Self-attention projects queries, keys and values with one matrix, ``qkv``; cross-attention has ``query`` and ``key_value``,
+    so that those of a fixed context are computed once. Rows of both are queries, keys, values, each head after head.
+
+    Args:
+        d_model: size of x and of the result.
+        num_heads: query heads.
+        cross: keys and values come from ``context``.
+        num_kv_heads: key and value heads, a divisor of num_heads; None: num_heads.
+        head_dim: size of a head; None: d_model / num_heads, which makes the parameter count independent of the number of heads.
+        bias: whether the projections have biases.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight in training.
+        context_dim: size of ``context``; None: d_model.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; grouped queries: Ainslie et al., "GQA" (2023).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        cross: bool = False,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        context_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"MultiHeadAttention: num_heads {num_heads} must be a multiple of num_kv_heads {kv_heads}")
+        if head_dim is None and d_model % num_heads:
+            raise ValueError(
+                f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads}; give head_dim"
+            )
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.scale, self.dropout = scale, dropout
+        self.widths = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
+        if cross:
+            self.query = nn.Linear(d_model, self.widths[0], bias)
+            self.key_value = nn.Linear(context_dim or d_model, sum(self.widths[1:]), bias)
+        else:
+            self.qkv = nn.Linear(d_model, sum(self.widths), bias)
+        self.out = nn.Linear(self.widths[0], d_model, bias)
+        self.cross = cross
+        self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: LayerCache | None = None, **visible: Any
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            x: (B, Lq, d_model).
+            context: (B, Lk, context_dim), of cross-attention only; not needed once the cache holds its keys.
+            cache: keys and values of earlier positions; x's are appended. Causal attention then is ``"bottom_right"``.
+            **visible: masks and bias, handed to :func:`pytransformer.attention` as they are.
+
+        Returns:
+            (B, Lq, d_model).
+        """
+        if self.cross:
+            query, (key, value) = self._heads(self.query(x)), self._context(context, cache)
+        else:
+            if context is not None:
+                raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
+            query, key, value = map(self._heads, self.qkv(x).split(self.widths, -1))
+            if cache is not None:
+                key, value = cache.append(key, value)
+        arguments = {**visible, "scale": self.scale}
+        result = attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_lse=self.observer is not None,
+            **arguments,
+        )
+        if self.observer is not None:
+            result, lse = result
+            self.observer(AttentionTap(query, key, value, lse, arguments))
+        return self.out(result.transpose(1, 2).flatten(2))
+
+    def _context(self, context: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache is not None and cache.cross is not None:
+            return cache.cross
+        if context is None:
+            raise ValueError("MultiHeadAttention: cross-attention needs context, or a cache that has seen it")
+        key, value = map(self._heads, self.key_value(context).split(self.widths[1:], -1))
+        if cache is not None:
+            cache.cross = (key, value)
+        return key, value
+
+    def _heads(self, t: torch.Tensor) -> torch.Tensor:
+        """(B, L, H D) as (B, H, L, D), a view."""
+        return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        heads, kv_heads = (w // self.head_dim for w in self.widths[:2])
+        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}"

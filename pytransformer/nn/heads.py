@@ -1,0 +1,53 @@
+"""From hidden states to classes, with the loss that never keeps the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..ops.cross_entropy import linear_cross_entropy
+
+IGNORE = -100
+
+
+class Classifier(nn.Module):
+    """``x W^T + b`` onto classes or a vocabulary, and its cross entropy: :func:`pytransformer.linear_cross_entropy`.
+
+    Args:
+        embedding: its weight is used instead of a weight of its own (tied).
+        scale: multiplies x (T5's tied head).
+        label_smoothing: in training only, so that a validation loss is what it is called.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        classes: int,
+        *,
+        bias: bool = True,
+        embedding: nn.Embedding | None = None,
+        scale: float = 1.0,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if embedding is None:
+            linear = nn.Linear(d_model, classes, bias)
+            self.weight, self.bias = linear.weight, linear.bias
+        else:
+            self.weight = embedding.weight
+            self.bias = nn.Parameter(torch.zeros(classes)) if bias else None
+        self.scale, self.label_smoothing = scale, label_smoothing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean over the labels that are not -100, a float32 number.
+
+        Args:
+            x: (..., d_model). labels: (...), int64.
+        """
+        return linear_cross_entropy(
+            x * self.scale if self.scale != 1.0 else x, self.weight, labels, bias=self.bias, ignore_index=IGNORE,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""From Hugging Face's attention_mask to what the fused op takes; nothing of size (Lq, Lk) is ever built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def padding(attention_mask: torch.Tensor | None, batch: int, length: int) -> dict[str, Any]:
+    """The visibility arguments of :func:`pytransformer.attention` for keys of (batch, length) tokens with this mask.
+
+    Args:
+        attention_mask: None; (B, L), bool or numbers, 0 = padding on any side; or (B,) integers, the lengths of sequences
+            padded at the end.
+
+    Returns:
+        ``{}``, ``{"attn_mask": (B, 1, 1, L) bool}`` (a view of the mask, read once a row by the kernel) or ``{"key_lengths": ...}``.
+    """
+    if attention_mask is None:
+        return {}
+    if attention_mask.shape == (batch,) and not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool:
+        return {"key_lengths": attention_mask}
+    if attention_mask.shape != (batch, length):
+        raise ValueError(
+            f"attention_mask must be ({batch}, {length}), one entry for each token (cached ones too), or lengths ({batch},); "
+            f"got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
+        )
+    return {"attn_mask": attention_mask.bool()[:, None, None, :]}
+
+
+def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
+    """The same arguments for a decoder's self-attention, of ``new`` queries after ``cached`` keys.
+
+    Queries align with the last keys, and with lengths each sequence's own: its queries end where its keys do.
+    """
+    if "key_lengths" in visible:
+        return {**visible, "causal": "bottom_right", "query_lengths": (visible["key_lengths"] - cached).clamp(0, new)}
+    return {**visible, "causal": "bottom_right" if cached else "top_left"}
+
+
+def position_ids(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
+    """(B, new): the positions of the last ``new`` tokens of (B, L), counted from each sequence's first real token.
+
+    For left-padded batches, whose tokens should have the positions that they have unpadded; padding gets 0.
+    """
+    return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -new:]

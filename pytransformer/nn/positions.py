@@ -1,0 +1,92 @@
+"""Where a token stands: encodings added to embeddings, and biases added to scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..ops.masks import AlibiBias, RelativePositionBias
+
+
+def sinusoidal(length: int, d_model: int, *, halves: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(length, d_model): ``PE[p, 2i] = sin(p / 10000^(2i/d))``, ``PE[p, 2i+1] = cos(...)``.
+
+    With ``halves`` all sines come before all cosines (Marian). ``PE[p + s]`` is a linear map of ``PE[p]``, the same for every p.
+
+    Source: Vaswani et al. (2017), section 3.5.
+    """
+    if d_model % 2:
+        raise ValueError(f"sinusoidal: d_model must be even, got {d_model}")
+    rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    parts = (angles.sin(), angles.cos())
+    return (torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(1)).to(dtype)
+
+
+class Positions(nn.Module):
+    """What :class:`SinusoidalPositions` and :class:`LearnedPositions` share: ``weight`` (max_length, d_model), looked up."""
+
+    weight: torch.Tensor
+
+    def forward(self, length: int, start: int = 0, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """(length, d_model) of positions ``start ...``, or (B, length, d_model) of the given ``ids`` (B, length).
+
+        Raises:
+            ValueError: the sequence is longer than the positions.
+        """
+        if start + length > self.weight.shape[0]:
+            raise ValueError(
+                f"a sequence of {start + length} tokens is longer than the model's {self.weight.shape[0]} positions"
+            )
+        return self.weight[start : start + length] if ids is None else nn.functional.embedding(ids, self.weight)
+
+
+class SinusoidalPositions(Positions):
+    """:func:`sinusoidal` as a table that is neither trained nor saved."""
+
+    def __init__(self, max_length: int, d_model: int, halves: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("weight", sinusoidal(max_length, d_model, halves=halves), persistent=False)
+
+
+class LearnedPositions(Positions):
+    """One trained vector for each position."""
+
+    def __init__(self, max_length: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(max_length, d_model))
+
+
+class RelativePositionTable(nn.Module):
+    """T5's table (buckets, heads) of biases by distance; the (Lq, Lk) bias is never built, its gradient neither.
+
+    Called without arguments it gives the ``bias`` of :func:`pytransformer.attention`.
+    """
+
+    def __init__(self, buckets: int, num_heads: int, *, bidirectional: bool, max_distance: int = 128) -> None:
+        super().__init__()
+        self.bidirectional, self.max_distance = bidirectional, max_distance
+        self.table = nn.Parameter(0.02 * torch.randn(buckets, num_heads))
+
+    def forward(self) -> RelativePositionBias:
+        return RelativePositionBias(self.table, self.bidirectional, self.max_distance)
+
+
+class Alibi(nn.Module):
+    """ALiBi's ``bias`` of :func:`pytransformer.attention`: heads with fixed slopes ``2^(-8 (h+1) / H)``.
+
+    For a number of heads that is no power of two the paper's rule: the slopes of the power below, then every other one of the
+    power above.
+
+    Source: Press, Smith, Lewis (2022), section 3.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        power = 1 << (num_heads.bit_length() - 1)
+        slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+        slopes += [2.0 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)]
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+
+    def forward(self) -> AlibiBias:
+        return AlibiBias(self.slopes)

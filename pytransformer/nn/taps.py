@@ -1,0 +1,82 @@
+"""Named intermediates of a model, without a line in the model for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.attention_weights import attention_summary, attention_weights
+
+
+@dataclass(frozen=True)
+class AttentionTap:
+    """What one call of :class:`MultiHeadAttention` gave to the fused kernel, and the lse it got back.
+
+    Attributes:
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv).
+        lse: (B, Hq, Lq), the log of the softmax's denominator.
+        arguments: masks, bias and scale of the call.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    lse: torch.Tensor
+    arguments: dict[str, Any]
+
+    def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
+        """(B, heads, rows, Lk): :func:`pytransformer.attention_weights`; only the rows asked for are computed."""
+        return attention_weights(self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments)
+
+    def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
+        """:func:`pytransformer.attention_summary`, in linear memory; all kinds if none is named."""
+        chosen = {"kinds": kinds} if kinds else {}
+        return attention_summary(self.query, self.key, self.lse, **chosen, **self.arguments)
+
+
+@contextlib.contextmanager
+def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
+    """Record intermediates by the names of ``model.named_modules()``.
+
+    A pattern (as in the shell: ``"decoder.*.cross_attention"``) chooses modules; none chooses every attention module. For a
+    :class:`MultiHeadAttention` the record is an :class:`AttentionTap`, for any other module its output. Of several calls the
+    last counts.
+
+        with taps(model, "encoder.*") as seen:
+            model(input_ids)
+        seen["encoder.blocks.0.self_attention"].weights(rows=[3])
+
+    Raises:
+        ValueError: a pattern that no module has.
+    """
+    modules = dict(model.named_modules())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            names = ", ".join(name for name in list(modules)[1:9])
+            raise ValueError(f"taps: no module is called {pattern!r}; there are {names} and so on")
+    chosen = {
+        name: module
+        for name, module in modules.items()
+        if (any(fnmatchcase(name, p) for p in patterns) if patterns else hasattr(module, "observer"))
+    }
+    record: dict[str, Any] = {}
+    handles = []
+    for name, module in chosen.items():
+        if hasattr(module, "observer"):
+            module.observer = lambda tap, name=name: record.__setitem__(name, tap)
+        else:
+            handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: record.__setitem__(name, out)))
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in chosen.values():
+            if hasattr(module, "observer"):
+                module.observer = None

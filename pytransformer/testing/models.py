@@ -1,0 +1,29 @@
+"""When two implementations of a model agree: the limits, in one place."""
+
+from __future__ import annotations
+
+import torch
+
+# Of logits in float32, relative to max(1, max|logit|). Two correct computations of the small test models differ by 1e-7 to
+# 3e-6; an approximate GELU for the exact one, or a wrong eps, by 1e-4 and more.
+LOGITS = 5e-5
+# Relative 2-norm of the difference of a parameter's gradients in float32.
+GRADIENT = 5e-5
+# Relative difference of two float64 losses after 50 steps of training: rounding (1e-16) grows by the steps' sensitivity.
+CURVE = 1e-9
+
+
+def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """AssertionError, with the figures, unless max|ours - theirs| <= LOGITS * max(1, max|theirs|), all finite."""
+    assert ours.shape == theirs.shape, f"{tuple(ours.shape)} but expected {tuple(theirs.shape)}"
+    assert ours.isfinite().all() and theirs.isfinite().all()
+    worst, scale = (ours - theirs).abs().max().item(), max(1.0, theirs.abs().max().item())
+    assert worst <= LOGITS * scale, f"logits differ by {worst:.2e}, allowed {LOGITS * scale:.2e}"
+
+
+def assert_same_gradient(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """AssertionError unless |ours - theirs| <= GRADIENT * |theirs| in the 2-norm, and theirs is not zero."""
+    assert ours.shape == theirs.shape
+    assert theirs.norm() > 0
+    worst = ((ours - theirs).norm() / theirs.norm()).item()
+    assert worst <= GRADIENT, f"gradients differ by {worst:.2e}, allowed {GRADIENT:.2e}"

@@ -1,0 +1,28 @@
+"""What tests of models share: Hugging Face quiet and offline, one thread, fused backends or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _quick(one_thread: None) -> None:
+    """Models this small are fastest on one thread."""
+
+
+@pytest.fixture(scope="session")
+def hugging_face() -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    import torch
+
+    with torch.no_grad():
+        yield
