@@ -1,0 +1,50 @@
+"""Training: corpora, tokenizers, batches, masks, schedules, one trainer, checkpoints that resume bit for bit.
+
+`pytransformer train` is made of these; see docs/training.md. Optional libraries are imported only where they are used.
+"""
+
+from .batching import IGNORED, Batches, causal_collate, pad, translation_collate
+from .checkpoint import read_checkpoint, write_checkpoint
+from .distributed import World, distributed
+from .grammar import make_corpus
+from .images import ImageFolder, collate_images
+from .masking import Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
+from .metrics import plot_losses, read_metrics
+from .schedule import warmup_cosine, warmup_inverse_square_root
+from .text import Pair, read_pairs, read_texts, split_pairs, write_pairs
+from .tokenizer import Tokenizer, check_tokenizer
+from .trainer import Diverged, Recipe, Trainer
+
+__all__ = [
+    "IGNORED",
+    "Batches",
+    "Diverged",
+    "ImageFolder",
+    "Pair",
+    "Recipe",
+    "Tokenizer",
+    "Trainer",
+    "Vocabulary",
+    "World",
+    "causal_collate",
+    "check_tokenizer",
+    "collate_images",
+    "distributed",
+    "make_corpus",
+    "mask_spans",
+    "mask_tokens",
+    "masked_collate",
+    "next_sentence_pairs",
+    "pad",
+    "plot_losses",
+    "read_checkpoint",
+    "read_metrics",
+    "read_pairs",
+    "read_texts",
+    "split_pairs",
+    "translation_collate",
+    "warmup_cosine",
+    "warmup_inverse_square_root",
+    "write_checkpoint",
+    "write_pairs",
+]

@@ -1,0 +1,108 @@
+"""Checkpoints: one safetensors file each, written whole or not at all.
+
+Tensors are the model's and the optimizer's; everything else is JSON in the file's header. Nothing in it can run when it is
+read. A file is written under another name, flushed to disk and then renamed, which the file system does at once: whatever
+interrupts the writing leaves the checkpoints of before as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .extras import require
+
+_NAME = re.compile(r"checkpoint-(\d+)\.safetensors")
+_HEADER = "pytransformer"
+_UNFINISHED = ".unfinished"
+
+
+class Checkpoint(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]  # what JSON can hold
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, and onto the disk."""
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    with open(unfinished, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the renaming too
+    finally:
+        os.close(folder)
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes the file atomically. Tensors that share memory (tied weights) are written once for each name."""
+    safetensors = require("safetensors.torch", "models", "writing a checkpoint")
+    tensors, seen = {}, set()
+    for name, tensor in checkpoint.tensors.items():
+        tensor = tensor.detach().contiguous()
+        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    atomic_write(path, safetensors.save(tensors, {_HEADER: json.dumps(checkpoint.facts)}))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads what `write_checkpoint` wrote, onto the CPU.
+
+    Raises:
+        ValueError: the file is damaged, or is something else.
+    """
+    safetensors = require("safetensors", "models", "reading a checkpoint")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file}  # noqa: SIM118
+            header = file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+    if _HEADER not in header:
+        raise ValueError(f"{path} is not a checkpoint of pytransformer: its header has no entry {_HEADER!r}")
+    return Checkpoint(tensors, json.loads(header[_HEADER]))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"checkpoint-{step:07}.safetensors"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints of a folder, oldest first."""
+    found = {path: match for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    return sorted(found, key=lambda path: int(found[path][1]))
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what an interrupted writing left."""
+    for path in [*checkpoints(folder)[:-keep], *folder.glob(f"checkpoint-*{_UNFINISHED}")]:
+        path.unlink(missing_ok=True)
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors named "<parameter>.<entry>", the rest) of an optimizer's state."""
+    state = optimizer.state_dict()
+    tensors, numbers = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{index}.{name}"] = value
+    return tensors, {"numbers": numbers, "groups": state["param_groups"]}
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> None:
+    """The reverse of `pack_optimizer`."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in [*tensors.items(), *rest["numbers"].items()]:
+        index, _, entry = name.partition(".")
+        state.setdefault(int(index), {})[entry] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

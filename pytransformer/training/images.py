@@ -1,0 +1,64 @@
+"""Labelled images from folders: one folder a class, as people keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .extras import require
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+class ImageFolder:
+    """Images of `root/<class>/<name>.png`, resized to (size, size), as (channels, size, size) float32 in [-1, 1].
+
+    Args:
+        root: a folder with one folder for each class; classes are numbered in alphabetical order.
+        size: height and width in pixels.
+        channels: 3 for colour, 1 for grey.
+
+    Raises:
+        ValueError: no class folder, no image in it, or a wrong number of channels.
+        ImportError: without Pillow.
+    """
+
+    def __init__(self, root: str | Path, size: int, channels: int = 3) -> None:
+        if channels not in (1, 3):
+            raise ValueError(f"ImageFolder: channels must be 1 or 3, got {channels}")
+        self._image = require("PIL.Image", "viz", "reading images")
+        self.root, self.size, self.channels = Path(root), size, channels
+        self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((self.root / name).iterdir())
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise ValueError(
+                f"ImageFolder: no image in {root}: wanted {root}/<class>/<name> with one of {', '.join(SUFFIXES)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self.files[index]
+        try:
+            with self._image.open(path) as image:
+                resized = image.convert("RGB" if self.channels == 3 else "L").resize((self.size, self.size))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read as an image: {error}") from error
+        pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
+        pixels = pixels.view(self.size, self.size, self.channels).permute(2, 0, 1)
+        return pixels.float().div(127.5).sub(1.0), label
+
+
+def collate_images(examples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+    """{"pixel_values": (B, C, H, W), "labels": (B,)}."""
+    return {
+        "pixel_values": torch.stack([pixels for pixels, _ in examples]),
+        "labels": torch.tensor([label for _, label in examples]),
+    }

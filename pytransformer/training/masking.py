@@ -1,0 +1,160 @@
+"""What a masked language model learns from: masked tokens, masked spans, pairs of sentences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .batching import IGNORED, Batch, attention_mask, pad
+
+
+class Masked(NamedTuple):
+    """One sequence made ready: the ids that the model reads, and the labels, IGNORED where nothing is asked."""
+
+    ids: list[int]
+    labels: list[int]
+    spans: list[tuple[int, int]]  # (first, last) token of each masked span; empty for single tokens
+
+
+class Vocabulary(NamedTuple):
+    """The ids that masking needs to know."""
+
+    size: int
+    mask_id: int
+    special: frozenset[int]  # never masked, never drawn as a replacement
+
+
+def mask_tokens(ids: Sequence[int], vocabulary: Vocabulary, generator: torch.Generator, share: float = 0.15) -> Masked:
+    """BERT's masked tokens (Devlin et al. 2019, section 3.1): `share` of them are asked for; of these 80 % are replaced by the
+    mask, 10 % by a random token, 10 % kept.
+
+    At least one token is asked for, if the sequence has any that is not special.
+    """
+    free = [i for i, token in enumerate(ids) if token not in vocabulary.special]
+    count = min(len(free), max(1, _round_at_random(share * len(free), generator)))
+    chosen = [free[i] for i in torch.randperm(len(free), generator=generator)[:count].tolist()]
+    return _replace(ids, [[i] for i in chosen], vocabulary, generator)._replace(spans=[])
+
+
+def mask_spans(
+    ids: Sequence[int],
+    vocabulary: Vocabulary,
+    generator: torch.Generator,
+    share: float = 0.15,
+    success: float = 0.2,
+    longest: int = 10,
+) -> Masked:
+    """SpanBERT's masked spans (Joshi et al. 2020, section 3.1): geometric lengths, cut off at `longest` (mean 3.8), until `share`
+    of the tokens are asked for; 80 : 10 : 10 is drawn for a span as a whole.
+
+    Spans hold no special token, and between two there is at least one token that is not masked: the boundary objective reads it.
+    """
+    free = [token not in vocabulary.special for token in ids]
+    budget = min(sum(free), max(1, _round_at_random(share * sum(free), generator)))
+    spans: list[list[int]] = []
+    while budget > 0:
+        length = min(_span_length(generator, success, longest), budget)
+        starts = [i for i in range(len(ids) - length + 1) if all(free[i : i + length])]
+        if not starts and length == 1:
+            break
+        if not starts:  # no gap as long as that is left: shorter ones then
+            longest = length - 1
+            continue
+        start = starts[int(torch.randint(len(starts), (), generator=generator))]
+        spans.append(list(range(start, start + length)))
+        budget -= length
+        for i in range(max(0, start - 1), min(len(ids), start + length + 1)):
+            free[i] = False
+    return _replace(ids, spans, vocabulary, generator)
+
+
+def span_length_probabilities(success: float = 0.2, longest: int = 10) -> list[float]:
+    """P(length = 1), …, P(length = longest) of the geometric distribution cut off at `longest`."""
+    weights = [success * (1 - success) ** (length - 1) for length in range(1, longest + 1)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def masked_collate(
+    pad_id: int, vocabulary: Vocabulary, mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens
+) -> Callable[[list[Sequence[int]], torch.Generator], Batch]:
+    """Collates token sequences for a masked language model, masked anew each time they are drawn."""
+
+    def collate(examples: list[Sequence[int]], generator: torch.Generator) -> Batch:
+        masked = [mask(ids, vocabulary, generator) for ids in examples]
+        return {
+            "input_ids": pad([m.ids for m in masked], pad_id),
+            "attention_mask": attention_mask([m.ids for m in masked]),
+            "labels": pad([m.labels for m in masked], IGNORED),
+        }
+
+    return collate
+
+
+class SentencePair(NamedTuple):
+    """`<s> first </s> second </s>` with the segment of each token, and whether the second followed the first."""
+
+    ids: list[int]
+    segments: list[int]
+    label: int  # as in Hugging Face: 0 it is the next sentence, 1 it is a random one
+
+
+def next_sentence_pairs(
+    documents: Sequence[Sequence[Sequence[int]]], start_id: int, end_id: int, generator: torch.Generator
+) -> list[SentencePair]:
+    """BERT's pairs (Devlin et al. 2019, section 3.1): each sentence with its next one, or, half of the time, with a random one of
+    another document.
+
+    Args:
+        documents: of each document the sentences, as token ids.
+
+    Raises:
+        ValueError: fewer than two documents with a sentence, so that no other one is there to draw from.
+    """
+    documents = [document for document in documents if document]
+    if len(documents) < 2:
+        raise ValueError(f"next_sentence_pairs: wanted at least two documents with sentences, got {len(documents)}")
+    pairs = []
+    for number, document in enumerate(documents):
+        for first, second in itertools.pairwise(document):
+            label = int(torch.randint(2, (), generator=generator))
+            if label == 1:
+                other = int(torch.randint(len(documents) - 1, (), generator=generator))
+                elsewhere = documents[other + (other >= number)]
+                second = elsewhere[int(torch.randint(len(elsewhere), (), generator=generator))]
+            ids = [start_id, *first, end_id, *second, end_id]
+            pairs.append(SentencePair(ids, [0] * (len(first) + 2) + [1] * (len(second) + 1), label))
+    return pairs
+
+
+def _round_at_random(x: float, generator: torch.Generator) -> int:
+    """`x` rounded down or up, such that its mean is x: else short sequences would be masked too little."""
+    return int(x + torch.rand((), generator=generator).item())
+
+
+def _span_length(generator: torch.Generator, success: float, longest: int) -> int:
+    weights = torch.tensor(span_length_probabilities(success, longest))
+    return 1 + int(torch.multinomial(weights, 1, generator=generator))
+
+
+def _replace(ids: Sequence[int], spans: list[list[int]], vocabulary: Vocabulary, generator: torch.Generator) -> Masked:
+    """Masks, replaces or keeps each span as a whole, and asks for all its tokens."""
+    read, labels = list(ids), [IGNORED] * len(ids)
+    for span in spans:
+        fate = torch.rand((), generator=generator).item()
+        for i in span:
+            labels[i] = ids[i]
+            if fate < 0.8:
+                read[i] = vocabulary.mask_id
+            elif fate < 0.9:
+                read[i] = _any_token(vocabulary, generator)
+    return Masked(read, labels, [(span[0], span[-1]) for span in spans])
+
+
+def _any_token(vocabulary: Vocabulary, generator: torch.Generator) -> int:
+    while True:
+        token = int(torch.randint(vocabulary.size, (), generator=generator))
+        if token not in vocabulary.special:
+            return token

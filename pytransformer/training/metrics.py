@@ -1,0 +1,72 @@
+"""What a training run tells: one JSON object a line, and a picture of the losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import atomic_write
+
+Row = dict[str, Any]
+
+
+class Metrics:
+    """The rows of a run, in `path` too unless that is None: {"step": 50, "loss": 4.2, ...}, in order of their steps."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.rows = path, []
+
+    def resume(self, step: int) -> None:
+        """Keeps what is written up to `step`: what came after is going to be computed, and written, again."""
+        if self.path is None:
+            return
+        self.rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else []
+        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a file; a last line that was cut off in the middle is left out.
+
+    Raises:
+        ValueError: another line that is no JSON object, named by its number.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError as error:
+            if number < len(lines):  # the last one lacks its line break
+                raise ValueError(f"{path}, line {number}: no JSON object: {line[:60]!r}") from error
+    return rows
+
+
+def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
+    """Draws every "…loss" of the rows over the steps.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from ..viz import figure, save
+
+    names = list(dict.fromkeys(name for row in rows for name in row if name.endswith("loss")))
+    fig = figure(7, 4)
+    axis = fig.subplots()
+    for name in names:
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axis.plot(*zip(*points), label=name.replace("_", " "), marker="." if len(points) < 30 else None)
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss, nats a token")
+    axis.set_title(title)
+    axis.grid(color="0.9")
+    if names:
+        axis.legend(frameon=False)
+    return save(fig, path)

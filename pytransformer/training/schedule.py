@@ -1,0 +1,29 @@
+"""Learning rates by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]  # step, from 1 on -> learning rate
+
+
+def warmup_inverse_square_root(d_model: int, warmup: int = 4000, factor: float = 1.0) -> Schedule:
+    """``factor * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5)`` (Vaswani et al. 2017, section 5.3, equation 3)."""
+    if warmup < 1 or d_model < 1:
+        raise ValueError(f"warmup_inverse_square_root: d_model and warmup must be at least 1, got {d_model} and {warmup}")
+    return lambda step: factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def warmup_cosine(peak: float, warmup: int, steps: int, floor: float = 0.0) -> Schedule:
+    """Linear to `peak` in `warmup` steps, then half a cosine down to `floor` at `steps`."""
+    if not 0 <= warmup < steps:
+        raise ValueError(f"warmup_cosine: warmup must be between 0 and steps - 1 = {steps - 1}, got {warmup}")
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * step / warmup
+        done = min(1.0, (step - warmup) / (steps - warmup))
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return rate

@@ -1,0 +1,81 @@
+"""Texts from files: sentence pairs from two columns, one text a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    source: str
+    target: str
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """Sentence pairs of a UTF-8 file with two columns, a tab between them. Empty lines are passed over.
+
+    Raises:
+        ValueError: a line that is not two texts with a tab between, named by its number; no pair at all; not UTF-8.
+        OSError: the file cannot be read.
+    """
+    pairs = []
+    for number, line in _lines(Path(path)):
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) != 2 or not all(columns):
+            got = "an empty column" if len(columns) == 2 else f"{len(columns)} column{'s' * (len(columns) != 1)}"
+            raise ValueError(f"{path}, line {number}: wanted two texts with a tab between them, got {got}: {line[:60]!r}")
+        pairs.append(Pair(*columns))
+    if not pairs:
+        raise ValueError(f"{path} is empty: wanted sentence pairs, one a line, with a tab between the two")
+    return pairs
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """The lines of a UTF-8 file that are not empty.
+
+    Raises:
+        ValueError: no line, or not UTF-8.
+        OSError: the file cannot be read.
+    """
+    texts = [line.strip() for _, line in _lines(Path(path))]
+    if not texts:
+        raise ValueError(f"{path} is empty: wanted texts, one a line")
+    return texts
+
+
+def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
+    """Writes what :func:`read_pairs` reads.
+
+    Raises:
+        ValueError: a text with a tab or a line break in it, or an empty one.
+    """
+    lines = []
+    for pair in pairs:
+        if any(not text.strip() or any(mark in text for mark in "\t\n\r") for text in pair):
+            raise ValueError(f"write_pairs: wanted two texts without tabs and line breaks, got {pair!r}")
+        lines.append("\t".join(pair) + "\n")
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def split_pairs(pairs: list[Pair], every: int = 20) -> tuple[list[Pair], list[Pair]]:
+    """(training, held-out) pairs: one source sentence in `every` is held out, with all its translations.
+
+    The choice hangs on the sentence alone, so a pair that occurs twice is never on both sides.
+    """
+    import zlib
+
+    train: list[Pair] = []
+    held_out: list[Pair] = []
+    for pair in pairs:
+        (held_out if zlib.crc32(pair.source.encode()) % every == 0 else train).append(pair)
+    return train, held_out
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """(number, line) of the lines that are not blank."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -1,0 +1,268 @@
+"""One trainer for every model: accumulation, autocast, DDP, metrics, and checkpoints that resume bit for bit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cli.console import Console
+from .batching import Batch, Batches, mix
+from .checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoints,
+    pack_optimizer,
+    prune,
+    read_checkpoint,
+    unpack_optimizer,
+    write_checkpoint,
+)
+from .distributed import World
+from .metrics import Metrics
+from .schedule import Schedule
+
+# (model, batch) -> (the mean loss over what the batch asks for, of how many tokens or examples that is the mean)
+Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. A step uses `accumulate` batches of every process, and weighs all their tokens alike."""
+
+    steps: int
+    accumulate: int = 1
+    autocast: torch.dtype | None = None  # torch.bfloat16: matrix products and attention in bf16, parameters as they are
+    clip: float | None = None  # of the gradient's norm
+    log_every: int = 50
+    evaluate_every: int = 0  # 0: at the end only
+    save_every: int = 0  # 0: at the end only
+    keep: int = 2  # checkpoints
+    seed: int = 0  # of dropout
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Recipe: {name} must be at least 1, got {getattr(self, name)}")
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a finite number."""
+
+
+class _Step(nn.Module):
+    """The model with its objective: what DDP wraps, because its hooks hang on one forward call."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        return self.objective(self.model, batch)
+
+
+class Trainer:
+    """Trains a model and keeps in `out` its metrics (metrics.jsonl) and checkpoints.
+
+    Every random number of a step hangs on the seed, the step and the rank alone, and every batch on the seed and its place. So a
+    checkpoint needs no generator's state, and a run that resumes ends with the very bits of one that was never interrupted.
+
+    Args:
+        model: any module; it is moved to the world's device.
+        objective: (model, batch) -> (mean loss, count). Gradients are those of the mean over the counts of all processes and
+            accumulated batches together, so that accumulation and DDP change the result by rounding only.
+        batches: what to learn from.
+        recipe: how.
+        schedule: the learning rate of each step, counted from 1.
+        out: folder for metrics and checkpoints; None keeps none.
+        optimizer: default Adam with betas (0.9, 0.98) and eps 1e-9 (Vaswani et al. 2017, section 5.3).
+        evaluate: model (in eval mode, without gradients) -> figures for the metrics.
+        world: from `distributed()`; None: this process alone, on the model's device.
+        console: where progress goes; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        batches: Batches,
+        recipe: Recipe,
+        schedule: Schedule,
+        *,
+        out: Path | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        evaluate: Evaluate | None = None,
+        world: World | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.world = world or World(device=next(model.parameters()).device)
+        if len(batches) < self.world.size:
+            raise ValueError(f"Trainer: {len(batches)} batches an epoch do not suffice for {self.world.size} processes")
+        self.model, self.batches, self.recipe, self.schedule = model.to(self.world.device), batches, recipe, schedule
+        self.evaluate, self.console = evaluate, console if self.world.first else None
+        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        self._step: nn.Module = _Step(model, objective)
+        if self.world.size > 1:
+            self._step = nn.parallel.DistributedDataParallel(self._step)
+        self.out = out
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        self.metrics = Metrics(out / "metrics.jsonl" if out is not None and self.world.first else None)
+        self.step, self.epoch, self.position = 0, 0, 0  # position: batches of this epoch that are used up
+        self.last_loss = math.nan
+
+    def fit(self, until: int | None = None) -> None:
+        """Trains up to step `until`, or to the recipe's last one, from where the trainer stands. Writes a checkpoint at the end.
+
+        Raises:
+            Diverged: the loss is not finite.
+        """
+        last = self.recipe.steps if until is None else min(until, self.recipe.steps)
+        if self.step >= last:
+            return
+        stream, since, start = self._stream(), [0.0, 0, 0], time.monotonic()
+        self.model.train()
+        progress = self.console.progress(last - self.step) if self.console and self.console.terminal else nullcontext()
+        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []), progress as bar:
+            while self.step < last:
+                loss, count = self._train_step(stream)
+                since[0], since[1], since[2] = since[0] + loss * count, since[1] + count, since[2] + 1
+                if bar is not None:
+                    bar.advance()
+                    bar.step(f"step {self.step}, loss {self.last_loss:.3f}")
+                if self.step % self.recipe.log_every == 0 or self.step == last:
+                    self._log(since, time.monotonic() - start)
+                    since, start = [0.0, 0, 0], time.monotonic()
+                if self._due(self.recipe.evaluate_every, last):
+                    self._evaluate()
+                if self._due(self.recipe.save_every, last):
+                    self.save()
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint of this step and removes all but the newest `recipe.keep`. Returns its path."""
+        if self.out is None or not self.world.first:
+            return None
+        tensors, rest = pack_optimizer(self.optimizer)
+        named = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        named |= {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
+        facts = {"place": [self.step, self.epoch, self.position], "optimizer": rest, "run": self._run()}
+        path = checkpoint_path(self.out, self.step)
+        write_checkpoint(path, Checkpoint(named, facts))
+        prune(self.out, self.recipe.keep)
+        return path
+
+    def resume(self, path: Path | None = None) -> bool:
+        """Goes back to a checkpoint, by default the newest one of `out`. Returns False if there is none.
+
+        Raises:
+            ValueError: the checkpoint is damaged, of another model, or of a run with other batches, seeds or processes, which
+                could not go on bit for bit.
+        """
+        if path is None:
+            found = checkpoints(self.out) if self.out is not None else []
+            if not found:
+                return False
+            path = found[-1]
+        checkpoint = read_checkpoint(path)
+        then, now = checkpoint.facts["run"], self._run()
+        if different := [f"{name} {then.get(name)} instead of {now[name]}" for name in now if then.get(name) != now[name]]:
+            raise ValueError(f"{path} is of another run: it has {', '.join(different)}")
+        state = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+        try:
+            self.model.load_state_dict(state)
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit the model: {error}") from error
+        tensors = {n.removeprefix("optimizer."): t for n, t in checkpoint.tensors.items() if n.startswith("optimizer.")}
+        unpack_optimizer(self.optimizer, tensors, checkpoint.facts["optimizer"])
+        self.step, self.epoch, self.position = checkpoint.facts["place"]
+        self.metrics.resume(self.step)
+        return True
+
+    def _run(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to go on bit for bit; the number of steps may change."""
+        recipe = {k: str(v) for k, v in asdict(self.recipe).items() if k in ("accumulate", "autocast", "clip", "seed")}
+        batches = {"examples": len(self.batches.examples), "batch_size": self.batches.batch_size, "order": self.batches.seed}
+        return recipe | batches | {"processes": self.world.size}
+
+    def _due(self, every: int, last: int) -> bool:
+        return self.step == last or (every > 0 and self.step % every == 0)
+
+    def _stream(self) -> Iterator[Batch]:
+        while True:
+            for batch in self.batches.epoch(self.epoch, start=self.position, rank=self.world.rank, world=self.world.size):
+                self.position += self.world.size
+                yield {name: tensor.to(self.world.device) for name, tensor in batch.items()}
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _train_step(self, stream: Iterator[Batch]) -> tuple[float, int]:
+        """One step of the optimizer: (mean loss of this process's batches, their count)."""
+        recipe, device = self.recipe, self.world.device
+        self.step += 1
+        torch.manual_seed(mix(recipe.seed, self.step, self.world.rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum, count_sum = torch.zeros((), device=device, dtype=torch.float64), 0
+        for number in range(recipe.accumulate):
+            batch = next(stream)
+            with self._no_sync(number):
+                with torch.autocast(device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None):
+                    loss, count = self._step(batch)
+                (loss * count).backward()
+            loss_sum += loss.detach().double() * count
+            count_sum += count
+        total = self.world.total(torch.tensor(float(count_sum), device=device)).item()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, self.world.size / total)  # DDP has divided by the number of processes already
+        if recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        rate = self.schedule(self.step)
+        self.last_loss = loss_sum.item() / count_sum
+        if not math.isfinite(self.last_loss):
+            raise Diverged(
+                f"the loss is {self.last_loss} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
+                "a bound of the gradient's norm may help; the checkpoints of before are as they were"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return self.last_loss, count_sum
+
+    def _no_sync(self, number: int) -> AbstractContextManager[Any]:
+        """DDP adds gradients up over the processes once a step, with the last batch."""
+        if self.world.size == 1 or number == self.recipe.accumulate - 1:
+            return nullcontext()
+        return self._step.no_sync()
+
+    def _log(self, since: list[float], seconds: float) -> None:
+        sums = self.world.total(torch.tensor(since[:2], dtype=torch.float64, device=self.world.device)).tolist()
+        row = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": sums[0] / sums[1],
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "milliseconds_a_step": 1e3 * seconds / since[2],
+            "tokens_a_second": sums[1] / max(seconds, 1e-9),
+        }
+        self._tell(row, f"loss {row['loss']:.4f}  {row['milliseconds_a_step']:.0f} ms a step")
+
+    def _evaluate(self) -> None:
+        if self.evaluate is None:
+            return
+        self.model.eval()
+        with torch.no_grad():
+            figures = self.evaluate(self.model)
+        self.model.train()
+        self._tell({"step": self.step} | figures, "  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+
+    def _tell(self, row: dict[str, Any], text: str) -> None:
+        if self.world.first:
+            self.metrics.add(row)
+        if self.console is not None and not self.console.terminal:
+            self.console.print(f"step {self.step:6}/{self.recipe.steps}  {text}")

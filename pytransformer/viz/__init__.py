@@ -1,0 +1,20 @@
+"""Pictures of attention: heat maps, galleries, line drawings, distances, positions; PNG or SVG, with matplotlib (extra `viz`).
+
+Each function takes tensors and returns a figure; :func:`save` writes it. `attention_of` computes what a model attended to, for
+the layers, heads and rows asked for, from the log of the sum that the fused kernels returned.
+"""
+
+from ._figure import figure, save
+from .depth import mean_distances, plot_distances, plot_positions
+from .maps import gallery, head_lines, heat_map
+
+__all__ = [
+    "figure",
+    "gallery",
+    "head_lines",
+    "heat_map",
+    "mean_distances",
+    "plot_distances",
+    "plot_positions",
+    "save",
+]

@@ -1,0 +1,74 @@
+"""Figures without pyplot: no global state, no display, the same bytes for the same figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cli.console import escape_plot
+from ..training.extras import require
+
+SUFFIXES = (".png", ".svg")
+LARGEST = 40.0  # inches; what is larger no viewer shows
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, sizes in inches.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    require("matplotlib", "viz", "drawing")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(min(width, LARGEST), min(height, LARGEST)), dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(drawn: Any, path: str | Path) -> Path:
+    """Writes a figure as PNG or SVG, by the path's suffix.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"save: wanted a path that ends with {' or '.join(SUFFIXES)}, got {path}")
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "pytransformer"}):
+        drawn.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+    return path
+
+
+def labels(tokens: Sequence[str]) -> list[str]:
+    """Tokens as they can be read: a space instead of the mark of a word's start, quotes around what is blank."""
+    shown = [escape_plot(token.replace("▁", " ").strip()) for token in tokens]
+    return [text or repr(token) for text, token in zip(shown, tokens)]
+
+
+def check_matrix(name: str, weights: torch.Tensor, ndim: int) -> torch.Tensor:
+    """The weights as float32 on the CPU.
+
+    Raises:
+        TypeError, ValueError: no tensor, or one of another number of dimensions, or an empty one.
+    """
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"{name}: weights must be a tensor, got {type(weights).__name__}")
+    if weights.dim() != ndim or weights.numel() == 0:
+        raise ValueError(f"{name}: weights must have {ndim} dimensions, none of them 0, got shape {tuple(weights.shape)}")
+    return weights.detach().float().cpu()
+
+
+def check_tokens(name: str, argument: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
+    """Readable labels, one for each row or column."""
+    if tokens is None:
+        return None
+    if len(tokens) != count:
+        raise ValueError(f"{name}: wanted {count} {argument}, one for each, got {len(tokens)}")
+    return labels(tokens)

@@ -1,0 +1,74 @@
+"""Two processes, started by torchrun, over gloo: the step of one process that accumulates two batches, and the same on both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pytransformer.training import read_metrics
+from pytransformer.training.checkpoint import checkpoints, read_checkpoint
+
+SCRIPT = """
+import pathlib, sys, torch
+sys.path.insert(0, sys.argv[1])
+import toy
+from pytransformer.training import distributed
+torch.set_num_threads(1)
+with distributed("cpu") as world:
+    assert world.size == 2
+    trainer = toy.make_trainer(pathlib.Path(sys.argv[2]), dropout=0.0, steps=12, log_every=4, world=world, accumulate=int(sys.argv[3]))
+    trainer.resume()
+    trainer.fit(until=int(sys.argv[4]))
+    flat = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    assert torch.equal(*both), "the processes have come apart"
+"""
+
+
+def torchrun(toy, environment, folder, *arguments):
+    script = folder.parent / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    where = os.path.dirname(toy.__file__)
+    done = subprocess.run(
+        [*command, where, str(folder), *map(str, arguments)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def weights(folder):
+    return read_checkpoint(checkpoints(folder)[-1]).tensors
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_path):
+    alone = toy.make_trainer(tmp_path / "one", dropout=0.0, steps=12, log_every=4, accumulate=2)
+    alone.fit()
+    torchrun(toy, subprocess_environment, tmp_path / "two", 1, 12)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    first, second = (read_metrics(tmp_path / n / "metrics.jsonl") for n in ("one", "two"))
+    assert [row["step"] for row in second] == [4, 8, 12], "one process writes the metrics"
+    for a, b in zip(first, second):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4), "the loss logged is that of all processes"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_two_processes_resume_bit_for_bit_while_accumulating(toy, subprocess_environment, tmp_path):
+    torchrun(toy, subprocess_environment, tmp_path / "whole", 2, 12)
+    torchrun(toy, subprocess_environment, tmp_path / "parts", 2, 5)
+    torchrun(toy, subprocess_environment, tmp_path / "parts", 2, 12)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
