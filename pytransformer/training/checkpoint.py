@@ -8,7 +8,6 @@ interrupts the writing leaves the checkpoints of before as they were.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..models import _files
 from .extras import require
 
 _NAME = re.compile(r"checkpoint-(\d+)\.safetensors")
-_HEADER = "pytransformer"
-_UNFINISHED = ".unfinished"
+_HEADER = "training"
 
 
 class Checkpoint(NamedTuple):
@@ -28,30 +27,16 @@ class Checkpoint(NamedTuple):
     facts: dict[str, Any]  # what JSON can hold
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, and onto the disk."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the renaming too
-    finally:
-        os.close(folder)
-
-
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes the file atomically. Tensors that share memory (tied weights) are written once for each name."""
+    """Writes the file whole or not at all. Tensors that share memory (tied weights) are written once for each name."""
     safetensors = require("safetensors.torch", "models", "writing a checkpoint")
     tensors, seen = {}, set()
     for name, tensor in checkpoint.tensors.items():
         tensor = tensor.detach().contiguous()
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    atomic_write(path, safetensors.save(tensors, {_HEADER: json.dumps(checkpoint.facts)}))
+    with _files.replacing(path) as unfinished:
+        safetensors.save_file(tensors, unfinished, {_HEADER: json.dumps(checkpoint.facts)})
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -60,15 +45,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: the file is damaged, or is something else.
     """
-    safetensors = require("safetensors", "models", "reading a checkpoint")
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file}  # noqa: SIM118
-            header = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+    tensors, header = _files.tensors(path)
     if _HEADER not in header:
-        raise ValueError(f"{path} is not a checkpoint of pytransformer: its header has no entry {_HEADER!r}")
+        raise ValueError(f"{path} is not a checkpoint of a training run: its header has no entry {_HEADER!r}")
     return Checkpoint(tensors, json.loads(header[_HEADER]))
 
 
@@ -84,7 +63,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints, and what an interrupted writing left."""
-    for path in [*checkpoints(folder)[:-keep], *folder.glob(f"checkpoint-*{_UNFINISHED}")]:
+    for path in [*checkpoints(folder)[:-keep], *folder.glob(".checkpoint-*")]:
         path.unlink(missing_ok=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import atomic_write
+from ..models._files import replacing
 
 Row = dict[str, Any]
 
@@ -23,7 +23,8 @@ class Metrics:
         if self.path is None:
             return
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else []
-        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        with replacing(self.path) as unfinished:
+            unfinished.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     def add(self, row: Row) -> None:
         self.rows.append(row)

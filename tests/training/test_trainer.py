@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pytransformer.cli.console import Console
+from pytransformer.models import _files
 from pytransformer.training import Diverged, Recipe, plot_losses, read_checkpoint, read_metrics
-from pytransformer.training import checkpoint as checkpoint_module
 from pytransformer.training.checkpoint import checkpoints
 
 
@@ -87,14 +87,16 @@ def test_an_interrupted_checkpoint_write_loses_nothing(toy, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.os, "fsync", full_disk)
+        patch.setattr(_files.os, "fsync", full_disk)
         with pytest.raises(OSError, match="No space left"):
             trainer.fit(until=8)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-0000004.safetensors"]
     again = toy.make_trainer(tmp_path)
     assert again.resume() and again.step == 4 and same_bits(state(again), good)
     again.fit(until=6)
-    assert not list(tmp_path.glob("*.unfinished")), "what the interrupted writing left is removed"
+    (tmp_path / ".checkpoint-0000008.safetensors.x").write_text("killed while writing")
+    again.save()
+    assert not list(tmp_path.glob(".checkpoint-*")), "what the interrupted writing left is removed"
 
 
 def test_a_killed_run_resumes(toy, subprocess_environment, tmp_path):
@@ -147,12 +149,12 @@ def test_what_cannot_be_resumed_is_refused(toy, tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"\x80\x04\x95pickle"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoint-0000002\.safetensors is not a readable checkpoint"):
+        with pytest.raises(ValueError, match=r"checkpoint-0000002\.safetensors is (not a safetensors file|a pickle)"):
             toy.make_trainer(tmp_path).resume()
     import safetensors.torch
 
     safetensors.torch.save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="is not a checkpoint of pytransformer"):
+    with pytest.raises(ValueError, match="is not a checkpoint of a training run"):
         read_checkpoint(path)
 
 
