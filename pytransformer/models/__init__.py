@@ -2,7 +2,32 @@
 
 from ._base import Model
 from ._output import Output
+from .bert import BERT, BERTConfig
+from .conformer import Conformer, ConformerConfig
+from .fnet import FNet, FNetConfig
 from .gpt import GPT, GPTConfig
+from .mixer import Mixer, MixerConfig
+from .t5 import T5, T5Config
 from .transformer import Transformer, TransformerConfig
+from .vit import ViT, ViTConfig
 
-__all__ = ["GPT", "GPTConfig", "Model", "Output", "Transformer", "TransformerConfig"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "T5",
+    "BERTConfig",
+    "Conformer",
+    "ConformerConfig",
+    "FNet",
+    "FNetConfig",
+    "GPTConfig",
+    "Mixer",
+    "MixerConfig",
+    "Model",
+    "Output",
+    "T5Config",
+    "Transformer",
+    "TransformerConfig",
+    "ViT",
+    "ViTConfig",
+]

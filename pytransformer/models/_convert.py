@@ -45,7 +45,7 @@ class Conversion:
 
     Attributes:
         settings: (config, state, architecture) to the fields of our config; ValueError for what we do not have.
-        rules: the first that matches a name counts.
+        rules: of those that match a name the first whose sources are there counts.
         prefix: of the trunk inside models with a head; left out of the rules' names.
         ignored: a pattern of their tensors that carry nothing of their own (ties, tables, heads that the architecture adds).
         renames: (pattern, replacement) from names of older files to those that the rules use.
@@ -56,7 +56,7 @@ class Conversion:
     rules: tuple[Rule, ...]
     prefix: str = ""
     ignored: str = "$^"
-    renames: tuple[tuple[str, str], ...] = ()
+    renames: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = ()
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def translate(self, wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,12 +66,7 @@ class Conversion:
         used: set[str] = set()
         result = {}
         for name, mine in wanted.items():
-            rule, match = next(((r, m) for r in self.rules if (m := re.fullmatch(r.ours, name))), (None, None))
-            if rule is None or match is None:
-                raise ValueError(f"no rule says where {name} comes from")
-            sources = [match.expand(template) for template in rule.theirs]
-            if missing := [s for s in sources if s not in theirs]:
-                raise ValueError(f"{name} should come from {', '.join(missing)}, which the Hugging Face model does not have")
+            rule, sources = self.source(name, theirs)
             used.update(sources)
             parts = [theirs[s].t() if rule.transposed and theirs[s].dim() == 2 else theirs[s] for s in sources]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -79,6 +74,18 @@ class Conversion:
         if left := [k for k in theirs if k not in used and not re.fullmatch(self.ignored, k)]:
             raise ValueError(f"the Hugging Face model has weights with no place here: {', '.join(sorted(left)[:6])}")
         return result
+
+    def source(self, name: str, theirs: Mapping[str, torch.Tensor]) -> tuple[Rule, list[str]]:
+        """The rule for our tensor of this name, and the names of theirs."""
+        missing: list[str] = []
+        for rule in self.rules:
+            if match := re.fullmatch(rule.ours, name):
+                sources = [match.expand(template) for template in rule.theirs]
+                if all(s in theirs for s in sources):
+                    return rule, sources
+                missing += [s for s in sources if s not in theirs]
+        reason = f"should come from {', '.join(missing)}, not in the Hugging Face model" if missing else "has no rule"
+        raise ValueError(f"{name} {reason}")
 
     def name(self, theirs: str) -> str:
         theirs = theirs.removeprefix(self.prefix)

@@ -96,3 +96,165 @@ MARIAN = Conversion(
     ignored=r"shared\.weight|lm_head\.weight|(en|de)coder\.embed_(tokens|positions)\.weight",
     shared={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
 )  # fmt: skip
+
+# ---- T5
+
+
+def _t5(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
+    kind = config.get("feed_forward_proj", "relu")
+    name = kind.removeprefix("gated-")
+    head = state.get("lm_head.weight")
+    return dict(
+        vocab_size=config["vocab_size"], d_model=config["d_model"], head_dim=config["d_kv"], hidden=config["d_ff"],
+        num_layers=config["num_layers"], num_decoder_layers=config["num_decoder_layers"], num_heads=config["num_heads"],
+        buckets=config["relative_attention_num_buckets"], max_distance=config.get("relative_attention_max_distance", 128),
+        activation="gelu_tanh" if kind == "gated-gelu" else activation(name), gated=kind.startswith("gated-"),
+        dropout=config["dropout_rate"], eps=config["layer_norm_epsilon"], pad_token_id=config["pad_token_id"],
+        start_token_id=config.get("decoder_start_token_id") or config["pad_token_id"],
+        tied=head is None or torch.equal(head, state["shared.weight"]),
+        scale_outputs=config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)),
+    )  # fmt: skip
+
+
+def _t5_rules(side: str) -> list[tuple[str, ...]]:
+    layer, last = rf"{side}.block.\1.layer", 2 if side == "decoder" else 1
+    table = [
+        (f"{side}.blocks.*.mixing.qkv.weight", *(f"{layer}.0.SelfAttention.{p}.weight" for p in "qkv")),
+        (f"{side}.blocks.*.mixing.out.weight", f"{layer}.0.SelfAttention.o.weight"),
+        (f"{side}.blocks.*.mixing_residual.norm.weight", f"{layer}.0.layer_norm.weight"),
+        (f"{side}.blocks.*.feed_forward.gate.weight", f"{layer}.{last}.DenseReluDense.wi_0.weight"),
+        (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi_1.weight"),  # gated
+        (f"{side}.blocks.*.feed_forward.w1.weight", f"{layer}.{last}.DenseReluDense.wi.weight"),
+        (f"{side}.blocks.*.feed_forward.w2.weight", f"{layer}.{last}.DenseReluDense.wo.weight"),
+        (f"{side}.blocks.*.feed_forward_residual.norm.weight", f"{layer}.{last}.layer_norm.weight"),
+        (f"{side}_bias.table", f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        (f"{side}.norm.weight", f"{side}.final_layer_norm.weight"),
+    ]
+    if side == "decoder":
+        table += [
+            (f"{side}.blocks.*.cross_attention.query.weight", f"{layer}.1.EncDecAttention.q.weight"),
+            (f"{side}.blocks.*.cross_attention.key_value.weight", *(f"{layer}.1.EncDecAttention.{p}.weight" for p in "kv")),
+            (f"{side}.blocks.*.cross_attention.out.weight", f"{layer}.1.EncDecAttention.o.weight"),
+            (f"{side}.blocks.*.cross_residual.norm.weight", f"{layer}.1.layer_norm.weight"),
+        ]
+    return table
+
+
+T5 = Conversion(
+    _t5,
+    rules([
+        ("embedding.weight", "shared.weight"),
+        *_t5_rules("encoder"),
+        *_t5_rules("decoder"),
+        ("head.weight", "lm_head.weight"),
+    ]),
+    ignored=r"lm_head\.weight|(en|de)coder\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_.*",
+)  # fmt: skip
+
+# ---- BERT and FNet
+
+_BERT_HEADS = {
+    "ForPreTraining": ("mlm", "nsp"),
+    "ForMaskedLM": ("mlm",),
+    "ForNextSentencePrediction": ("nsp",),
+    "ForSequenceClassification": ("classification",),
+    "Model": (),
+}
+
+
+def _encoder(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
+    demand(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, problem_type=None)
+    suffix = next((s for s in _BERT_HEADS if architecture.endswith(s)), None)
+    if suffix is None:
+        raise ValueError(f"no heads here for the Hugging Face class {architecture!r}; there are {', '.join(_BERT_HEADS)}")
+    labels = state["classifier.weight"].shape[0] if "classifier.weight" in state else 2
+    return dict(
+        vocab_size=config["vocab_size"], d_model=config["hidden_size"], num_layers=config["num_hidden_layers"],
+        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]), num_labels=labels,
+        max_length=config["max_position_embeddings"], num_segments=config["type_vocab_size"],
+        dropout=config["hidden_dropout_prob"], eps=config["layer_norm_eps"], heads=_BERT_HEADS[suffix],
+        pooler=any("pooler.dense" in name for name in state),
+    )  # fmt: skip
+
+
+def _bert(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
+    settings = _encoder(config, state, architecture)
+    return settings | dict(num_heads=config["num_attention_heads"], attention_dropout=config["attention_probs_dropout_prob"])
+
+
+_LAYER = r"encoder.layer.\1"
+_EMBEDDING_RULES = [
+    ("embedding.weight", "embeddings.word_embeddings.weight"),
+    ("positions.weight", "embeddings.position_embeddings.weight"),
+    ("segments.weight", "embeddings.token_type_embeddings.weight"),
+    ("embedding_norm.*", r"embeddings.LayerNorm.\1"),
+    ("projection.*", r"embeddings.projection.\1"),
+    ("encoder.blocks.*.feed_forward.w1.*", rf"{_LAYER}.intermediate.dense.\2"),
+    ("encoder.blocks.*.feed_forward.w2.*", rf"{_LAYER}.output.dense.\2"),
+    ("encoder.blocks.*.feed_forward_residual.norm.*", rf"{_LAYER}.output.LayerNorm.\2"),
+    ("pooler.*", r"pooler.dense.\1"),
+    ("mlm.transform.dense.*", r"cls.predictions.transform.dense.\1"),
+    ("mlm.transform.norm.*", r"cls.predictions.transform.LayerNorm.\1"),
+    ("mlm.output.bias", "cls.predictions.bias"),
+    ("nsp.*", r"cls.seq_relationship.\1"),
+    ("classifier.*", r"classifier.\1"),
+]
+_IGNORED = r"cls\.predictions\.decoder\.(weight|bias)|embeddings\.(position|token_type)_ids"
+_RENAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+
+BERT = Conversion(
+    _bert,
+    rules([
+        *_EMBEDDING_RULES,
+        ("encoder.blocks.*.mixing.qkv.*", *(rf"{_LAYER}.attention.self.{p}.\2" for p in ("query", "key", "value"))),
+        ("encoder.blocks.*.mixing.out.*", rf"{_LAYER}.attention.output.dense.\2"),
+        ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.attention.output.LayerNorm.\2"),
+    ]),
+    prefix="bert.", ignored=_IGNORED, renames=_RENAMES,
+)  # fmt: skip
+FNET = Conversion(
+    _encoder,
+    rules([*_EMBEDDING_RULES, ("encoder.blocks.*.mixing_residual.norm.*", rf"{_LAYER}.fourier.output.LayerNorm.\2")]),
+    prefix="fnet.", ignored=_IGNORED, renames=_RENAMES,
+)  # fmt: skip
+
+# ---- ViT
+
+
+def _vit(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
+    demand(config, pooler_act="tanh", pooler_output_size=config["hidden_size"], problem_type=None)
+    return dict(
+        image_size=config["image_size"], patch_size=config["patch_size"], channels=config["num_channels"],
+        d_model=config["hidden_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
+        hidden=config["intermediate_size"], activation=activation(config["hidden_act"]), dropout=config["hidden_dropout_prob"],
+        attention_dropout=config["attention_probs_dropout_prob"], qkv_bias=config["qkv_bias"], eps=config["layer_norm_eps"],
+        pooler=any("pooler.dense" in name for name in state),
+        num_labels=state["classifier.weight"].shape[0] if "classifier.weight" in state else 0,
+    )  # fmt: skip
+
+
+VIT = Conversion(
+    _vit,
+    rules([
+        ("cls_token", "embeddings.cls_token"),
+        ("positions.weight", "embeddings.position_embeddings"),
+        ("patches.projection.*", r"embeddings.patch_embeddings.projection.\1"),
+        ("encoder.blocks.*.mixing.qkv.*", *(rf"layers.\1.attention.{p}_proj.\2" for p in "qkv")),
+        ("encoder.blocks.*.mixing.out.*", r"layers.\1.attention.o_proj.\2"),
+        ("encoder.blocks.*.mixing_residual.norm.*", r"layers.\1.layernorm_before.\2"),
+        ("encoder.blocks.*.feed_forward.w1.*", r"layers.\1.mlp.fc1.\2"),
+        ("encoder.blocks.*.feed_forward.w2.*", r"layers.\1.mlp.fc2.\2"),
+        ("encoder.blocks.*.feed_forward_residual.norm.*", r"layers.\1.layernorm_after.\2"),
+        ("encoder.norm.*", r"layernorm.\1"),
+        ("pooler.*", r"pooler.dense.\1"),
+        ("head.*", r"classifier.\1"),
+    ]),
+    prefix="vit.",
+    renames=(
+        (r"^encoder\.layer\.", "layers."),
+        (r"\.attention\.attention\.(query|key|value)\.", lambda m: f".attention.{m[1][0]}_proj."),
+        (r"\.attention\.output\.dense\.", ".attention.o_proj."),
+        (r"\.intermediate\.dense\.", ".mlp.fc1."),
+        (r"^(layers\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    ),
+)  # fmt: skip

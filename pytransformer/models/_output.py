@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..nn.cache import KeyValueCache
+from ..nn.heads import IGNORE
 
 
 @dataclass
@@ -43,3 +45,11 @@ class Output:
                 raise AttributeError("this model has no head that gives logits; see its config")
             self._logits = self.compute_logits()
         return self._logits
+
+
+def shifted_right(labels: torch.Tensor | None, start: int, pad: int) -> torch.Tensor:
+    """Decoder inputs for teacher forcing: ``start``, then all labels but the last; -100 becomes ``pad``."""
+    if labels is None:
+        raise ValueError("give decoder_input_ids, or labels to make them from")
+    shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
+    return shifted.masked_fill(shifted == IGNORE, pad)

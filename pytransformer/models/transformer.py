@@ -13,13 +13,13 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
-from ..nn.heads import IGNORE, Classifier
+from ..nn.heads import Classifier
 from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
 from . import _hugging_face
 from ._base import Model
-from ._output import Output
+from ._output import Output, shifted_right
 
 POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 
@@ -143,10 +143,7 @@ class Transformer(Model):
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
         x = self._embed(input_ids, self.source_embedding, self.source_positions)
-        visible = padding(attention_mask, *input_ids.shape)
-        if "key_lengths" in visible:
-            visible["query_lengths"] = visible["key_lengths"]
-        return self.encoder(x, visible)
+        return self.encoder(x, padding(attention_mask, *input_ids.shape, queries=True))
 
     def forward(
         self,
@@ -174,6 +171,8 @@ class Transformer(Model):
             logits_to_keep: logits of the last so many positions only; 0: all.
         """
         if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("give input_ids, or encoder_outputs")
             encoder_outputs = self.encode(input_ids, attention_mask)
         memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
         if decoder_input_ids is None:
@@ -190,11 +189,3 @@ class Transformer(Model):
             hidden, loss, encoder_last_hidden_state=memory, past_key_values=past_key_values,
             compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
         )  # fmt: skip
-
-
-def shifted_right(labels: torch.Tensor | None, start: int, pad: int) -> torch.Tensor:
-    """Decoder inputs for teacher forcing: ``start``, then all labels but the last; -100 becomes ``pad``."""
-    if labels is None:
-        raise ValueError("give decoder_input_ids, or labels to make them from")
-    shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
-    return shifted.masked_fill(shifted == IGNORE, pad)

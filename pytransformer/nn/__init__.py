@@ -12,6 +12,7 @@ from .heads import Classifier
 from .masks import causal, padding, position_ids
 from .mixing import FourierMixing, TokenMixing
 from .norm import LayerNorm, RMSNorm
+from .patches import PatchEmbedding
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend
 from .taps import AttentionTap, taps
@@ -34,6 +35,7 @@ __all__ = [
     "LearnedPositions",
     "MixtureOfExperts",
     "MultiHeadAttention",
+    "PatchEmbedding",
     "RMSNorm",
     "RelativePositionTable",
     "Residual",

@@ -7,20 +7,25 @@ from typing import Any
 import torch
 
 
-def padding(attention_mask: torch.Tensor | None, batch: int, length: int) -> dict[str, Any]:
+def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, queries: bool = False) -> dict[str, Any]:
     """The visibility arguments of :func:`pytransformer.attention` for keys of (batch, length) tokens with this mask.
 
     Args:
         attention_mask: None; (B, L), bool or numbers, 0 = padding on any side; or (B,) integers, the lengths of sequences
             padded at the end.
+        queries: the queries are the same tokens (self-attention): with lengths, padding is not even computed.
 
     Returns:
         ``{}``, ``{"attn_mask": (B, 1, 1, L) bool}`` (a view of the mask, read once a row by the kernel) or ``{"key_lengths": ...}``.
+
+    Raises:
+        ValueError: a mask of another shape.
     """
     if attention_mask is None:
         return {}
     if attention_mask.shape == (batch,) and not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool:
-        return {"key_lengths": attention_mask}
+        lengths = {"key_lengths": attention_mask}
+        return {**lengths, "query_lengths": attention_mask} if queries else lengths
     if attention_mask.shape != (batch, length):
         raise ValueError(
             f"attention_mask must be ({batch}, {length}), one entry for each token (cached ones too), or lengths ({batch},); "

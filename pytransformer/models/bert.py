@@ -1,0 +1,215 @@
+"""BERT: an encoder, and the heads that it is trained and used with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from ..nn.attention import MultiHeadAttention
+from ..nn.blocks import Block, Stack
+from ..nn.feed_forward import FeedForward
+from ..nn.heads import IGNORE, Classifier
+from ..nn.masks import padding
+from ..nn.norm import LayerNorm
+from ..nn.positions import LearnedPositions
+from ..reference.feed_forward import ACTIVATIONS
+from . import _hugging_face
+from ._base import Model
+from ._output import Output
+
+HEADS = ("mlm", "nsp", "boundary", "classification")
+MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
+
+
+@dataclass(frozen=True)
+class BERTConfig:
+    """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT) and ``"classification"``. pooler: the tanh layer
+    on the first token, which nsp and classification need. num_labels: of the classification."""
+
+    vocab_size: int = 30522
+    d_model: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    hidden: int = 3072
+    activation: str = "gelu"
+    max_length: int = 512
+    num_segments: int = 2
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    heads: tuple[str, ...] = ("mlm", "nsp")
+    pooler: bool = True
+    num_labels: int = 2
+    eps: float = 1e-12
+
+
+class BERT(Model):
+    """Post-norm encoder with learned positions and segments.
+
+    Source: Devlin et al., "BERT" (2019); the boundary head: Joshi et al., "SpanBERT" (2020), section 3.2.
+    """
+
+    Config = BERTConfig
+    PRESETS: ClassVar = {
+        "base": BERTConfig(),
+        "large": BERTConfig(d_model=1024, num_layers=24, num_heads=16, hidden=4096),
+    }
+    CONVERSIONS: ClassVar = {"bert": _hugging_face.BERT}
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__(config)
+        c = config
+        if unknown := set(c.heads) - set(HEADS):
+            raise ValueError(f"{type(c).__name__}: heads are {', '.join(HEADS)}; got {', '.join(sorted(unknown))}")
+        if not c.pooler and {"nsp", "classification"} & set(c.heads):
+            raise ValueError(f"{type(c).__name__}: the heads nsp and classification need pooler=True")
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.positions = LearnedPositions(c.max_length, c.d_model)
+        self.segments = nn.Embedding(c.num_segments, c.d_model)
+        self.embedding_norm = LayerNorm(c.d_model, c.eps)
+        self.encoder = Stack([self._block() for _ in range(c.num_layers)], None, dropout=c.dropout)
+        self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
+        self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
+        self.nsp = Classifier(c.d_model, 2) if "nsp" in c.heads else None
+        self.boundary = BoundaryHead(c, self.embedding) if "boundary" in c.heads else None
+        self.classifier = Classifier(c.d_model, c.num_labels) if "classification" in c.heads else None
+        self.apply(self._initialise)
+
+    def _mixing(self) -> nn.Module:
+        c = self.config
+        return MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout)
+
+    def _block(self) -> Block:
+        c = self.config
+        network = FeedForward(c.d_model, c.hidden, activation=c.activation)
+        return Block(self._mixing(), network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding, Classifier)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, (nn.Linear, Classifier)) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def with_heads(self, *heads: str, num_labels: int | None = None) -> Self:
+        """A model with this one's trunk (copied) and the heads named, those that are new untrained: for fine-tuning."""
+        changes = {"heads": heads, "num_labels": num_labels or self.config.num_labels}
+        config = dataclasses.replace(self.config, **changes, pooler=self.config.pooler or heads != ("mlm",))
+        model = type(self)(config).to(self.embedding.weight.device, self.embedding.weight.dtype)
+        mine, theirs = self.state(), model.state()
+        with torch.no_grad():
+            for name in mine.keys() & theirs.keys():
+                if mine[name].shape == theirs[name].shape:
+                    theirs[name].copy_(mine[name])
+        return model.train(self.training)
+
+    def _embed(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        place = self.segments(token_type_ids) + self.positions(input_ids.shape[1])
+        return self.embedding_norm.add(self.embedding(input_ids), place)[0]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        next_sentence_label: torch.Tensor | None = None,
+        span_bounds: torch.Tensor | None = None,
+    ) -> Output:
+        """
+        Args:
+            input_ids: (B, L) int64.
+            attention_mask: (B, L), 0 = padding on any side; or lengths (B,).
+            token_type_ids: (B, L) segments; None: all 0.
+            labels: (B, L) original tokens where masked and -100 elsewhere; (B,) classes for a model with ``"classification"``.
+            next_sentence_label: (B,), 0 where the second sentence follows the first.
+            span_bounds: (B, L, 2), for the boundary loss: positions of the tokens before and after the span that a masked token is
+                in; anything where labels are -100.
+
+        Returns:
+            ``logits`` of the vocabulary, or of the classes if there is that head; ``loss``, the sum over the labels given.
+        """
+        hidden = self.encoder(self._embed(input_ids, token_type_ids), padding(attention_mask, *input_ids.shape, queries=True))
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
+        losses, logits = [], None
+        if self.classifier is not None:
+            first = nn.functional.dropout(pooled, self.config.dropout, self.training)
+            logits = lambda: self.classifier(first)
+            losses += [] if labels is None else [self.classifier.loss(first, labels)]
+        elif self.mlm is not None:
+            logits = lambda: self.mlm(hidden)
+        if labels is not None and self.classifier is None:
+            masked = labels != IGNORE  # the vocabulary is long and the masked tokens are few
+            losses += [] if self.mlm is None else [self.mlm.loss(hidden[masked], labels[masked])]
+            if self.boundary is not None and span_bounds is not None:
+                losses.append(self.boundary.loss(hidden, labels, span_bounds))
+        if next_sentence_label is not None:
+            if self.nsp is None:
+                raise ValueError("next_sentence_label was given to a BERT without the head 'nsp'")
+            losses.append(self.nsp.loss(pooled, next_sentence_label))
+        if labels is not None and not losses:
+            raise ValueError(f"labels were given to a BERT whose heads {self.config.heads} have no loss for them")
+        return Output(
+            hidden, sum(losses) if losses else None, pooler_output=pooled, compute_logits=logits,
+            next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
+        )  # fmt: skip
+
+
+class Transform(nn.Module):
+    """``norm(act(x W + b))``."""
+
+    def __init__(self, config: BERTConfig, d_in: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(d_in, config.d_model)
+        self.activation = config.activation
+        self.norm = LayerNorm(config.d_model, config.eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(ACTIVATIONS[self.activation](self.dense(x)))
+
+
+class VocabularyHead(nn.Module):
+    """A transform, then the logits of the vocabulary through the embedding."""
+
+    def __init__(self, config: BERTConfig, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.transform = Transform(config, config.d_model)
+        self.output = Classifier(config.d_model, config.vocab_size, embedding=embedding)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.transform(x))
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.output.loss(self.transform(x), labels)
+
+
+class BoundaryHead(nn.Module):
+    """SpanBERT's objective: the token at place p of a masked span from the tokens outside its ends, ``f([x_l; x_r; P_p])``.
+
+    f is two transforms; the logits go through the embedding. P has one vector for each place in a span, 1 to MAX_SPAN.
+    """
+
+    def __init__(self, config: BERTConfig, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.places = nn.Embedding(MAX_SPAN, config.d_model)
+        self.first, self.second = Transform(config, 3 * config.d_model), Transform(config, config.d_model)
+        self.output = Classifier(config.d_model, config.vocab_size, embedding=embedding)
+
+    def predicted(self, hidden: torch.Tensor, masked: torch.Tensor, span_bounds: torch.Tensor) -> torch.Tensor:
+        """(N, d) for the N masked tokens. hidden: (B, L, d). masked: (B, L) bool. span_bounds: (B, L, 2)."""
+        row, token = masked.nonzero(as_tuple=True)
+        left, right = span_bounds[row, token].unbind(-1)
+        place = token - left - 1
+        if bool(((place < 0) | (place >= MAX_SPAN) | (right <= token)).any()):
+            raise ValueError(f"span_bounds: a masked token must lie between its bounds, at most {MAX_SPAN} after the first")
+        return self.second(self.first(torch.cat([hidden[row, left], hidden[row, right], self.places(place)], -1)))
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, span_bounds: torch.Tensor) -> torch.Tensor:
+        masked = labels != IGNORE
+        return self.output.loss(self.predicted(hidden, masked, span_bounds), labels[masked])

@@ -1,0 +1,74 @@
+"""MLP-Mixer: an image classifier of feed-forward networks alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..nn.blocks import Block, Stack
+from ..nn.feed_forward import FeedForward
+from ..nn.heads import Classifier
+from ..nn.mixing import TokenMixing
+from ..nn.norm import LayerNorm
+from ..nn.patches import PatchEmbedding
+from ._base import Model
+from ._output import Output
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """token_hidden and hidden: of the networks along the patches and along the features."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    d_model: int = 768
+    num_layers: int = 12
+    token_hidden: int = 384
+    hidden: int = 3072
+    dropout: float = 0.0
+    num_labels: int = 1000
+    label_smoothing: float = 0.0
+    eps: float = 1e-6
+
+
+class Mixer(Model):
+    """Pre-norm blocks of :class:`pytransformer.nn.TokenMixing` and a feed-forward network; the mean over patches is classified.
+
+    Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (2021).
+    """
+
+    Config = MixerConfig
+    PRESETS: ClassVar = {
+        "B/16": MixerConfig(),
+        "L/16": MixerConfig(d_model=1024, num_layers=24, token_hidden=512, hidden=4096),
+        "H/14": MixerConfig(patch_size=14, d_model=1280, num_layers=32, token_hidden=640, hidden=5120),
+    }
+
+    def __init__(self, config: MixerConfig) -> None:
+        super().__init__(config)
+        c = config
+        self.patches = PatchEmbedding(c.image_size, c.patch_size, c.channels, c.d_model)
+
+        def block() -> Block:
+            mixing = TokenMixing(self.patches.num_patches, c.token_hidden, dropout=c.dropout)
+            network = FeedForward(c.d_model, c.hidden, activation="gelu", dropout=c.dropout)
+            return Block(mixing, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+
+        self.encoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.head = Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing)
+        nn.init.zeros_(self.head.weight)  # as the authors start it
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        """
+        Args:
+            pixel_values: (B, channels, image_size, image_size).
+            labels: (B,) int64 classes.
+        """
+        hidden = self.encoder(self.patches(pixel_values), {})
+        pooled = hidden.mean(1)
+        loss = None if labels is None else self.head.loss(pooled, labels)
+        return Output(hidden, loss, pooler_output=pooled, compute_logits=lambda: self.head(pooled))

@@ -1,0 +1,167 @@
+"""T5: text to text, with relative positions as a bias that is never built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..nn.attention import MultiHeadAttention
+from ..nn.blocks import Block, Stack
+from ..nn.cache import KeyValueCache
+from ..nn.feed_forward import FeedForward
+from ..nn.heads import Classifier
+from ..nn.masks import causal, padding
+from ..nn.norm import RMSNorm
+from ..nn.positions import RelativePositionTable
+from . import _hugging_face
+from ._base import Model
+from ._output import Output, shifted_right
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """num_decoder_layers None: num_layers. tied: the output layer's weight is the embedding. scale_outputs: hidden states times
+    d_model^-1/2 before it. Version 1.1 is gated with gelu_tanh, not tied and not scaled."""
+
+    vocab_size: int = 32128
+    d_model: int = 768
+    head_dim: int = 64
+    hidden: int = 3072
+    num_layers: int = 12
+    num_decoder_layers: int | None = None
+    num_heads: int = 12
+    buckets: int = 32
+    max_distance: int = 128
+    activation: str = "relu"
+    gated: bool = False
+    dropout: float = 0.1
+    eps: float = 1e-6
+    tied: bool = True
+    scale_outputs: bool = True
+    pad_token_id: int = 0
+    start_token_id: int = 0
+    label_smoothing: float = 0.0
+
+
+def _v1_1(d_model: int, hidden: int, num_layers: int, num_heads: int) -> T5Config:
+    return T5Config(
+        d_model=d_model, hidden=hidden, num_layers=num_layers, num_heads=num_heads, activation="gelu_tanh", gated=True,
+        tied=False, scale_outputs=False,
+    )  # fmt: skip
+
+
+class T5(Model):
+    """Encoder-decoder, pre-norm with RMS norms, no biases, scores not scaled, one relative-position table a stack.
+
+    Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer" (2020).
+    """
+
+    Config = T5Config
+    PRESETS: ClassVar = {
+        "small": T5Config(d_model=512, hidden=2048, num_layers=6, num_heads=8),
+        "base": T5Config(),
+        "large": T5Config(d_model=1024, hidden=4096, num_layers=24, num_heads=16),
+        "v1.1-small": _v1_1(512, 1024, 8, 6),
+        "v1.1-base": _v1_1(768, 2048, 12, 12),
+        "v1.1-large": _v1_1(1024, 2816, 24, 16),
+    }
+    CONVERSIONS: ClassVar = {"t5": _hugging_face.T5}
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config)
+        c = config
+        self.num_decoder_layers = c.num_layers if c.num_decoder_layers is None else c.num_decoder_layers
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.encoder = self._stack(c.num_layers, decoder=False)
+        self.decoder = self._stack(self.num_decoder_layers, decoder=True)
+        self.encoder_bias, self.decoder_bias = (
+            RelativePositionTable(c.buckets, c.num_heads, bidirectional=both, max_distance=c.max_distance)
+            for both in (True, False)
+        )
+        self.head = Classifier(
+            c.d_model, c.vocab_size, bias=False, embedding=self.embedding if c.tied else None,
+            scale=c.d_model**-0.5 if c.scale_outputs else 1.0, label_smoothing=c.label_smoothing,
+        )  # fmt: skip
+        self.apply(self._initialise)
+
+    def _stack(self, num_layers: int, decoder: bool) -> Stack:
+        c = self.config
+
+        def attention(cross: bool) -> MultiHeadAttention:
+            return MultiHeadAttention(
+                c.d_model, c.num_heads, cross=cross, head_dim=c.head_dim, bias=False, scale=1.0, dropout=c.dropout
+            )
+
+        def block() -> Block:
+            return Block(
+                attention(False),
+                FeedForward(c.d_model, c.hidden, activation=c.activation, gated=c.gated, bias=False, dropout=c.dropout),
+                lambda: RMSNorm(c.d_model, c.eps), pre=True, dropout=c.dropout,
+                cross_attention=attention(True) if decoder else None,
+            )  # fmt: skip
+
+        return Stack([block() for _ in range(num_layers)], RMSNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Deviations of the authors' code: without a scale, queries start small by 1 / sqrt(head_dim) instead."""
+        c = self.config
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=1.0)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, MultiHeadAttention):  # comes after its own projections
+            with torch.no_grad():
+                query = module.query.weight if module.cross else module.qkv.weight[: module.widths[0]]
+                query.mul_(c.head_dim**-0.5)
+        elif isinstance(module, RelativePositionTable):
+            nn.init.normal_(module.table, std=c.d_model**-0.5)
+        elif isinstance(module, Classifier) and not c.tied:
+            nn.init.normal_(module.weight, std=1.0 if c.scale_outputs else c.d_model**-0.5)
+
+    def make_cache(self, max_length: int) -> KeyValueCache:
+        """For ``past_key_values``."""
+        return KeyValueCache(self.num_decoder_layers, max_length)
+
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.config.dropout, self.training)
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        visible = padding(attention_mask, *input_ids.shape, queries=True)
+        return self._finish(self.encoder(self.embedding(input_ids), {**visible, "bias": self.encoder_bias()}))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        encoder_outputs: Any = None,
+        past_key_values: KeyValueCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Output:
+        """Args: those of :meth:`pytransformer.models.Transformer.forward`; there are no position ids."""
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("give input_ids, or encoder_outputs")
+            encoder_outputs = self.encode(input_ids, attention_mask)
+        memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
+        if decoder_input_ids is None:
+            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
+        batch, length = decoder_input_ids.shape
+        cached = 0 if past_key_values is None else past_key_values.length
+        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
+        visible["bias"] = self.decoder_bias()
+        hidden = self.decoder(
+            self.embedding(decoder_input_ids), visible, memory, padding(attention_mask, *memory.shape[:2]), past_key_values
+        )
+        hidden = self._finish(hidden)
+        return Output(
+            hidden, None if labels is None else self.head.loss(hidden, labels), encoder_last_hidden_state=memory,
+            past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
+        )  # fmt: skip
