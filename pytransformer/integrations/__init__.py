@@ -1,5 +1,6 @@
 """Hooks into other libraries. Each module imports its library only when it is asked to."""
 
 from . import transformers as transformers
+from .convert import Conversion, convert, revert
 
-__all__ = ["transformers"]
+__all__ = ["Conversion", "convert", "revert", "transformers"]

@@ -21,7 +21,6 @@ Only masks that transformers' own plain functions describe are lowered so; every
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,8 @@ import torch
 from transformers import masking_utils as masking
 
 from ..ops.attention import attention
+from ..ops.attention_weights import attention_weights
+from ..ops.masks import RelativePositionBias, buckets_of
 
 CAUSAL, CAUSAL_WINDOW = torch.uint8, torch.int8  # dtypes of lowered masks, see above
 
@@ -143,7 +144,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer, with the meaning of ``transformers.integrations.sdpa_attention.sdpa_attention_forward``.
 
     Args:
@@ -151,12 +152,14 @@ def attention_forward(
         attention_mask: what :func:`attention_mask` returned, or a 4-dimensional mask of the user's, bool or floating.
         is_causal: overrides ``module.is_causal`` (True if it has none); both count only where there is no mask and more
             than one query, and mean the top-left diagonal.
-        position_bias: T5's, (1, H, Lq, Lk), added to the scores; gets its gradient.
-        kwargs: ``softcap`` is honoured. ``s_aux`` (attention sinks) and a paged ``cache`` are refused; others do not concern
-            attention.
+        position_bias: T5's, (1, H, Lq, Lk), added to the scores; gets its gradient. From converted models (see
+            :mod:`.convert.t5_rules`) its table, (buckets, H).
+        kwargs: ``softcap`` and ``output_attentions`` are honoured. ``s_aux`` (attention sinks) and a paged ``cache`` are refused;
+            others do not concern attention.
 
     Returns:
-        The output, (B, Lq, Hq, Dv) contiguous, and None for the weights.
+        The output, (B, Lq, Hq, Dv) contiguous, and None, or the weights where ``output_attentions`` asks for them: (B, Hq, Lq, Lk),
+        before dropout, without gradient, computed from the kernel's log-sum-exp.
     """
     _refuse_unsupported(kwargs)
     causal, window, mask = None, None, attention_mask
@@ -175,11 +178,33 @@ def attention_forward(
         mask = mask[:, :, :1]  # every query has the same row: key padding
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
     query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
-    out = attention(
-        query, key, value, attn_mask=mask, causal=causal, window=window, bias=position_bias, softcap=kwargs.get("softcap"),
-        scale=scaling, dropout_p=dropout,
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    bias = position_bias
+    if bias is not None and bias.dim() == 2:
+        bias, causal = _table_bias(module, bias, causal, mask, query.shape[2], key.shape[2])
+    elif getattr(module, "position_bias_is_zero", False):
+        bias = None
+    terms = dict(attn_mask=mask, causal=causal, window=window, bias=bias, softcap=kwargs.get("softcap"), scale=scaling)
+    if not kwargs.get("output_attentions"):
+        return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
+    out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
+    weights = attention_weights(query.detach(), key.detach(), lse.detach(), **terms)
+    return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def _table_bias(
+    module: Any, table: torch.Tensor, causal: str | None, mask: torch.Tensor | None, q_length: int, k_length: int
+) -> tuple[RelativePositionBias | torch.Tensor, str | None]:
+    """T5's bias from its table, and the diagonal that puts the last query at the last key."""
+    settings = dict(bidirectional=not module.is_decoder, max_distance=module.relative_attention_max_distance)
+    if causal is None and mask is None and q_length == 1:
+        causal = "bottom_right"  # a decoding step: hides nothing, but says where the query stands
+    if q_length == k_length or causal == "bottom_right":
+        return RelativePositionBias(table, **settings), causal
+    # A dense mask over cached keys: it need not be causal, so that positions have no other way in than a dense bias.
+    i = torch.arange(k_length - q_length, k_length, device=table.device)[:, None]
+    j = torch.arange(k_length, device=table.device)[None, :]
+    buckets = buckets_of(j - i, table.shape[0], settings["bidirectional"], settings["max_distance"])
+    return table[buckets].permute(2, 0, 1)[None], causal
 
 
 def _window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int:
@@ -199,10 +224,3 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
         raise ValueError("pytransformer: attention sinks (s_aux) are not supported; use attn_implementation='eager'")
     if kwargs.get("cache") is not None:
         raise ValueError("pytransformer: paged caches (continuous batching) are not supported; use attn_implementation='sdpa'")
-    if kwargs.get("output_attentions"):
-        warnings.warn(
-            "pytransformer: output_attentions=True gives None: the weights are never built. Use attn_implementation='eager' "
-            "for them.",
-            UserWarning,
-            stacklevel=3,
-        )

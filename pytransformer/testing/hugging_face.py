@@ -12,6 +12,14 @@ import torch
 VOCABULARY, PAD = 61, 0
 
 
+def model_distance_limit(dtype: torch.dtype) -> float:
+    """Relative 2-norm of the difference that two right computations of these two-layer models may have.
+
+    PyTorch's own sdpa differs from eager code by 1 to 16 eps; a wrong mask by 1e5 eps and more.
+    """
+    return 32 * torch.finfo(dtype).eps
+
+
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face model class, its tiny config, and what its inputs look like."""
@@ -19,7 +27,7 @@ class Family:
     model: str
     config: str
     settings: dict[str, Any]
-    kind: str  # "encoder" | "decoder" | "seq2seq" | "image"
+    kind: str  # "encoder" | "decoder" | "seq2seq" | "image" | "audio"
     attentions: int = 2  # calls of the attention interface in one forward pass
     gain: float = 3.0  # on the initial weights, which are so small that attention hardly depends on its scores
 
@@ -55,6 +63,9 @@ FAMILIES = {
     "bert-decoder": Family("BertLMHeadModel", "BertConfig", dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, pad_token_id=PAD, is_decoder=True, bos_token_id=1, eos_token_id=None), "decoder"),
+    "roberta": Family("RobertaForMaskedLM", "RobertaConfig", dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, type_vocab_size=1, pad_token_id=PAD), "encoder"),
     "gpt2": Family("GPT2LMHeadModel", "GPT2Config", dict(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=PAD, bos_token_id=1,
         eos_token_id=None), "decoder"),
@@ -69,9 +80,24 @@ FAMILIES = {
         vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=PAD,
         bos_token_id=1, eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=2), "seq2seq", attentions=6),
+    "marian": Family("MarianMTModel", "MarianConfig", dict(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=PAD,
+        bos_token_id=1, eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=2), "seq2seq", attentions=6),
+    "whisper": Family("WhisperForConditionalGeneration", "WhisperConfig", dict(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=32, pad_token_id=PAD, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+        suppress_tokens=None, begin_suppress_tokens=None), "audio", attentions=6),
     "vit": Family("ViTForImageClassification", "ViTConfig", dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=24, patch_size=8,
         num_labels=5), "image"),
+    "deit": Family("DeiTForImageClassification", "DeiTConfig", dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=24, patch_size=8,
+        num_labels=5), "image"),
+    "clip": Family("CLIPForImageClassification", "CLIPConfig", dict(
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=24,
+                           patch_size=8, hidden_act="gelu"), num_labels=5), "image"),
 }  # fmt: skip
 
 
@@ -80,6 +106,9 @@ def inputs_of(family: Family, padding: str, length: int = 11, batch: int = 3) ->
     generator = torch.Generator().manual_seed(3)
     if family.kind == "image":
         return {"pixel_values": torch.randn(batch, 3, 24, 24, generator=generator)}
+    if family.kind == "audio":
+        tokens = torch.randint(3, VOCABULARY, (batch, 6), generator=generator)
+        return {"input_features": torch.randn(batch, 8, 40, generator=generator), "decoder_input_ids": tokens}
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
     if padding != "none":
@@ -103,4 +132,6 @@ def real_tokens(family: Family, inputs: dict[str, torch.Tensor]) -> torch.Tensor
     """Which output positions are not padding."""
     if family.kind == "image":
         return torch.ones(inputs["pixel_values"].shape[0], dtype=torch.bool)
+    if family.kind == "audio":
+        return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
     return inputs["decoder_attention_mask" if family.kind == "seq2seq" else "attention_mask"].bool()

@@ -10,16 +10,14 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, Family, inputs_of, real_tokens
+from pytransformer.testing.hugging_face import FAMILIES, Family, inputs_of, model_distance_limit, real_tokens
 
-# Relative 2-norm of the difference between two correct float32 computations of these two-layer models; PyTorch's own
-# sdpa differs from eager by 1e-7 to 2e-6. A wrong mask differs by 1e-2 and more (test_a_wrong_mask_shows).
-LIMIT = 32 * torch.finfo(torch.float32).eps
+LIMIT = model_distance_limit(torch.float32)  # test_a_wrong_mask_shows: what it must catch
 
 PADDED = [
     (name, padding)
     for name, f in FAMILIES.items()
-    for padding in (["none"] if f.kind == "image" else ["none", "left", "right"])
+    for padding in (["none"] if f.kind in ("image", "audio") else ["none", "left", "right"])
 ]
 GENERATIVE = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "seq2seq")]
 
@@ -119,6 +117,27 @@ def test_masks_of_the_users_own(hugging_face: Any, backend: str, name: str, kind
     ours, our_grads = run(family.build("pytransformer"), family, mine, real)
     assert distance(ours, logits) < LIMIT
     assert distance(flat(our_grads), flat(grads)) < LIMIT
+
+
+# GPT-2 does not tell its attention that it was asked.
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt2"])
+def test_attention_weights_as_eager(hugging_face: Any, backend: str, name: str) -> None:
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "right")
+    with torch.no_grad():
+        eager = family.build("eager")(**inputs, output_attentions=True)
+        ours = family.build("pytransformer")(**inputs, output_attentions=True)
+    names = [n for n in eager if n.endswith("attentions")]
+    assert names
+    for n in names:
+        queries = inputs.get(
+            "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
+        )
+        for theirs, weights in zip(eager[n], ours[n], strict=True):
+            assert weights.shape == theirs.shape
+            if queries is not None and theirs.shape[2] == queries.shape[1]:  # a row of padding may see nothing: zeros
+                theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
+            assert distance(weights, theirs) < LIMIT
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

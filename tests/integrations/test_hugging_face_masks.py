@@ -165,11 +165,6 @@ def test_sinks_and_paged_caches_are_refused(ours: ModuleType) -> None:
     assert call(ours, s_aux=None, cache=None, position_ids=None)[1] is None
 
 
-def test_asking_for_weights_warns(ours: ModuleType) -> None:
-    with pytest.warns(UserWarning, match="output_attentions"):
-        assert call(ours, output_attentions=True)[1] is None
-
-
 def test_a_window_that_model_and_module_disagree_on_is_refused(ours: ModuleType) -> None:
     mask = torch.ones(1, 1, 1, 4, dtype=ours.CAUSAL_WINDOW)
     call(ours, mask, window=2, sliding_window=2)

@@ -1,0 +1,265 @@
+"""Modules of Hugging Face transformers, by the full name of their class. The library itself is not imported here.
+
+Each rule names the code it was written against by its digest (see :func:`.rules.digest`): many models share one, because
+transformers copies modules from model to model. A version that changes one is not converted until the rule has been looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...ops.layer_norm import rms_norm
+from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability
+from .rules import Rule
+
+RULES: dict[str, Rule] = {}
+
+
+def _rule(rule: Rule, **models: str) -> None:
+    """Register the rule for classes given as ``model="Class Class"`` of transformers.models.<model>.modeling_<model>."""
+    for model, classes in models.items():
+        for name in classes.split():
+            RULES[f"transformers.models.{model}.modeling_{model}.{name}"] = rule
+
+
+# ---- norms
+
+
+class ScaledNorm:
+    """``x / sqrt(mean(x^2) + eps) * weight``."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != self.weight.dtype:  # whose result has torch's promoted dtype
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+_rule(
+    Rule("norm", "rms_norm", ScaledNorm, digests=("a44bf2f44ac6", "f5ab9e3de87c")),
+    llama="LlamaRMSNorm", mistral="MistralRMSNorm", qwen2="Qwen2RMSNorm", qwen3="Qwen3RMSNorm", phi3="Phi3RMSNorm",
+    mixtral="MixtralRMSNorm", t5="T5LayerNorm", mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
+)  # fmt: skip
+
+
+class ShiftedScaleNorm:
+    """Gemma's: scales by 1 + weight, in float32 whatever the dtypes."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight.shape, 1.0 + self.weight.float(), self.eps)
+
+
+_rule(
+    Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, digests=("63e6486ed81a",)),
+    gemma="GemmaRMSNorm",
+    gemma2="Gemma2RMSNorm",
+)
+
+
+# ---- feed-forward networks
+
+
+def _network(
+    linear1: str, linear2: str, activation: str, *, gate: str | None = None, dropout: bool = False
+) -> tuple[type, Callable]:
+    """Mixin and condition of a module whose forward is the network with these attributes and nothing else."""
+    names = [n for n in (linear1, linear2, gate) if n is not None]
+
+    class FeedForward:
+        def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+            first, second = getattr(self, linear1), getattr(self, linear2)
+            if first.weight.dtype != second.weight.dtype:  # T5 may keep `wo` in float32
+                return super().forward(hidden_states)  # type: ignore[misc]
+            p = probability(self.dropout, self.training) if dropout else 0.0
+            through = None if gate is None else getattr(self, gate)
+            return feed_forward(hidden_states, first, second, getattr(self, activation), gate=through, dropout=p)
+
+    return FeedForward, lambda m: needs(getattr(m, activation), *(getattr(m, n) for n in names))
+
+
+def _network_rule(digest: str, *attributes: str, gate: str | None = None, dropout: bool = False, **models: str) -> None:
+    mixin, condition = _network(*attributes, gate=gate, dropout=dropout)
+    _rule(Rule("feed_forward", "feed_forward", mixin, condition, (digest,)), **models)
+
+
+_network_rule(
+    "5c180f599572", "up_proj", "down_proj", "act_fn", gate="gate_proj",
+    llama="LlamaMLP", mistral="MistralMLP", qwen2="Qwen2MLP", qwen3="Qwen3MLP", gemma="GemmaMLP", gemma2="Gemma2MLP",
+)  # fmt: skip
+_network_rule(
+    "d14f25465c50",
+    "fc1",
+    "fc2",
+    "activation_fn",
+    vit="ViTMLP",
+    deit="DeiTMLP",
+    clip="CLIPMLP",
+    siglip="SiglipMLP",
+    dinov2="Dinov2MLP",
+)
+_network_rule(
+    "aebbf1bda02d", "wi", "wo", "act", dropout=True, t5="T5DenseActDense", mt5="MT5DenseActDense", umt5="UMT5DenseActDense"
+)
+_network_rule(
+    "5af15851e1e6", "wi_1", "wo", "act", gate="wi_0", dropout=True,
+    t5="T5DenseGatedActDense", mt5="MT5DenseGatedActDense", umt5="UMT5DenseGatedActDense",
+)  # fmt: skip
+_rule(
+    Rule(
+        "feed_forward", "feed_forward", object,
+        lambda m: "its Conv1D weights lie transposed to torch.nn.Linear's: copying them costs more than fusing gains",
+    ),
+    gpt2="GPT2MLP",
+)  # fmt: skip
+
+
+# ---- post-norm blocks in pieces: BERT and its kin
+
+
+class ResidualNorm:
+    def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return add_norm(self.dense(hidden_states), input_tensor, self.LayerNorm, probability(self.dropout, self.training))[0]
+
+
+class FeedForwardChunk:
+    def feed_forward_chunk(self: Any, attention_output: torch.Tensor) -> torch.Tensor:
+        first, last = self.intermediate, self.output
+        hidden = feed_forward(attention_output, first.dense, last.dense, first.intermediate_act_fn)
+        return add_norm(hidden, attention_output, last.LayerNorm, probability(last.dropout, self.training))[0]
+
+
+_bert = dict(bert="Bert", roberta="Roberta", xlm_roberta="XLMRoberta", electra="Electra", camembert="Camembert")
+_rule(
+    Rule("block", "add_norm", ResidualNorm, lambda m: fusable_norm(m.LayerNorm), ("7041c0929031",)),
+    **{model: f"{name}SelfOutput {name}Output" for model, name in _bert.items()},
+)
+_rule(
+    Rule(
+        "block", "feed_forward and add_norm", FeedForwardChunk,
+        lambda m: first_reason(
+            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense), fusable_norm(m.output.LayerNorm)
+        ),
+        ("ef0dc32604fb",), "feed_forward_chunk",
+    ),
+    **{model: f"{name}Layer" for model, name in _bert.items()},
+)  # fmt: skip
+
+
+# ---- whole blocks. Arguments that only attention reads go to it as they came.
+
+
+def _is_half(x: torch.Tensor) -> bool:
+    """These blocks clamp float16 by what they find in it; that stays theirs."""
+    return x.dtype == torch.float16
+
+
+class PostNormEncoderLayer:  # BART
+    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        if _is_half(hidden_states):
+            return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
+        return _post_norm_network(self, _post_norm(self, attended, hidden_states, self.self_attn_layer_norm))
+
+
+class PostNormDecoderLayer:  # BART
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
+        hidden_states = _post_norm(self, attended, hidden_states, self.self_attn_layer_norm)
+        if encoder_hidden_states is not None:
+            attended, _ = self.encoder_attn(
+                hidden_states,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            hidden_states = _post_norm(self, attended, hidden_states, self.encoder_attn_layer_norm)
+        return _post_norm_network(self, hidden_states)
+
+
+def _post_norm(m: Any, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+    return add_norm(x, residual, norm, probability(m.dropout, m.training))[0]
+
+
+def _post_norm_network(m: Any, x: torch.Tensor) -> torch.Tensor:
+    inner = feed_forward(x, m.fc1, m.fc2, m.activation_fn, dropout=probability(m.activation_dropout, m.training))
+    return _post_norm(m, inner, x, m.final_layer_norm)
+
+
+def _bart_condition(m: Any) -> str | None:
+    norms = [m.self_attn_layer_norm, m.final_layer_norm, *([m.encoder_attn_layer_norm] if hasattr(m, "encoder_attn") else [])]
+    return first_reason(needs(m.activation_fn, m.fc1, m.fc2), fusable_norm(*norms))
+
+
+_bart = "feed_forward and add_norm"
+_rule(
+    Rule("block", _bart, PostNormEncoderLayer, _bart_condition, ("e941385cf6bd",)),
+    bart="BartEncoderLayer", marian="MarianEncoderLayer",
+)  # fmt: skip
+_rule(
+    Rule("block", _bart, PostNormDecoderLayer, _bart_condition, ("230546a84026",)),
+    bart="BartDecoderLayer", marian="MarianDecoderLayer",
+)  # fmt: skip
+
+
+class PreNormEncoderLayer:  # MBART, Whisper
+    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        if _is_half(hidden_states):
+            return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
+        p = probability(self.dropout, self.training)
+        attended, _ = self.self_attn(
+            hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
+        )
+        normed, stream = add_norm(attended, hidden_states, self.final_layer_norm, p)
+        inner = probability(self.activation_dropout, self.training)
+        out = feed_forward(normed, self.fc1, self.fc2, self.activation_fn, dropout=inner)
+        return stream + torch.nn.functional.dropout(out, p, p > 0)
+
+
+_rule(
+    Rule("block", _bart, PreNormEncoderLayer, _bart_condition, ("538999f5fadd",)),
+    mbart="MBartEncoderLayer", pegasus="PegasusEncoderLayer", whisper="WhisperEncoderLayer",
+)  # fmt: skip
+
+
+def _pre_norm(
+    attention_norm: str, attention: str, network_norm: str, dropout: str | None = None, *, network: str = "mlp"
+) -> tuple[type, Callable[[Any], str | None]]:
+    """Mixin and condition of a pre-norm block whose second norm is fused with the sum before it."""
+
+    class PreNormBlock:
+        def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
+                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            attended = getattr(self, attention)(getattr(self, attention_norm)(hidden_states), *args, **kwargs)[0]
+            p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
+            normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)
+            out = getattr(self, network)(normed)
+            return stream + (out if dropout is None else getattr(self, dropout)(out))
+
+    return PreNormBlock, lambda m: fusable_norm(getattr(m, network_norm))
+
+
+def _block_rule(digest: str, *attributes: str | None, **models: str) -> None:
+    mixin, condition = _pre_norm(*attributes)  # type: ignore[arg-type]
+    _rule(Rule("block", "add_norm", mixin, condition, (digest,)), **models)
+
+
+_block_rule("2a2f6daee326", "layernorm_before", "attention", "layernorm_after", "dropout", vit="ViTLayer", deit="DeiTLayer")
+_block_rule("c3ed0f996d89", "layer_norm1", "self_attn", "layer_norm2", clip="CLIPEncoderLayer", siglip="SiglipEncoderLayer")
+_block_rule("432950109dec", "ln_1", "attn", "ln_2", gpt2="GPT2Block")
+_block_rule(
+    "a02ed755fe70", "input_layernorm", "self_attn", "post_attention_layernorm",
+    llama="LlamaDecoderLayer", mistral="MistralDecoderLayer", qwen2="Qwen2DecoderLayer", qwen3="Qwen3DecoderLayer",
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""T5 and its kin: the table of relative position biases goes to the kernel as it is, and blocks fuse their norms.
+
+transformers builds the bias as a (1, H, Lq, Lk) tensor in the first layer and hands it down. Converted attention hands down the
+table instead, a (buckets, H) tensor, wherever the positions follow from the lengths alone (no static cache);
+:func:`..hugging_face.attention_forward` knows it by its two dimensions. Nothing quadratic is made, and the gradient is the kernel's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .hugging_face_rules import _is_half, _rule
+from .modules import add_norm, fusable_norm, probability
+from .rules import Rule
+
+
+class BiasTable:
+    """For every T5Attention; the layers that have no table hand on what they get."""
+
+    def compute_bias(
+        self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> torch.Tensor:
+        by_lengths = isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
+        if by_lengths and _runs_on_ours(self):
+            return self.relative_attention_bias.weight
+        return super().compute_bias(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)  # type: ignore[misc]
+
+
+class T5Attention(BiasTable):
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        mask: Any = None,
+        key_value_states: Any = None,
+        position_bias: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            position_bias is None
+            and not self.has_relative_attention_bias
+            and not (self.gradient_checkpointing and self.training)
+        ):
+            position_bias = hidden_states.new_zeros((1, self.n_heads, 1, 1))  # instead of (1, H, Lq, Lk) zeros
+        return super().forward(hidden_states, mask, key_value_states, position_bias, **kwargs)  # type: ignore[misc]
+
+
+class UMT5Attention(BiasTable):
+    # Cross-attention makes zeros and adds them; transformers' function of the same name must still get them.
+    position_bias_is_zero = property(lambda self: not self.has_relative_attention_bias)
+
+
+def _runs_on_ours(module: Any) -> bool:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ..hugging_face import attention_forward
+
+    return ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation) is attention_forward
+
+
+_TABLE = "attention with the table of biases inside the kernel"
+_rule(Rule("attention", _TABLE, T5Attention, digests=("ad237bb12cd4",)), t5="T5Attention", mt5="MT5Attention")
+_rule(Rule("attention", _TABLE, UMT5Attention, digests=("7dbdde004830",)), umt5="UMT5Attention")
+
+
+class T5Block:
+    """Each sum with the norm of the next sublayer; the last one is plain."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        encoder_decoder_position_bias: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if _is_half(hidden_states):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
+                encoder_decoder_position_bias, past_key_values, **kwargs,
+            )  # fmt: skip
+        first, last = self.layer[0], self.layer[-1]
+        out, position_bias, _ = first.SelfAttention(
+            first.layer_norm(hidden_states),
+            mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        stream, before, cross_bias = hidden_states, first, None
+        if self.is_decoder and encoder_hidden_states is not None:
+            cross = self.layer[1]
+            normed, stream = _add_norm(out, stream, before, cross.layer_norm)
+            out, cross_bias, _ = cross.EncDecAttention(
+                normed,
+                mask=encoder_attention_mask,
+                key_value_states=encoder_hidden_states,
+                position_bias=encoder_decoder_position_bias,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            before = cross
+        normed, stream = _add_norm(out, stream, before, last.layer_norm)
+        return stream + last.dropout(last.DenseReluDense(normed)), position_bias, cross_bias
+
+
+def _add_norm(out: torch.Tensor, stream: torch.Tensor, sublayer: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_norm(out, stream, norm, probability(sublayer.dropout, sublayer.training))
+
+
+_rule(
+    Rule(
+        "block", "add_norm", T5Block, lambda m: fusable_norm(*(sub.layer_norm for sub in m.layer[1:])), ("0e84a344af41",)
+    ),
+    t5="T5Block", mt5="MT5Block",
+)  # fmt: skip
