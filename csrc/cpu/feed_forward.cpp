@@ -77,7 +77,7 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
 }
 
 void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight, MaybeTensor gate_bias, Tensor w2, MaybeTensor b2,
-                      MaybeTensor dropout_seed, MaybeTensor hidden, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation,
+                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t hidden_rows, int64_t activation,
                       double dropout_p) {
   pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
   p.b1 = vector_of(b1, "b1", p.hidden, x);
@@ -86,10 +86,9 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   pt::FeedForwardForward f;
   f.pre = target_of(pre, "pre", p.rows, p.hidden, x);
   f.gate = target_of(gate, "gate", p.rows, p.hidden, x);
-  f.h_rows = hidden ? hidden->size(0) : p.rows;
-  f.h = target_of(hidden, "hidden", f.h_rows, p.hidden, x);
+  f.h_rows = hidden_rows;
   f.y = target_of(out, "out", p.rows, p.out, x);
-  STD_TORCH_CHECK(f.h_rows > 0 && (f.h == nullptr) == (f.y == nullptr), "feed_forward: hidden and out go together");
+  STD_TORCH_CHECK(f.h_rows > 0, "feed_forward: hidden_rows must be positive, got ", f.h_rows);
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
@@ -121,7 +120,7 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, Tensor w2, Tensor? b2, "
-      "Tensor? dropout_seed, Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, Tensor(d!)? out, int activation, "
+      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int hidden_rows, int activation, "
       "float dropout_p) -> ()");
   m.def(
       "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor pre, Tensor? gate, "

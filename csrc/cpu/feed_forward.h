@@ -27,9 +27,8 @@ struct FeedForwardProblem {
 // pre = x w1^T + b1, gate = x gate_weight^T + gate_bias, h = dropout(act(pre)) or dropout(act(gate) pre), y = h w2^T + b2.
 struct FeedForwardForward {
   void *pre, *gate;  // (rows, hidden), null where not wanted
-  void* h;           // (least(rows, h_rows), hidden) scratch; null: only pre and gate are wanted
-  int64_t h_rows;    // rows that pass through h at a time
-  void* y;           // (rows, out)
+  int64_t h_rows;    // rows of h that are kept at a time
+  void* y;           // (rows, out), null: only pre and gate are wanted
 };
 
 struct FeedForwardBackward {

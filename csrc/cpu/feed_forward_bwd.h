@@ -17,7 +17,7 @@ struct HiddenGradient {
   const FeedForwardBackward& f;
 
   size_t scratch_bytes() const { return TileDropout<T>::bytes() + 2 * Arena::bytes_for<acc>(kPanel<T>); }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, bool, Arena& arena) const {
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     acc *h = arena.take<acc>(kPanel<T>), *second = arena.take<acc>(kPanel<T>);
     for (int64_t r = 0; r < rows; r++) {
@@ -44,51 +44,11 @@ struct HiddenGradient {
   }
 };
 
-// A sum that arrives in slices of k, in acc, ends up in elem.
-template <class T>
-struct AccumulateEpilogue {
-  using acc = typename T::acc;
-  typename T::elem* out;
-  acc* sums;  // (rows, columns); out itself if it is of acc
-  int64_t columns, slices;
-
-  size_t scratch_bytes() const { return 0; }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, bool first, Arena&) const {
-    using Sum = std::conditional_t<std::is_same_v<acc, double>, Double, Float<float>>;
-    for (int64_t r = 0; r < rows; r++) {
-      const acc* tile = tiles[0] + r * ld;
-      if (slices == 1) {
-        write_row<T>(out + (m0 + r) * columns + n0, tile, n);
-        continue;
-      }
-      acc* sum = sums + (m0 + r) * columns + n0;
-      for (int64_t j = 0; j < n; j += T::width)
-        Sum::store(sum + j, n - j, first ? load(tile + j) : load(tile + j) + Sum::load(sum + j, n - j));
-    }
-  }
-};
-
 // out (m, n) = a^T b of the contiguous matrices a (rows, m) and b (rows, n).
 template <class T>
-void transposed_product(const void* a, int64_t m, const void* b, int64_t n, int64_t rows, int threads, void* result) {
-  using acc = typename T::acc;
-  using elem = typename T::elem;
+void transposed_product(const void* a, int64_t m, const void* b, int64_t n, int64_t rows, int threads, void* out) {
   const Product<T> product[1] = {{rows_of<T>(a, m, true), rows_of<T>(b, n, true)}};
-  Matmul<T, 1, false> matmul(product, m, n, rows, threads);
-  const int64_t slices = matmul.slices();
-  elem* out = elements<T>(result);
-  if constexpr (std::is_same_v<elem, acc>) {
-    matmul.run(AccumulateEpilogue<T>{out, out, n, slices});
-  } else {
-    if (slices == 1) return matmul.run(AccumulateEpilogue<T>{out, nullptr, n, slices});
-    sums_arena.reset(Arena::bytes_for<acc>(m * n));
-    acc* sums = sums_arena.take<acc>(m * n);
-    matmul.run(AccumulateEpilogue<T>{out, sums, n, slices});
-    for_each_task(m, threads, [&](int64_t r) {
-      using Sum = std::conditional_t<std::is_same_v<acc, double>, Double, Float<float>>;
-      for (int64_t j = 0; j < n; j += T::width) T::store(out + r * n + j, n - j, Sum::load(sums + r * n + j, n - j));
-    });
-  }
+  Matmul<T, 1, false>(product, m, n, rows, threads).run(StoreEpilogue<T>(elements<T>(out), m, n));
 }
 
 template <class T>
@@ -100,7 +60,7 @@ void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackwar
   else hidden.run(HiddenGradient<T, false>{p, f});
 
   if (f.dx) {
-    const StoreEpilogue<T> to_dx{elements<T>(f.dx), p.in, nullptr};
+    const StoreEpilogue<T> to_dx(elements<T>(f.dx), p.rows, p.in);
     const Product<T> by_pre{rows_of<T>(f.dpre, p.hidden, false), rows_of<T>(p.w1, p.in, true)};
     if (p.gate_weight) {
       const Product<T> both[2] = {by_pre, {rows_of<T>(f.dgate, p.hidden, false), rows_of<T>(p.gate_weight, p.in, true)}};

@@ -5,6 +5,7 @@
 #include "column_dropout.h"
 #include "feed_forward.h"
 #include "matmul.h"
+#include "stream.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -18,6 +19,8 @@ INLINE typename T::elem* elements(void* p) {
   return static_cast<typename T::elem*>(p);
 }
 
+inline thread_local Arena hidden_arena;  // of the calling thread: rows of hidden between the two products
+
 // Row-major matrix as an operand.
 template <class T>
 INLINE Operand<T> rows_of(const void* p, int64_t columns, bool along_k) {
@@ -29,16 +32,20 @@ template <class T, class F>
 INLINE void update_row(typename T::acc* row, int64_t n, const F& f) {
   for (int64_t j = 0; j < n; j += T::width) store(row + j, f(j, load(row + j)));
 }
+// Columns [n0, n0 + n) of a bias, zeros if there is none.
 template <class T>
-INLINE void add_bias(typename T::acc* row, const typename T::acc* bias, int64_t n) {
-  using Bias = std::conditional_t<std::is_same_v<typename T::acc, double>, Double, Float<float>>;
-  if (bias) update_row<T>(row, n, [&](int64_t j, typename T::vec v) { return v + Bias::load(bias + j, n - j); });
-}
-template <class T>
-INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n) {
-  for (int64_t j = 0; j < n; j += T::width) T::store(out + j, n - j, load(row + j));
-}
+class Bias {
+ public:
+  Bias(const void* bias, int64_t n0, int64_t n) {
+    using Vector = std::conditional_t<std::is_same_v<typename T::acc, double>, Double, Float<float>>;
+    const auto* from = static_cast<const typename T::acc*>(bias) + (bias ? n0 : 0);
+    for (int64_t j = 0; j < kPanel<T>; j += T::width) v_[j / T::width] = bias ? Vector::load(from + j, n - j) : typename T::vec{};
+  }
+  INLINE typename T::vec at(int64_t j) const { return v_[j / T::width]; }
 
+ private:
+  typename T::vec v_[kPanel<T> / T::width];
+};
 // Dropout of a tile's rows.
 template <class T>
 class TileDropout {
@@ -69,65 +76,91 @@ struct HiddenEpilogue {
   using vec = typename T::vec;
   const FeedForwardProblem& p;
   const FeedForwardForward& f;
-  int64_t first_row;  // of h, among all rows
+  typename T::elem* h;  // rows of hidden, from first_row on
+  int64_t first_row;
 
   size_t scratch_bytes() const { return TileDropout<T>::bytes(); }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, bool, Arena& arena) const {
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
-    const auto *b1 = static_cast<const acc*>(p.b1), *bg = static_cast<const acc*>(p.gate_bias);
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t row = first_row + m0 + r, at = row * p.hidden + n0;
-      acc *pre = tiles[0] + r * ld, *gate = GATED ? tiles[GATED] + r * ld : nullptr;
-      add_bias<T>(pre, b1 ? b1 + n0 : nullptr, n);
-      if (f.pre) write_row<T>(elements<T>(f.pre) + at, pre, n);
-      if constexpr (GATED) {
-        add_bias<T>(gate, bg ? bg + n0 : nullptr, n);
-        if (f.gate) write_row<T>(elements<T>(f.gate) + at, gate, n);
+    const Bias<T> b1(p.b1, n0, n), bg(p.gate_bias, n0, n);
+    with_activation(p.activation, [&](auto act) {
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = first_row + m0 + r, at = row * p.hidden + n0;
+        acc *pre = tiles[0] + r * ld, *gate = GATED ? tiles[GATED] + r * ld : nullptr;
+        for (int64_t j = 0; j < n; j += T::width) {
+          const vec v = load(pre + j) + b1.at(j);
+          if (f.pre) T::store(elements<T>(f.pre) + at + j, n - j, v);
+          if constexpr (GATED) {
+            const vec g = load(gate + j) + bg.at(j);
+            if (f.gate) T::store(elements<T>(f.gate) + at + j, n - j, g);
+            store(pre + j, vec(act(g).value * v));
+          } else {
+            store(pre + j, act(v).value);
+          }
+        }
+        if (!f.y) continue;
+        dropout.apply(row, pre, n);
+        write_row<T>(h + (m0 + r) * p.hidden + n0, pre, n);
       }
-      if (!f.h) continue;
-      with_activation(p.activation, [&](auto act) {
-        update_row<T>(pre, n, [&](int64_t j, vec v) { return GATED ? vec(act(load(gate + j)).value * v) : act(v).value; });
-      });
-      dropout.apply(row, pre, n);
-      write_row<T>(elements<T>(f.h) + (m0 + r) * p.hidden + n0, pre, n);
-    }
+    });
   }
 };
 
 // A finished tile, plus a bias, to a matrix.
 template <class T>
-struct StoreEpilogue {
+class StoreEpilogue {
   using acc = typename T::acc;
-  typename T::elem* out;
-  int64_t columns;
-  const acc* bias;
+  using elem = typename T::elem;
 
+ public:
+  StoreEpilogue(elem* out, int64_t rows, int64_t columns, const void* bias = nullptr)
+      : out_(out),
+        columns_(columns),
+        bias_(bias),
+        streaming_(rows * columns * int64_t(sizeof(elem)) >= kStreamBytes && aligned(columns * int64_t(sizeof(elem))) &&
+                   aligned(reinterpret_cast<intptr_t>(out))) {}
   size_t scratch_bytes() const { return 0; }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, bool, Arena&) const {
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
+    const Bias<T> b(bias_, n0, n);
     for (int64_t r = 0; r < rows; r++) {
-      add_bias<T>(tiles[0] + r * ld, bias ? bias + n0 : nullptr, n);
-      write_row<T>(out + (m0 + r) * columns + n0, tiles[0] + r * ld, n);
+      acc* row = tiles[0] + r * ld;
+      if (bias_) update_row<T>(row, n, [&](int64_t j, typename T::vec v) { return v + b.at(j); });
+      write_row<T>(out_ + (m0 + r) * columns_ + n0, row, n, streaming_);
     }
+    if (streaming_) stream_fence();
   }
+
+ private:
+  static bool aligned(int64_t bytes) { return bytes % kVecBytes == 0; }
+  elem* out_;
+  int64_t columns_;
+  const void* bias_;
+  bool streaming_;
 };
 
 template <class T>
 void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward& f) {
+  using elem = typename T::elem;
+  elem* h = nullptr;
+  if (f.y) {
+    hidden_arena.reset(Arena::bytes_for<elem>(f.h_rows * p.hidden));
+    h = hidden_arena.take<elem>(f.h_rows * p.hidden);
+  }
   for (int64_t first = 0; first < p.rows; first += f.h_rows) {
     const int64_t rows = least(f.h_rows, p.rows - first);
     const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
     const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
     if (p.gate_weight) {
       const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
-      Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, true>{p, f, first});
+      Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, true>{p, f, h, first});
     } else {
       const Product<T> one[1] = {up};
-      Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, false>{p, f, first});
+      Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, false>{p, f, h, first});
     }
-    if (!f.h) continue;
-    const Product<T> down[1] = {{rows_of<T>(f.h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
+    if (!f.y) continue;
+    const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
     Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads)
-        .run(StoreEpilogue<T>{elements<T>(f.y) + first * p.out, p.out, static_cast<const typename T::acc*>(p.b2)});
+        .run(StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
   }
 }
 

@@ -1,8 +1,13 @@
 // Matrix products of whole matrices on the micro-kernel, with an epilogue on each tile of the result.
 //
-// C = A B, or a sum of such products, or several C over the same rows and columns at once. B is packed once, by all threads, in
-// panels of kPanel columns; A is read where it lies if it holds units as the micro-kernel wants them, else packed too. A tile of
-// kTileRows x kPanel is accumulated in cache by one task in a fixed order, so results depend on neither threads nor timing.
+// C = A B, or a sum of such products, or several C over the same rows and columns at once. B is packed in panels of kPanel
+// columns; A is read where it lies if it holds units as the micro-kernel wants them, else packed too. A task multiplies one panel
+// with a group of rows of A that fits a core's cache; where there is one group only, it packs its panel itself, and the packed panel
+// never leaves that cache. Every element of C is a sum in an order that depends on K alone, so results depend on neither threads
+// nor timing.
+//
+// Where A has few rows, packing B would take longer than multiplying. Then the product is formed transposed, C^T = B^T A^T: B
+// is read where it lies, A is packed, and the tiles are transposed before the epilogue sees them.
 #pragma once
 
 #include "arena.h"
@@ -13,7 +18,8 @@
 namespace pt {
 namespace PT_ISA {
 
-inline thread_local Arena sums_arena;  // of the calling thread: results in acc that are rounded at the end
+inline thread_local Arena sums_arena;      // of the calling thread: tiles between slices of k
+inline thread_local Arena epilogue_arena;  // of each worker: the scratch of one call of an epilogue
 
 // One operand. A: element (m, k) at data[m * stride + k], along_k: data[k * stride + m].
 //              B: element (k, n) at data[n * stride + k], along_k: data[k * stride + n].
@@ -28,8 +34,14 @@ struct Product {
   Operand<T> a, b;
 };
 
-constexpr int64_t kTileRows = 192, kDepth = 256;    // rows of a tile; units along k that stay in L1 beside it
-constexpr int64_t kPackedUnits = int64_t(4) << 20;  // units packed at a time, about: 16 MB of floats or pairs
+constexpr int64_t kTileRows = 192;                  // rows of a tile that accumulates while k passes
+constexpr int64_t kPart = 48;                       // rows of a call of the epilogue: they and their results stay in L1
+constexpr int64_t kDepth = 128;                     // units of a panel that stay in L1 while the tile's rows pass: 32 KB
+constexpr int64_t kCachedBytes = int64_t(5) << 18;  // of A, in a core's L2 while panels pass
+constexpr int64_t kPackedUnits = int64_t(4) << 20;  // of B packed at a time, about: 16 MB of floats or pairs
+constexpr int64_t kSliceUnits = 1024;               // of k at a time: 320 rows of A, and a panel, stay in L2
+constexpr int64_t kSums = int64_t(2) << 20;         // sums kept between slices, about
+constexpr int64_t kPackedDepth = 512;               // units along k of a task that packs
 
 template <class T, int PRODUCTS, bool SUM>
 class Matmul {
@@ -42,80 +54,164 @@ class Matmul {
   // M x K times K x N. SUM: the products are added into one tile; else each has its own.
   Matmul(const Product<T> (&products)[PRODUCTS], int64_t M, int64_t N, int64_t K, int threads) : M_(M), N_(N), K_(K), threads_(threads) {
     for (int i = 0; i < PRODUCTS; i++) p_[i] = products[i];
+    transposed_ = transposing_pays();
+    if (!transposed_) return;
+    std::swap(M_, N_);
+    for (Product<T>& p : p_) std::swap(p.a, p.b);
   }
 
-  // How often the epilogue meets each tile: sums over many rows (A along k) are sliced in k.
-  int64_t slices() const { return ceil_div(K_, k_slice()); }
-
-  // epilogue(tiles, ld, m0, rows, n0, cols, first): tiles[t] + r * ld is row m0 + r; first: in the first slice of k.
+  // epilogue(tiles, ld, m0, rows, n0, cols, arena): tiles[t] + r * ld is row m0 + r, from column n0 on. The arena holds
+  // epilogue.scratch_bytes().
   template <class Epilogue>
   void run(const Epilogue& epilogue) {
-    const int64_t k_step = k_slice(),
-                  n_step = round_up(clamp<int64_t>(kPackedUnits * T::pack / most<int64_t>(1, k_step * PRODUCTS), kWide, N_), kWide);
+    const bool sliced = K_ > kSlice;
+    const int64_t depth = sliced ? kSlice : K_;
+    int64_t n_step = kPackedUnits * T::pack / most<int64_t>(1, depth * PRODUCTS);
+    if (sliced) n_step = least(n_step, kSums / (M_ * kTiles));
+    n_step = round_up(clamp<int64_t>(n_step, kWide, N_), kWide);
+    if (sliced) sums_arena.reset(kTiles * Arena::bytes_for<acc>(sums_size(n_step)));
+    acc* sums[kTiles] = {};
+    for (int t = 0; sliced && t < kTiles; t++) sums[t] = sums_arena.take<acc>(sums_size(n_step));
     for (int64_t n = 0; n < N_; n += n_step)
-      for (int64_t k = 0; k < K_; k += k_step) slice(n, least(n_step, N_ - n), k, least(k_step, K_ - k), epilogue);
+      for (int64_t k = 0; k < K_; k += depth) slice(n, least(n_step, N_ - n), k, least(depth, K_ - k), sums, epilogue);
   }
 
  private:
-  int64_t k_slice() const { return p_[0].a.along_k ? least<int64_t>(K_, 2048) : K_; }
+  // In units of an eighth of a cycle, per element: packing costs 1, and transposing an element of a tile 2. A pays for the latter
+  // and for its own packing what it saves of B's.
+  bool transposing_pays() const {
+    for (const Product<T>& p : p_)
+      if (p.a.along_k || !in_place(p.b) || K_ % T::pack) return false;
+    return M_ * (2 * N_ + K_) < N_ * K_;
+  }
+  static constexpr int64_t kSlice = kSliceUnits * T::pack;
+  // Rows of sums are padded to whole tiles, which transpose_tile reads.
+  int64_t sums_size(int64_t columns) const { return round_up(M_, kTileRows) * columns; }
 
-  // Whether A's rows can be read where they lie.
+  // Whether an operand's rows can be read where they lie.
   static bool in_place(const Operand<T>& a) {
     return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k && a.stride % T::pack == 0;
   }
+  static int64_t panel_width(int64_t cols) { return least(kWide, round_up(cols, T::width)); }
+
+  // Rows of A that a task takes: what fits the cache, and so few that there are tasks for all threads.
+  int64_t group_rows(int64_t units, int64_t panels) const {
+    const int64_t granule = transposed_ ? 64 : kPart;
+    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(unit))), share = M_ * panels / (4 * threads_);
+    return least(M_, most(least(fit, share) / granule * granule, granule));
+  }
+
+  struct Slice {
+    int64_t n0, cols, k0, units, depth, a_row;
+    acc* const* sums;  // of panels of all rows; null: there is one slice only
+    unit* a[PRODUCTS];  // packed; null: where it lies
+    unit* b[PRODUCTS];  // packed panels; null: every task packs its own
+  };
 
   template <class Epilogue>
-  void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, const Epilogue& epilogue) {
-    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), blocks = ceil_div(M_, kTileRows);
-    const bool place = in_place(p_[0].a) && depth % T::pack == 0;
-    const int64_t a_row = round_up(units, T::width) + 64 / int64_t(sizeof(unit));  // an odd number of cache lines, or nearly
-    size_t bytes = PRODUCTS * Arena::bytes_for<unit>(panels * kWide * units);
-    if (!place) bytes += PRODUCTS * Arena::bytes_for<unit>(M_ * a_row);
+  void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, acc* const* sums, const Epilogue& epilogue) {
+    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), group = group_rows(units, panels);
+    const int64_t groups = ceil_div(M_, group);
+    const bool place = in_place(p_[0].a) && depth % T::pack == 0, share = groups > 1;
+    // rows of packed A are an odd number of cache lines long, or nearly
+    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(unit)), sums[0] ? sums : nullptr, {}, {}};
+    size_t bytes = share ? PRODUCTS * Arena::bytes_for<unit>(panels * kWide * units) : 0;
+    if (!place) bytes += PRODUCTS * Arena::bytes_for<unit>(M_ * s.a_row);
     shared_arena.reset(bytes);
-    unit *packed_b[PRODUCTS], *packed_a[PRODUCTS] = {};
-    for (int i = 0; i < PRODUCTS; i++) {
-      packed_b[i] = shared_arena.take<unit>(panels * kWide * units);
-      if (!place) packed_a[i] = shared_arena.take<unit>(M_ * a_row);
-    }
-    for_each_task(PRODUCTS * panels, threads_, [&](int64_t task) {
-      const int i = int(task / panels);
-      pack_panel(p_[i].b, n0 + task % panels * kWide, cols - task % panels * kWide, k0, depth, packed_b[i] + task % panels * kWide * units);
-    });
-    if (!place) pack_a(packed_a, a_row, k0, depth);
+    if (share) pack_b(s, panels);
+    if (!place) pack_a(s);
 
-    for_each_task(panels * blocks, threads_, [&](int64_t task) {
-      const int64_t panel = task / blocks, m0 = task % blocks * kTileRows, rows = least(kTileRows, M_ - m0);
-      const int64_t width = least(kWide, cols - panel * kWide);
-      local_arena.reset(kTiles * Arena::bytes_for<acc>(kTileRows * kWide) + epilogue.scratch_bytes());
-      acc* tiles[kTiles];
-      for (int t = 0; t < kTiles; t++) tiles[t] = local_arena.take<acc>(kTileRows * kWide);
-      for (int i = 0; i < PRODUCTS; i++) {
-        const int64_t w = panel_width(p_[i].b, width);
-        const unit* b = packed_b[i] + panel * kWide * units;
-        for (int64_t u = 0; u < units; u += kDepth) {
-          const Mode mode = u || (SUM && i) ? kAdd : kStore;
-          multiply(p_[i].a, packed_a[i], a_row, k0, m0, rows, u, least(kDepth, units - u), b + u * w, w, tiles[SUM ? 0 : i], mode);
-        }
-      }
-      epilogue(tiles, kWide, m0, rows, n0 + panel * kWide, width, k0 == 0, local_arena);
+    for_each_task(panels * groups, threads_, [&](int64_t task) {
+      const int64_t panel = task % panels, m0 = task / panels * group;
+      tile_rows(s, panel, m0, least(M_, m0 + group), epilogue);
     });
   }
 
-  // tile (+)= rows of A x one panel, over `depth` units from u on. Tiles have the row stride kWide whatever the panel's width.
-  INLINE void multiply(const Operand<T>& a, const unit* packed, int64_t packed_row, int64_t k0, int64_t m0, int64_t rows, int64_t u,
-                       int64_t depth, const unit* b, int64_t w, acc* tile, Mode mode) const {
-    const int64_t row = packed ? packed_row : a.stride / T::pack;
-    const unit* base = (packed ? packed : reinterpret_cast<const unit*>(a.data + k0)) + m0 * row + u;
+  // Rows [begin, end) of A times one panel, each tile of them handed to the epilogue.
+  template <class Epilogue>
+  void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end, const Epilogue& epilogue) const {
+    const int64_t n = panel * kWide, cols = least(kWide, s.cols - n), w = panel_width(cols);
+    size_t bytes = kTiles * Arena::bytes_for<acc>(kTileRows * kWide);
+    if (transposed_) bytes += kTiles * Arena::bytes_for<acc>(kWide * kWide);
+    if (!s.b[0]) bytes += PRODUCTS * Arena::bytes_for<unit>(w * s.units);
+    local_arena.reset(bytes);
+    acc *own[kTiles], *turned[kTiles];
+    for (int t = 0; t < kTiles; t++) {
+      own[t] = local_arena.take<acc>(kTileRows * kWide);
+      turned[t] = transposed_ ? local_arena.take<acc>(kWide * kWide) : nullptr;
+    }
+    const unit* b[PRODUCTS];
+    for (int i = 0; i < PRODUCTS; i++) {
+      unit* packed = s.b[i] ? s.b[i] + n * s.units : local_arena.take<unit>(w * s.units);
+      if (!s.b[i]) pack_panel(p_[i].b, s.n0 + n, cols, s.k0, s.depth, packed);
+      b[i] = packed;
+    }
+    const bool last_slice = s.k0 + s.depth == K_;
+    for (int64_t m0 = begin; m0 < end; m0 += kTileRows) {
+      const int64_t rows = least(kTileRows, end - m0);
+      acc* tiles[kTiles];
+      for (int t = 0; t < kTiles; t++) tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows) + m0 * kWide : own[t];
+      for (int i = 0; i < PRODUCTS; i++)
+        for (int64_t u = 0; u < s.units; u += kDepth) {
+          const bool done = last_slice && !transposed_ && i + 1 == PRODUCTS && u + kDepth >= s.units;
+          const Mode mode = s.k0 || u || (SUM && i) ? kAdd : kStore;
+          for (int64_t r = 0; r < rows; r += kPart) {
+            const int64_t part = least(kPart, rows - r);
+            multiply(p_[i].a, s, i, m0 + r, part, u, b[i] + u * w, w, tiles[SUM ? 0 : i] + r * kWide, mode);
+            if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
+          }
+        }
+      if (transposed_ && last_slice)
+        for (int64_t r = 0; r < rows; r += kWide) {
+          for (int t = 0; t < kTiles; t++) transpose_tile(tiles[t] + r * kWide, w, turned[t]);
+          finish(turned, 0, s.n0 + n, cols, m0 + r, least(kWide, rows - r), epilogue);
+        }
+    }
+  }
+
+  template <class Epilogue>
+  static void finish(acc* const* tiles, int64_t row, int64_t m0, int64_t rows, int64_t n0, int64_t cols, const Epilogue& epilogue) {
+    acc* at[kTiles];
+    for (int t = 0; t < kTiles; t++) at[t] = tiles[t] + row * kWide;
+    epilogue_arena.reset(epilogue.scratch_bytes());
+    epilogue(at, kWide, m0, rows, n0, cols, epilogue_arena);
+  }
+
+  // tile (+)= rows of A x one panel, over up to kDepth units from u on. Tiles have the row stride kWide whatever the panel's width.
+  INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const unit* b, int64_t w,
+                       acc* tile, Mode mode) const {
+    const unit* packed = s.a[product];
+    const int64_t row = packed ? s.a_row : a.stride / T::pack, depth = least(kDepth, s.units - u);
+    const unit* base = (packed ? packed : reinterpret_cast<const unit*>(a.data + s.k0)) + m0 * row + u;
     for (int64_t r = 0; r < rows; r += kRows<T>)
       pick<T>(least<int64_t>(kRows<T>, rows - r), w, mode)(depth, base + r * row, row, 1, b, tile + r * kWide, kWide, nullptr);
   }
 
-  static int64_t panel_width(const Operand<T>& b, int64_t cols) { return b.along_k ? least(kWide, round_up(cols, T::width)) : kWide; }
+  // kWide rows of `cols` columns, whole vectors of them, become `cols` rows of kWide.
+  static void transpose_tile(const acc* tile, int64_t cols, acc* out) {
+    for (int64_t c = 0; c < cols; c += T::width)
+      for (int64_t r = 0; r < kWide; r += T::width) {
+        typename T::vec v[T::width];
+        UNROLL for (int i = 0; i < T::width; i++) v[i] = load(tile + (r + i) * kWide + c);
+        transpose(v);
+        UNROLL for (int i = 0; i < T::width; i++) store(out + (c + i) * kWide + r, v[i]);
+      }
+  }
 
   static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, unit* dst) {
-    cols = least(cols, kWide);
     if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), cols, 0, dst);
-    else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst);
+    else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst, nullptr, panel_width(cols));
+  }
+
+  void pack_b(Slice& s, int64_t panels) const {
+    for (int i = 0; i < PRODUCTS; i++) s.b[i] = shared_arena.take<unit>(panels * kWide * s.units);
+    const int64_t parts = ceil_div(s.units, kPackedDepth);
+    for_each_task(PRODUCTS * panels * parts, threads_, [&](int64_t task) {
+      const int i = int(task / (panels * parts));
+      const int64_t n = task / parts % panels * kWide, cols = least(kWide, s.cols - n), u = task % parts * kPackedDepth;
+      const int64_t k = u * T::pack, depth = least(kPackedDepth * T::pack, s.depth - k);
+      pack_panel(p_[i].b, s.n0 + n, cols, s.k0 + k, depth, s.b[i] + n * s.units + u * panel_width(cols));
+    });
   }
 
   // Columns [0, n) of `depth` rows become rows of units: dst[column][row], whole vectors of it.
@@ -141,21 +237,24 @@ class Matmul {
       }
   }
 
-  void pack_a(unit* const* packed, int64_t row, int64_t k0, int64_t depth) const {
+  void pack_a(Slice& s) const {
     constexpr int64_t kStep = 64;
+    for (int i = 0; i < PRODUCTS; i++) s.a[i] = shared_arena.take<unit>(M_ * s.a_row);
     const int64_t parts = ceil_div(M_, kStep);
     for_each_task(PRODUCTS * parts, threads_, [&](int64_t task) {
       const int i = int(task / parts);
       const int64_t m = task % parts * kStep, rows = least(kStep, M_ - m);
       const Operand<T>& a = p_[i].a;
-      if (a.along_k) return pack_columns(a.data + k0 * a.stride + m, a.stride, rows, depth, packed[i] + m * row, row);
-      for (int64_t r = m; r < m + rows; r++) copy_rows<T>(a.data + r * a.stride + k0, a.stride, 1, 1, depth, packed[i] + r * row);
+      unit* dst = s.a[i] + m * s.a_row;
+      if (a.along_k) return pack_columns(a.data + s.k0 * a.stride + m, a.stride, rows, s.depth, dst, s.a_row);
+      for (int64_t r = m; r < m + rows; r++, dst += s.a_row) copy_rows<T>(a.data + r * a.stride + s.k0, a.stride, 1, 1, s.depth, dst);
     });
   }
 
   Product<T> p_[PRODUCTS];
   int64_t M_, N_, K_;
   int threads_;
+  bool transposed_ = false;
 };
 
 }  // namespace PT_ISA

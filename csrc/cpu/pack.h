@@ -8,20 +8,20 @@ namespace PT_ISA {
 
 // In all of these, rows at or past n and rows with live[row] == 0 (live may be null) are zero in dst and not read.
 
-// One panel of kPanel<T> rows, transposed: dst[u][row], u over ceil(d / pack) units.
+// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over ceil(d / pack) units.
 template <class T>
 void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst,
-                     const uint8_t* live = nullptr) {
+                     const uint8_t* live = nullptr, int64_t panel = kPanel<T>) {
   using uvec = typename T::uvec;
   const int64_t du = ceil_div(d, T::pack);
-  for (int64_t row = 0; row < kPanel<T>; row += T::width)
+  for (int64_t row = 0; row < panel; row += T::width)
     for (int64_t u = 0; u < du; u += T::width) {
       typename T::vec r[T::width];
       UNROLL for (int i = 0; i < T::width; i++) r[i] =
           row + i < n && (!live || live[row + i]) ? (typename T::vec)T::load_units(src + (row + i) * stride + u * T::pack, d - u * T::pack)
                                                   : typename T::vec{};
       transpose(r);
-      UNROLL for (int i = 0; i < T::width; i++) if (u + i < du) * reinterpret_cast<uvec*>(dst + (u + i) * kPanel<T> + row) = (uvec)r[i];
+      UNROLL for (int i = 0; i < T::width; i++) if (u + i < du) * reinterpret_cast<uvec*>(dst + (u + i) * panel + row) = (uvec)r[i];
     }
 }
 

@@ -28,9 +28,8 @@ def backend(op: Op) -> Backend:
         out, pre, gate = op.empty_outputs(a)
         rows = math.prod(a.x.shape[:-1])
         result = _as_matrix(out)
-        hidden = a.x.new_empty(_hidden_rows(a), a.w1.shape[0])
         kept = _matrices(a, pre, gate) if a.save else (None, None)
-        _run_forward(a, hidden, *kept, result.view(rows, -1))
+        _run_forward(a, *kept, result.view(rows, -1))
         return (out if result.data_ptr() == out.data_ptr() else out.copy_(result)), pre, gate
 
     def backward(
@@ -46,7 +45,7 @@ def backend(op: Op) -> Backend:
             pre, gate = _matrices(a, *saved)
         else:
             pre, gate = d_pre, d_gate
-            _run_forward(a, None, pre, gate, None)
+            _run_forward(a, pre, gate, None)
         work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
         targets: dict[str, torch.Tensor | None] = {}
         for name, t in results.items():
@@ -69,10 +68,10 @@ def backend(op: Op) -> Backend:
     return Backend("cpu", forward, backward, why_not, _extra_bytes)
 
 
-def _run_forward(a: Any, hidden: Any, pre: Any, gate: Any, out: Any) -> None:
+def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
     torch.ops.pytransformer_C.feed_forward_fwd(
         _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
-        _vector(a.b2, a.x), a.dropout_seed, hidden, pre, gate, out, ACTIVATIONS[a.activation], a.dropout_p,
+        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _hidden_rows(a), ACTIVATIONS[a.activation], a.dropout_p,
     )  # fmt: skip
 
 

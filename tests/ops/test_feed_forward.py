@@ -115,6 +115,41 @@ def test_many_rows_pass_through_in_parts() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()), msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "d", "hidden"),
+    [(20, 96, 320), (200, 1200, 96), (40, 2200, 128), (1100, 64, 1024), (4200, 16, 512)],
+    ids=["transposed", "groups", "sliced", "streamed gradient", "streamed"],
+)
+def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
+    """Few rows (products formed transposed), long sums, and results past the caches: within rounding of float64, and no bit
+    changes when the rows come one half at a time."""
+    t = _inputs(rows, d, hidden, d if rows < 4000 else 512, dtype)
+    y = _call(t, activation="silu", backend="cpu")
+    halves = [_call([x, *t[1:]], activation="silu", backend="cpu") for x in t[0].split(rows // 2)]
+    assert torch.equal(y, torch.cat(halves))
+    exact = [v.detach().double().requires_grad_() for v in t]
+    want = _call(exact, activation="silu", backend="reference")
+    grad = torch.randn_like(y)
+    eps = torch.finfo(dtype).eps
+    for name, a, b in zip(
+        ("out", *NAMES), (y, *torch.autograd.grad(y, t, grad)), (want, *torch.autograd.grad(want, exact, grad.double()))
+    ):
+        assert (a.double() - b).norm() <= 4 * eps * b.norm(), name
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_writes_that_leave_no_trace_are_seen(rows: int) -> None:
+    """Writes through .data and NumPy leave a tensor's version as it was: nothing of its contents may be kept between calls."""
+    t = [v.detach() for v in _inputs(rows, 64, 128, 64, torch.float32)[:5]]
+    for write in (lambda w: w.data.mul_(2.0), lambda w: w.numpy().__imul__(0.5), lambda w: w.detach().numpy().fill(0.25)):
+        _call(t, backend="cpu")
+        version = t[1]._version
+        write(t[1])
+        assert t[1]._version == version
+        assert torch.equal(_call(t, backend="cpu"), _call([v.clone() for v in t], backend="cpu"))
+
+
 def test_nan_stays_in_its_row(ffn_backend: str) -> None:
     t = [v.detach() for v in _inputs(5, 16, 40, 16, torch.float32)]
     t[0][2, 3] = float("nan")
