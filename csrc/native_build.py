@@ -64,7 +64,9 @@ class Isa:
     probe: str = "int main() { return 0; }"  # must compile with the flags
 
 
-AVX512_BF16 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -mbmi2".split())
+AVX2 = tuple("-mavx2 -mfma -mf16c -mbmi2".split())
+AVX512 = (*AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq".split())
+AVX512_BF16 = (*AVX512, "-mavx512bf16")
 ISAS = (  # best first
     Isa(
         "amx_bf16",
@@ -78,6 +80,8 @@ ISAS = (  # best first
         AVX512_BF16,
         "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(s, a, b); }\n",
     ),
+    Isa("avx512", ("x86_64",), AVX512, "#include <immintrin.h>\n__m512 f(__m512 a) { return _mm512_andnot_ps(a, a); }\n"),
+    Isa("avx2", ("x86_64",), AVX2, "#include <immintrin.h>\n__m256 f(__m128i a) { return _mm256_cvtph_ps(a); }\n"),
     Isa("generic"),
 )
 

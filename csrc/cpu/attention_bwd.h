@@ -168,7 +168,7 @@ class AttentionBackward {
     const int64_t size = least(z.BK, sequence.Lk - k0), row = sequence.k_first + k0;
     KeyBlock<T> k{k0, clamp<int64_t>(sequence.keys().hi - k0, 0, size), w.Kt, w.Vt, w.Kj, w.dK, w.dV};
     if (sequence.keys().lo >= k0 + k.n) k.n = 0;
-    const bool all = !mark_live_keys<acc>(p, sequence, run.kv_head, k0, size, w.live);
+    const bool all = !mark_live_keys<T>(p, sequence, run.kv_head, k0, size, w.live);
     const uint8_t* live = all ? nullptr : w.live;
     if (k.n > 0) {
       const elem *K = at(p.k, p.ks, run, row), *V = at(p.v, p.vs, run, row);
@@ -201,6 +201,7 @@ class AttentionBackward {
     TileTerms<T> terms(p, *it.sequence, target, w.terms, z.BQ, z.BK);
     for (int64_t i = 0; i < it.blocks(z); i++) {
       const QueryBlock<T> q = it.block(z, i);
+      if (it.sequence->unsorted_segments() && !it.sequence->may_meet({q.q0, q.q0 + q.rows}, {k.k0, k.k0 + k.n})) continue;
       uint8_t& touched = it.touched[split * it.blocks(z) + i];
       acc* dQ = z.dq ? it.dQ + (split * it.rows + i * z.BQ) * z.dw : nullptr;
       if (!w.tile->run(scores, it.h, q, k, some_kept ? &keep : nullptr, dQ, !touched, z.terms ? &terms : nullptr) || touched) continue;

@@ -173,7 +173,7 @@ class QueryRows {
     const elem* k = static_cast<const elem*>(p.k) + it.b * p.ks.b + kv_head * p.ks.h + sequence.k_first * p.ks.l;
     for (int64_t j = keys.lo / panel * panel; j < keys.hi; j += panel) {
       const int64_t n = least(panel, keys.hi - j);
-      const bool all = !mark_live_keys<acc>(p, sequence, kv_head, j, n, live);
+      const bool all = !mark_live_keys<T>(p, sequence, kv_head, j, n, live);
       pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live);
       for (int64_t r = 0; r < x.rows; r += kRows<T>) {
         const int64_t rows = least<int64_t>(kRows<T>, x.rows - r);

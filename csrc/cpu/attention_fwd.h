@@ -52,7 +52,7 @@ struct ForwardShape {
     uint8_t live[panel];
     for (int64_t j = k0; j < k0 + n; j += panel) {
       const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
-      const uint8_t* keep = mark_live_keys<typename T::acc>(p, s, hkv, j, rows, live) ? live : nullptr;
+      const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
       pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep);
       for (int64_t col = 0; col < dv; col += panel) {
         const int64_t w = least(panel, dv - col);
@@ -108,10 +108,13 @@ class RowBlock {
   void tile(const PackedKeys<T>& packed, int64_t k0, int64_t n) {
     const auto scores = [&] {  // a panel of K stays in L1 over all rows
       for (int64_t j = 0; j < n; j += kPanel<T>)
-        for (int64_t r = 0; r < rows_; r += kRows<T>)
-          if (reach_[r].lo < j + kPanel<T> && reach_[r].hi > j)
-            pick<T>(least<int64_t>(kRows<T>, rows_ - r), kPanel<T>, kStore)(
-                f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du, S_ + r * ld_ + j, ld_, nullptr);
+        for (int64_t r = 0; r < rows_; r += kRows<T>) {
+          if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
+          const int64_t rows = least<int64_t>(kRows<T>, rows_ - r);
+          for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, least<int64_t>(kPanel<T>, n - j));
+          pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du, S_ + r * ld_ + j, ld_,
+                                           nullptr);
+        }
     };
     const auto output = [&] {
       for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
@@ -134,7 +137,7 @@ class RowBlock {
     uint8_t marks[kBlockKeys];
     const uint8_t* live = nullptr;
     const auto scores = [&] {
-      live = mark_live_keys<A>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
+      live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
       for (int64_t r = 0; r < rows_; r++)
         direct_scores<T>(Q_ + r * f_.du, f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, S_ + r * ld_);
     };
@@ -226,16 +229,8 @@ class RowBlock {
 
   // Unsorted segments: leaves away panels at either end of the tile in which no segment can match one of the queries'.
   bool trim(int64_t* k0, int64_t* n) const {
-    const auto bounds = [](const int64_t* x, int64_t count) {
-      Range r{INT64_MAX, INT64_MIN};
-      for (int64_t i = 0; i < count; i++) r = {least(r.lo, x[i]), most(r.hi, x[i])};
-      return r;
-    };
-    const Range q = bounds(s_.query_segments() + q0_, clamp<int64_t>(s_.rows - q0_, 0, nq_));
-    const auto meets = [&](int64_t j) {
-      const Range k = bounds(s_.key_segments() + j, least<int64_t>(kPanel<T>, s_.Lk - j));
-      return k.lo <= q.hi && k.hi >= q.lo;
-    };
+    const Range queries{q0_, least(q0_ + nq_, s_.rows)};
+    const auto meets = [&](int64_t j) { return s_.may_meet(queries, {j, least<int64_t>(j + kPanel<T>, s_.Lk)}); };
     int64_t end = least(*k0 + *n, s_.Lk);
     while (*k0 < end && !meets(*k0)) *k0 += kPanel<T>;
     int64_t last = *k0;

@@ -65,6 +65,16 @@ class Sequence {
   }
   // Then segments are compared pair by pair (Scores), and visible() only bounds them.
   bool unsorted_segments() const { return query_segments_ && !sorted_; }
+  // With unsorted segments: false where no key of the one range can be of the segment of a query of the other.
+  bool may_meet(Range queries, Range keys) const {
+    const auto bounds = [](const int64_t* x, Range r) {
+      Range b{INT64_MAX, INT64_MIN};
+      for (int64_t i = r.lo; i < r.hi; i++) b = {least(b.lo, x[i]), most(b.hi, x[i])};
+      return b;
+    };
+    const Range q = bounds(query_segments_, queries), k = bounds(key_segments_, keys);
+    return k.lo <= q.hi && k.hi >= q.lo;
+  }
   const int64_t* query_segments() const { return query_segments_; }
   const int64_t* key_segments() const { return key_segments_; }
 
@@ -141,11 +151,17 @@ class DenseRow {
   using vec = typename Lanes<A>::vec;
   DenseRow() = default;
   DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i) : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
-    const int64_t bytes = d.boolean ? 1 : d.dtype == DType::f64 ? 8 : d.dtype == DType::f32 ? 4 : 2;
-    row_ = d.data ? static_cast<const char*>(d.data) + bytes * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
+    bytes_ = d.boolean ? 1 : d.dtype == DType::f64 ? 8 : d.dtype == DType::f32 ? 4 : 2;
+    row_ = d.data ? static_cast<const char*>(d.data) + bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
+  }
+  // Asks for the values of keys j .. j + n - 1 in the second cache.
+  INLINE void fetch(int64_t j, int64_t n) const {
+    if (row_ && stride_ == 1)
+      for (int64_t i = 0; i < n * bytes_; i += 64) __builtin_prefetch(row_ + j * bytes_ + i, 0, 2);
   }
   bool present() const { return row_; }
   bool boolean() const { return boolean_; }
+  bool additive() const { return row_ && !boolean_; }
   INLINE mask bits(int64_t j, int64_t n) const {  // boolean: lanes to attend to, of keys j .. j + n - 1
     const auto* p = reinterpret_cast<const uint8_t*>(row_) + j * stride_;
     if (stride_ == 0) return *p ? mask(~0) : mask(0);
@@ -190,23 +206,50 @@ class DenseRow {
   const char* row_ = nullptr;
   DType dtype_ = DType::f32;
   bool boolean_ = false;
-  int64_t stride_ = 0;
+  int64_t stride_ = 0, bytes_ = 0;
 };
 
-// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key, because of the intervals or a term that does
-// not depend on the query. Packing reads such rows as zero, so that what they hold reaches nothing. False: all live, live not written.
-template <class A>
+// False if some lane of a row of d elements is infinite or NaN.
+template <class T>
+bool finite_row(const typename T::elem* row, int64_t d) {
+  using vec = typename T::vec;
+  vec zeros{};
+  for (int64_t c = 0; c < d; c += T::width) zeros = fma(T::load(row + c, d - c), vec{}, zeros);
+  return to_mask(zeros == vec{}) == mask_n<vec>(T::width);
+}
+
+// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key. Packing reads such rows as zero, so that what
+// they hold reaches nothing. The intervals and terms that do not depend on the query tell it at once; where terms or segments do depend
+// on it, pairs are looked at only for keys whose K or V is not finite, since for the others zero weights do as well. False: all live,
+// live not written.
+template <class T>
 bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
+  using A = typename T::acc;
   const Range seen = s.keys();
-  const bool by_mask = p.mask.data && p.mask.stride.l == 0, by_bias = p.bias.data && p.bias.stride.l == 0;
-  if (!by_mask && !by_bias && seen.lo <= k0 && seen.hi >= k0 + n) return false;
-  const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h != 0 || p.bias.stride.h != 0 ? group : 1;
+  const auto by_key = [](const Dense& d) { return d.data && d.stride.l == 0; };
+  const auto by_pair = [](const Dense& d) { return d.data && d.stride.l != 0; };
+  const bool pairs = by_pair(p.mask) || by_pair(p.bias) || s.query_segments();
+  if (!by_key(p.mask) && !by_key(p.bias) && !pairs && seen.lo <= k0 && seen.hi >= k0 + n) return false;
   for (int64_t j = 0; j < n; j++) live[j] = 0;
   if (s.rows == 0) return true;
+  const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h != 0 || p.bias.stride.h != 0 ? group : 1;
+  const Range keys{most<int64_t>(0, seen.lo - k0), least(n, seen.hi - k0)};
   for (int64_t h = hkv * group; h < hkv * group + differing; h++) {
-    const DenseRow<A> mask_row(by_mask ? p.mask : Dense{}, s.b, h, 0), bias_row(by_bias ? p.bias : Dense{}, s.b, h, 0);
-    for (int64_t j = most<int64_t>(0, seen.lo - k0); j < least(n, seen.hi - k0); j++)
-      live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
+    const DenseRow<A> mask_row(by_key(p.mask) ? p.mask : Dense{}, s.b, h, 0), bias_row(by_key(p.bias) ? p.bias : Dense{}, s.b, h, 0);
+    for (int64_t j = keys.lo; j < keys.hi; j++) live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
+  }
+  const auto at = [&](const void* base, const Strides& x, int64_t j) {
+    return static_cast<const typename T::elem*>(base) + s.b * x.b + hkv * x.h + (s.k_first + j) * x.l;
+  };
+  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
+    const Range r = s.visible(i);
+    return j >= r.lo && j < r.hi && (!s.unsorted_segments() || s.query_segments()[i] == s.key_segments()[j]) &&
+           DenseRow<A>(p.mask, s.b, h, i).visible(j) && DenseRow<A>(p.bias, s.b, h, i).visible(j);
+  };
+  for (int64_t j = keys.lo; pairs && j < keys.hi; j++) {
+    if (!live[j] || (finite_row<T>(at(p.k, p.ks, k0 + j), p.D) && finite_row<T>(at(p.v, p.vs, k0 + j), p.Dv))) continue;
+    live[j] = 0;
+    for (int64_t x = 0; !live[j] && x < differing * s.rows; x++) live[j] = sees(hkv * group + x / s.rows, x % s.rows, k0 + j);
   }
   return true;
 }
@@ -242,6 +285,12 @@ class Scores {
   // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
   bool plain() const {
     return !p_.mask.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 && !s_.unsorted_segments();
+  }
+
+  // Called between products: a tile reads a short piece of each row of a dense term, in which the hardware sees no stream.
+  INLINE void fetch(int64_t h, int64_t i, int64_t k0, int64_t n) const {
+    if (p_.mask.stride.l) DenseRow<A>(p_.mask, s_.b, h, i).fetch(k0, n);
+    if (p_.bias.stride.l) DenseRow<A>(p_.bias, s_.b, h, i).fetch(k0, n);
   }
 
   // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
@@ -301,15 +350,16 @@ class Scores {
       }
       scale = set1<vec>(1);
     }
-    for (const DenseRow<A>& term : terms) {
+    // The last dense term, if nothing else is added behind it, is added in the pass that makes the result.
+    const int last = p_.slopes || diagonal ? -1 : terms[1].additive() ? 1 : terms[0].additive() ? 0 : -1;
+    for (int t = 0; t < 2; t++) {
+      const DenseRow<A>& term = terms[t];
       if (term.present() && term.boolean()) {
         for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= term.bits(k0 + j, n - j);
-      } else if (term.present()) {
-        const vec top_finite = set1<vec>(highest<A>);
-        term.each(k0, n, [&](int64_t j, vec t) {
-          const vec x = load(s + j) * scale;
-          visible[j / T::width] &= to_mask(t != minus_inf);
-          store(s + j, vmin(top_finite, vmax(lowest, vec(x + t))) + ((t - t) + (x - x)));  // x - x: 0, or NaN where x is not finite
+      } else if (term.present() && t != last) {
+        term.each(k0, n, [&](int64_t j, vec x) {
+          visible[j / T::width] &= to_mask(x != minus_inf);
+          store(s + j, sum(load(s + j), scale, x));
         });
         scale = set1<vec>(1);
       }
@@ -327,12 +377,26 @@ class Scores {
       scale = set1<vec>(1);
     }
     vec top = minus_inf;
-    for (int64_t j = 0; j < n; j += T::width) {
-      const vec x = select(visible[j / T::width], vmax(lowest, vec(load(s + j) * scale)), minus_inf);
+    const auto finish = [&](int64_t j, mask on, vec x) {
+      x = select(on, x, minus_inf);
       store(s + j, x);
       top = vmax(top, x);
-    }
+    };
+    if (last >= 0)
+      terms[last].each(k0, n, [&](int64_t j, vec x) {
+        finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x));
+      });
+    else
+      for (int64_t j = 0; j < n; j += T::width) finish(j, visible[j / T::width], vmax(lowest, vec(load(s + j) * scale)));
     return top;
+  }
+
+  // s * scale + t, saturated at the largest finite numbers, but NaN where s or t is not finite.
+  static INLINE vec sum(vec s, vec scale, vec t) {
+    const vec limit = set1<vec>(highest<A>), y = fma(s, scale, t);
+    if (__builtin_expect(to_mask(vabs(y) <= limit) == mask_n<vec>(T::width), 1)) return y;
+    const vec x = s * scale;
+    return vmin(limit, vmax(vec(-limit), vec(x + t))) + ((t - t) + (x - x));  // x - x: 0, or NaN
   }
 
   static INLINE mask same_segment(int64_t q, const int64_t* keys, int64_t n) {

@@ -143,6 +143,9 @@ INLINE V vmax(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
   else return (V)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm256_max_ps((__m256)a, (__m256)b);
+  else return (V)_mm256_max_pd((__m256d)a, (__m256d)b);
 #else
   return a > b ? a : b;
 #endif
@@ -152,6 +155,9 @@ INLINE V vmin(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm512_min_ps((__m512)a, (__m512)b);
   else return (V)_mm512_min_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<scalar_of<V>, float>) return (V)_mm256_min_ps((__m256)a, (__m256)b);
+  else return (V)_mm256_min_pd((__m256d)a, (__m256d)b);
 #else
   return a < b ? a : b;
 #endif
@@ -207,6 +213,9 @@ INLINE mask to_mask(I c) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(scalar_of<I>) == 4) return _mm512_movepi32_mask((__m512i)c);
   else return _mm512_movepi64_mask((__m512i)c);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(scalar_of<I>) == 4) return mask(_mm256_movemask_ps((__m256)c));
+  else return mask(_mm256_movemask_pd((__m256d)c));
 #else
   mask m = 0;
   UNROLL for (int i = 0; i < kVecBytes / int(sizeof(c[0])); i++) m |= mask(c[i] & 1) << i;
@@ -314,6 +323,8 @@ INLINE vf to_float(const bf16* p) { return (vf)(widen(p) << 16); }
 INLINE vf to_float(const f16* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   const vi32 h = widen(p), em = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
   const vf scaled = (vf)em * 5.192296858534828e33f;  // 2^112 moves the exponent, subnormals included
@@ -331,6 +342,8 @@ INLINE void from_float(bf16* p, vf v) {
 INLINE void from_float(f16* p, vf v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   const vi32 x = (vi32)v, a = x & 0x7fffffff;
   const vi32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
@@ -444,7 +457,8 @@ struct Bf16Pair {
   using acc = float;
   using opnd = bf16;
   using unit = uint32_t;
-  using Dot = Bf16Dot;
+  using Dot = Bf16Dot;    // what the micro-kernel uses
+  using Pairs = Bf16Dot;  // what vectors use
   using vec = vf;
   using uvec = vi32;
   static constexpr int pack = 2, width = 16, exp_degree = 4;  // of exponentials that are rounded to opnd anyway

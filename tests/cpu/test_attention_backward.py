@@ -6,6 +6,7 @@ The fuzzer draws every keyword with small sizes; here sizes cross blocks of quer
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,6 +199,44 @@ def test_what_takes_no_part_reaches_nothing(dtype: torch.dtype) -> None:
         gradients(dirty, torch.zeros(2, 4, 130, dtype=torch.float64 if dtype == torch.float64 else torch.float32), **keywords),
         clean,
     )
+
+
+@pytest.mark.parametrize("kind", ("bool", "float", "segments"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_key_hidden_pair_by_pair_reaches_nothing(dtype: torch.dtype, kind: str) -> None:
+    t = draw((2, 4, 2, 130, 200, 40, 24), dtype)
+    dead = torch.zeros(200, dtype=torch.bool)
+    dead[5::9] = True
+    seen = (torch.rand(2, 1, 130, 200) > 0.3) & ~dead
+    keywords = {
+        "bool": {"attn_mask": seen},
+        "float": {"attn_mask": torch.where(seen, 0.0, -math.inf)},
+        "segments": {"query_segments": segments(130), "key_segments": torch.where(dead, 9, segments(200))},
+    }[kind]
+    clean = check(t, **keywords)
+    for name in ("key", "value"):
+        t[name] = t[name].clone()
+        t[name][:, :, dead] = math.nan
+    same(gradients(t, **keywords), clean)
+
+
+def test_segments_that_cannot_meet_cost_nothing() -> None:
+    """Unsorted, but far apart in the two halves: the backward must find that out rather than multiply."""
+    t = draw((1, 1, 1, 1024, 1024, 64, 64), torch.float32)
+    alternating = torch.arange(1024) % 2
+    halves = torch.arange(1024) // 512 * 10 + alternating
+
+    def seconds(documents: torch.Tensor) -> float:
+        start = time.thread_time()
+        gradients(t, query_segments=documents[None], key_segments=documents[None])
+        return time.thread_time() - start
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert min(seconds(halves) for _ in range(5)) < 0.8 * min(seconds(alternating) for _ in range(5))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 5, 6, 8, 8), (2, 2, 1, 0, 6, 8, 8), (2, 2, 1, 5, 0, 8, 8)])

@@ -199,6 +199,33 @@ def test_what_no_query_sees_reaches_nothing(few: bool, isa: str) -> None:
         torch.testing.assert_close(found["lse"], wanted["lse"])
 
 
+@pytest.mark.parametrize("rows", (1, 2, 9, 120))
+@pytest.mark.parametrize("kind", ("bool", "float", "bias", "segments", "sorted_segments"))
+def test_a_key_hidden_from_every_query_pair_by_pair_reaches_nothing(kind: str, rows: int, isa: str) -> None:
+    t = draw(2, 4, 2, rows, 600, 40, 24, torch.bfloat16)
+    seen = torch.rand(2, 1 if kind != "bias" else 4, rows, 600) < 0.5
+    documents = torch.randint(3, (2, 600))
+    documents = documents.sort(-1)[0] if kind == "sorted_segments" else documents
+    keywords: dict[str, Any] = {
+        "bool": {"attn_mask": seen},
+        "float": {"attn_mask": torch.where(seen, 0.5, -math.inf)},
+        "bias": {"bias": torch.where(seen, 0.5, -math.inf)},
+    }.get(kind, {"query_segments": torch.randint(2, (2, rows)) * 2, "key_segments": documents})
+    dead = torch.zeros(2, 2, 600, dtype=torch.bool)
+    dead[:, :, 3::7] = True
+    if "segments" in kind:
+        dead[:] = (documents == 1)[:, None]
+    elif kind == "bias":  # each key/value head has two query heads
+        keywords["bias"].masked_fill_(dead.repeat_interleave(2, 1)[:, :, None], -math.inf)
+    else:
+        keywords["attn_mask"].masked_fill_(dead[:, :1, None], False if kind == "bool" else -math.inf)
+    wanted = attend(t, **keywords)
+    assert wanted["out"].isfinite().all()
+    t["key"][dead], t["value"][dead] = math.nan, math.inf
+    found = attend(t, **keywords)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
     t = draw(1, 1, 1, 130, 600, 16, 16, dtype)
