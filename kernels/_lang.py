@@ -102,17 +102,17 @@ def philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def keep_tile(seed, batch, head, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """int1 [BM, BN], True = keep, of the tile whose first row and column have the absolute indices i0 and j0 (j0 % 32 == 0).
+def keep_tile(seed, c1, c2, c3, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """int1 [BM, BN], True = keep, of the tile whose first column has the absolute index j0 (j0 % 32 == 0). c1, c2, c3 are the
+    other counter words, each a number or [BM, 1]: row, head, batch in attention; row low, row high, tag elsewhere.
 
     One call per row and eight columns, then a permutation. With queries as rows the compiler carries the accumulator's
     layout back through it, so it moves no data; of a transposed tile it would.
     """
     tl.static_assert(BN % 32 == 0)
-    rows = (i0 + tl.arange(0, BM)).to(tl.uint32)[:, None]
     group = (j0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
     zero = tl.zeros([BM, BN // 8], tl.uint32)
-    w0, w1, w2, w3 = philox(zero + group, zero + rows, zero + head.to(tl.uint32), zero + batch.to(tl.uint32), seed)
+    w0, w1, w2, w3 = philox(zero + group, zero + c1.to(tl.uint32), zero + c2.to(tl.uint32), zero + c3.to(tl.uint32), seed)
     w = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [BM, BN / 8, t % 2, t // 2]
     w = tl.join(w << 16, w)  # the draw in the high half: no mask, no shift for the odd keys
     w = tl.reshape(w, [BM, BN // 32, 4, 2, 2, 2])  # rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2

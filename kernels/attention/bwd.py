@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .._lang import LOG2E, dot, launch, narrow
 from .fwd import programs
-from .problem import Problem, Rows, choose, describe, row_values, rows
+from .problem import Problem, Rows, choose, describe, row_values, rows, sequences
 from .tiles import (
     at_head,
     kept,
@@ -33,6 +33,7 @@ from .tiles import (
     query_bounds,
     query_tile,
     scores,
+    seen,
     segments_of,
     sequence,
     store_rows,
@@ -139,7 +140,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
 def tile_gradients(
     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr
 ):
-    """[BM, BN] each: weights after dropout (not yet scaled), dS, and dX."""
+    """[BM, BN] each: weights after dropout (not yet scaled), dS, dX, and visible pairs."""
     b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
     b_p = power(b_s - b_top[:, None], C)
     if C.EXTREME:  # the sum comes apart from the maximum
@@ -154,8 +155,8 @@ def tile_gradients(
     b_dx = b_ds
     if C.SOFTCAP:
         capped = capped / p.softcap
-        b_dx = b_ds * (1.0 - capped * capped)
-    return b_pd, b_ds, b_dx
+        b_dx = tl.where(m_s, b_ds * (1.0 - capped * capped), 0.0)
+    return b_pd, b_ds, b_dx, m_s
 
 
 @triton.jit
@@ -212,7 +213,7 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     )
                     m_s = visible_to_keys(i, j, lo, hi, m_i, m_k, PART != 1, p, C)
                     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                    b_pd, _b_ds, b_dx = tile_gradients(
+                    b_pd, _b_ds, b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
                     b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C)
@@ -236,7 +237,7 @@ def visible_to_keys(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.const
         m_s = m_s & (i[:, None] >= lo[None, :]) & (i[:, None] < hi[None, :]) & m_i[:, None]
     if MASKED or C.KEY_MASK:
         m_s = m_s & m_j[None, :]
-    if p.mask is not None or p.bias is not None:
+    if p.mask is not None or p.bias is not None or p.query_segments is not None:
         m_s = m_s & m_i[:, None] & m_j[None, :]
     return m_s
 
@@ -274,10 +275,10 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                _b_pd, b_ds, b_dx = tile_gradients(
+                _b_pd, b_ds, b_dx, m_s = tile_gradients(
                     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                 )
-                b_dq = dot(narrow(b_dx, b_k.dtype), b_k, b_dq, C)
+                b_dq = dot(narrow(b_dx, b_k.dtype), seen(b_k, m_s, p, C), b_dq, C)
                 if DSLOPES is not None:
                     b_slope -= tl.sum(b_ds * tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32), 1)
                 if DTABLE is not None:
@@ -354,7 +355,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
                     m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
                     segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                    _b_pd, b_ds, _b_dx = tile_gradients(
+                    _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
                     b_sum += b_ds
@@ -417,7 +418,7 @@ def backward(
     if dk is not None or dv is not None:
         tile = choose("keys", a)
         p, kind = describe(a, tile)
-        count = _batch(a, p) * (p.heads // p.group) * _key_tiles(p, tile.BN)
+        count = sequences(a) * (p.heads // p.group) * _key_tiles(p, tile.BN)
         launch(
             attention_backward_keys, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,
             warps=tile.warps, stages=tile.stages,
@@ -446,11 +447,7 @@ def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardS
 
 def _parts(a: Any, count: int, p: Problem, width: int) -> torch.Tensor:
     """(sequences, heads, tiles of queries, width) float32: what each program adds to a sum over all of them."""
-    return torch.empty((_batch(a, p), p.heads, count // max(1, _batch(a, p) * p.heads), width), device=a.query.device)
-
-
-def _batch(a: Any, p: Problem) -> int:
-    return a.query.shape[0] if p.cu_queries is None else a.cu_seqlens_q.shape[0] - 1
+    return torch.empty((sequences(a), p.heads, count // max(1, sequences(a) * p.heads), width), device=a.query.device)
 
 
 def _key_tiles(p: Problem, block: int) -> int:

@@ -20,11 +20,27 @@ class Config:
     stages: int
 
 
+@dataclass(frozen=True)
+class Split:
+    """When and how keys are split: of sequences with at most ``rows`` queries times heads that share a key head, so that a
+    split has at least ``keys`` keys and there are at most ``most`` (a power of two)."""
+
+    rows: int
+    keys: int
+    most: int
+
+
+# 512 keys of 128 numbers are 256 KB of bfloat16; what 16 rows leave of them for the others to add is 3 % of that.
+SPLIT = Split(rows=32, keys=512, most=64)
+SPLIT_INTERPRETED = Split(rows=32, keys=128, most=4)
+
+
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
 # work per element: dense masks and biases, ALiBi, T5, softcap, dropout.
 SIXTEEN_BIT = {
     "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 1)},
     "forward+": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 32, 8, 1)},
+    "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 2), 256: Config(16, 32, 4, 2)},
     "keys": {64: Config(32, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     "keys+": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(32, 32, 8, 1)},
     "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1)},
@@ -33,6 +49,7 @@ SIXTEEN_BIT = {
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "queries": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dense": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -40,10 +57,16 @@ THIRTY_TWO_BIT = {
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {
     "forward": Config(32, 64, 1, 1),
+    "decode": Config(16, 64, 1, 1),
     "keys": Config(32, 64, 1, 1),
     "queries": Config(32, 64, 1, 1),
     "dense": Config(32, 64, 1, 1),
 }
+
+
+def split(capability: int) -> Split:
+    """For all architectures the same yet: nothing has been measured."""
+    return SPLIT_INTERPRETED if capability == INTERPRETER else SPLIT
 
 
 def config(kernel: str, capability: int, head_dim: int, itemsize: int, *, per_element: bool) -> Config:

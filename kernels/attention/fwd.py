@@ -5,20 +5,28 @@
 
 Grid: one flat dimension over batch, query heads and tiles of queries. Scores, sums and o are float32 and stay in registers;
 weights are rounded to value's dtype for the product. A row that sees nothing has l = 0 and gives 0 and -inf.
+
+A sequence with few queries (decoding) is the same kernel's with C.PACKED: the rows of a tile are the queries of all heads
+that share a key head, so keys and values are read once, and long keys are split over programs, each of which leaves m, l
+and o of its own; ``attention_combine`` joins them. See decode.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .._lang import LN2, dot, launch, narrow
-from .problem import Rows, choose, describe, row_values, rows
+from .._lang import dot, launch, narrow
+from .decode import Few, attention_combine, mine, own_split, packed_tile, part_row, parts_of, plan
+from .problem import ForwardStrides, choose, describe, row_values, rows, sequences
 from .tiles import (
     at_head,
+    column,
+    finish,
     kept,
     key_bounds,
     key_mask,
@@ -27,38 +35,35 @@ from .tiles import (
     power,
     query_tile,
     scores,
+    seen,
     segments_of,
     sequence,
-    store_rows,
     tile_range,
+    tile_rows,
     visible,
     zero_of,
 )
 
 
-class ForwardStrides(NamedTuple):
-    q: Rows
-    k: Rows
-    v: Rows
-    o: Rows
-    lse: Rows
-
-
 @triton.jit(do_not_specialize=["p"])
-def attention_forward(Q, K, V, OUT, LSE, strides, p, C: tl.constexpr):
-    i_tile, i_b, i_h = query_tile(p, C)
+def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
+    if C.PACKED:
+        i_tile, i_split, i_b, i_head = packed_tile(p, C)
+    else:
+        i_tile, i_b, i_head = query_tile(p, C)
     row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
-    Q = at_head(Q, strides.q, i_b, i_h)
-    K = at_head(K, strides.k, i_b, i_h // p.group)
-    V = at_head(V, strides.v, i_b, i_h // p.group)
-    OUT = at_head(OUT, strides.o, i_b, i_h)
-    LSE = at_head(LSE, strides.lse, i_b, i_h)
-
-    i = i_tile * C.BM + tl.arange(0, C.BM)
+    num_q = mine(num_q, p, C)
+    i, i_h = tile_rows(i_tile, i_head, p, C)
     lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
     origin = key_origin(p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
-    b_q = load_rows(Q, strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
+    if C.SPLIT:
+        first, last = own_split(first, last, i_split, num_q, num_k, p, C)
+        whole = tl.minimum(tl.maximum(whole, first), last)
+        whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
+    K = at_head(K, strides.k, i_b, i_head // p.group)
+    V = at_head(V, strides.v, i_b, i_head // p.group)
+    b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
@@ -70,7 +75,7 @@ def attention_forward(Q, K, V, OUT, LSE, strides, p, C: tl.constexpr):
             to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
             for t in range(from_tile, to_tile):
                 j = origin + t * C.BN + tl.arange(0, C.BN)
-                m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+                m_j = key_mask(j, i_b, i_head, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
@@ -85,29 +90,56 @@ def attention_forward(Q, K, V, OUT, LSE, strides, p, C: tl.constexpr):
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
                     b_p = tl.where(kept(i, j, i_b, i_h, p, C), b_p, zero_of(p))
+                b_v = seen(b_v, m_s, p, C)
                 b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * decay[:, None], C)
 
-    dead = (b_l == 0.0) | ~m_i
-    b_l = tl.where(dead, 1.0, b_l)
-    b_lse = tl.where(dead, float("-inf"), (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2)
-    b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
-    m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
-    store_rows(OUT, strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
-    tl.store(LSE + (row_q + i) * strides.lse.row, b_lse, mask=m_i)
+    b_l = tl.where(m_i, b_l, 0.0)
+    if C.SPLIT:
+        row = part_row(i_b, i_head, i_split, p, C.BM) + i_tile * C.BM + tl.arange(0, C.BM)
+        tl.store(parts.m + row, b_m)
+        tl.store(parts.l + row, b_l)
+        tl.store(parts.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :], b_o)
+    else:
+        finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C)
 
 
 def forward(a: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the op's arguments; last dimensions contiguous."""
-    tile = choose("forward", a)
-    p, kind = describe(a, tile)
     strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out), row_values(lse))
+    whole, few = plan(a)
+    if whole:
+        tile = choose("forward", a)
+        p, kind = describe(a, tile)
+        p, kind = p._replace(few=few), dataclasses.replace(kind, APART=few is not None)
+        launch(
+            attention_forward, programs(a, p, tile.BM), a.query.device, a.query, a.key, a.value, out, lse, None, strides, p,
+            kind, warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+    if few is not None:
+        _forward_few(a, out, lse, strides, few, apart=whole)
+
+
+def _forward_few(a: Any, out: torch.Tensor, lse: torch.Tensor, strides: ForwardStrides, few: Few, *, apart: bool) -> None:
+    """Sequences of few queries: after the others', whose launch leaves zeros where these have no queries."""
+    tile = choose("decode", a)
+    p, kind = describe(a, tile)
+    p = p._replace(few=few)
+    kind = dataclasses.replace(
+        kind, PACKED=True, SPLIT=few.splits > 1, APART=apart, KEY_MASK=kind.KEY_MASK and (a.mask.shape[1] == 1 or p.group == 1)
+    )
+    heads = sequences(a) * (p.heads // p.group)
+    parts = parts_of(a, p, kind) if kind.SPLIT else None
     launch(
-        attention_forward, programs(a, p, tile.BM), a.query.device, a.query, a.key, a.value, out, lse, strides, p, kind,
-        warps=tile.warps, stages=tile.stages,
+        attention_forward, heads * -(-few.rows // tile.BM) * few.splits, a.query.device, a.query, a.key, a.value, out, lse, parts,
+        strides, p, kind, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
+    if parts is not None:
+        launch(
+            attention_combine, heads * few.rows, a.query.device, out, lse, parts, strides, p,
+            dataclasses.replace(kind, BM=1), tile.BM, few.most, warps=4, stages=1,
+        )  # fmt: skip
 
 
 def programs(a: Any, p: Any, block: int) -> int:
     """Tiles of queries in all sequences and heads."""
-    batch = a.cu_seqlens_q.shape[0] - 1 if p.cu_queries is not None else a.query.shape[0]
-    return batch * p.heads * -(-p.num_queries // block)
+    return sequences(a) * p.heads * -(-p.num_queries // block)

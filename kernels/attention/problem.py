@@ -17,7 +17,7 @@ from pytransformer.ops.masks import bucket_starts, buckets_of
 from pytransformer.reference.philox import keep_scale, threshold
 
 from .._lang import INTERPRETED
-from .configs import INTERPRETER, Config, config
+from .configs import INTERPRETER, Config, Split, config, split
 
 UNBOUNDED = 1 << 29
 LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits
@@ -40,6 +40,24 @@ class Dense(NamedTuple):
     head: int
     query: int
     key: int
+
+
+class ForwardStrides(NamedTuple):
+    q: Rows
+    k: Rows
+    v: Rows
+    o: Rows
+    lse: Rows
+
+
+class Few(NamedTuple):
+    """How sequences of few queries are done: see decode.py."""
+
+    limit: int  # a sequence with at most so many rows, queries times heads that share a key head, has few
+    rows: int  # of the sequence with most, at most limit
+    splits: int  # of the sequence with most
+    tiles: int  # of keys that a split has at least
+    most: int  # splits at most
 
 
 class Diagonals(NamedTuple):
@@ -77,6 +95,7 @@ class Problem(NamedTuple):
     bias: Dense | None
     slopes: torch.Tensor | None
     diagonals: Diagonals | None
+    few: Few | None
     seed: torch.Tensor | None
     threshold: int
     keep_scale: float
@@ -109,6 +128,9 @@ class Kind:
     BUCKETS: int = 0  # of T5, padded to a power of two
     SUM_QUERIES: bool = False  # a gradient has one row for all queries, or one column for all keys
     SUM_KEYS: bool = False
+    PACKED: bool = False  # the rows of a tile are the queries of all heads of a key head: few queries
+    SPLIT: bool = False  # keys are split over programs
+    APART: bool = False  # sequences of few queries have a launch of their own
 
 
 def capability(device: torch.device) -> int:
@@ -123,9 +145,17 @@ def choose(kernel: str, a: Any) -> Config:
     return config(kernel, capability(a.query.device), widest, a.query.element_size(), per_element=per_element)
 
 
+def choose_split(a: Any) -> Split:
+    return split(capability(a.query.device))
+
+
 def padded(n: int) -> int:
     """The next power of two, at least 16: what a tile's side has to be."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def sequences(a: Any) -> int:
+    return a.cu_seqlens_q.shape[0] - 1 if hasattr(a, "cu_seqlens_q") else a.query.shape[0]
 
 
 def rows(t: torch.Tensor) -> Rows:
@@ -165,6 +195,7 @@ def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
         bias=_dense(term),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
         diagonals=None if a.table is None else _diagonals(a, tile),
+        few=None,
         seed=a.dropout_seed,
         threshold=t,
         keep_scale=keep_scale(a.dropout_p),

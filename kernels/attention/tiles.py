@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LOG2E, dot, keep_tile, narrow, tanh
+from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, tanh
 
 NOWHERE = tl.constexpr(1 << 29)
 
@@ -145,9 +145,10 @@ def segments_of(P, i_b, num, x, m_x):
 
 
 @triton.jit
-def dense_term(s, m_s, i, j, i_b, i_h, dense):
+def dense_term(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
-    p_tile = at_head(dense.data, dense, i_b, i_h) + i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
+    p_head = at_head(dense.data, dense, i_b, column(i_h, C))
+    p_tile = p_head + i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
     b_term = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
         return s, m_s & (b_term != 0)
@@ -169,15 +170,16 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.
     if p.query_segments is not None:
         m_s = m_s & (segment_q[:, None] == segment_k[None, :])
     if p.mask is not None and not C.KEY_MASK:
-        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask)
+        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask, C)
     if p.bias is not None:
-        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.bias)
+        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.bias, C)
     if C.EXTREME:  # two terms of -finfo.max are still a number
         s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if p.slopes is not None:
-        s -= tl.load(p.slopes + i_h) * distance(i, j, shift)
+        s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, shift)
     if p.diagonals is not None:
-        s += tl.load(diagonal_pointers(p.diagonals.bias + i_h * p.diagonals.width, i, j, shift, p.diagonals, C))
+        p_row = p.diagonals.bias + column(i_h, C) * p.diagonals.width
+        s += tl.load(diagonal_pointers(p_row, i, j, shift, p.diagonals, C))
     return tl.where(m_s, s, float("-inf")), capped, m_s
 
 
@@ -195,9 +197,14 @@ def first_diagonal(i, j, shift, diagonals):
 
 @triton.jit
 def diagonal_pointers(P, i, j, shift, diagonals, C: tl.constexpr):
-    """[BM, BN] pointers to the value of each pair's diagonal: one address and constant offsets."""
-    step = tl.arange(0, C.BN)[None, :] - tl.arange(0, C.BM)[:, None]
-    return P + diagonals.zero + first_diagonal(i, j, shift, diagonals) + step
+    """[BM, BN] pointers to the value of each pair's diagonal: one address and constant offsets, if rows are consecutive."""
+    if C.PACKED:
+        d = (j - shift)[None, :] - i[:, None]
+        P = P + diagonals.zero + tl.minimum(tl.maximum(d, diagonals.least), diagonals.most)
+    else:
+        step = tl.arange(0, C.BN)[None, :] - tl.arange(0, C.BM)[:, None]
+        P = P + diagonals.zero + first_diagonal(i, j, shift, diagonals) + step
+    return P
 
 
 @triton.jit
@@ -211,9 +218,8 @@ def power(x, C: tl.constexpr):
 @triton.jit
 def kept(i, j, i_b, i_h, p, C: tl.constexpr):
     """[BM, BN]: what dropout keeps."""
-    i0 = tl.min(i, 0) + p.query_start
     j0 = tl.min(j, 0) + p.key_start
-    return keep_tile(tl.load(p.seed), i_b, i_h, i0, j0, p.threshold, C.BM, C.BN)
+    return keep_tile(tl.load(p.seed), (i + p.query_start)[:, None], column(i_h, C), i_b, j0, p.threshold, C.BM, C.BN)
 
 
 @triton.jit
@@ -231,9 +237,21 @@ def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
         m_s = m_s & (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]) & m_i[:, None]
     if MASKED or C.KEY_MASK:
         m_s = m_s & m_j[None, :]
-    if p.mask is not None or p.bias is not None:
+    if p.mask is not None or p.bias is not None or p.query_segments is not None:
         m_s = m_s & m_i[:, None] & m_j[None, :]
     return m_s
+
+
+@triton.jit
+def seen(b_rows, m_s, p, C: tl.constexpr):
+    """[BN, ...] rows of keys or values, zero where no query of the tile sees the key: its NaN times weight 0 would be NaN.
+
+    Bounds and key masks have already kept such rows from being read.
+    """
+    if (p.mask is not None and not C.KEY_MASK) or p.bias is not None or p.query_segments is not None:
+        m_j = tl.max(m_s.to(tl.int32), 0) != 0
+        b_rows = tl.where(m_j[:, None], b_rows, 0.0).to(b_rows.dtype)
+    return b_rows
 
 
 @triton.jit
@@ -245,6 +263,37 @@ def query_tile(p, C: tl.constexpr):
     if C.CAUSAL:
         i_tile = tiles - 1 - i_tile
     return i_tile, i_bh // p.heads, i_bh % p.heads
+
+
+@triton.jit
+def tile_rows(i_tile, i_head, p, C: tl.constexpr):
+    """[BM]: the query of each row of a tile, and its head, a number if it is the same for all."""
+    i = i_tile * C.BM + tl.arange(0, C.BM)
+    i_h = i_head
+    if C.PACKED:
+        i_h = i_head + i % p.group
+        i = i // p.group
+    return i, i_h
+
+
+@triton.jit
+def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl.constexpr):
+    """Write out and lse from the maximum, sum (0 for a row that sees nothing) and product of each row."""
+    dead = b_l == 0.0
+    b_l = tl.where(dead, 1.0, b_l)
+    b_lse = tl.where(dead, float("-inf"), (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2)
+    b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
+    m_i = i < (num_q if p.cu_queries is not None or (C.PACKED and C.APART) else p.num_queries)
+    store_rows(at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
+    tl.store(at_head(LSE, strides.lse, i_b, i_h) + (row_q + i) * strides.lse.row, b_lse, mask=m_i)
+
+
+@triton.jit
+def column(x, C: tl.constexpr):
+    """What belongs to a query head: a number, or if the rows of a tile have different heads, [BM] made [BM, 1]."""
+    if C.PACKED:
+        x = x[:, None]
+    return x
 
 
 @triton.jit

@@ -70,11 +70,11 @@ def why_not(a: Any) -> str | None:
     return None
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why no Triton kernel can run on this device, or None."""
+def unavailable(device: torch.device, name: str = "query") -> str | None:
+    """Why no Triton kernel can run on this device, that of the argument ``name``, or None."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreting and device.type == "cpu"):
-        return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and query is on {device}"
+        return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name} is on {device}"
     if not _installed("triton"):
         return "needs Triton: pip install triton, in the version that this torch was made for"
     if not _installed("pytransformer.kernels"):
@@ -89,8 +89,11 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Three float32 numbers for each row, in backward: delta, maximum, and with a dense term the log of the sum."""
-    return 12 * a.query.numel() // a.query.shape[-1]
+    """What splits of the keys leave in forward, or three float32 numbers for each row in backward: delta, maximum, and with
+    a dense term the log of the sum."""
+    from pytransformer.kernels.attention.decode import extra_bytes
+
+    return max(extra_bytes(a), 12 * a.query.numel() // a.query.shape[-1])
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 
 from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
 from . import _cpu_feed_forward as cpu
+from . import _triton_feed_forward as triton
 from ._autograd import transforming
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
@@ -82,7 +83,7 @@ def feed_forward(
         dropout_p: probability of dropping an element of hidden. The same seed drops the same elements on every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
         recompute: keep only the inputs for backward, which computes the pre-activations again; else they are kept too.
-        backend: force ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -182,3 +183,4 @@ def _reference_bytes(a: Any) -> int:
 
 feed_forward_op.add_reference(feed_forward_forward, extra_bytes=_reference_bytes)
 feed_forward_op.backend(cpu.backend(feed_forward_op))
+feed_forward_op.backend(triton.backend(feed_forward_op))

@@ -1,0 +1,185 @@
+"""What the feed-forward kernels share: the program's tile, the product, activations with their slopes, dropout.
+
+Names as in kernels/attention: i rows [BM], n columns of hidden [BN], b_ values, p_ pointers, m_ masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pytransformer.reference.philox import TAG_FEED_FORWARD, keep_scale, threshold
+
+from .. import tuned
+from .._lang import LOG2E, dot, keep_tile
+from ..attention import problem
+from .configs import Config, config
+
+TAG = tl.constexpr(TAG_FEED_FORWARD)
+GROUP = tl.constexpr(8)  # tiles of rows that programs go through column by column, so that L2 keeps both operands
+
+
+class Shape(NamedTuple):
+    """Sizes and strides of a product (rows, K) @ (K, N), whose second operand may lie either way."""
+
+    K: int
+    N: int
+    a_row: int
+    b_k: int
+    b_n: int
+    g_k: int  # of the gate's weight
+    g_n: int
+
+
+class Dropout(NamedTuple):
+    seed: torch.Tensor | None
+    threshold: int
+    keep_scale: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for."""
+
+    BM: int
+    BN: int
+    BK: int
+    ACTIVATION: str
+    GATED: bool
+    DROPOUT: bool
+    DROPS_ALL: bool
+    EVEN: bool  # K is a multiple of BK
+    FUSED: bool  # the product is the kernel's, not the library's
+    PRECISION: str
+
+
+def choose(kernel: str, a: Any, rows: int) -> Config:
+    gated = " gated" if kernel == "hidden" and a.gate_weight is not None else ""
+    table = tuned.table("feed_forward", a.x.device)
+    return config(kernel + gated, problem.capability(a.x.device), rows, a.x.element_size(), table)
+
+
+def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kind]:
+    t = threshold(a.dropout_p)
+    kind = Kind(
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=tile.BK,
+        ACTIVATION=a.activation,
+        GATED=a.gate_weight is not None,
+        DROPOUT=0 < t < 65536,
+        DROPS_ALL=t == 65536,
+        EVEN=K % tile.BK == 0,
+        FUSED=fused,
+        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+    )
+    return Dropout(a.dropout_seed, t, keep_scale(a.dropout_p)), kind
+
+
+def programs(rows: int, columns: int, tile: Config) -> int:
+    return -(-rows // tile.BM) * -(-columns // tile.BN)
+
+
+@triton.jit
+def tile_of(rows, N, C: tl.constexpr):
+    """(tile of rows, rows [BM] int64, columns [BN]) of this program: GROUP tiles of rows share each tile of columns in turn."""
+    down = (rows + C.BM - 1) // C.BM
+    across = (N + C.BN - 1) // C.BN
+    i_group = tl.program_id(0) // (GROUP * across)
+    i_inside = tl.program_id(0) % (GROUP * across)
+    height = tl.minimum(down - i_group * GROUP, GROUP)
+    i_tile = i_group * GROUP + i_inside % height
+    i = i_tile.to(tl.int64) * C.BM + tl.arange(0, C.BM)
+    return i_tile, i, i_inside // height * C.BN + tl.arange(0, C.BN)
+
+
+@triton.jit
+def products(A, B, G, rows, shape, i, n, C: tl.constexpr):
+    """[BM, BN] float32: A @ B, and A @ G if gated. Rows and columns beyond the end repeat the last and are not stored."""
+    k = tl.arange(0, C.BK)
+    p_a = A + tl.minimum(i, rows - 1)[:, None] * shape.a_row + k[None, :]
+    n = tl.minimum(n, shape.N - 1).to(tl.int64)[None, :]
+    p_b = B + k.to(tl.int64)[:, None] * shape.b_k + n * shape.b_n
+    acc = tl.full([C.BM, C.BN], 0.0, tl.float32)
+    gate = acc
+    if C.GATED and G is not None:
+        p_g = G + k.to(tl.int64)[:, None] * shape.g_k + n * shape.g_n
+    for k0 in range(0, shape.K, C.BK):
+        m_k = k < shape.K - k0
+        if C.EVEN:
+            b_a = tl.load(p_a)
+            b_b = tl.load(p_b)
+        else:
+            b_a = tl.load(p_a, mask=m_k[None, :], other=0.0)
+            b_b = tl.load(p_b, mask=m_k[:, None], other=0.0)
+        acc = dot(b_a, b_b, acc, C)
+        if C.GATED and G is not None:
+            if C.EVEN:
+                b_g = tl.load(p_g)
+            else:
+                b_g = tl.load(p_g, mask=m_k[:, None], other=0.0)
+            gate = dot(b_a, b_g, gate, C)
+            p_g += C.BK * shape.g_k
+        p_a += C.BK
+        p_b += C.BK * shape.b_k
+    return acc, gate
+
+
+@triton.jit
+def plus_bias(b_x, BIAS, n, N):
+    if BIAS is not None:
+        b_x += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return b_x
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+
+
+@triton.jit
+def activate(x, C: tl.constexpr):
+    """act(x); NaN stays NaN."""
+    if C.ACTIVATION == "relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+    elif C.ACTIVATION == "gelu":
+        y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    elif C.ACTIVATION == "gelu_tanh":
+        y = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = x * sigmoid(x)
+    return y
+
+
+@triton.jit
+def slope(x, C: tl.constexpr):
+    """act'(x)."""
+    if C.ACTIVATION == "relu":
+        y = tl.where(x > 0.0, 1.0, 0.0)
+    elif C.ACTIVATION == "gelu":
+        y = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * 0.3989422804014327 * tl.exp2(x * x * (-0.5 * LOG2E))
+    elif C.ACTIVATION == "gelu_tanh":
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        near = tl.minimum(tl.maximum(x, -32.0), 32.0)  # beyond, s (1 - s) is 0 and the square may overflow
+        y = s + near * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+    else:
+        s = sigmoid(x)
+        y = s + x * s * (1.0 - s)
+    return y
+
+
+@triton.jit
+def drop(b_x, i, n, dropout, C: tl.constexpr):
+    """[BM, BN]: what dropout keeps of it, scaled. A dropped NaN is gone."""
+    if C.DROPOUT:
+        row = i[:, None]
+        tag = tl.full([], TAG, tl.uint32)
+        keep = keep_tile(tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32, tag, tl.min(n, 0), dropout.threshold, C.BM, C.BN)
+        b_x = tl.where(keep, b_x * dropout.keep_scale, 0.0)
+    if C.DROPS_ALL:
+        b_x = tl.zeros_like(b_x)
+    return b_x

@@ -1,0 +1,44 @@
+"""Measured configurations, one file for each GPU and op: kernels/tuned/<gpu>/<op>.json, written by `make tune`.
+
+    {"gpu": "NVIDIA H200", "triton": "3.6.0", …, "kernels": {"forward, 16 bit, head size 128": {"BM": 128, …, "time_us": 81.2}}}
+
+Without a file, or an entry in it, the heuristic of the op's configs.py holds. Nothing is measured at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._lang import INTERPRETED
+
+FOLDER = Path(__file__).parent
+MEASURED = ("time_us", "heuristic_us")  # what an entry says beside the configuration
+
+
+def table(op: str, device: torch.device) -> Mapping[str, Mapping[str, Any]]:
+    """The measured configurations of an op on this device by the name of the kernel and class of problems; maybe none."""
+    if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return read(op, torch.cuda.get_device_name(device))
+
+
+@functools.cache
+def read(op: str, gpu: str, folder: Path = FOLDER) -> Mapping[str, Mapping[str, Any]]:
+    """The same for a GPU by its name."""
+    path = path_of(op, gpu, folder)
+    if not path.is_file():
+        return {}
+    kernels = json.loads(path.read_text())["kernels"]
+    return {key: {n: v for n, v in entry.items() if n not in MEASURED} for key, entry in kernels.items()}
+
+
+def path_of(op: str, gpu: str, folder: Path = FOLDER) -> Path:
+    """Where the table lies: "NVIDIA H200" is the folder nvidia-h200."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / f"{op}.json"

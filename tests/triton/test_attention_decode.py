@@ -1,0 +1,156 @@
+"""Few queries over many keys: keys split over programs, the heads of a key head in one tile. Interpreted, through the public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytransformer.kernels import _lang
+from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
+from pytransformer.kernels.attention.decode import plan_of
+
+import pytransformer as pt
+from pytransformer.testing import bounds
+
+NUM_KEYS = 3 * SPLIT_INTERPRETED.keys + 41
+LIMITS = {"limit": 32, "tile": 64, "least": 512, "most": 64}
+
+
+def _inputs(heads: tuple[int, int] = (4, 2), num_queries: int = 1, batch: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(batch, h, n, d)
+        for h, n, d in ((heads[0], num_queries, 24), (heads[1], NUM_KEYS, 24), (heads[1], NUM_KEYS, 40))
+    ]
+
+
+def _triton(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return pt.attention(*args, **kwargs, return_lse=True, backend="triton", strict=True)
+
+
+def _launches(*args: Any, **kwargs: Any) -> list[str]:
+    """The kernels of a call, which is not run."""
+    found: list[str] = []
+    with _lang.observed(lambda kernel, arguments, options: found.append(kernel.__name__)):
+        _triton(*args, **kwargs)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"causal": "bottom_right"},
+        {"causal": "bottom_right", "key_lengths": torch.tensor([NUM_KEYS, 70]), "dropout_p": 0.3, "dropout_seed": 4},
+        {"causal": "bottom_right", "window": (150, 0), "softcap": 3.0, "bias": pt.AlibiBias(torch.rand(4))},
+        {"causal": "bottom_right", "bias": pt.RelativePositionBias(torch.randn(32, 4), False, 128)},
+        {"causal": "bottom_right", "prefix_lengths": torch.tensor([300, 0]), "window": (60, 90)},
+        {"attn_mask": torch.arange(NUM_KEYS) >= torch.tensor([290, NUM_KEYS])[:, None, None, None]},  # padding on the left
+        {"attn_mask": torch.arange(NUM_KEYS) % 7 > torch.arange(4)[:, None, None], "bias": torch.randn(2, 4, 1, NUM_KEYS)},
+        {"query_segments": torch.tensor([[1], [2]]), "key_segments": torch.arange(2 * NUM_KEYS).view(2, -1) % 3},
+    ],
+    ids=["causal", "dropout", "alibi", "t5", "prefix", "left_padding", "dense", "segments"],
+)
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_equals_reference(num_queries: int, kwargs: dict[str, Any]) -> None:
+    query, key, value = _inputs(num_queries=num_queries)
+    if "query_segments" in kwargs:
+        kwargs = kwargs | {"query_segments": kwargs["query_segments"].expand(2, num_queries).contiguous()}
+    out, lse = _triton(query, key, value, **kwargs)
+    want, want_lse = pt.attention(query, key, value, **kwargs, return_lse=True, backend="reference")
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    assert bounds.relative_error(out, want) < 2e-6
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=2e-6)
+
+
+def test_sequences_of_few_and_of_many_queries() -> None:
+    """Each form does its own sequences, whatever the longest is; what is beyond the lengths stays zero."""
+    query, key, value = _inputs(heads=(2, 1), num_queries=30, batch=4)
+    lengths = {"query_lengths": torch.tensor([30, 1, 0, 11]), "key_lengths": torch.tensor([NUM_KEYS, NUM_KEYS, 5, 140])}
+    out, lse = _triton(query, key, value, **lengths, causal="bottom_right")
+    want, want_lse = pt.attention(query, key, value, **lengths, causal="bottom_right", return_lse=True, backend="reference")
+    assert bounds.relative_error(out, want) < 2e-6 and torch.equal(lse.isinf(), want_lse.isinf())
+
+
+def test_a_sequence_gives_the_same_bits_alone_padded_and_packed() -> None:
+    query, key, value = _inputs(heads=(2, 1), num_queries=20, batch=3)
+    queries, keys = [20, 2, 1], [NUM_KEYS, 300, 90]
+    kwargs = {"causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 9}
+    padded, _ = _triton(query, key, value, query_lengths=torch.tensor(queries), key_lengths=torch.tensor(keys), **kwargs)
+    rows = [
+        torch.cat([t[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+        for t, lengths in ((query, queries), (key, keys), (value, keys))
+    ]
+    starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
+    packed = pt.attention_varlen(*rows, *starts, max(queries), max(keys), **kwargs, backend="triton", strict=True)
+    alone, _ = _triton(query[:1], key[:1], value[:1], **kwargs)
+    assert torch.equal(alone, padded[:1])
+    for b, n in enumerate(queries):
+        assert torch.equal(packed[int(starts[0][b]) :][:n], padded[b, :, :n].transpose(0, 1)), b
+    kwargs = {"causal": "bottom_right"}  # dropout knows a sequence by its place
+    together, _ = _triton(query, key, value, query_lengths=torch.tensor(queries), key_lengths=torch.tensor(keys), **kwargs)
+    for b, (n, m) in enumerate(zip(queries, keys)):
+        alone, _ = _triton(query[b : b + 1, :, :n], key[b : b + 1, :, :m], value[b : b + 1, :, :m], **kwargs)
+        assert torch.equal(alone, together[b : b + 1, :, :n]), b
+
+
+def test_gradients() -> None:
+    """The lse that the combination leaves is what backward needs."""
+    leaves = [t.requires_grad_() for t in _inputs(num_queries=2)]
+    results = []
+    for backend in ("triton", "reference"):
+        out = pt.attention(*leaves, causal="bottom_right", dropout_p=0.1, dropout_seed=3, backend=backend)
+        results.append(torch.autograd.grad(out.square().sum(), leaves))
+    for ours, want in zip(*results):
+        assert bounds.relative_error(ours, want) < 2e-6
+
+
+def test_plan() -> None:
+    """The choice, as a function of sizes: who is launched, and over how many splits."""
+    whole, few = plan_of(1, 8192, 4, None, False, **LIMITS)
+    assert not whole and (few.rows, few.splits, few.tiles) == (4, 17, 8)
+    assert plan_of(1, 1 << 20, 4, None, False, **LIMITS)[1].splits == 64
+    assert plan_of(1, 400, 1, None, False, **LIMITS)[1].splits == 1
+    assert plan_of(1, 1 << 20, 1, 1000, False, **LIMITS)[1].splits == 3  # of the window only
+    assert plan_of(9, 8192, 4, None, False, **LIMITS) == (True, None)
+    whole, few = plan_of(9, 8192, 4, None, True, **LIMITS)
+    assert whole and few.rows == 32
+    assert plan_of(1, 8192, 64, None, True, **LIMITS) == (True, None)  # not even one query is few
+    assert SPLIT.most & (SPLIT.most - 1) == 0
+
+
+def test_launches() -> None:
+    assert _launches(*_inputs()) == ["attention_forward", "attention_combine"]
+    assert _launches(*(t[:, :, :60] for t in _inputs())) == ["attention_forward"]
+    assert _launches(*_inputs((4, 1), num_queries=20)) == ["attention_forward"]
+    ragged = _launches(*_inputs((4, 1), num_queries=20), query_lengths=torch.tensor([20, 1]))
+    assert ragged == ["attention_forward", "attention_forward", "attention_combine"]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.parametrize("num_queries", [2, 40], ids=["few", "many"])
+@pytest.mark.parametrize("hidden_by", ["mask", "float_mask", "bias", "segments"])
+def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> None:
+    """It reaches neither outputs nor gradients; a key that somebody sees passes its NaN on."""
+    query, key, value = (t.requires_grad_() for t in _inputs(heads=(2, 1), num_queries=num_queries, batch=1))
+    hidden = torch.zeros(NUM_KEYS, dtype=torch.bool)
+    hidden[[3, 70, 300, NUM_KEYS - 1]] = True
+    mask = (torch.rand(1, 2, num_queries, NUM_KEYS) > 0.3) & ~hidden
+    mask[..., 5] = True
+    additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    kwargs = {
+        "mask": {"attn_mask": mask},
+        "float_mask": {"attn_mask": additive},
+        "bias": {"bias": additive},
+        "segments": {"query_segments": torch.zeros(1, num_queries, dtype=torch.long), "key_segments": hidden.long()[None]},
+    }[hidden_by] | {"softcap": 5.0}
+    with torch.no_grad():
+        want = pt.attention(query, key, value, **kwargs, backend="triton", strict=True)
+        key[:, :, hidden], value[:, :, hidden] = float("nan"), float("inf")
+    out, lse = _triton(query, key, value, **kwargs)
+    assert torch.equal(out, want)
+    for grad in torch.autograd.grad((out.sum() + lse.sum()), (query, key, value)):
+        assert grad.isfinite().all()
+    with torch.no_grad():
+        value[:, :, 5] = float("nan")
+    assert not _triton(query, key, value, **kwargs)[0].isfinite().any()

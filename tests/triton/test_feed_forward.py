@@ -1,0 +1,202 @@
+"""feed_forward of the Triton tier, interpreted on CPU tensors through the public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytransformer.kernels import _lang
+from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
+
+import pytransformer as pt
+from pytransformer.ops.feed_forward import feed_forward_op
+from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
+from pytransformer.testing import bounds, fuzz_ffn, oracle
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.fuzz import fuzz
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which interprets
+CASES = [c.resize(rows=70, d=72, hidden=150) for c in cases("feed_forward", "small")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
+SEED = 6
+FEW, MANY = 130, 700  # random problems; float64 ones among them do not count
+
+
+def _inputs(rows: int, d: int, hidden: int, out: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(rows)
+    shapes = ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,), (hidden, d), (hidden,))
+    return [(torch.randn(s) / s[-1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
+
+
+def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], backend: str = "triton", **keywords: Any) -> torch.Tensor:
+    return pt.feed_forward(*t[:5], **dict(zip(NAMES[5:], t[5:])), **keywords, backend=backend, strict=True)
+
+
+def _results(t: list[torch.Tensor], **keywords: Any) -> list[torch.Tensor]:
+    out = _call(t, **keywords)
+    return [out, *torch.autograd.grad(out, t, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))]
+
+
+def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
+    """Output and the gradients that t asks for within the bound of float64; returns the output."""
+    named = {n: v for n, v in zip(NAMES, t) if v is not None}
+    wanted = [n for n, v in named.items() if v.requires_grad]
+    out = _call(t, **keywords)
+    grad = torch.randn_like(out)
+    results = {"out": out, **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad)))}
+    tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
+    problem = fuzz_ffn.Problem(out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted)
+    solution = oracle.Solution(fuzz_ffn.solve(problem), 1, torch.empty(0), torch.empty(0))
+    checks = bounds.check(solution, results, out.dtype, "zero_mean")
+    assert all(c.ok for c in checks), "\n".join(map(str, checks))
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_case(case: Case) -> None:
+    """Output and all gradients of a shared case against float64."""
+    args, kwargs = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0, requires_grad=True)
+    _check([*args, *(kwargs.pop(n, None) for n in NAMES[5:])], **kwargs)
+
+
+def _fuzz(cases: range) -> None:
+    numbers = [n for n in cases if fuzz_ffn.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+    report = fuzz("ffn", ["triton"], SEED, numbers, stop_after=5)
+    print(report.table(), f"\n{report.cases} cases, seed {SEED}, {report.seconds:.0f} s")
+    assert not report.failures, "\n".join(report.failures)
+
+
+def test_random_problems() -> None:
+    """Guarded and poisoned memory, every keyword, any strides, equal bits twice."""
+    _fuzz(range(FEW))
+
+
+@pytest.mark.slow
+def test_many_random_problems() -> None:
+    _fuzz(range(FEW, FEW + MANY))
+
+
+def test_dropout_mask() -> None:
+    """Bit for bit the reference's mask, forward and backward: the identity for weights shows hidden."""
+    x, eye = torch.full((5, 14, 200), 3.0, requires_grad=True), torch.eye(200)
+    for p, seed in ((0.3, -(2**62) + 77), (1.0, 5)):
+        out = pt.feed_forward(x, eye, None, eye, None, dropout_p=p, dropout_seed=seed, backend="triton")
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        keep = column_keep_mask(torch.tensor(seed), p, 70, 200, TAG_FEED_FORWARD).view(x.shape)
+        assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_recompute_changes_no_bit(gated: bool) -> None:
+    t = _inputs(40, 16, 70, 20, torch.bfloat16)[: 7 if gated else 5]
+    kept, again = (_results(t, activation="silu", dropout_p=0.2, dropout_seed=1, recompute=r) for r in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again))
+
+
+def test_the_library_for_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a measured table may ask for: the library multiplies, the kernel does the rest, to the same bound. Biases of
+    another dtype stay with the fused kernel."""
+    launched: list[bool] = []
+
+    def observe(kernel: Any, programs: int, device: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(arguments[-1].FUSED)
+        _lang.launch(kernel, programs, device, *arguments, **options)
+
+    monkeypatch.setattr(configs, "INTERPRETED", configs.Config(32, 64, 64, 1, 1, library=True))
+    for module in (fwd, bwd):
+        monkeypatch.setattr(module, "launch", observe)
+    for dtype, inputs, recompute in ((torch.bfloat16, 7, True), (torch.float32, 5, False), (torch.float16, 5, True)):
+        t = _inputs(40, 33, 70, 20, dtype)[:inputs]
+        _check(t, activation="gelu_tanh", dropout_p=0.2, dropout_seed=1, recompute=recompute)
+    assert set(launched) == {False}
+    launched.clear()
+    _call([v.detach().float() if i == 2 else v.detach() for i, v in enumerate(t)])
+    assert launched == [True]
+
+
+def test_strides_and_missing_gradients() -> None:
+    """Rows with gaps, transposed weights, batch dimensions out of order, one gradient at a time."""
+    t = [v.detach() for v in _inputs(42, 24, 70, 24)]
+    wide = torch.randn(42, 50)
+    laid = [wide[:, 3:27], t[1].t().contiguous().t(), t[2].repeat_interleave(2)[::2], t[3].t().contiguous().t(), *t[4:]]
+    for i in range(7):
+        _check([v.detach().requires_grad_(j == i) for j, v in enumerate(laid)], activation="gelu")
+    turned = laid[0].reshape(6, 7, 24).transpose(0, 1).requires_grad_()
+    out = _check([turned, *laid[1:]])
+    assert out.stride() == (24, 168, 1)
+
+
+def test_nan_stays_in_its_row() -> None:
+    t = [v.detach() for v in _inputs(70, 16, 40, 16)]
+    t[0][2, 3] = float("nan")
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        y = _call(t[:5], activation=activation)
+        assert y[2].isnan().all() and y[[0, 1, *range(3, 70)]].isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations(activation: str) -> None:
+    """Value and slope of a column of numbers, far out too, against float64."""
+    x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, 1e-30, 30.0, -30.0, 1e4, -1e4, 1e30])])
+    x, one = x[:, None].requires_grad_(), torch.ones(1, 1)
+    y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="triton")
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    z, dz = fuzz_ffn._activation(activation, x.detach().double())
+    eps = torch.finfo(torch.float32).eps
+    assert ((y - z).abs() <= 4 * eps * x.abs()).all()
+    assert ((dx - dz).abs() <= 8 * eps * (1 + x.abs().clamp(max=12))).all()
+
+
+def test_every_tile_is_visited_once() -> None:
+    """The order of programs is a permutation, for numbers of tiles that are no multiple of a group."""
+    for rows, columns in ((1, 1), (33, 200), (32 * 19, 64 * 3)):
+        x, weight = torch.randn(rows, 4), torch.randn(columns, 4)
+        out = pt.feed_forward(x, weight, None, torch.eye(columns), None, backend="triton")
+        torch.testing.assert_close(out, torch.relu(x @ weight.t()))
+
+
+@pytest.mark.unpoisoned
+def test_opcheck() -> None:
+    x, w1, b1, w2, b2, wg, bg = (t.detach() for t in _inputs(6, 4, 8, 4))
+    a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 0.5, True)
+    torch.library.opcheck(feed_forward_op.fwd, (*a, "triton", True))
+    out, *saved = feed_forward_op.fwd(*a, "triton", True)
+    torch.library.opcheck(feed_forward_op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, "triton", True))
+
+
+@pytest.mark.unpoisoned
+def test_fullgraph_compile_and_autocast() -> None:
+    t = _inputs(6, 8, 16, 8)
+    compiled = torch.compile(lambda *v: _call(v, activation="silu"), fullgraph=True, backend="aot_eager")
+    out = compiled(*t)
+    want = _call(t, activation="silu")
+    for ours, theirs in zip((out, *torch.autograd.grad(out.sum(), t)), (want, *torch.autograd.grad(want.sum(), t))):
+        assert torch.equal(ours, theirs)
+    with torch.autocast("cpu"):
+        y = _call(t)
+    assert y.dtype == torch.bfloat16 and torch.autograd.grad(y.sum(), t)[1].dtype == torch.float32
+
+
+def test_reasons() -> None:
+    def reason(dtype: torch.dtype) -> str | None:
+        return pt.explain("feed_forward", *(v.to(dtype) for v in _inputs(2, 3, 4, 3)[:5])).reasons["triton"]
+
+    assert reason(torch.float16) is None
+    assert "float64" in reason(torch.float64)
+
+
+def test_configurations() -> None:
+    """By kernel, rows and dtype; a measured entry takes the place of the heuristic's; candidates start with that."""
+    few, many = (configs.config("hidden", 90, rows, 2) for rows in (16, 17))
+    assert few.BM == 16 and many.BM == 64
+    measured = {"hidden, 16 bit, up to 16 rows": {"BM": 16, "BN": 128, "BK": 64, "warps": 4, "stages": 4}}
+    assert configs.config("hidden", 90, 3, 2, measured) == configs.Config(16, 128, 64, 4, 4)
+    assert configs.config("hidden", 90, 3, 4, measured) == configs.config("hidden", 90, 3, 4)
+    for kernel in configs.HEURISTIC:
+        for rows in (1, 40, 9000):
+            found = list(configs.candidates(kernel, rows, 2))
+            assert found[0] == configs.config(kernel, 90, rows, 2) and found[-1].library
+            assert len(set(found)) == len(found) and all(c.BN % 32 == 0 for c in found)
+    assert tiles.TAG.value == TAG_FEED_FORWARD
