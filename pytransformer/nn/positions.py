@@ -34,11 +34,14 @@ class Positions(nn.Module):
         Raises:
             ValueError: the sequence is longer than the positions.
         """
-        if start + length > self.weight.shape[0]:
-            raise ValueError(
-                f"a sequence of {start + length} tokens is longer than the model's {self.weight.shape[0]} positions"
-            )
-        return self.weight[start : start + length] if ids is None else nn.functional.embedding(ids, self.weight)
+        most = self.weight.shape[0]
+        if ids is not None:
+            if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+                raise ValueError(f"position ids must be between 0 and {most - 1}, got {int(ids.min())} to {int(ids.max())}")
+            return nn.functional.embedding(ids, self.weight)
+        if start + length > most:
+            raise ValueError(f"a sequence of {start + length} tokens is longer than the model's {most} positions")
+        return self.weight[start : start + length]
 
 
 class SinusoidalPositions(Positions):
