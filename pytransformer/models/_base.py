@@ -77,9 +77,14 @@ class Model(nn.Module):
         if unknown := (about["config"] | changes).keys() - fields.keys():
             raise ValueError(f"{folder}: {cls.Config.__name__} has no field {', '.join(sorted(unknown))}")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in (about["config"] | changes).items()}
-        model = cls(cls.Config(**settings))
+        model = cls(cls.Config(**settings))._in_dtype_of(state)
         model.load_state(state, f"{folder}")
         return model
+
+    def _in_dtype_of(self, state: dict[str, torch.Tensor]) -> Self:
+        """This model in the floating dtype of the tensors, if they have only one."""
+        dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
+        return self.to(dtypes.pop()) if len(dtypes) == 1 else self
 
     def load_state(self, state: dict[str, torch.Tensor], source: str) -> None:
         """Copy tensors in by name, all or none. ValueError lists each that is missing, unknown or of another shape."""
@@ -122,9 +127,6 @@ class Model(nn.Module):
             known = ", ".join(cls.CONVERSIONS) or "none"
             raise ValueError(f"{cls.__name__}: cannot take the Hugging Face model type {kind!r}; it takes {known}")
         conversion = cls.CONVERSIONS[kind]
-        model = cls(cls.Config(**conversion.settings(config, state, architecture)))
-        dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
-        if len(dtypes) == 1:
-            model.to(dtypes.pop())
+        model = cls(cls.Config(**conversion.settings(config, state, architecture)))._in_dtype_of(state)
         model.load_state(conversion.translate(model.state(), state), f"the Hugging Face model {architecture}")
         return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,7 @@ def _safetensors() -> Any:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path`` that takes its place once written and synced: a reader sees the old file or the new."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -81,6 +79,7 @@ def weights_file(path: Path) -> Path:
         for file in sorted(path.iterdir()):
             refuse_pickle(file)
         raise FileNotFoundError(f"{path} holds no {WEIGHTS}")
+    refuse_pickle(path / WEIGHTS)
     return path / WEIGHTS
 
 
