@@ -45,7 +45,7 @@ def timed(benchmark, step: plan.Step, backend: str):
             pytest.skip(str(reason))
         grads = check.upstream(checked, runner.SEED) if checked.grad else None
         found = check.compute(checked, compared, grads)
-        verdict = check.judge(checked, found, exact.solve(checked, grads), peer=backend in runner.PEERS)
+        verdict = check.judge(checked, found, exact.solve(checked, grads), peer=backend in providers.PEERS)
         assert verdict.wrong is None, verdict.wrong
         benchmark.extra_info.update(error=verdict.error, error_bound=verdict.bound, provider=prepared.label)
         call = runner.work(problem, prepared, step.mode)

@@ -35,6 +35,8 @@ _COMMANDS = {
 # Commands whose module parses its own arguments: `run(argv) -> int`.
 _DELEGATED = {
     "drop-in": _Command("pytransformer.integrations.proof", "real models with PyTorch's kernels and with ours, compared"),
+    "bench compare": _Command("pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"),
+    "bench models": _Command("pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"),
 }
 
 _EPILOG = """\
@@ -68,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     for name, command in _DELEGATED.items():
-        commands.add_parser(name, help=command.summary, add_help=False)
+        commands.add_parser(name, help=command.summary, add_help=False)  # those of two words are listed, and run above
     return parser
 
 
@@ -76,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; never raises for what a person typed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv and argv[0] in _DELEGATED:
-            return int(importlib.import_module(_DELEGATED[argv[0]].module).run(argv[1:]) or OK)
+        for words in (1, 2):
+            if (name := " ".join(argv[:words])) in _DELEGATED:
+                return int(importlib.import_module(_DELEGATED[name].module).run(argv[words:]) or OK)
         parser = build_parser()
         arguments = parser.parse_args(argv)
         if arguments.command is None:

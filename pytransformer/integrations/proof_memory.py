@@ -6,6 +6,7 @@ that an earlier variant allocated hides what a later one needs. Linux only, as c
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,8 +16,12 @@ from collections.abc import Sequence
 from ..cli.benchmark.memory import ENVIRONMENT, Unmeasured, measure_rise, why_not
 
 
-def peaks(requests: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def peaks(
+    requests: Sequence[tuple[str, str]], source: str = "pytransformer.integrations.proof_models"
+) -> dict[tuple[str, str], int]:
     """Bytes by which the resident memory rose, at its highest, for each (subject, variant).
+
+    ``source`` is the module whose ``build(name)`` makes the subjects.
 
     Raises:
         Unmeasured: this system cannot, or the helper failed; the message says why.
@@ -28,7 +33,7 @@ def peaks(requests: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
     code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.integrations.proof_memory import serve; serve()"
     answer = subprocess.run(
         [sys.executable, "-c", code],
-        input=json.dumps({"requests": requests, "threads": torch.get_num_threads()}),
+        input=json.dumps({"requests": requests, "source": source, "threads": torch.get_num_threads()}),
         capture_output=True,
         text=True,
         env={**os.environ, **ENVIRONMENT},
@@ -42,11 +47,10 @@ def serve() -> None:
     """The helper: one line of JSON in, a list of bytes out."""
     import torch
 
-    from . import proof_models
-
     asked = json.load(sys.stdin)
+    build = importlib.import_module(asked["source"]).build
     torch.set_num_threads(1)  # no thread may exist before the fork
-    subjects = {name: proof_models.build(name) for name in dict.fromkeys(name for name, _ in asked["requests"])}
+    subjects = {name: build(name) for name in dict.fromkeys(name for name, _ in asked["requests"])}
     found = []
     for name, variant in asked["requests"]:
         receive, send = os.pipe()

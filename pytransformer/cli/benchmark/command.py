@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
-from pytransformer.cli.benchmark import memory, plan, plots, report, results
-from pytransformer.cli.benchmark.runner import PEERS, Options, Runner
+from pytransformer.cli.benchmark import curves, memory, peaks, plan, plots, report, results
+from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
+from pytransformer.cli.providers import ON_REQUEST, PEERS
 
 QUICK_SECONDS = 58.0  # for the steps; starting up and drawing take the rest of the minute
 _KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS)
@@ -41,7 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="medium",
         help="shape of the cases (default medium)",
     )
-    add("--shape", type=_shape, default={}, metavar="Lq=4096,...", help="change dimensions of the cases")
+    add("--shape", type=_shape, default={}, metavar="Lq=4096,...", help="change dimensions of the cases; L is Lq and Lk")
+    add(
+        "--sweep",
+        type=_sweep,
+        default=[{}],
+        metavar="L=512:4096",
+        help="several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory against it",
+    )
     add(
         "--dtype",
         type=_dtypes,
@@ -57,11 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)",
     )
     add(
+        "--providers",
         "--backends",
+        dest="backends",
         type=_backends,
         default=None,
         metavar="NAME,...",
-        help=f"who takes part (default all): {', '.join(_KNOWN_BACKENDS)}",
+        help="who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these), or also "
+        f"{', '.join(ON_REQUEST)}; all",
     )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
     add(
@@ -89,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="measure peak memory (default on)",
+    )
+    add(
+        "--peaks",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure what the machine can do, for the roofline (default on; not with --quick)",
     )
     add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default on)")
     add(
@@ -135,6 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     document = {
         "schema_version": results.SCHEMA_VERSION,
         "environment": where,
+        "peaks": _peaks(arguments, steps) if complete else None,
         "complete": complete,
         "rows": runner.rows,
         "not_run": runner.not_run,
@@ -146,6 +164,13 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     ours = [entry for entry in runner.not_run if entry["backend"] not in PEERS]
     return WRONG if any(entry["status"] in ("wrong", "failed") for entry in ours) else OK
+
+
+def _peaks(arguments: argparse.Namespace, steps: list[plan.Step]) -> dict[str, object] | None:
+    """For the roofline; not in the minute of --quick."""
+    if arguments.quick or not arguments.peaks:
+        return None
+    return peaks.measure(arguments.device, list(dict.fromkeys(step.dtype for step in steps)), min(0.15, arguments.min_time))
 
 
 def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tuple[Runner, bool]:
@@ -186,13 +211,19 @@ def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
                 ("--case", arguments.case),
                 ("--dtype", arguments.dtype),
                 ("--shape", arguments.shape),
+                ("--sweep", arguments.sweep != [{}]),
             )
             if given
         ]
         if fixed:
             raise UsageError(f"--quick chooses its own cases, so it does not go with {', '.join(fixed)}")
         return plan.quick(ops, modes)
-    return plan.chosen(ops, arguments.case, arguments.size, arguments.shape, arguments.dtype or ["float32"], modes)
+    dtypes = arguments.dtype or ["float32"]
+    return [
+        step
+        for size in arguments.sweep
+        for step in plan.chosen(ops, arguments.case, arguments.size, arguments.shape | size, dtypes, modes)
+    ]
 
 
 def _folder(given: Path | None) -> Path:
@@ -234,18 +265,38 @@ def _modes(text: str) -> list[str]:
 
 
 def _backends(text: str) -> tuple[str, ...]:
-    return tuple(_among(text, _KNOWN_BACKENDS))
+    return _KNOWN_BACKENDS if text == "all" else tuple(_among(text, _KNOWN_BACKENDS))
 
 
 def _shape(text: str) -> dict[str, int]:
-    known = {name for found in plan.cases() for name in found.shape} | {"Dv"}
-    shape = {}
+    shape: dict[str, int] = {}
     for word in _words(text):
         name, _, size = word.partition("=")
-        if name not in known or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}")
-        shape[name] = int(size)
+        shape |= _sized(word, name, size)
     return shape
+
+
+def _sweep(text: str) -> list[dict[str, int]]:
+    """`L=512:4096` (doubling) or `L=512,1000,2048`: one shape for each size."""
+    name, _, sizes = text.partition("=")
+    first, colon, last = sizes.partition(":")
+    if not colon:
+        return [_sized(text, name, size) for size in _words(sizes)] or [_sized(text, name, sizes)]
+    size, end = (next(iter(_sized(text, name, n).values())) for n in (first, last))
+    swept = []
+    while size <= end:
+        swept.append(_sized(text, name, str(size)))
+        size *= 2
+    if not swept:
+        raise argparse.ArgumentTypeError(f"{text!r} goes from {first} down to {last}; the first must be the smaller")
+    return swept
+
+
+def _sized(word: str, name: str, size: str) -> dict[str, int]:
+    known = {name for found in plan.cases() for name in found.shape} | {"Dv", "L"}
+    if name not in known or not size.isdecimal() or int(size) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}")
+    return dict.fromkeys(("Lq", "Lk") if name == "L" else (name,), int(size))
 
 
 # ---- what is said
@@ -295,7 +346,7 @@ def _grouped(entries: list[dict[str, Any]]) -> list[list[str]]:
 def _write(console: Console, document: dict[str, Any], folder: Path, *, draw: bool) -> None:
     problems = results.validate(document)
     assert not problems, f"the results do not fit their own schema: {problems}"
-    drawn = plots.draw_all(folder, document) if draw else []
+    drawn = plots.draw_all(folder, document) + curves.draw_all(folder, document) if draw else []
     written = report.write_all(folder, document, drawn)
     console.print()
     console.print(f"Written to {folder}: {', '.join([p.name for p in written] + drawn)}")

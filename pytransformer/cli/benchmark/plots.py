@@ -26,6 +26,15 @@ STYLES = {
     "cpu": ("#0072B2", "o"),
     "triton": ("#009E73", "^"),
     "cuda": ("#D55E00", "P"),
+    "torch_flash": ("#F0E442", "D"),
+    "torch_efficient": ("#CC79A7", "D"),
+    "torch_cudnn": ("#8B4513", "D"),
+    "torch_math": ("#C8A2C8", "D"),
+    "compile": ("#333333", "s"),
+    "flex": ("#CC79A7", "X"),
+    "flash_attn": ("#8B4513", "*"),
+    "liger": ("#CC79A7", "h"),
+    "quack": ("#8B4513", "h"),
 }
 
 
@@ -68,7 +77,7 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     return drawn
 
 
-def _figure(width: float, height: float) -> Any:
+def figure_of(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -106,7 +115,7 @@ def _by_case(
     place = {label: i for i, label in enumerate(labels)}
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     backends = [name for name in STYLES if any(row["backend"] == name for row in rows)]
-    figure = _figure(3.5 + 4.5 * len(modes), 1.9 + 0.36 * len(labels))
+    figure = figure_of(3.5 + 4.5 * len(modes), 1.9 + 0.36 * len(labels))
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axis, mode in zip(axes, modes, strict=True):
         for turn, backend in enumerate(backends):
@@ -132,9 +141,9 @@ def _by_case(
         for line in range(0, len(labels), 2):
             axis.axhspan(line - 0.5, line + 0.5, color="0.96", zorder=0)
         axis.set_ylim(len(labels) - 0.5, -0.5)
-        _plain_ticks(axis.xaxis)
+        plain_ticks(axis.xaxis)
     axes[0].set_yticks(range(len(labels)), labels)
-    _legend_and_title(figure, axes[0], document, title)
+    legend_and_title(figure, _legend_of(axes[0]), document, title)
     figure.savefig(path)
 
 
@@ -143,7 +152,7 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
     torch_error = {_key(row): row["error"] for row in rows if row["backend"] == "torch" and not row["note"]}
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     backends = [name for name in STYLES if name != "torch" and any(row["backend"] == name for row in rows)]
-    figure = _figure(2.0 + 4.5 * len(modes), 5.4)
+    figure = figure_of(2.0 + 4.5 * len(modes), 5.4)
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axis, mode in zip(axes, modes, strict=True):
         for backend in backends:
@@ -161,10 +170,10 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
         axis.set_xlabel("speed, times PyTorch's")
         axis.grid(which="major", color="0.88")
         axis.set_axisbelow(True)
-        _plain_ticks(axis.xaxis)
-        _plain_ticks(axis.yaxis)
+        plain_ticks(axis.xaxis)
+        plain_ticks(axis.yaxis)
     axes[0].set_ylabel("error against float64, times PyTorch's")
-    _legend_and_title(figure, axes[0], document, "Error against speed, one mark per case (low and right is good)")
+    legend_and_title(figure, _legend_of(axes[0]), document, "Error against speed, one mark per case (low and right is good)")
     figure.savefig(path)
 
 
@@ -172,7 +181,7 @@ def _key(row: Row) -> tuple[str, ...]:
     return row["op"], row["case"], row["dtype"], row["mode"]
 
 
-def _plain_ticks(axis: Any) -> None:
+def plain_ticks(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -182,16 +191,19 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend_and_title(figure: Any, axis: Any, document: Row, title: str) -> None:
+def _legend_of(axis: Any) -> dict[str, Any]:
+    return {name: handle for handle, name in zip(*axis.get_legend_handles_labels())}
+
+
+def legend_and_title(figure: Any, legend: dict[str, Any], document: Row, title: str) -> None:
     import textwrap
 
-    handles, names = axis.get_legend_handles_labels()
     place = "\n".join(textwrap.wrap(environment_text(document["environment"], escape_plot), 110))
     figure.legend(
-        handles,
-        names,
+        legend.values(),
+        legend.keys(),
         loc="outside lower center",
-        ncols=len(names),
+        ncols=min(8, len(legend)),
         frameon=False,
         title=place,
         title_fontsize=7,

@@ -12,6 +12,7 @@ from typing import Any
 
 from pytransformer.cli.benchmark import results
 from pytransformer.cli.console import clean, escape_csv, escape_markdown, table_width
+from pytransformer.cli.providers import PEERS
 
 Row = dict[str, Any]
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -118,7 +119,7 @@ def summary(rows: list[Row]) -> list[list[str]]:
     lines = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row["backend"] not in ("naive", "torch"):
+        if row["backend"] not in PEERS:
             groups.setdefault((row["backend"], row["mode"], row["dtype"]), []).append(row)
     for (backend, mode, dtype), members in groups.items():
         compared = [r for r in members if r["speedup_torch"]]

@@ -2,6 +2,7 @@
 
     {"schema_version": 1,
      "environment": {...},       where, when and with what
+     "peaks": {...},             measured: "tflops" by dtype, "gbps"; null if they were not
      "complete": true,           false: stopped before the end; what is there is good
      "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
      "not_run": [...]}           those that were not, and why: status "skipped", "unsupported", "wrong" or "failed"
@@ -85,6 +86,17 @@ ENVIRONMENT: dict[str, _Field] = {
 STATUSES = ("skipped", "unsupported", "wrong", "failed")
 
 
+def step_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the contenders of one line-up share: op, case, shape, dtype, mode, device."""
+    shape = " ".join(f"{name}={size}" for name, size in sorted(row["shape"].items()))
+    return row["op"], row["case"], shape, row["dtype"], row["mode"], row["device"]
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What tells a row from every other of its document."""
+    return (*step_key(row), row["backend"])
+
+
 def validate(document: Any) -> list[str]:
     """What is wrong with `document` as the content of results.json; an empty list if nothing is."""
     if not isinstance(document, dict):
@@ -100,6 +112,7 @@ def validate(document: Any) -> list[str]:
     if not isinstance(document["complete"], bool):
         problems.append("complete is not true or false")
     problems += _check("environment", document["environment"], ENVIRONMENT)
+    problems += _check_peaks(document.get("peaks"))
     for name, fields in (("rows", ROW), ("not_run", NOT_RUN)):
         if not isinstance(document[name], list):
             problems.append(f"{name} is not a list")
@@ -127,14 +140,21 @@ def _check(where: str, entry: Any, fields: Mapping[str, _Field]) -> list[str]:
     return problems
 
 
+def _check_peaks(peaks: Any) -> list[str]:
+    """Absent from files written before there were any."""
+    if peaks is None:
+        return []
+    rates = [*peaks.get("tflops", {}).values(), peaks.get("gbps")] if isinstance(peaks, dict) else [None]
+    return [] if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates) else ["peaks are not positive rates"]
+
+
 def _check_meaning(document: dict[str, Any]) -> list[str]:
     problems, seen = [], set()
     for index, row in enumerate(document["rows"]):
         where = f"rows[{index}]"
-        key = (row["op"], row["case"], row["dtype"], row["mode"], row["backend"])
-        if key in seen:
-            problems.append(f"{where} repeats {' '.join(key)}")
-        seen.add(key)
+        if row_key(row) in seen:
+            problems.append(f"{where} repeats {' '.join(row_key(row))}")
+        seen.add(row_key(row))
         if row["mode"] not in MODES:
             problems.append(f"{where}.mode is {row['mode']!r}, not one of {', '.join(MODES)}")
         if not 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]:

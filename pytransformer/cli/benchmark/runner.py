@@ -12,11 +12,10 @@ import torch
 
 from pytransformer.cli.benchmark import check, clock, exact, memory, plan
 from pytransformer.cli.benchmark.plan import Step
-from pytransformer.cli.providers import NAIVE, TORCH, Prepared, Problem, Provider, Unsupported, providers
+from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepared, Problem, Provider, Unsupported, providers
 
 SEED = 20
 QUICK_ROUNDS = 3  # samples at least, when time is short
-PEERS = (NAIVE, TORCH)
 REFERENCE = "reference"
 
 
@@ -25,7 +24,7 @@ class Options:
     """What to measure and how long."""
 
     device: str = "cpu"
-    backends: tuple[str, ...] | None = None  # None: everyone
+    backends: tuple[str, ...] | None = None  # None: everyone but those on request
     verify: bool = True
     memory: bool = True
     min_time: float = 0.3  # seconds of timing for each contender
@@ -85,13 +84,16 @@ class Runner:
     def _prepared(self, step: Step, problem: Problem) -> list[_Entry]:
         entries = []
         for provider in self.find(step.case.op):
-            if self.options.backends is not None and provider.name not in self.options.backends:
+            if not self._takes_part(provider.name):
                 continue
             try:
                 entries.append(_Entry(provider, provider.prepare(problem)))
             except Unsupported as reason:
                 self._refuse(step, provider.name, "unsupported", str(reason))
         return entries
+
+    def _takes_part(self, name: str) -> bool:
+        return name not in ON_REQUEST if self.options.backends is None else name in self.options.backends
 
     def _without_reference(self, step: Step, entries: list[_Entry]) -> list[_Entry]:
         """The reference takes most of a step's time; where a fused backend does the same, it is the first to be left out."""

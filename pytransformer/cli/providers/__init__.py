@@ -1,4 +1,4 @@
-"""Who computes an op in a benchmark: our backends, naive code, and PyTorch's own op.
+"""Who computes an op in a benchmark: our backends, naive code, PyTorch's own op, and other peers where they are asked for.
 
 A `Provider` prepares one problem: it says what it will run, or raises `Unsupported` with the reason, and
 gives back the forward as a function without arguments. All that a program would keep from call to call (a
@@ -12,7 +12,10 @@ To add an op: a file named by its stem with `PROVIDERS = {op: (provider, ...)}`,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +28,19 @@ from pytransformer.testing.cases import ARGUMENTS, Case, leaves
 
 _STEMS = ("attention", "layer_norm", "feed_forward", "cross_entropy")
 NAIVE, TORCH = "naive", "torch"
+# These take part only where --providers names them: they take long to prepare, or repeat what "torch" shows.
+ON_REQUEST = {
+    "torch_flash": "scaled_dot_product_attention, flash kernel",
+    "torch_efficient": "scaled_dot_product_attention, memory-efficient kernel",
+    "torch_cudnn": "scaled_dot_product_attention, cuDNN",
+    "torch_math": "scaled_dot_product_attention, plain mathematics",
+    "compile": "torch.compile of the naive code",
+    "flex": "compiled FlexAttention",
+    "flash_attn": "the flash-attn package",
+    "liger": "Liger-Kernel",
+    "quack": "the quack package",
+}
+PEERS = (NAIVE, TORCH, *ON_REQUEST)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -124,8 +140,37 @@ def ours(op: str) -> tuple[Provider, ...]:
     return tuple(Provider(name, partial(_prepare_ours, name)) for name in OPS[op].backends)
 
 
+def compiled(naive: Callable[[Problem], Prepared]) -> Provider:
+    """The provider "compile": what torch.compile makes of the naive code."""
+
+    def prepare(problem: Problem) -> Prepared:
+        if why := _no_compiler(problem.device):
+            raise Unsupported(why)
+        prepared = naive(problem)
+        torch._dynamo.reset()  # each problem has its own code, and old code would count as recompilations
+        return dataclasses.replace(prepared, label=f"torch.compile: {prepared.label}", forward=torch.compile(prepared.forward))
+
+    return Provider("compile", prepare)
+
+
+@functools.cache
+def _no_compiler(device: str) -> str | None:
+    """Why torch.compile cannot make code for the device here, or None."""
+    if device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "torch.compile needs a C++ compiler, and there is none"
+    return None
+
+
+def installed(package: str, module: str) -> Any:
+    """An optional peer's module, or Unsupported with what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unsupported(f"{package} is not installed here ({error})") from error
+
+
 def providers(op: str) -> tuple[Provider, ...]:
-    """Everyone who may compute `op`: our backends best first, then naive code, then PyTorch."""
+    """Everyone who may compute `op`: our backends best first, then naive code, PyTorch, and the other peers."""
     for stem in _STEMS:
         peers = importlib.import_module(f"{__name__}.{stem}").PROVIDERS
         if op in peers:

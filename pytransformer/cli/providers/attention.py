@@ -6,7 +6,7 @@ Packed sequences have no counterpart in either, so both run them one after the o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled, installed
+from pytransformer.cli.providers.flex import FLEX
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Terms"], torch.Tensor]
 
@@ -155,10 +156,15 @@ _SDP_BACKENDS = {
 
 
 def prepare_torch(problem: Problem) -> Prepared:
+    return _prepare_sdpa(problem, _SDP_BACKENDS[problem.device])
+
+
+def _prepare_sdpa(problem: Problem, backends: Sequence[SDPBackend]) -> Prepared:
+    """PyTorch's op pinned to the first of `backends` that computes the problem."""
     forward, softcap = _forward(problem, _sdpa)
     if softcap:
         raise Unsupported("scaled_dot_product_attention has no softcap")
-    for backend in _SDP_BACKENDS[problem.device]:
+    for backend in backends:
         if _computes(problem, forward, backend):
             name = backend.name.removesuffix("_ATTENTION").lower()
             return Prepared(
@@ -167,7 +173,44 @@ def prepare_torch(problem: Problem) -> Prepared:
                 partial(_pinned, backend),
                 own_dropout=problem.dropout > 0,
             )
-    raise Unsupported("no backend of scaled_dot_product_attention computes this")
+    which = "no backend of scaled_dot_product_attention" if len(backends) > 1 else f"{backends[0].name.lower()}: it does not"
+    raise Unsupported(f"{which} computes this" if len(backends) > 1 else f"{which} compute this here")
+
+
+def _prepare_pinned(backend: SDPBackend, problem: Problem) -> Prepared:
+    if backend not in _SDP_BACKENDS[problem.device]:
+        raise Unsupported(f"{backend.name.lower()} does not run on {problem.device}")
+    return _prepare_sdpa(problem, (backend,))
+
+
+def prepare_flash_attn(problem: Problem) -> Prepared:
+    """The flash-attn package: no masks but causality (bottom right) and windows, no bias but ALiBi, half precision, a GPU."""
+    if problem.device != "cuda":
+        raise Unsupported("flash-attn runs on CUDA GPUs only")
+    flash_attn = installed("flash-attn", "flash_attn")
+    named = dict(problem.named)
+    query, key, value = (named.pop(name).transpose(1, 2) for name in ("query", "key", "value"))
+    causal, window = named.pop("causal", None), named.pop("window", None)
+    if problem.case.op != "attention" or problem.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported("flash-attn is compared on padded float16 and bfloat16 problems only")
+    if causal == "top_left" and query.shape[1] != key.shape[1]:
+        raise Unsupported("flash-attn aligns causality to the last key, not to the first")
+    settings = {
+        "softmax_scale": named.pop("scale", None),
+        "softcap": named.pop("softcap", None) or 0.0,
+        "causal": causal is not None,
+    }
+    settings["dropout_p"] = named.pop("dropout_p", 0.0)
+    named.pop("dropout_seed", None)
+    if window is not None:
+        settings["window_size"] = tuple(-1 if side is None else side for side in window)
+    if left := [name for name, value in named.items() if value is not None]:
+        raise Unsupported(f"flash-attn has no {', '.join(left)}")
+    return Prepared(
+        f"flash-attn {flash_attn.__version__}",
+        lambda: (flash_attn.flash_attn_func(query, key, value, **settings).transpose(1, 2),),
+        own_dropout=problem.dropout > 0,
+    )
 
 
 def _pinned(backend: SDPBackend) -> AbstractContextManager[object]:
@@ -191,4 +234,23 @@ def _computes(problem: Problem, forward: Callable[[], Outputs], backend: SDPBack
     return True
 
 
-PROVIDERS = dict.fromkeys(("attention", "attention_varlen"), (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch)))
+_PINNED = tuple(
+    Provider(f"torch_{name}", partial(_prepare_pinned, backend))
+    for name, backend in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("math", SDPBackend.MATH),
+    )
+)
+PROVIDERS = dict.fromkeys(
+    ("attention", "attention_varlen"),
+    (
+        Provider(NAIVE, prepare_naive),
+        Provider(TORCH, prepare_torch),
+        *_PINNED,
+        compiled(prepare_naive),
+        FLEX,
+        Provider("flash_attn", prepare_flash_attn),
+    ),
+)

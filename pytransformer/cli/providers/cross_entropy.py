@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled
 
 
 def _keywords(problem: Problem) -> tuple[torch.Tensor | None, int, float, str]:
@@ -54,4 +54,4 @@ def prepare_torch(problem: Problem) -> Prepared:
     )
 
 
-PROVIDERS = {"linear_cross_entropy": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))}
+PROVIDERS = {"linear_cross_entropy": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, compiled
 
 Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -55,4 +55,4 @@ def prepare_torch(problem: Problem) -> Prepared:
     return _prepare(problem, F.linear, _TORCH_ACTIVATIONS, "F.linear, activation, F.linear")
 
 
-PROVIDERS = {"feed_forward": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))}
+PROVIDERS = {"feed_forward": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}

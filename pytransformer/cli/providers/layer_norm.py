@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider
+from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled, installed
 
 
 def _naive_norm(
@@ -55,6 +55,49 @@ def prepare_torch(problem: Problem) -> Prepared:
     return _prepare(problem, _torch_norm, "F.rms_norm" if rms else "F.layer_norm")
 
 
+def prepare_liger(problem: Problem) -> Prepared:
+    """Liger's functions for norms with a weight and without dropout."""
+    if problem.device != "cuda":
+        raise Unsupported("Liger-Kernel runs on GPUs only")
+    functional = installed("liger-kernel", "liger_kernel.transformers.functional")
+    named, op = problem.named, problem.case.op
+    x, weight, bias, eps = named["x"], named.get("weight"), named.get("bias"), named.get("eps", 1e-5)
+    rms = op == "rms_norm" or named.get("kind") == "rms"
+    if problem.dropout or weight is None:
+        raise Unsupported("Liger-Kernel's norms have a weight and no dropout")
+    if op == "add_norm":
+        if not rms:
+            raise Unsupported("Liger-Kernel adds a residual before its RMS norm only")
+        return Prepared(
+            "liger_fused_add_rms_norm", lambda: functional.liger_fused_add_rms_norm(x, named["residual"], weight, eps)
+        )
+    if rms:
+        eps = torch.finfo(problem.dtype).eps if eps is None else eps
+        return Prepared("liger_rms_norm", lambda: (functional.liger_rms_norm(x, weight, eps),))
+    if bias is None:
+        raise Unsupported("Liger-Kernel's layer norm has a bias")
+    return Prepared("liger_layer_norm", lambda: (functional.liger_layer_norm(x, weight, bias, eps),))
+
+
+def prepare_quack(problem: Problem) -> Prepared:
+    """quack's RMS norm."""
+    if problem.device != "cuda":
+        raise Unsupported("quack runs on Hopper GPUs and later only")
+    quack = installed("quack-kernels", "quack")
+    named = problem.named
+    if problem.case.op != "rms_norm":
+        raise Unsupported("quack is compared on rms_norm only")
+    eps = torch.finfo(problem.dtype).eps if named.get("eps") is None else named["eps"]
+    return Prepared("quack.rmsnorm", lambda: (quack.rmsnorm(named["x"], named.get("weight"), eps=eps),))
+
+
 PROVIDERS = dict.fromkeys(
-    ("layer_norm", "rms_norm", "add_norm"), (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch))
+    ("layer_norm", "rms_norm", "add_norm"),
+    (
+        Provider(NAIVE, prepare_naive),
+        Provider(TORCH, prepare_torch),
+        compiled(prepare_naive),
+        Provider("liger", prepare_liger),
+        Provider("quack", prepare_quack),
+    ),
 )

@@ -1,0 +1,136 @@
+"""`pytransformer bench compare A.json B.json`: what changed from A to B beyond noise.
+
+Times of two runs cannot be compared as they are: machines are busy, hot and different. What is compared is the time relative to
+PyTorch's own op in the same line-up of the same run, or as it is where PyTorch took no part. A row is slower if that figure grew by
+more than the threshold and if the intervals from p20 to p80 of the two runs do not meet either. A row is less exact if its error,
+relative to its bound, grew to more than twice. Rows that A has and B has not, though B ran the line-up, are lost.
+
+Exit code 0: nothing got worse; 1: something did.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli.benchmark import report, results
+from pytransformer.cli.console import Console
+from pytransformer.cli.providers import PEERS, TORCH
+
+Row = dict[str, Any]
+ERROR_GROWTH = 2.0
+LEAST_ERROR = 0.05  # of the bound: below that errors are a matter of luck
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row that differs. ``kind``: slower, faster, less exact, lost, wrong; ``ratio``: new over old, where there is one."""
+
+    kind: str
+    row: Row
+    ratio: float | None
+    detail: str
+
+    @property
+    def worse(self) -> bool:
+        return self.kind != "faster"
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) -> list[Change]:
+    """The changes of our own backends from one results document to another, the worst first."""
+    before, after = ({results.row_key(row): row for row in document["rows"]} for document in (old, new))
+    line_ups = {results.step_key(row) for row in new["rows"]}
+    refused = {
+        (e["op"], e["case"], e["dtype"], e["mode"], e["backend"]): e
+        for e in new["not_run"]
+        if e["status"] in ("wrong", "failed")
+    }
+    changes = []
+    for key, row in before.items():
+        if row["backend"] in PEERS:
+            continue
+        if key in after:
+            changes += _changed(row, after[key], _yardstick(before, key), _yardstick(after, key), threshold)
+            continue
+        entry = refused.get((row["op"], row["case"], row["dtype"], row["mode"], row["backend"]))
+        if entry is not None:
+            changes.append(Change("wrong", row, None, report.verdict(entry)))
+        elif results.step_key(row) in line_ups:
+            changes.append(Change("lost", row, None, "was timed before and is not any more"))
+    return sorted(changes, key=lambda c: (not c.worse, -(c.ratio or float("inf"))))
+
+
+def _yardstick(rows: dict[tuple[str, ...], Row], key: tuple[str, ...]) -> Row | None:
+    return rows.get((*key[:-1], TORCH))
+
+
+def _changed(old: Row, new: Row, old_peer: Row | None, new_peer: Row | None, threshold: float) -> list[Change]:
+    by_peer = old_peer is not None and new_peer is not None
+    units = (old_peer["median_ms"], new_peer["median_ms"]) if by_peer else (1.0, 1.0)
+    of, unit = ("of PyTorch's time", "") if by_peer else ("", " ms")
+    was, now = old["median_ms"] / units[0], new["median_ms"] / units[1]
+    detail = f"{report.figure(was)}{unit} before, {report.figure(now)}{unit} now {of}".rstrip()
+    changes = []
+    if now > was * (1 + threshold) and new["p20_ms"] / units[1] > old["p80_ms"] / units[0]:
+        changes.append(Change("slower", new, now / was, detail))
+    elif was > now * (1 + threshold) and new["p80_ms"] / units[1] < old["p20_ms"] / units[0]:
+        changes.append(Change("faster", new, now / was, detail))
+    used = [row["bound_used"] for row in (old, new)]
+    if None not in used and used[1] > max(ERROR_GROWTH * used[0], LEAST_ERROR):
+        changes.append(
+            Change(
+                "less exact",
+                new,
+                used[1] / used[0] if used[0] else None,
+                f"{used[0]:.2g} of the bound before, {used[1]:.2g} now",
+            )
+        )
+    return changes
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pytransformer bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, metavar="A.json", help="results.json of a run, or its folder")
+    parser.add_argument("new", type=Path, metavar="B.json", help="the same of a later run")
+    parser.add_argument(
+        "--threshold", type=float, default=0.1, metavar="X", help="a change counts from this share on (default 0.1)"
+    )
+    arguments = parser.parse_args(argv)
+    if not arguments.threshold >= 0:
+        raise UsageError(f"--threshold must be 0 or more, got {arguments.threshold}")
+    old, new = _load(arguments.old), _load(arguments.new)
+    console = Console()
+    for name, document in (("A", old), ("B", new)):
+        console.print(f"{name}: {report.environment_text(document['environment'])}")
+    if old["environment"]["device_name"] != new["environment"]["device_name"]:
+        console.print("The two ran on different devices: only figures relative to PyTorch mean something.")
+    changes = compare(old, new, arguments.threshold)
+    common = {results.row_key(r) for r in old["rows"]} & {results.row_key(r) for r in new["rows"]}
+    console.print(
+        f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better."
+    )
+    columns = ("change", "op", "case", "shape", "dtype", "mode", "backend", "new/old", "what")
+    console.table(columns, [_line(c) for c in changes], right=("new/old",)) if changes else None
+    return WRONG if any(c.worse for c in changes) else OK
+
+
+def _line(change: Change) -> list[str]:
+    row = change.row
+    where = [row["op"], row["case"], report.shape_text(row["shape"]), report.SHORT[row["dtype"]], row["mode"], row["backend"]]
+    return [change.kind, *where, report.figure(change.ratio), change.detail]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        return report.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error

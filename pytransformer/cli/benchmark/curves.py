@@ -1,0 +1,136 @@
+"""Pictures of a sweep: speed and memory against the dimension that varies, one line per provider; and the roofline.
+
+speed_by_<x>.png    TFLOP/s against the size, one panel per case, dtype and mode
+memory_by_<x>.png   peak memory, likewise
+roofline.png        TFLOP/s against operations per byte, under the machine's measured peaks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytransformer.cli.benchmark.plots import STYLES, Row, figure_of, legend_and_title, plain_ticks
+from pytransformer.cli.benchmark.report import SHORT
+from pytransformer.cli.console import escape_plot
+
+MOST_PANELS = 12
+
+
+def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
+    """Draws what the rows allow and returns the names of the files."""
+    rows, drawn = document["rows"], []
+    for name, groups in _sweeps(rows).items():
+        x = name.lower()
+        _panels(folder / f"speed_by_{x}.png", document, groups, name, "TFLOP/s", lambda row: row["tflops"])
+        drawn.append(f"speed_by_{x}.png")
+        measured = [[row for row in group if row["peak_bytes"] is not None] for group in groups]
+        if measured := [group for group in measured if len(group) > 1]:
+            _panels(
+                folder / f"memory_by_{x}.png",
+                document,
+                measured,
+                name,
+                "peak memory, MB",
+                lambda row: max(row["peak_bytes"] / 1e6, 0.1),
+            )
+            drawn.append(f"memory_by_{x}.png")
+    if document.get("peaks") and rows:
+        _roofline(folder / "roofline.png", document)
+        drawn.append("roofline.png")
+    return drawn
+
+
+def _sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
+    """The rows of each case, dtype and mode that differ in one dimension (L: Lq and Lk together), by its name."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["case"], row["dtype"], row["mode"]), []).append(row)
+    found: dict[str, list[list[Row]]] = {}
+    for members in groups.values():
+        varying = [name for name in members[0]["shape"] if len({row["shape"][name] for row in members}) > 1]
+        name = "L" if set(varying) == {"Lq", "Lk"} else varying[0] if len(varying) == 1 else None
+        if name is not None:
+            found.setdefault(name, []).append(members)
+    return found
+
+
+def _size(row: Row, name: str) -> int:
+    return row["shape"]["Lk" if name == "L" else name]
+
+
+def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit: str, value: Callable[[Row], float]) -> None:
+    groups = groups[:MOST_PANELS]
+    columns = min(3, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = figure_of(1.0 + 3.9 * columns, 1.2 + 3.1 * lines)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis in axes[len(groups) :]:
+        axis.set_visible(False)
+    for axis, members in zip(axes, groups):
+        for backend, (colour, mark) in STYLES.items():
+            line = sorted((row for row in members if row["backend"] == backend), key=lambda row: _size(row, name))
+            if line:
+                axis.plot(
+                    [_size(row, name) for row in line], [value(row) for row in line], marker=mark, color=colour, label=backend,
+                    markersize=5, linewidth=1.5, markeredgecolor="white", markeredgewidth=0.4,
+                )  # fmt: skip
+        first = members[0]
+        axis.set_title(escape_plot(f"{first['case']} {SHORT[first['dtype']]} {first['mode']}"), fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(
+            sorted({_size(row, name) for row in members}), [str(n) for n in sorted({_size(row, name) for row in members})]
+        )
+        axis.minorticks_off()
+        axis.grid(color="0.88")
+        axis.set_axisbelow(True)
+        axis.set_xlabel({"L": "length", "Lk": "keys"}.get(name, name))
+        plain_ticks(axis.yaxis)
+    for axis in axes[::columns]:
+        axis.set_ylabel(unit)
+    everyone = {}
+    for axis in axes[: len(groups)]:
+        everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    title = f"{unit.split(',')[0].capitalize() if 'memory' in unit else unit} against {'length' if name == 'L' else name}"
+    legend_and_title(figure, everyone, document, title)
+    figure.savefig(path)
+
+
+def _roofline(path: Path, document: Row) -> None:
+    """Operations per byte that must move at least, against speed; the roofs are what this machine was measured to do."""
+    rows, peaks = document["rows"], document["peaks"]
+    dtypes = [d for d in dict.fromkeys(row["dtype"] for row in rows) if d in peaks["tflops"]]
+    figure = figure_of(1.0 + 5.0 * len(dtypes), 4.8)
+    axes = figure.subplots(1, len(dtypes), squeeze=False)[0]
+    everyone = {}
+    for axis, dtype in zip(axes, dtypes):
+        members = [row for row in rows if row["dtype"] == dtype and row["gbps"] > 0]
+        spots = [(1e3 * row["tflops"] / row["gbps"], row["tflops"], row["backend"]) for row in members]
+        low, high = min(s[0] for s in spots) / 2, max(s[0] for s in spots) * 2
+        roof, slope = peaks["tflops"][dtype], peaks["gbps"] * 1e-3
+        corner = roof / slope
+        xs = sorted({low, high, min(max(corner, low), high)})
+        axis.plot(xs, [min(roof, slope * x) for x in xs], color="0.2", linewidth=1.5, label="measured peak")
+        axis.text(high, roof, f"{roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", fontsize=8)
+        axis.text(low, slope * low, f" {peaks['gbps']:.0f} GB/s", ha="left", va="bottom", fontsize=8)
+        for backend, (colour, mark) in STYLES.items():
+            mine = [s for s in spots if s[2] == backend]
+            if mine:
+                axis.scatter(
+                    [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=36, label=backend, edgecolors="white",
+                    linewidths=0.4, zorder=3,
+                )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_title(SHORT[dtype], fontsize=10)
+        axis.set_xlabel("operations per byte read or written at least")
+        axis.grid(color="0.9")
+        axis.set_axisbelow(True)
+        plain_ticks(axis.xaxis)
+        plain_ticks(axis.yaxis)
+        everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    axes[0].set_ylabel("TFLOP/s")
+    legend_and_title(figure, everyone, document, "Roofline: the peaks are measured (matrix product, copy)")
+    figure.savefig(path)

@@ -1,0 +1,48 @@
+"""What this machine can do, measured: the roofs of the roofline.
+
+The arithmetic peak is the best rate of torch.mm over a few sizes, the bandwidth the best of a copy between buffers that fit no cache,
+its reads and writes counted. Both are what a library reaches here, now, with the threads in use; a processor's nominal figures are
+not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from pytransformer.cli.benchmark import clock
+
+SIZES = (1024, 2048)
+COPY_BYTES = 256 << 20
+Fastest = Callable[[Callable[[], object]], float]
+
+
+def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str, object]:
+    """{"tflops": {dtype name: rate}, "gbps": rate}, each from `seconds` of calls, five at least."""
+    fastest = partial(_fastest, device, seconds)
+    return {
+        "tflops": {str(d).removeprefix("torch."): _product(device, d, fastest) for d in dtypes},
+        "gbps": _copy(device, fastest),
+    }
+
+
+def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
+    best = 0.0
+    for n in SIZES:
+        a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+        best = max(best, 2 * n**3 / fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out)) / 1e12)
+    return best
+
+
+def _copy(device: str, fastest: Fastest) -> float:
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / fastest(lambda: target.copy_(source)) / 1e9
+
+
+def _fastest(device: str, seconds: float, call: Callable[[], object]) -> float:
+    """Seconds of a fast one among some calls: the 20 % quantile, which a busy machine moves least."""
+    return clock.interleaved({"": clock.Contender(call, nullcontext)}, min_time=seconds, device=device)[""].p20_ms * 1e-3

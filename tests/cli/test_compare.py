@@ -1,0 +1,136 @@
+"""bench compare: what counts as a change, and what is noise."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytransformer.cli import OK, USAGE, WRONG, main
+from pytransformer.cli.benchmark import compare, results
+
+ENVIRONMENT = {
+    "device": "cpu",
+    "device_name": "A processor",
+    "cpu": "A processor",
+    "cores": 2,
+    "threads": 2,
+    "isa": None,
+    "gpu": None,
+}
+ENVIRONMENT |= {"system": "Linux", "python": "3.11", "torch": "2.13", "triton": None, "pytransformer": "0", "commit": None}
+ENVIRONMENT |= {"date": "2026-01-01", "load": None, "command": "pytransformer bench"}
+
+
+def row(backend: str, ms: float, **more: Any) -> dict[str, Any]:
+    shape = {"B": 1, "Hq": 2, "Hkv": 2, "Lq": 64, "Lk": 64, "D": 32}
+    base = {
+        "op": "attention",
+        "backend": backend,
+        "provider": backend,
+        "case": "full",
+        "shape": shape,
+        "dtype": "float32",
+        "mode": "fwd",
+    }
+    base |= {
+        "device": "cpu",
+        "median_ms": ms,
+        "p20_ms": 0.98 * ms,
+        "p80_ms": 1.02 * ms,
+        "samples": 9,
+        "tflops": 1.0,
+        "gbps": 1.0,
+    }
+    base |= {"peak_bytes": None, "error": 1e-7, "error_bound": 1e-6, "bound_used": 0.2, "errors": {"out": 1e-7}}
+    base |= {"error_ratio_naive": None, "speedup_naive": None, "speedup_torch": None, "note": ""}
+    return base | more
+
+
+def document(*rows: dict[str, Any], not_run: tuple[Any, ...] = ()) -> dict[str, Any]:
+    made = {"schema_version": results.SCHEMA_VERSION, "environment": ENVIRONMENT, "complete": True, "rows": list(rows)}
+    made["not_run"] = list(not_run)
+    assert results.validate(made) == []
+    return made
+
+
+BEFORE = document(row("cpu", 1.0), row("torch", 2.0))
+
+
+def kinds(after: dict[str, Any], threshold: float = 0.1) -> list[str]:
+    return [change.kind for change in compare.compare(BEFORE, after, threshold)]
+
+
+def test_the_same_twice_is_no_change() -> None:
+    assert kinds(copy.deepcopy(BEFORE)) == []
+
+
+def test_a_slowed_kernel_is_flagged() -> None:
+    (change,) = compare.compare(BEFORE, document(row("cpu", 1.3), row("torch", 2.0)))
+    assert (change.kind, change.worse) == ("slower", True)
+    assert change.ratio == pytest.approx(1.3)
+    assert change.detail == "0.500 before, 0.650 now of PyTorch's time"
+
+
+def test_a_slower_machine_is_not() -> None:
+    assert kinds(document(row("cpu", 3.0), row("torch", 6.0))) == []
+
+
+def test_a_faster_machine_hides_nothing() -> None:
+    assert kinds(document(row("cpu", 0.8), row("torch", 1.0))) == ["slower"]
+
+
+def test_noise_and_small_changes_are_not_flagged() -> None:
+    assert kinds(document(row("cpu", 1.3, p20_ms=1.01, p80_ms=1.4), row("torch", 2.0))) == [], "the intervals meet"
+    assert kinds(document(row("cpu", 1.08), row("torch", 2.0))) == [], "below the threshold"
+    assert kinds(document(row("cpu", 1.08), row("torch", 2.0)), threshold=0.05) == ["slower"]
+
+
+def test_a_faster_kernel_is_told_and_no_regression() -> None:
+    changes = compare.compare(BEFORE, document(row("cpu", 0.5), row("torch", 2.0)))
+    assert [(c.kind, c.worse) for c in changes] == [("faster", False)]
+
+
+def test_without_pytorch_times_count_as_they_are() -> None:
+    old, new = document(row("cpu", 1.0)), document(row("cpu", 1.5))
+    assert [c.kind for c in compare.compare(old, new)] == ["slower"]
+
+
+def test_errors_that_grow_are_flagged() -> None:
+    assert kinds(document(row("cpu", 1.0, bound_used=0.9), row("torch", 2.0))) == ["less exact"]
+    assert kinds(document(row("cpu", 1.0, bound_used=0.3), row("torch", 2.0))) == []
+
+
+def test_rows_that_vanish_are_flagged() -> None:
+    assert kinds(document(row("torch", 2.0))) == ["lost"]
+    reason = {"op": "attention", "backend": "cpu", "case": "full", "dtype": "float32", "mode": "fwd", "status": "wrong"}
+    reason |= {"reason": "out is off", "error": None, "error_bound": None}
+    assert kinds(document(row("torch", 2.0), not_run=(reason,))) == ["wrong"]
+    assert kinds(document()) == [], "a line-up that was not run says nothing"
+
+
+def test_peers_are_not_judged() -> None:
+    assert kinds(document(row("cpu", 1.0), row("torch", 2.0), row("naive", 9.0))) == []
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, made in (("a", BEFORE), ("b", document(row("cpu", 1.5), row("torch", 2.0)))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(made))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b" / "results.json")
+    assert main(["bench", "compare", a, a]) == OK
+    assert main(["bench", "compare", a, b]) == WRONG
+    said = capsys.readouterr().out
+    assert "2 rows in both; 1 worse, 0 better." in said
+    assert "slower" in said
+    (tmp_path / "c.json").write_text("{}")
+    assert main(["bench", "compare", a, str(tmp_path / "c.json")]) == USAGE
+    assert main(["bench", "compare", a, str(tmp_path / "none.json")]) == USAGE
+    assert main(["bench", "compare", a, b, "--threshold", "-1"]) == USAGE
+    said = capsys.readouterr().err
+    assert "is not a results file of schema" in said
+    assert "cannot read" in said
+    assert "--threshold must be 0 or more" in said

@@ -1,0 +1,112 @@
+"""Peers that take part on request, sweeps, and their pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytransformer.cli import OK, USAGE, main, providers
+from pytransformer.cli.benchmark import curves, memory, plan, report
+from pytransformer.cli.benchmark.runner import Options, Runner
+
+pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
+
+
+def run(case: str, *backends: str, mode: str = "fwd") -> Runner:
+    runner = Runner(Options(memory=False, min_time=0.0, backends=backends or None), memory.MemoryProbe())
+    runner.run(plan.Step(plan.case(case, "small"), plan.DTYPES["float32"], mode))
+    return runner
+
+
+def test_who_is_not_named_is_not_even_refused() -> None:
+    runner = run("full")
+    assert not {entry["backend"] for entry in (*runner.rows, *runner.not_run)} & set(providers.ON_REQUEST)
+
+
+def test_pytorchs_kernels_one_by_one() -> None:
+    runner = run("full", "torch_flash", "torch_math", "torch_cudnn")
+    assert {row["backend"]: row["provider"] for row in runner.rows} == {
+        "torch_flash": "scaled_dot_product_attention [flash]",
+        "torch_math": "scaled_dot_product_attention [math]",
+    }
+    assert [(e["backend"], e["reason"]) for e in runner.not_run] == [("torch_cudnn", "cudnn_attention does not run on cpu")]
+
+
+def test_those_for_gpus_say_so() -> None:
+    reasons = {e["backend"]: e["reason"] for e in run("full", "flash_attn").not_run}
+    reasons |= {e["backend"]: e["reason"] for e in run("rms_norm", "liger", "quack").not_run}
+    assert set(reasons) == {"flash_attn", "liger", "quack"}
+    assert all("GPU" in reason for reason in reasons.values())
+
+
+@pytest.mark.slow  # the compiler takes 20 s a case
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "window", "segments", "key_padding", "alibi", "t5_bias", "bias", "softcap", "gqa"]
+)
+def test_flex_attention_computes_the_case(case: str) -> None:
+    runner = run(case, "flex")
+    assert [row["backend"] for row in runner.rows] == ["flex"], runner.not_run
+    assert runner.rows[0]["error"] <= runner.rows[0]["error_bound"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["causal", "add_norm", "feed_forward_gelu", "linear_cross_entropy"])
+def test_compiled_naive_code_takes_part(case: str) -> None:
+    runner = run(case, "compile", mode="fwd+bwd")
+    assert [row["provider"].split(":")[0] for row in runner.rows] == ["torch.compile"], runner.not_run
+
+
+def test_a_sweep_draws_its_curves(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "bench",
+        "attention",
+        "--case",
+        "causal",
+        "--sweep",
+        "L=16:64",
+        "--mode",
+        "fwd",
+        "--providers",
+        "cpu,torch,reference",
+    ]
+    assert main([*arguments, "--min-time", "0", "--threads", "1", "--size", "small", "--out", str(out)]) == OK
+    document = report.load(out / "results.json")
+    assert {row["shape"]["Lk"] for row in document["rows"]} == {16, 32, 64}
+    assert document["peaks"]["tflops"]["float32"] > 0
+    assert document["peaks"]["gbps"] > 0
+    text = (out / "report.md").read_text()
+    for name in ("speed_by_l.png", "memory_by_l.png", "roofline.png"):
+        assert (out / name).stat().st_size > 10_000
+        assert f"({name})" in text
+
+
+def test_what_varies_is_found() -> None:
+    def row(**shape: int) -> dict[str, object]:
+        return {"op": "attention", "case": "full", "dtype": "float32", "mode": "fwd", "shape": shape}
+
+    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=2, Lk=2, D=8)])) == ["L"]
+    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=2, D=8)])) == ["Lk"]
+    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=1, D=9)])) == ["D"]
+    assert curves._sweeps([row(Lq=1, Lk=1, D=8)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sweep", "L=64:8"], "goes from 64 down to 8"),
+        (["--sweep", "X=1,2"], "is not NAME=SIZE"),
+        (["--sweep", "L=a:b"], "is not NAME=SIZE"),
+        (["--sweep", "L="], "is not NAME=SIZE"),
+        (["--providers", "fastest"], "fastest is not one of"),
+        (["--quick", "--sweep", "L=8:16"], "--quick chooses its own cases, so it does not go with --sweep"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    assert code == USAGE
+    assert said in capsys.readouterr().err
