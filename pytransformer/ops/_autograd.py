@@ -33,13 +33,38 @@ def compiling_a_derivative() -> bool:
     return bool(innermost.key() != TransformType.Vmap or innermost.level() > 1)
 
 
-def make_functions(op: Op) -> type[torch.autograd.Function]:
-    """The Function of the op; its backward is a Function too, whose own backward goes through the reference.
+# What a thread dispatches on when nothing watches it, without and with inference mode: torch.func, dispatch modes (fake tensors,
+# make_fx, FLOP counters), functionalization and torch.jit.trace each add a key of their own.
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_UNWATCHED = (
+    (_KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)).raw_repr(),
+    _KEYS.raw_repr(),
+)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))
 
-    The methods close over raw ops and constants only: torch.compile cannot trace a closure over an Op.
+
+def unwatched(inputs: Sequence[Any]) -> bool:
+    """Whether nothing stands between the caller and the kernel that would have to see the raw op: no transform, mode,
+    tracer or profiler is active and no input is of a tensor subclass. Then its body may be run directly, which saves the
+    dispatcher's share of a call, about 7 µs. False is always right."""
+    return (
+        torch._C._dispatch_tls_local_include_set().raw_repr() in _UNWATCHED
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._autograd._profiler_enabled()
+        and _PLAIN.issuperset(map(type, inputs))
+    )
+
+
+def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+    """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
+    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference.
+
+    The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
+    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs.
     """
     fwd, bwd, name, positions = op.fwd, op.bwd, op.name, op.positions
-    num_args, num_grads = len(op.Arguments._fields), len(op.grad_names)
+    num_args, num_tensors, num_grads = op.num_args, op.num_tensors, len(op.grad_names)
     saved_places = tuple(op.outputs.index(n) for n in op.saved)
 
     class Backward(torch.autograd.Function):
@@ -51,12 +76,36 @@ def make_functions(op: Op) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _save(ctx, inputs)
+            tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
+            ctx.save_for_backward(*tensors)
+            ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
             ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            return _second_order(name, _restore(ctx), cotangents)
+            inputs = tuple(other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others))
+            return _second_order(name, inputs, cotangents)
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:num_tensors], *(output[i] for i in saved_places))
+        ctx.others = inputs[num_tensors:]
+        ctx.mark_non_differentiable(*output[num_grads:])
+        ctx.set_materialize_grads(False)
+
+    def first_order(ctx: Any, grads: tuple[torch.Tensor | None, ...], run: Any) -> tuple[torch.Tensor | None, ...]:
+        wanted = [ctx.needs_input_grad[i] for i in positions]
+        by_position: list[torch.Tensor | None] = [None] * (num_args + 2)
+        if any(wanted) and any(g is not None for g in grads[:num_grads]):
+            tensors, others = ctx.saved_tensors, ctx.others
+            args, forced = (*tensors[:num_tensors], *others[:-2]), others[-2:]
+            inputs = (*grads[:num_grads], *args, *tensors[num_tensors:], wanted, *forced)
+            # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
+            once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
+            results = run(*inputs) if once else Backward.apply(*inputs)
+            for position, result, want in zip(positions, results, wanted):
+                if want:
+                    by_position[position] = result
+        return tuple(by_position)
 
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -67,45 +116,30 @@ def make_functions(op: Op) -> type[torch.autograd.Function]:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-            _save(ctx, (*inputs, *(output[i] for i in saved_places)))
-            ctx.mark_non_differentiable(*output[num_grads:])
-            ctx.set_materialize_grads(False)
+            remember(ctx, inputs, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            inputs = _restore(ctx)
-            wanted = [ctx.needs_input_grad[i] for i in positions]
-            by_position: list[torch.Tensor | None] = [None] * (num_args + 2)
-            if any(wanted) and any(g is not None for g in grads[:num_grads]):
-                args, forced, saved = inputs[:num_args], inputs[num_args : num_args + 2], inputs[num_args + 2 :]
-                inputs = (*grads[:num_grads], *args, *saved, wanted, *forced)
-                # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
-                once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
-                results = bwd(*inputs) if once else Backward.apply(*inputs)
-                for position, result, want in zip(positions, results, wanted):
-                    by_position[position] = result if want else None
-            return tuple(by_position)
+            return first_order(ctx, grads, bwd)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+            output = op.run_forward(*inputs)
+            remember(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            return first_order(ctx, grads, op.backward)
 
     # Where nothing needs a gradient, torch.compile tells from the number of parameters that forward takes no ctx.
     Forward.forward.__signature__ = inspect.Signature(
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
     )
-    Forward.__name__, Backward.__name__ = f"{name}_function", f"{name}_backward_function"
-    return Forward
-
-
-def _save(ctx: Any, values: Sequence[Any]) -> None:
-    tensors: list[torch.Tensor | None] = [None] * len(values)
-    others = list(values)
-    for i, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            tensors[i], others[i] = value, None
-    ctx.save_for_backward(*tensors)
-    ctx.others = others
-
-
-def _restore(ctx: Any) -> tuple[Any, ...]:
-    return tuple(other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others))
+    Forward.__name__ = Direct.__name__ = f"{name}_function"
+    Backward.__name__ = f"{name}_backward_function"
+    return Forward, Direct
 
 
 def _second_order(

@@ -33,7 +33,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         check_values(a)
         out, lse = op.empty_outputs(a)
         tensors, numbers = _native_arguments(a)
-        torch.ops.pytransformer_C.attention_fwd(*tensors[:3], out, lse, *tensors[3:], *numbers)
+        torch.ops.pytransformer_C.attention_fwd.default(*tensors[:3], out, lse, *tensors[3:], *numbers)
         return out, lse
 
     def backward(
@@ -48,7 +48,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         sums = [None if r is None else torch.zeros(r.shape, dtype=work) for r in results[3:]]
         tensors, numbers = _native_arguments(a)
         dense = [] if hasattr(a, "mask") else [None, None]  # packed problems have no mask and no dense bias
-        torch.ops.pytransformer_C.attention_bwd(
+        torch.ops.pytransformer_C.attention_bwd.default(
             grad_out, grad_lse, *tensors[:3], last_contiguous(out), lse, *tensors[3:], *numbers, *results[:3], *dense, *sums
         )
         return [*results[:3], *(None if r is None else r.copy_(s) for r, s in zip(results[3:], sums))]

@@ -36,12 +36,14 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming
+from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched
 from ._tensors import empty_in_order
 
 LIBRARY = Library("pytransformer", "DEF")
 OPS: dict[str, Op] = {}
 BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference
+# The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
+HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
 # Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
 _forced: dict[str, str] = {}
@@ -122,7 +124,11 @@ class Op:
         names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
         self.Arguments = namedtuple(f"{name}_arguments", names)
         self.positions = tuple(names.index(n) for n in differentiable)
+        is_tensor = [a.split()[0].startswith("Tensor") for a in arguments.split(",")]
+        self.num_args, self.num_tensors = len(names), sum(is_tensor)
+        assert all(is_tensor[: self.num_tensors]), f"{name}: the tensors come first among the arguments"
         self.empty_outputs = empty_outputs
+        self._fwd_name, self._bwd_name = f"{name}_fwd", f"{name}_bwd"
 
         def returns(items: Sequence[str]) -> str:
             return "(" + ", ".join(f"Tensor {n}" for n in items) + ")"
@@ -131,17 +137,17 @@ class Op:
         saved_args = "".join(f", Tensor {n}" for n in saved)
         tail = "str? backend=None, bool strict=False"
         self.fwd = self._define(
-            f"{name}_fwd", f"({arguments}, {tail}) -> {returns(outputs)}", self._forward, self._forward_fake
+            self._fwd_name, f"({arguments}, {tail}) -> {returns(outputs)}", self.run_forward, self._forward_fake
         )
         self.bwd = self._define(
-            f"{name}_bwd",
+            self._bwd_name,
             f"({grads}{arguments}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
-            self._backward,
+            self._backward_body,
             self._backward_fake,
         )
         if flops is not None:
             self._count_flops(flops, flops_backward)
-        self.function = make_functions(self)
+        self.function, self.direct_function = make_functions(self)
         OPS[name] = self
 
     # ---- registration
@@ -157,7 +163,7 @@ class Op:
     def _count_flops(self, flops: Callable[[Any], int], flops_backward: Callable[[Any], int] | None) -> None:
         from torch.utils.flop_counter import register_flop_formula
 
-        n, skip = len(self.Arguments._fields), len(self.grad_names)
+        n, skip = self.num_args, len(self.grad_names)
         # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
         backward = flops_backward or (lambda a: flops(a) * 5 // 2)
         register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
@@ -208,42 +214,53 @@ class Op:
 
     # ---- bodies of the raw ops
 
-    def _forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        n = len(self.Arguments._fields)
-        a = self.Arguments(*args[:n])
-        chosen = self.select(a, *args[n:])
-        _record(f"{self.name}_fwd", chosen.name)
+    def run(self, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
+        """What the forward raw op does."""
+        chosen = self.select(a, backend, strict)
+        _record(self._fwd_name, chosen.name)
         return tuple(chosen.forward(a))
 
-    def _backward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+    def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        """The body of the forward raw op."""
+        n = self.num_args
+        return self.run(self.Arguments._make(args[:n]), *args[n:])
+
+    def run_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
+        """The body of the backward raw op, but that gradients not wanted are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
         chosen = self.select(a, *rest)
-        _record(f"{self.name}_bwd", chosen.name)
-        return self._filled(a, chosen.backward(a, grads, saved, wanted))
+        _record(self._bwd_name, chosen.name)
+        return chosen.backward(a, grads, saved, wanted)
+
+    def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
+        """The backward raw op, directly where nothing has to see it."""
+        return self.run_backward(*args) if unwatched(args) else self.bwd(*args)
+
+    def _backward_body(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        return self._filled(args[len(self.grad_names)], self.run_backward(*args))
 
     def _forward_fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(self.empty_outputs(self.Arguments(*args[: len(self.Arguments._fields)])))
+        return tuple(self.empty_outputs(self.Arguments._make(args[: self.num_args])))
 
     def _backward_fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         _, a, _, wanted, _ = self._split_backward(args)
-        return self._filled(a, self.empty_gradients(a, wanted))
+        return self._filled(a[0], self.empty_gradients(a, wanted))
 
     def _split_backward(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        g, n, s = len(self.grad_names), len(self.Arguments._fields), len(self.saved)
+        g, n, s = len(self.grad_names), self.num_args, len(self.saved)
         return (
             args[:g],
-            self.Arguments(*args[g : g + n]),
+            self.Arguments._make(args[g : g + n]),
             args[g + n : g + n + s],
-            list(args[g + n + s]),
+            args[g + n + s],
             args[g + n + s + 1 :],
         )
 
     def empty_gradients(self, a: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Gradients of the differentiable arguments, uninitialised, each in its argument's dtype and memory order."""
-        return [empty_in_order(a[i], a[i].shape) if want else None for i, want in zip(self.positions, wanted)]
+        return [empty_in_order(a[i]) if want else None for i, want in zip(self.positions, wanted)]
 
-    def _filled(self, a: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-        like = next(t for t in a if isinstance(t, torch.Tensor))
+    def _filled(self, like: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         return tuple(like.new_empty(0) if g is None else g for g in grads)
 
     # ---- choice
@@ -257,17 +274,18 @@ class Op:
                 raise BackendError(f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}")
             return self.backends[forced]
         reasons: dict[str, str] = {}
+        device = a[0].device.type
         for name, candidate in self.backends.items():
-            if name == "reference":
-                if reasons:
-                    self._fall_back(reasons, strict)
-                return candidate
-            reason = candidate.why_not(a)
-            if reason is None:
-                return candidate
-            if not reason.startswith(WRONG_DEVICE):
+            if HOME.get(name) == device:
+                reason = candidate.why_not(a)
+                if reason is None:
+                    return candidate
                 reasons[name] = reason
-        raise BackendError(f"{self.name}: no backend can do this: {reasons}")
+        if "reference" not in self.backends:
+            raise BackendError(f"{self.name}: no backend can do this: {reasons}")
+        if reasons:
+            record_fallback(self.name, _joined(reasons), instead="the reference", strict=strict)
+        return self.backends["reference"]
 
     def reason(self, backend: str, a: Any) -> str | None:
         """Why the backend cannot do the problem, or None."""
@@ -275,21 +293,19 @@ class Op:
             return f"{self.name} has no backend {backend!r}, only {', '.join(self.backends)}"
         return self.backends[backend].why_not(a)
 
-    def _fall_back(self, reasons: dict[str, str], strict: bool) -> None:
-        record_fallback(self.name, _joined(reasons), instead="the reference", strict=strict)
-
     def why_not_fused(self, a: Any) -> str | None:
         """None if a backend is forced or one other than the reference can do the problem, else why none can."""
         if _forced.get(self.name) is not None:
             return None
-        reasons = {name: b.why_not(a) for name, b in self.backends.items() if name != "reference"}
-        return None if None in reasons.values() else _joined(reasons) or "no fused backend is installed"
+        device = a[0].device.type
+        reasons = {name: b.why_not(a) for name, b in self.backends.items() if HOME.get(name) == device}
+        return None if None in reasons.values() else _joined(reasons) or f"no fused backend is for {device}"
 
     # ---- calls
 
     def __call__(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
-        """Run the op, with gradients where they are needed. The autograd Function costs about 30 µs, so it is skipped
-        when nothing needs a gradient and no transform is active."""
+        """Run the op, with gradients where they are needed: through an autograd Function only if something needs one or a
+        transform is active, and past the dispatcher if nothing watches."""
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
@@ -297,9 +313,11 @@ class Op:
                     "the function inside the transform instead"
                 )
             return self.function.apply(*a, backend, strict)
-        if self._needs_gradient(a) or transforming():
-            return self.function.apply(*a, backend, strict)
-        return self.fwd(*a, backend, strict)
+        if not unwatched(a):
+            return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
+        if self._needs_gradient(a):
+            return self.direct_function.apply(*a, backend, strict)
+        return self.run(a, backend, strict)
 
     def _needs_gradient(self, a: Any) -> bool:
         if torch.is_grad_enabled():
@@ -309,7 +327,7 @@ class Op:
         return False
 
 
-WRONG_DEVICE = "runs on "  # a reason that starts so is no fallback: that backend was never expected here
+WRONG_DEVICE = "runs on "  # how the reason starts when a backend cannot take tensors of this device at all
 
 
 def _joined(reasons: dict[str, str | None]) -> str:
@@ -415,7 +433,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     a, backend, _ = target.prepare(*args, **kwargs)
     reasons = {name: b.why_not(a) for name, b in target.backends.items()}
     forced = backend or _forced.get(op)
-    possible = [n for n, reason in reasons.items() if reason is None and forced in (None, n)]
+    asked = [n for n in reasons if (n == forced if forced else n == "reference" or HOME.get(n) == a[0].device.type)]
+    possible = [n for n in asked if reasons[n] is None]
     notes = ["gradients of gradients go through the reference, in eager mode"]
     if forced:
         notes.append(f"backend {forced!r} is forced")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -35,8 +36,23 @@ def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor 
         raise TypeError(f"{op}: {name} is {t.dtype} but {first} is {a.dtype}; cast one of them")
 
 
+def alike(*tensors: Any) -> bool:
+    """Whether all are plain tensors of one dtype that the kernels know, on one device: the usual case, found out quickly. What
+    is not alike is for the checks below to judge."""
+    first = tensors[0]
+    if type(first) not in _TENSORS:
+        return False
+    dtype, device = first.dtype, first.device
+    for t in tensors[1:]:
+        if type(t) not in _TENSORS or t.dtype != dtype or t.device != device:
+            return False
+    return dtype in FLOATING
+
+
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
     """The value as a finite float."""
+    if type(value) is float and (0.0 < value < math.inf or not positive and -math.inf < value < math.inf):
+        return value
     if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
@@ -56,6 +72,8 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
 
     The draw is a torch op on the tensors' device, so torch.manual_seed, CUDA graphs and checkpointing govern it.
     """
+    if type(p) is float and p == 0.0:
+        return p, None
     p = check_number(op, "dropout_p", p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout_p must be between 0 and 1, got {p}")
@@ -78,28 +96,36 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
 
 def autocast(device: torch.device, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    kind = device.type
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
-def empty_in_order(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An empty dense tensor of this shape whose dimensions lie in memory as those of ``like`` do, the last one innermost.
+def empty_in_order(
+    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """An empty dense tensor of this shape (default: of ``like``'s) whose dimensions lie in memory as those of ``like`` do, the
+    last one innermost.
 
     A (B, H, L, D) view of (B, L, H, D) memory gives another such view, so that a model never copies. Broadcast dimensions
     of ``like`` (stride 0) count as the outermost.
     """
     if like.is_contiguous():
+        if shape is None:
+            return torch.empty_like(like, dtype=dtype)
         return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-    outer = list(range(like.dim() - 1))
     strides = like.stride()
-    order = sorted(outer, key=lambda d: -strides[d] if strides[d] else -math.inf)
-    return torch.empty_permuted(shape, [*order, like.dim() - 1], dtype=dtype or like.dtype, device=like.device)
+    order = sorted(range(like.dim() - 1), key=lambda d: -strides[d] if strides[d] else -math.inf)
+    order.append(like.dim() - 1)
+    return torch.empty_permuted(
+        like.shape if shape is None else shape, order, dtype=dtype or like.dtype, device=like.device
+    )
 
 
 def last_contiguous(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous: a copy in the same memory order if it was not."""
-    if t.stride(-1) == 1 or t.size(-1) <= 1:
+    if t.is_contiguous() or t.stride(-1) == 1 or t.size(-1) <= 1:
         return t
-    return empty_in_order(t, t.shape).copy_(t)
+    return empty_in_order(t).copy_(t)

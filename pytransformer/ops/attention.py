@@ -16,6 +16,7 @@ from . import _cpu_attention as cpu_attention
 from . import _triton_attention as triton_attention
 from ._registry import Op, check_backend
 from ._tensors import (
+    alike,
     autocast,
     check_choice,
     check_number,
@@ -35,13 +36,14 @@ ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bia
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, num_queries, _ = a.query.shape
+    batch, heads, num_queries, head_dim = a.query.shape
     lse_dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
-    out = empty_in_order(a.query, (batch, heads, num_queries, a.value.shape[3]))
-    return out, torch.empty((batch, heads, num_queries), dtype=lse_dtype, device=a.query.device)
+    out = empty_in_order(a.query, None if a.value.shape[3] == head_dim else (batch, heads, num_queries, a.value.shape[3]))
+    return out, a.query.new_empty((batch, heads, num_queries), dtype=lse_dtype)
 
 
 def _flops(a: Any) -> int:
@@ -221,12 +223,12 @@ def _prepare(
     backend: str | None = None,
     strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        check_tensor("attention", name, t, floating=True, ndim=4)
-        check_same("attention", "query", query, name, t)
+    if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            check_tensor("attention", name, t, floating=True, ndim=4)
+            check_same("attention", "query", query, name, t)
     query, key, value = autocast(query.device, query, key, value)
-    check_shapes(query, key, value)
-    batch, heads, num_queries, head_dim = query.shape
+    batch, heads, num_queries, head_dim = check_shapes(query, key, value)
     full = (batch, heads, num_queries, key.shape[2])
     align, left, right = positions(causal, window)
     if prefix_lengths is not None and align == "none":
@@ -255,11 +257,12 @@ def _prepare(
 attention_op.prepare = _prepare
 
 
-def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on; the dtypes too."""
-    check_same("attention", "query", query, "key", key, dtype=True)
-    check_same("attention", "query", query, "value", value, dtype=True)
-    batch, heads, _, head_dim = query.shape
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Size:
+    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape."""
+    if not query.dtype == key.dtype == value.dtype:
+        check_same("attention", "query", query, "key", key, dtype=True)
+        check_same("attention", "query", query, "value", value, dtype=True)
+    shape = batch, heads, _, head_dim = query.shape
     key_batch, key_heads, num_keys, key_dim = key.shape
     value_batch, value_heads, num_values, value_dim = value.shape
     wrong = None
@@ -275,6 +278,7 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         wrong = "query's heads must be a multiple of key's heads"
     if wrong:
         raise ValueError(f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}")
+    return shape
 
 
 def positions(causal: Any, window: Any) -> tuple[str, int, int]:
@@ -353,13 +357,10 @@ def _integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) ->
 
 def check_values(a: Any) -> None:
     """ValueError if lengths lie outside the tensors. On the CPU, inside the op; a GPU kernel clamps instead."""
-    ends = {
-        "query_lengths": (a.query_lengths, a.query_start + a.query.shape[2]),
-        "key_lengths": (a.key_lengths, a.key_start + a.key.shape[2]),
-        "prefix_lengths": (a.prefix_lengths, a.key_start + a.key.shape[2]),
-    }
-    for name, (lengths, end) in ends.items():
+    for name, lengths in zip(LENGTHS, (a.query_lengths, a.key_lengths, a.prefix_lengths)):
         if lengths is not None and lengths.numel():
+            queries = name == "query_lengths"
+            end = a.query_start + a.query.shape[2] if queries else a.key_start + a.key.shape[2]
             low, high = lengths.min().item(), lengths.max().item()
             if low < 0 or high > end:
                 raise ValueError(f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}")

@@ -16,9 +16,9 @@ from .attention import biases, positions
 from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
-ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q,
-int max_seqlen_k, Tensor? slopes, Tensor? table, Tensor? dropout_seed, bool bidirectional, int max_distance, str causal,
-int left, int right, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
+Tensor? dropout_seed, int max_seqlen_q, int max_seqlen_k, bool bidirectional, int max_distance, str causal, int left, int right,
+float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +144,7 @@ def _prepare(
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, query.device)
     check_backend(op, backend)
     arguments = attention_varlen_op.Arguments(
-        query, key, value, cu_q, cu_k, max_seqlen_q, max_seqlen_k, slopes, table, seed, bidirectional, max_distance,
+        query, key, value, cu_q, cu_k, slopes, table, seed, max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
         align, left, right,
         query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
         0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True),

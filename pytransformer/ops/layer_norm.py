@@ -10,28 +10,28 @@ import torch
 from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
 from . import _cpu_layer_norm as cpu
 from ._registry import Op, check_backend
-from ._tensors import check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._tensors import alike, check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 
 # dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).
 
 
 def _statistics(h: torch.Tensor, dims: int, *, rms: bool = False) -> torch.Tensor:
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
-    return torch.empty((0,) if rms else h.shape[: h.dim() - dims], dtype=dtype, device=h.device)
+    return h.new_empty((0,) if rms else h.shape[: h.dim() - dims], dtype=dtype)
 
 
 def _empty_layer_norm(a: Any) -> tuple[torch.Tensor, ...]:
-    return empty_in_order(a.x, a.x.shape), _statistics(a.x, a.dims), _statistics(a.x, a.dims)
+    return empty_in_order(a.x), _statistics(a.x, a.dims), _statistics(a.x, a.dims)
 
 
 def _empty_rms_norm(a: Any) -> tuple[torch.Tensor, ...]:
-    return empty_in_order(a.x, a.x.shape), _statistics(a.x, a.dims)
+    return empty_in_order(a.x), _statistics(a.x, a.dims)
 
 
 def _empty_add_norm(a: Any) -> tuple[torch.Tensor, ...]:
     stream = a.x if a.residual is None else a.residual
-    residual_out = empty_in_order(stream, stream.shape)
-    return empty_in_order(a.x, a.x.shape), residual_out, _statistics(stream, a.dims, rms=a.rms), _statistics(stream, a.dims)
+    residual_out = empty_in_order(stream)
+    return empty_in_order(a.x), residual_out, _statistics(stream, a.dims, rms=a.rms), _statistics(stream, a.dims)
 
 
 layer_norm_op = Op(
@@ -219,8 +219,9 @@ def _prepare_add_norm(
     op = "add_norm"
     check_tensor(op, "x", x, floating=True)
     if residual is not None:
-        check_tensor(op, "residual", residual, floating=True)
-        check_same(op, "x", x, "residual", residual)
+        if not alike(x, residual):
+            check_tensor(op, "residual", residual, floating=True)
+            check_same(op, "x", x, "residual", residual)
         if residual.shape != x.shape:
             raise ValueError(f"{op}: residual must have x's shape {shape_of(x)}, got {shape_of(residual)}")
     if weight is not None:
@@ -244,6 +245,8 @@ add_norm_op.prepare = _prepare_add_norm
 
 def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape") -> tuple[int, ...]:
     """normalized_shape as a tuple, once it is known to be x's trailing shape."""
+    if type(normalized_shape) is int and x.shape and x.shape[-1] == normalized_shape:
+        return (normalized_shape,)
     given = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"{op}: {name} must be an int or a sequence of ints, got {type(normalized_shape).__name__}")
@@ -258,9 +261,10 @@ def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "norm
 def _check_parameters(op: str, x: torch.Tensor, shape: tuple[int, ...], weight: Any, bias: Any) -> None:
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:
-            check_tensor(op, name, t, floating=True)
-            check_same(op, "x", x, name, t)
-            if tuple(t.shape) != shape:
+            if not alike(x, t):
+                check_tensor(op, name, t, floating=True)
+                check_same(op, "x", x, name, t)
+            if t.shape != shape:
                 raise ValueError(f"{op}: {name} must have the normalized shape {shape}, got {shape_of(t)}")
 
 

@@ -1,0 +1,113 @@
+"""What a call costs before any arithmetic: each op on a tiny problem beside PyTorch's own function for it.
+
+    python bench/tools/overhead.py             # microseconds a call, forward and forward + backward
+    python bench/tools/overhead.py --profile attention:fwd+bwd
+
+Calls are interleaved in one process on one thread, so the columns can be compared with each other even on a busy machine.
+"beyond" is our time less PyTorch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import pytransformer as pt
+
+Function = Callable[..., torch.Tensor]
+
+
+def problems() -> dict[str, tuple[list[torch.Tensor], Function, Function]]:
+    """The leaves, our function of them and PyTorch's."""
+    q, k, v = torch.randn(3, 1, 2, 4, 16)
+    x, r, w, b = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64), torch.randn(64)
+    w1, b1, w2, b2 = torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)
+    return {
+        "attention": (
+            [q, k, v],
+            lambda q, k, v: pt.attention(q, k, v, causal="top_left"),
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ),
+        "layer_norm": (
+            [x, w, b],
+            lambda x, w, b: pt.layer_norm(x, 64, w, b),
+            lambda x, w, b: F.layer_norm(x, (64,), w, b),
+        ),
+        "rms_norm": ([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
+        "add_norm": (
+            [x, r, w, b],
+            lambda x, r, w, b: pt.add_norm(x, r, w, b)[0],
+            lambda x, r, w, b: F.layer_norm(x + r, (64,), w, b),
+        ),
+        "feed_forward": (
+            [x[:, :16].contiguous(), w1, b1, w2, b2],
+            lambda x, w1, b1, w2, b2: pt.feed_forward(x, w1, b1, w2, b2),
+            lambda x, w1, b1, w2, b2: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2),
+        ),
+    }
+
+
+def calls(name: str, mode: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Ours and PyTorch's, without arguments. Leaves need a gradient in both modes, as parameters do."""
+    leaves, ours, theirs = problems()[name]
+    leaves = [t.requires_grad_() for t in leaves]
+    grad = torch.randn_like(theirs(*leaves))
+
+    def forward(function: Function) -> Callable[[], object]:
+        def call() -> object:
+            with torch.no_grad():
+                return function(*leaves)
+
+        return call
+
+    def both(function: Function) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
+
+    wrap = forward if mode == "fwd" else both
+    return wrap(ours), wrap(theirs)
+
+
+def microseconds(contenders: tuple[Callable[[], object], ...], rounds: int, repeat: int) -> list[float]:
+    """The median over rounds of the time a call takes, each contender once a round."""
+    samples: list[list[float]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for call, times in zip(contenders, samples):
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times.append((time.perf_counter() - start) / repeat * 1e6)
+    return [statistics.median(times) for times in samples]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--repeat", type=int, default=100, help="calls a round")
+    parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.profile:
+        ours, _ = calls(*options.profile.split(":"))
+        ours()
+        profile = cProfile.Profile()
+        profile.runcall(lambda: [ours() for _ in range(2000)])
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+        return
+    print(f"{'op':14}{'mode':10}{'ours µs':>9}{'torch µs':>10}{'beyond':>8}")
+    for name in problems():
+        for mode in ("fwd", "fwd+bwd"):
+            contenders = calls(name, mode)
+            microseconds(contenders, 2, 20)
+            ours, theirs = microseconds(contenders, options.rounds, options.repeat)
+            print(f"{name:14}{mode:10}{ours:9.1f}{theirs:10.1f}{ours - theirs:8.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
