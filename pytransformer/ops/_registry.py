@@ -214,7 +214,7 @@ class Op:
 
     # ---- bodies of the raw ops
 
-    def run(self, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
+    def run(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
         """What the forward raw op does."""
         chosen = self.select(a, backend, strict)
         _record(self._fwd_name, chosen.name)
@@ -234,7 +234,8 @@ class Op:
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """The backward raw op, directly where nothing has to see it."""
-        return self.run_backward(*args) if unwatched(args) else self.bwd(*args)
+        watched = torch.compiler.is_compiling() or not unwatched(args)
+        return self.bwd(*args) if watched else self.run_backward(*args)
 
     def _backward_body(self, *args: Any) -> tuple[torch.Tensor, ...]:
         return self._filled(args[len(self.grad_names)], self.run_backward(*args))
