@@ -277,7 +277,7 @@ class Op:
         reasons: dict[str, str] = {}
         device = a[0].device.type
         for name, candidate in self.backends.items():
-            if HOME.get(name) == device:
+            if at_home(name, device):
                 reason = candidate.why_not(a)
                 if reason is None:
                     return candidate
@@ -299,7 +299,7 @@ class Op:
         if _forced.get(self.name) is not None:
             return None
         device = a[0].device.type
-        reasons = {name: b.why_not(a) for name, b in self.backends.items() if HOME.get(name) == device}
+        reasons = {name: b.why_not(a) for name, b in self.backends.items() if at_home(name, device)}
         return None if None in reasons.values() else _joined(reasons) or f"no fused backend is for {device}"
 
     # ---- calls
@@ -326,6 +326,11 @@ class Op:
                 if a[i] is not None and a[i].requires_grad:
                     return True
         return False
+
+
+def at_home(backend: str, device: str) -> bool:
+    """Whether the backend is a fused one that is expected to compute what lies on this type of device."""
+    return HOME.get(backend, device) == device and backend != "reference"
 
 
 WRONG_DEVICE = "runs on "  # how the reason starts when a backend cannot take tensors of this device at all
@@ -434,7 +439,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     a, backend, _ = target.prepare(*args, **kwargs)
     reasons = {name: b.why_not(a) for name, b in target.backends.items()}
     forced = backend or _forced.get(op)
-    asked = [n for n in reasons if (n == forced if forced else n == "reference" or HOME.get(n) == a[0].device.type)]
+    device = a[0].device.type
+    asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]
     possible = [n for n in asked if reasons[n] is None]
     notes = ["gradients of gradients go through the reference, in eager mode"]
     if forced:

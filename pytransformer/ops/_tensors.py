@@ -126,6 +126,6 @@ def empty_in_order(
 
 def last_contiguous(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous: a copy in the same memory order if it was not."""
-    if t.is_contiguous() or t.stride(-1) == 1 or t.size(-1) <= 1:
+    if t.stride(-1) == 1 or t.size(-1) <= 1:
         return t
     return empty_in_order(t).copy_(t)
