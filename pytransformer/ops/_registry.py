@@ -234,7 +234,7 @@ class Op:
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """The backward raw op, directly where nothing has to see it."""
-        watched = torch.compiler.is_compiling() or not unwatched(args)
+        watched = torch.compiler.is_compiling() or not unwatched(args[len(self.grad_names)], args)
         return self.bwd(*args) if watched else self.run_backward(*args)
 
     def _backward_body(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -314,7 +314,7 @@ class Op:
                     "the function inside the transform instead"
                 )
             return self.function.apply(*a, backend, strict)
-        if not unwatched(a):
+        if not unwatched(a[0], a):
             return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):
             return self.direct_function.apply(*a, backend, strict)

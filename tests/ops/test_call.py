@@ -113,6 +113,13 @@ def test_fake_tensors_stay_fake(name: str) -> None:
     assert type(y).__name__ == type(x.grad).__name__ == "FakeTensor" and y.shape == x.grad.shape == x.shape
 
 
+def test_meta_tensors_need_no_kernel(name: str) -> None:
+    x = torch.empty(1, 2, 5, 8, device="meta", requires_grad=True)
+    y = CALLS[name](x)
+    y.sum().backward()
+    assert y.is_meta and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_records_the_raw_ops(name: str, mode: str) -> None:
     def with_gradient(x: torch.Tensor) -> torch.Tensor:
