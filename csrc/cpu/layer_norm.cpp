@@ -95,7 +95,8 @@ void check_stream(const pt::Rows& x, pt::DType stream, const char* name) {
 }
 
 void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-              MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p, bool rms) {
+              MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
+              bool rms) {
   const pt::NormProblem p = problem_of(x, weight, bias, dropout_seed, outer, columns, eps, dropout_p, rms);
   pt::NormForward f;
   f.x = rows_of<pt::Rows>(x, "x", p);
@@ -113,8 +114,8 @@ void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bi
 }
 
 void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
-              MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer, int64_t columns, double dropout_p,
-              bool rms) {
+              MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
+              int64_t columns, double dropout_p, bool rms) {
   const pt::NormProblem p = problem_of(d_out, weight, std::nullopt, dropout_seed, outer, columns, 0, dropout_p, rms);
   pt::NormBackward f;
   f.d_out = rows_of<pt::Rows>(d_out, "d_out", p);
@@ -143,7 +144,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, float eps, float dropout_p, bool rms) -> ()");
   m.def(
       "norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
-      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, bool rms) -> ()");
+      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, "
+      "bool rms) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("norm_fwd", TORCH_BOX(&norm_fwd));

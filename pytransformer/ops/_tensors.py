@@ -51,7 +51,7 @@ def alike(*tensors: Any) -> bool:
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
     """The value as a finite float."""
-    if type(value) is float and (0.0 < value < math.inf or not positive and -math.inf < value < math.inf):
+    if type(value) is float and (0.0 < value < math.inf or (not positive and -math.inf < value < math.inf)):
         return value
     if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
@@ -97,15 +97,13 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
 def autocast(device: torch.device, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
     kind = device.type
-    if kind != "cpu" and not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if (kind != "cpu" and not torch.amp.is_autocast_available(kind)) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
-def empty_in_order(
-    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty dense tensor of this shape (default: of ``like``'s) whose dimensions lie in memory as those of ``like`` do, the
     last one innermost.
 
@@ -119,9 +117,7 @@ def empty_in_order(
     strides = like.stride()
     order = sorted(range(like.dim() - 1), key=lambda d: -strides[d] if strides[d] else -math.inf)
     order.append(like.dim() - 1)
-    return torch.empty_permuted(
-        like.shape if shape is None else shape, order, dtype=dtype or like.dtype, device=like.device
-    )
+    return torch.empty_permuted(like.shape if shape is None else shape, order, dtype=dtype or like.dtype, device=like.device)
 
 
 def last_contiguous(t: torch.Tensor) -> torch.Tensor:
