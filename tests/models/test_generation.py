@@ -1,0 +1,197 @@
+"""Generation: the same tokens with a cache and without, in any batch; beams that find the best; draws with the right shares."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pytransformer.models import GPT, GPTConfig, Transformer, TransformerConfig
+from pytransformer.models.generation import Decoding, filtered, generate
+
+VOCABULARY, STOP = 23, 3
+
+
+def gpt(**changes):
+    torch.manual_seed(5)
+    small = dict(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, **changes)
+    return _sharpened(GPT(GPTConfig(**small)))
+
+
+def transformer(**changes):
+    torch.manual_seed(6)
+    small = dict(vocab_size=VOCABULARY, d_model=32, hidden=64, num_heads=4, num_encoder_layers=2, num_decoder_layers=2)
+    return _sharpened(Transformer(TransformerConfig(max_length=48, start_token_id=2, tied=False, **small, **changes)))
+
+
+def _sharpened(model):
+    """Weights so large that tokens differ in likelihood, and what was read long ago still matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5 if "embedding" in name else 3)
+    return model.eval()
+
+
+MODELS = {
+    "gpt": gpt,
+    "gpt alibi": lambda: gpt(positions="alibi"),
+    "gpt grouped": lambda: gpt(num_kv_heads=2, window=6),
+    "transformer": transformer,
+    "transformer pre-norm": lambda: transformer(norm="pre"),
+}
+HOW = {"greedy": {}, "beams": {"beams": 3}, "drawn": {"sample": True, "temperature": 0.9, "top_k": 9, "top_p": 0.95}}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def inputs(model, prompts):
+    """Prompts for a decoder; for an encoder, whose positions count from the first column, sources padded at the end."""
+    return tuple(t.flip(1) for t in prompts) if hasattr(model, "encode") else prompts
+
+
+@pytest.fixture
+def prompts():
+    """(ids, mask), three sequences padded on the left."""
+    ids = torch.randint(4, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) >= torch.tensor([0, 4, 7])[:, None]
+    return ids.masked_fill(~mask, 0), mask.long()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_cache_changes_nothing(model, inputs, how):
+    settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
+    run = lambda cached: generate(model, *inputs, **settings, use_cache=cached, generator=torch.Generator().manual_seed(2))
+    with_cache, without = run(True), run(False)
+    assert with_cache.lists() == without.lists()
+    torch.testing.assert_close(with_cache.scores, without.scores, rtol=1e-4, atol=1e-3)
+    assert len({tuple(row) for row in with_cache.lists()}) > 1, "sequences that are all alike prove little"
+
+
+@pytest.mark.parametrize("how", ["greedy", "beams"])
+def test_a_batch_is_what_its_sequences_are_alone(model, inputs, how):
+    settings = dict(HOW[how], max_new_tokens=12, stop=(STOP,))
+    together = generate(model, *inputs, **settings).lists()
+    for ids, mask, tokens in zip(*inputs, together):
+        alone = generate(model, ids[mask.bool()][None], **settings)
+        assert alone.lists() == [tokens]
+
+
+def test_greedy_takes_the_likeliest_and_stops(model, prompts):
+    ids = prompts[0][:1]
+    (tokens,) = generate(model, ids, max_new_tokens=10).lists()
+    assert len(tokens) == 10
+    encoder = hasattr(model, "encode")
+    read = torch.full((1, 1), 2) if encoder else ids
+    for token in tokens:
+        logits = (model(ids, decoder_input_ids=read) if encoder else model(read)).logits
+        assert logits[0, -1].argmax() == token
+        read = torch.cat([read, torch.tensor([[token]])], 1)
+    stop = tokens[4]
+    stopped = generate(model, ids, max_new_tokens=10, stop=(stop, 99))
+    assert stopped.lists() == [tokens[: tokens.index(stop)]]
+    assert stopped.lengths.tolist() == [tokens.index(stop)]
+    score = generate(model, ids, max_new_tokens=tokens.index(stop) + 1).scores
+    torch.testing.assert_close(stopped.scores, score)
+
+
+def _score(model, source, tokens, how):
+    """log p of these tokens and the stop token, penalised for their length, by one teacher-forced call."""
+    read = torch.tensor([[2, *tokens]])
+    logits = model(source, decoder_input_ids=read).logits[0].log_softmax(-1)
+    said = [*tokens, STOP]
+    return sum(logits[i, t].item() for i, t in enumerate(said)) / ((5 + len(said)) / 6) ** how.length_penalty
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_beam_search_finds_the_best_of_all_sequences(alpha):
+    """With as many beams as there are beginnings nothing is lost: then it is exhaustive search."""
+    torch.manual_seed(3)
+    config = TransformerConfig(vocab_size=5, d_model=16, hidden=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    model = _sharpened(Transformer(config)).eval()
+    model.config.__dict__["start_token_id"] = 2
+    source = torch.tensor([[1, 4, 0, 2]])
+    how = Decoding(beams=64, max_new_tokens=4, stop=(STOP,), length_penalty=alpha)
+    others = [0, 1, 2, 4]
+    ended = {t: _score(model, source, t, how) for n in range(4) for t in itertools.product(others, repeat=n)}
+    for t in itertools.product(others, repeat=4):  # cut off at the longest length: no stop token
+        logits = model(source, decoder_input_ids=torch.tensor([[2, *t[:-1]]])).logits[0].log_softmax(-1)
+        ended[t] = sum(logits[i, token].item() for i, token in enumerate(t)) / ((5 + 4) / 6) ** alpha
+    best = max(ended, key=ended.__getitem__)
+    found = generate(model, source, decoding=how)
+    assert found.lists() == [list(best)]
+    assert found.scores.item() == pytest.approx(ended[best], abs=1e-4)
+
+
+def test_more_beams_never_score_worse_than_greedy_here():
+    model, source = transformer(), torch.tensor([[5, 6, 7, 8]])
+    greedy = generate(model, source, max_new_tokens=8, stop=(STOP,))
+    beam = generate(model, source, max_new_tokens=8, stop=(STOP,), beams=8, length_penalty=0.0)
+    assert beam.scores.item() >= greedy.scores.item() - 1e-4
+
+
+def test_what_is_drawn_has_its_share():
+    model = gpt()
+    ids = torch.tensor([[7, 8, 9]]).expand(4000, 3)
+    drawn = generate(model, ids, max_new_tokens=1, sample=True, temperature=3.0, generator=torch.Generator().manual_seed(1))
+    wanted = (model(ids[:1]).logits[0, -1] / 3).softmax(-1)
+    share = torch.bincount(drawn.tokens[:, 0], minlength=VOCABULARY) / 4000
+    assert ((share - wanted).abs() < 4.5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+
+
+def test_filters_keep_what_they_should():
+    logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
+    kept = lambda k, p: (filtered(logits, k, p) > -torch.inf)[0].tolist()
+    assert kept(2, None) == [True, False, True, False]
+    assert kept(None, 0.5) == [True, False, True, False], "the token that crosses the threshold stays"
+    assert kept(None, 0.01) == [True, False, False, False], "the likeliest always stays"
+    assert kept(3, 0.95) == [True, False, True, True]
+    assert kept(99, 1.0) == [True] * 4
+
+
+def test_a_prefix_sees_itself(prompts):
+    model, ids = gpt(), prompts[0][:1]
+    prefix = torch.tensor([9])
+    cached = generate(model, ids, max_new_tokens=8, prefix_lengths=prefix).lists()
+    assert cached == generate(model, ids, max_new_tokens=8, prefix_lengths=prefix, use_cache=False).lists()
+    first = model(ids, prefix_lengths=prefix).logits[0, -1].argmax()
+    assert cached[0][0] == first
+
+
+def test_generation_leaves_the_model_as_it_was(prompts):
+    model = gpt(dropout=0.5).train()
+    assert generate(model, *prompts, max_new_tokens=5).lists() == generate(model, *prompts, max_new_tokens=5).lists()
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"beams": 0}, "beams must be at least 1"),
+        ({"sample": True, "temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"sample": True, "top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"sample": True, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"sample": True, "beams": 2}, "beam search does not draw"),
+        ({"top_k": 3}, "for drawing; wanted sample=True"),
+        ({"max_new_tokens": 41}, "9 tokens and 41 new ones are more than the model's 48 positions"),
+    ],
+)
+def test_settings_must_make_sense(prompts, settings, said):
+    with pytest.raises(ValueError, match=said):
+        generate(gpt(), prompts[0], **settings)
+
+
+def test_prompts_are_padded_on_the_left(prompts):
+    ids, mask = prompts
+    with pytest.raises(ValueError, match="padded on the left"):
+        generate(gpt(), ids.flip(1), mask.flip(1))
+    with pytest.raises(ValueError, match=r"input_ids must be \(B, L\) with L > 0, got shape \(3, 0\)"):
+        generate(gpt(), ids[:, :0])
+    with pytest.raises(ValueError, match="got both: beams"):
+        generate(gpt(), ids, decoding=Decoding(), beams=2)
