@@ -5,6 +5,7 @@ from ._output import Output
 from .bert import BERT, BERTConfig
 from .conformer import Conformer, ConformerConfig
 from .fnet import FNet, FNetConfig
+from .generation import Decoding, Generated, generate
 from .gpt import GPT, GPTConfig
 from .mixer import Mixer, MixerConfig
 from .t5 import T5, T5Config
@@ -18,9 +19,11 @@ __all__ = [
     "BERTConfig",
     "Conformer",
     "ConformerConfig",
+    "Decoding",
     "FNet",
     "FNetConfig",
     "GPTConfig",
+    "Generated",
     "Mixer",
     "MixerConfig",
     "Model",
@@ -30,4 +33,5 @@ __all__ = [
     "TransformerConfig",
     "ViT",
     "ViTConfig",
+    "generate",
 ]

@@ -8,12 +8,14 @@ from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .grammar import make_corpus
 from .images import ImageFolder, collate_images
-from .masking import Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
+from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
 from .metrics import plot_losses, read_metrics
+from .objective import of_model
 from .schedule import warmup_cosine, warmup_inverse_square_root
 from .text import Pair, read_pairs, read_texts, split_pairs, write_pairs
 from .tokenizer import Tokenizer, check_tokenizer
 from .trainer import Diverged, Recipe, Trainer
+from .translation import Translator
 
 __all__ = [
     "IGNORED",
@@ -22,8 +24,10 @@ __all__ = [
     "ImageFolder",
     "Pair",
     "Recipe",
+    "SentencePair",
     "Tokenizer",
     "Trainer",
+    "Translator",
     "Vocabulary",
     "World",
     "causal_collate",
@@ -35,6 +39,7 @@ __all__ = [
     "mask_tokens",
     "masked_collate",
     "next_sentence_pairs",
+    "of_model",
     "pad",
     "plot_losses",
     "read_checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,28 +77,40 @@ def span_length_probabilities(success: float = 0.2, longest: int = 10) -> list[f
     return [weight / sum(weights) for weight in weights]
 
 
-def masked_collate(
-    pad_id: int, vocabulary: Vocabulary, mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens
-) -> Callable[[list[Sequence[int]], torch.Generator], Batch]:
-    """Collates token sequences for a masked language model, masked anew each time they are drawn."""
-
-    def collate(examples: list[Sequence[int]], generator: torch.Generator) -> Batch:
-        masked = [mask(ids, vocabulary, generator) for ids in examples]
-        return {
-            "input_ids": pad([m.ids for m in masked], pad_id),
-            "attention_mask": attention_mask([m.ids for m in masked]),
-            "labels": pad([m.labels for m in masked], IGNORED),
-        }
-
-    return collate
-
-
 class SentencePair(NamedTuple):
     """`<s> first </s> second </s>` with the segment of each token, and whether the second followed the first."""
 
     ids: list[int]
     segments: list[int]
     label: int  # as in Hugging Face: 0 it is the next sentence, 1 it is a random one
+
+
+def masked_collate(
+    pad_id: int, vocabulary: Vocabulary, mask: Callable[[Sequence[int], Vocabulary, torch.Generator], Masked] = mask_tokens
+) -> Callable[[list[Any], torch.Generator], Batch]:
+    """Collates for a masked language model, masked anew each time they are drawn: token sequences, or :class:`SentencePair`, which
+    bring "token_type_ids" and "next_sentence_label". Masked spans bring "span_bounds" (B, L, 2), the tokens around each.
+    """
+
+    def collate(examples: list[Any], generator: torch.Generator) -> Batch:
+        pairs = [example for example in examples if isinstance(example, SentencePair)]
+        masked = [mask(ids, vocabulary, generator) for ids in ([pair.ids for pair in pairs] or examples)]
+        batch = {
+            "input_ids": pad([m.ids for m in masked], pad_id),
+            "attention_mask": attention_mask([m.ids for m in masked]),
+            "labels": pad([m.labels for m in masked], IGNORED),
+        }
+        if pairs:
+            batch["token_type_ids"] = pad([pair.segments for pair in pairs], 0)
+            batch["next_sentence_label"] = torch.tensor([pair.label for pair in pairs])
+        if any(m.spans for m in masked):
+            batch["span_bounds"] = bounds = torch.zeros(*batch["labels"].shape, 2, dtype=torch.int64)
+            for row, m in enumerate(masked):
+                for first, last in m.spans:
+                    bounds[row, first : last + 1] = torch.tensor([first - 1, last + 1])
+        return batch
+
+    return collate
 
 
 def next_sentence_pairs(

@@ -28,7 +28,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocabulary: int, *, special: Sequence[str] = ()) -> Tokenizer:
         """Learns byte-pair merges (Sennrich et al. 2016, section 3.2) until there are `vocabulary` tokens or nothing to merge.
 
-        Digits stay apart, so that numbers are spelled; spaces are kept as "▁", so that decoding restores the text.
+        Numbers and punctuation are never joined with letters; spaces are kept as "▁", so that decoding restores the text.
 
         Args:
             texts: what to learn from.
@@ -39,7 +39,7 @@ class Tokenizer:
         inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNKNOWN))
         inner.normalizer = tokenizers.normalizers.NFC()
         space = tokenizers.pre_tokenizers.Metaspace()
-        apart = [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.Punctuation()]
+        apart = [tokenizers.pre_tokenizers.Digits(), tokenizers.pre_tokenizers.Punctuation()]
         inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([space, *apart])
         inner.decoder = tokenizers.decoders.Metaspace()
         trainer = tokenizers.trainers.BpeTrainer(

@@ -7,14 +7,19 @@ the layers, heads and rows asked for, from the log of the sum that the fused ker
 from ._figure import figure, save
 from .depth import mean_distances, plot_distances, plot_positions
 from .maps import gallery, head_lines, heat_map
+from .models import Seen, attention_of, load_model, position_table
 
 __all__ = [
+    "Seen",
+    "attention_of",
     "figure",
     "gallery",
     "head_lines",
     "heat_map",
+    "load_model",
     "mean_distances",
     "plot_distances",
     "plot_positions",
+    "position_table",
     "save",
 ]

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from pytransformer.models import GPT, GPTConfig, Transformer, TransformerConfig
-from pytransformer.models.generation import Decoding, filtered, generate
+from pytransformer.models import GPT, T5, Decoding, GPTConfig, T5Config, Transformer, TransformerConfig, generate
+from pytransformer.models.generation import filtered
 
 VOCABULARY, STOP = 23, 3
 
@@ -25,6 +25,12 @@ def transformer(**changes):
     return _sharpened(Transformer(TransformerConfig(max_length=48, start_token_id=2, tied=False, **small, **changes)))
 
 
+def t5(**changes):
+    torch.manual_seed(8)
+    small = dict(vocab_size=VOCABULARY, d_model=32, head_dim=8, hidden=64, num_heads=4, num_layers=2, max_distance=32)
+    return T5(T5Config(start_token_id=2, **small, **changes)).eval()
+
+
 def _sharpened(model):
     """Weights so large that tokens differ in likelihood, and what was read long ago still matters."""
     with torch.no_grad():
@@ -38,6 +44,7 @@ MODELS = {
     "gpt": gpt,
     "gpt alibi": lambda: gpt(positions="alibi"),
     "gpt grouped": lambda: gpt(num_kv_heads=2, window=6),
+    "t5": t5,
     "transformer": transformer,
     "transformer pre-norm": lambda: transformer(norm="pre"),
 }

@@ -11,11 +11,13 @@ import torch
 
 from pytransformer.training import (
     IGNORED,
+    SentencePair,
     Vocabulary,
     mask_spans,
     mask_tokens,
     masked_collate,
     next_sentence_pairs,
+    of_model,
     warmup_cosine,
     warmup_inverse_square_root,
 )
@@ -96,6 +98,26 @@ def test_masked_batches_differ_each_time_they_are_drawn():
     assert first["attention_mask"].sum(1).tolist() == [52, 22]
     assert not torch.equal(first["labels"], second["labels"])
     assert (first["labels"][1, 22:] == IGNORED).all()
+
+
+def test_what_the_heads_of_bert_read():
+    """Pairs bring segments and labels, spans the tokens around them: BERT's losses take the batch as it is."""
+    from pytransformer.models import BERT, BERTConfig
+
+    pair = SentencePair([START, 9, 8, END, 7, 6, 5, 9, 8, 7, 6, 5, END], [0] * 4 + [1] * 9, 1)
+    short = SentencePair([START, 9, END, 7, END], [0] * 3 + [1] * 2, 0)
+    batch = masked_collate(0, VOCABULARY, mask_spans)([pair, short], torch.Generator().manual_seed(1))
+    assert batch["token_type_ids"].tolist()[1] == [0, 0, 0, 1, 1] + [0] * 8
+    assert batch["next_sentence_label"].tolist() == [1, 0]
+    asked = (batch["labels"] != IGNORED).nonzero()
+    assert len(asked) >= 2
+    for row, i in asked.tolist():
+        left, right = batch["span_bounds"][row, i].tolist()
+        assert left < i < right and batch["labels"][row, left] == batch["labels"][row, right] == IGNORED
+    small = dict(vocab_size=1000, d_model=16, num_layers=1, num_heads=2, hidden=16, max_length=16)
+    model = BERT(BERTConfig(heads=("mlm", "nsp", "boundary"), **small))
+    loss, count = of_model(model, batch)
+    assert count == len(asked) and loss.isfinite()
 
 
 def test_next_sentence_pairs():

@@ -1,0 +1,124 @@
+"""Draws what a model attended to. MODEL is a folder: a translator that `pytransformer train translate` made, a model saved
+by pytransformer, or a Hugging Face one (config.json and safetensors). Attention is computed from what the fused kernels keep,
+for the layers, heads and rows drawn only.
+
+kinds: heat      one head as a heat map
+       lines     one head as two columns of tokens with lines between them
+       gallery   every head of every layer
+       distance  how far each head looks, by depth
+       positions the model's position encoding
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import OK, UsageError
+from .console import Console
+
+KINDS = ("heat", "lines", "gallery", "distance", "positions")
+WHICH = ("encoder", "decoder", "cross")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model")
+    parser.add_argument("text", nargs="?", help="what the model reads; not needed for positions")
+    parser.add_argument("--target", metavar="TEXT", help="what a decoder says (default: what the translator says)")
+    parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
+    parser.add_argument("--which", choices=WHICH, help="attention of which stack (default: cross if there is one)")
+    parser.add_argument("--layer", type=int, default=-1, help="for heat and lines (default: the last)")
+    parser.add_argument("--head", type=int, help="for heat and lines (default: the mean of the layer's heads)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("attention.png"), metavar="FILE", help=".png or .svg (default %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        figure = _draw(arguments)
+        from .. import viz
+
+        path = viz.save(figure, arguments.out)
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    Console().print(f"wrote {path}")
+    return OK
+
+
+def _draw(arguments: argparse.Namespace) -> Any:
+    from .. import viz
+    from ..viz import attention_of
+    from ..viz.models import position_table
+
+    model, encode = _load(arguments.model)
+    if arguments.kind == "positions":
+        return viz.plot_positions(position_table(model))
+    if not arguments.text:
+        raise UsageError(f"--kind {arguments.kind} needs a text for the model to read")
+    inputs, tokens = encode(arguments.text, arguments.target)
+    seen = attention_of(model, inputs, arguments.which)
+    keys = tokens["decoder" if seen.which == "decoder" else "encoder"]
+    queries = tokens["encoder" if seen.which == "encoder" else "decoder"]
+    if arguments.kind == "distance":
+        return viz.plot_distances(seen.distances(), title=f"{seen.which} attention: {arguments.text}")
+    if arguments.kind == "gallery":
+        return viz.gallery(seen.weights(), title=f"{seen.which} attention: {arguments.text}")
+    heads = None if arguments.head is None else [arguments.head]
+    weights = seen.weights(layers=[arguments.layer], heads=heads)[0].mean(0)
+    what = "mean of the heads" if heads is None else f"head {arguments.head}"
+    draw = viz.heat_map if arguments.kind == "heat" else viz.head_lines
+    return draw(weights, queries, keys, title=f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}")
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """(the model in eval mode, a function of text and target that gives its inputs and their tokens)."""
+    from ..training import Translator
+    from ..viz.models import load_model
+
+    if (folder / "translator.json").is_file():
+        translator = Translator.load(folder)
+        return translator.model, lambda text, target: _translator_inputs(translator, text, target)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; wanted one that holds a model")
+    model = load_model(folder)
+    if not (folder / "tokenizer.json").is_file():
+        return model, _no_tokenizer(folder)
+    return model, lambda text, target: _tokenizer_inputs(folder, model, text, target)
+
+
+def _no_tokenizer(folder: Path) -> Any:
+    def encode(text: str, target: str | None) -> Any:
+        raise UsageError(f"{folder} holds no tokenizer.json to read the text with")
+
+    return encode
+
+
+def _translator_inputs(translator: Any, text: str, target: str | None) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    source = [*translator.source.encode(text), translator.source.end_id]
+    said = translator.translate([text])[0] if target is None else target
+    read = [translator.target.start_id, *translator.target.encode(said)]
+    inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([read])}
+    return inputs, {"encoder": translator.source.tokens(source), "decoder": translator.target.tokens(read)}
+
+
+def _tokenizer_inputs(
+    folder: Path, model: Any, text: str, target: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    from ..training.extras import require
+
+    tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoding = tokenizer.encode(text)
+    inputs, tokens = {"input_ids": torch.tensor([encoding.ids])}, {"encoder": encoding.tokens, "decoder": encoding.tokens}
+    if hasattr(model, "encode"):
+        said = tokenizer.encode(target or "", add_special_tokens=False)
+        start = model.config.start_token_id
+        inputs["decoder_input_ids"] = torch.tensor([[start, *said.ids]])
+        tokens["decoder"] = [json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name, *said.tokens]
+    elif hasattr(model, "segments"):
+        inputs["token_type_ids"] = torch.tensor([encoding.type_ids])
+    return inputs, tokens

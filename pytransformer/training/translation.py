@@ -1,0 +1,185 @@
+"""A translator: an encoder-decoder with the tokenizers of its two languages, trained, saved, used and looked into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..models import Transformer, _files, generate
+from ..nn import taps
+from .batching import Batches, pad, translation_collate
+from .objective import held_out_loss, of_model
+from .schedule import warmup_inverse_square_root
+from .text import Pair
+from .tokenizer import Tokenizer, check_tokenizer
+from .trainer import Recipe, Trainer
+
+_TOKENIZERS = ("source", "target")
+_FACTS = "translator.json"
+
+
+class Alignment(NamedTuple):
+    """A translation and what each of its tokens attended to."""
+
+    text: str
+    source_tokens: list[str]
+    target_tokens: list[str]  # with </s>, whose query says that the sentence is over
+    weights: torch.Tensor  # (layers, heads, target tokens, source tokens)
+
+
+@dataclass
+class Translator:
+    """A model and its two tokenizers."""
+
+    model: Transformer
+    source: Tokenizer
+    target: Tokenizer
+
+    def translate(self, texts: Sequence[str], *, beams: int = 1, max_new_tokens: int | None = None) -> list[str]:
+        """The translations; at most `max_new_tokens` tokens each (None: twice the source's and 20)."""
+        return [self.target.decode(ids) for ids in self._translate_ids(texts, beams, max_new_tokens)[1]]
+
+    def align(self, text: str, *, beams: int = 1) -> Alignment:
+        """Translates one sentence, and computes its cross-attention from what the fused kernels kept."""
+        (source,), (ids,) = self._translate_ids([text], beams, None)
+        device = next(self.model.parameters()).device
+        with torch.no_grad(), taps(self.model, "decoder.*.cross_attention") as seen:
+            self.model.eval()
+            read = torch.tensor([[self.target.start_id, *ids]], device=device)
+            self.model(torch.tensor([source], device=device), decoder_input_ids=read)
+        weights = torch.stack([tap.weights()[0] for tap in seen.values()])
+        said = self.target.tokens([*ids, self.target.end_id])
+        return Alignment(self.target.decode(ids), self.source.tokens(source), said, weights)
+
+    def _translate_ids(self, texts: Sequence[str], beams: int, most: int | None) -> tuple[list[list[int]], list[list[int]]]:
+        device = next(self.model.parameters()).device
+        sources = [[*ids, self.source.end_id] for ids in self.source.encode_all(texts)]
+        longest, limit = max(map(len, sources)), self.model.config.max_length
+        if longest > limit:
+            raise ValueError(f"translate: a sentence of {longest} tokens is longer than the model's {limit} positions")
+        most = min(2 * longest + 20, limit) if most is None else most
+        ids = pad(sources, self.source.pad_id).to(device)
+        mask = ids != self.source.pad_id
+        made = generate(
+            self.model,
+            ids,
+            mask,
+            beams=beams,
+            max_new_tokens=most,
+            stop=(self.target.end_id,),
+            pad_token_id=self.target.pad_id,
+        )
+        return sources, made.lists()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes model, config and tokenizers."""
+        folder = Path(folder)
+        self.model.save(folder)
+        facts = {}
+        for name in _TOKENIZERS:
+            tokenizer: Tokenizer = getattr(self, name)
+            tokenizer.save(folder / f"{name}.tokenizer.json")
+            facts[name] = tokenizer.fingerprint
+        with _files.replacing(folder / _FACTS) as unfinished:
+            unfinished.write_text(json.dumps({"tokenizers": facts}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Translator:
+        """Reads what `save` wrote.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            ValueError: a file is damaged, or a tokenizer is not the one that the model was trained with.
+        """
+        folder = Path(folder)
+        model = Transformer.load(folder).eval()
+        facts = json.loads((folder / _FACTS).read_text())
+        tokenizers = {}
+        for name in _TOKENIZERS:
+            path = folder / f"{name}.tokenizer.json"
+            tokenizers[name] = Tokenizer.load(path)
+            embedding = getattr(model, f"{name}_embedding")
+            check_tokenizer(str(path), tokenizers[name], embedding.num_embeddings, facts["tokenizers"][name])
+        return cls(model, **tokenizers)
+
+
+@dataclass(frozen=True)
+class TranslationPlan:
+    """What `pytransformer train translate` trains, and how."""
+
+    preset: str = "notes-small"
+    layers: int = 2  # of encoder and decoder each
+    d_model: int = 128
+    vocabulary: int = 7000  # tokens of each language at most
+    batch_size: int = 64
+    steps: int = 3000
+    warmup: int = 400
+    dropout: float = 0.1
+    seed: int = 0
+
+
+def new_translator(pairs: Sequence[Pair], plan: TranslationPlan) -> Translator:
+    """Untrained: tokenizers learned from the pairs, and a model with as many embeddings."""
+    source, target = (Tokenizer.train([pair[side] for pair in pairs], plan.vocabulary) for side in (0, 1))
+    torch.manual_seed(plan.seed)
+    model = Transformer.from_preset(
+        plan.preset,
+        vocab_size=len(source),
+        target_vocab_size=len(target),
+        d_model=plan.d_model,
+        hidden=4 * plan.d_model,
+        num_encoder_layers=plan.layers,
+        num_decoder_layers=plan.layers,
+        dropout=plan.dropout,
+        pad_token_id=target.pad_id,
+        start_token_id=target.start_id,
+    )
+    return Translator(model, source, target)
+
+
+def translation_batches(translator: Translator, pairs: Sequence[Pair], batch_size: int, seed: int = 0) -> Batches:
+    """The pairs in ids, batched by length; pairs longer than the model's positions are left out."""
+    source, target = translator.source, translator.target
+    sides = zip(source.encode_all([p.source for p in pairs]), target.encode_all([p.target for p in pairs]))
+    limit = translator.model.config.max_length
+    examples = [(s, t) for s, t in sides if max(len(s), len(t)) < limit]
+    collate = translation_collate(source.pad_id, target.start_id, target.end_id)
+    return Batches(examples, batch_size, collate, lengths=[len(s) + len(t) for s, t in examples], seed=seed)
+
+
+def translation_trainer(
+    translator: Translator, train: Sequence[Pair], held_out: Sequence[Pair], plan: TranslationPlan, recipe: Recipe, **more: Any
+) -> Trainer:
+    """A trainer of the translator; `more`: out, world and console of :class:`Trainer`."""
+    batches = translation_batches(translator, train, plan.batch_size, plan.seed)
+    checked = translation_batches(translator, held_out, plan.batch_size)
+    evaluate: Callable[..., dict[str, float]] = lambda model: held_out_loss(model, checked.epoch(0))
+    schedule = warmup_inverse_square_root(plan.d_model, plan.warmup)
+    return Trainer(translator.model, of_model, batches, recipe, schedule, evaluate=evaluate, **more)
+
+
+class Exactness(NamedTuple):
+    """How many held-out sentences are translated word for word."""
+
+    right: int
+    total: int
+    wrong: list[tuple[str, str, str]]  # source, what was said, what was wanted
+
+    @property
+    def share(self) -> float:
+        return self.right / self.total
+
+
+def exactness(translator: Translator, pairs: Sequence[Pair], *, beams: int = 1, batch_size: int = 100) -> Exactness:
+    """Translates all pairs and compares, spaces aside."""
+    wrong, ordered = [], sorted(pairs, key=lambda pair: len(pair.source))
+    for first in range(0, len(ordered), batch_size):
+        part = ordered[first : first + batch_size]
+        said = translator.translate([pair.source for pair in part], beams=beams)
+        wrong += [(p.source, s, p.target) for p, s in zip(part, said) if s.split() != p.target.split()]
+    return Exactness(len(pairs) - len(wrong), len(pairs), wrong)

@@ -1,0 +1,117 @@
+"""From a model to what is drawn: its attention, layer by layer, and its positions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import models
+from ..nn import AttentionTap, taps
+from ..nn.positions import Positions
+from .depth import mean_distances
+
+_PATTERNS = {"encoder": "encoder.*.mixing", "decoder": "decoder.*.mixing", "cross": "decoder.*.cross_attention"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The attention of one stack in one call of a model.
+
+    Attributes:
+        which: "encoder", "decoder" (self-attention) or "cross".
+        taps: of each layer what the kernel got and returned.
+    """
+
+    which: str
+    taps: tuple[AttentionTap, ...]
+
+    def weights(
+        self,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+        batch: int = 0,
+    ) -> torch.Tensor:
+        """(layers, heads, rows, Lk) of one sequence; only what is asked for is computed.
+
+        Raises:
+            ValueError: there is no such layer, head or row.
+        """
+        count = len(self.taps)
+        chosen = range(count) if layers is None else layers
+        if wrong := [layer for layer in chosen if not -count <= layer < count]:
+            raise ValueError(f"layer must be between 0 and {count - 1}, got {wrong[0]}")
+        return torch.stack([self.taps[layer].weights(rows=rows, heads=heads)[batch] for layer in chosen])
+
+    def distances(self, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """(layers, heads): the mean attention distance, in linear memory; valid (B, Lq): queries that count."""
+        return torch.stack([mean_distances(tap.summary("distance")["distance"], valid) for tap in self.taps])
+
+
+@torch.no_grad()
+def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None = None) -> Seen:
+    """Runs a model once, without dropout, and keeps what its attention got.
+
+    Args:
+        model: of :mod:`pytransformer.models`.
+        inputs: what it is called with.
+        which: "encoder", "decoder", "cross"; None: cross-attention if there is any, else the only stack.
+
+    Raises:
+        ValueError: the model has no such attention.
+    """
+    names = [name for name, _ in model.named_modules()]
+    stacks = {"cross": "decoder.blocks.0.cross_attention.out", "decoder": "decoder.blocks.0", "encoder": "encoder.blocks.0"}
+    there = [stack for stack, name in stacks.items() if name in names]
+    which = which or (there[0] if there else None)
+    if which not in there:
+        raise ValueError(f"{type(model).__name__} has no {which} attention; it has {', '.join(there) or 'none'}")
+    training = model.training
+    model.eval()
+    try:
+        with taps(model, _PATTERNS[which]) as record:
+            model(**inputs)
+    finally:
+        model.train(training)
+    found = tuple(tap for tap in record.values() if isinstance(tap, AttentionTap))
+    if not found:
+        raise ValueError(f"{type(model).__name__} mixes tokens without attention: there are no weights to draw")
+    return Seen(which, found)
+
+
+def position_table(model: Any) -> torch.Tensor:
+    """The (positions, d) table of a model: learned, or sinusoidal.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for module in model.modules():
+        if isinstance(module, Positions):
+            return module.weight.detach()
+    raise ValueError(f"{type(model).__name__} has no table of positions")
+
+
+def load_model(folder: Path) -> Any:
+    """A model of `pytransformer.models` from a folder that its `save` or Hugging Face's `save_pretrained` wrote.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing that can be read is there.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; wanted the folder of a model")
+    facts = json.loads(config.read_text())
+    if "model" in facts:
+        if facts["model"] not in models.__all__:
+            raise ValueError(f"{folder} holds a {facts['model']}, which is none of pytransformer.models")
+        return getattr(models, facts["model"]).load(folder).eval()
+    kind = facts.get("model_type")
+    kinds = {k: cls for name in models.__all__ for cls in [getattr(models, name)] for k in getattr(cls, "CONVERSIONS", {})}
+    if kind not in kinds:
+        raise ValueError(f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of {', '.join(sorted(kinds))}")
+    return kinds[kind].load_hf(folder)

@@ -1,0 +1,211 @@
+"""`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a model that learns in a second."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from pytransformer.cli import OK, USAGE, main
+from pytransformer.training import Pair, Translator, make_corpus, read_metrics, read_pairs, write_pairs
+from pytransformer.training.checkpoint import checkpoints, read_checkpoint
+from pytransformer.training.translation import TranslationPlan, exactness, new_translator
+
+SMALL = ["--layers", "2", "--width", "16", "--batch", "8", "--vocabulary", "150", "--device", "cpu"]
+
+
+def train(out, *more, steps=6, expect=OK):
+    code = main(["train", "translate", "--out", str(out), "--steps", str(steps), *SMALL, *more])
+    assert code == expect
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("translator"), "--sentences", "80")
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def needs_matplotlib():
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
+
+
+def test_training_writes_all_that_it_says(trained, capsys):
+    needs_matplotlib()
+    report = json.loads((trained / "report.json").read_text())
+    assert report["held_out"] == 6 and 0 <= report["exact"] <= 6 and report["plan"]["d_model"] == 16
+    pairs, held_out = read_pairs(trained / "train.tsv"), read_pairs(trained / "held-out.tsv")
+    assert len(pairs) == 80 and not {p.source for p in pairs} & {p.source for p in held_out}
+    rows = read_metrics(trained / "metrics.jsonl")
+    assert rows[-1]["step"] == 6 and 0 <= rows[-1]["accuracy"] <= 1
+    assert (trained / "loss.png").stat().st_size > 3000
+    assert [path.name for path in checkpoints(trained)] == ["checkpoint-0000006.safetensors"]
+
+
+def test_it_learns_a_handful_of_sentences():
+    """Enough capacity and steps for 40 sentences: every one is translated, by the saved and loaded model too."""
+    from pytransformer.training import Recipe
+    from pytransformer.training.translation import translation_trainer
+
+    pairs = [Pair(s.source, s.target) for s in make_corpus(40, 0, seed=2).train]
+    plan = TranslationPlan(layers=1, d_model=32, vocabulary=300, batch_size=20, steps=220, warmup=60, dropout=0.0)
+    translator = new_translator(pairs, plan)
+    trainer = translation_trainer(translator, pairs, pairs, plan, Recipe(steps=plan.steps))
+    trainer.fit()
+    result = exactness(translator, pairs)
+    assert result.right >= 38, result.wrong
+    assert exactness(translator, pairs[:3], beams=3).total == 3
+    assert trainer.metrics.rows[-1]["accuracy"] > 0.98
+
+
+def test_training_resumes_bit_for_bit(trained, tmp_path, capsys):
+    train(tmp_path / "parts", "--sentences", "80", steps=4)
+    assert "try: pytransformer translate" in capsys.readouterr().out
+    train(tmp_path / "parts", "--sentences", "80", expect=USAGE)
+    assert "holds checkpoints already: go on with --resume" in capsys.readouterr().err
+    train(tmp_path / "parts", "--sentences", "80", "--resume")
+    assert "going on from step 4" in capsys.readouterr().out
+    parts, whole = (read_checkpoint(checkpoints(f)[-1]).tensors for f in (tmp_path / "parts", trained))
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_any_two_column_file_will_do(tmp_path, capsys):
+    letters = "abcdefghij"
+    pairs = [(f"{x} {y} {z}", f"{z} {y} {x}") for x in letters for y in letters for z in letters[:2]]
+    write_pairs(tmp_path / "pairs.tsv", pairs)
+    train(tmp_path / "out", "--data", str(tmp_path / "pairs.tsv"), steps=2)
+    assert f"from {tmp_path / 'pairs.tsv'}" in capsys.readouterr().out
+    write_pairs(tmp_path / "held.tsv", pairs[:4])
+    train(tmp_path / "two", "--data", str(tmp_path / "pairs.tsv"), "--held-out", str(tmp_path / "held.tsv"), "--bf16", steps=2)
+    assert json.loads((tmp_path / "two" / "report.json").read_text())["held_out"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        ("", [], "is empty: wanted sentence pairs"),
+        ("a\tb\nc\n", [], "line 2: wanted two texts with a tab between them, got 1 column: 'c'"),
+        ("a\tb\n", [], "too few sentence pairs to hold one in 20 out"),
+        (None, [], "No such file"),
+        ("a\tb\n", ["--width", "12"], "d_model 12 is not a multiple of num_heads 8"),
+        ("a\tb\n", ["--steps", "0"], "steps must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_named(tmp_path, capsys, content, more, said):
+    path = tmp_path / "pairs.tsv"
+    if content is not None:
+        path.write_text(content)
+    held_out = ["--held-out", str(path)] if more else []
+    train(tmp_path / "out", "--data", str(path), *held_out, *more, expect=USAGE)
+    assert said in capsys.readouterr().err
+    assert not checkpoints(tmp_path / "out")
+
+
+def test_translate_prints_the_translation_and_draws_the_attention(trained, tmp_path, capsys):
+    needs_matplotlib()
+    picture = tmp_path / "map.svg"
+    assert main(["translate", "hoje é sábado.", "--model", str(trained), "--map", str(picture), "--layer", "0"]) == OK
+    printed = capsys.readouterr().out.splitlines()
+    translator = Translator.load(trained)
+    assert printed == [translator.translate(["hoje é sábado."], beams=4)[0], f"cross-attention: {picture}"]
+    assert picture.read_text().startswith("<?xml")
+    assert main(["translate", "uma casa", "um gato", "--model", str(trained), "--beams", "1", "--head", "1"]) == OK
+    assert {"attention.png", "attention-2.png"} <= {path.name for path in trained.iterdir()}
+    capsys.readouterr()
+    for wrong, said in [
+        (["--layer", "2"], "--layer must be between 0 and 1, got 2"),
+        (["--head", "8"], "between 0 and 7, got 8"),
+    ]:
+        assert main(["translate", "uma casa", "--model", str(trained), *wrong]) == USAGE
+        assert said in capsys.readouterr().err
+
+
+def test_the_alignment_is_what_the_decoder_attended_to(trained):
+    translator = Translator.load(trained)
+    aligned = translator.align("hoje é sábado.")
+    assert aligned.source_tokens[-1] == aligned.target_tokens[-1] == "</s>"
+    assert aligned.weights.shape == (2, 8, len(aligned.target_tokens), len(aligned.source_tokens))
+    torch.testing.assert_close(aligned.weights.sum(-1), torch.ones(aligned.weights.shape[:3]))
+    assert aligned.text == translator.translate(["hoje é sábado."])[0]
+    assert aligned.weights.std() > 1e-4, "weights that are all alike would be right by accident"
+
+
+def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
+    assert main(["translate", "casa", "--model", str(tmp_path / "none")]) == USAGE
+    assert "train one with `pytransformer train translate`" in capsys.readouterr().err
+    assert main(["translate", " ", "--model", str(copy)]) == USAGE
+    assert "an empty sentence" in capsys.readouterr().err
+    long = " ".join(["casa"] * 300)
+    assert main(["translate", long, "--model", str(copy)]) == USAGE
+    assert "is longer than the model's 256 positions" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert main(["translate", "casa", "--model", str(copy)]) == OK
+        assert "no picture: drawing needs matplotlib" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_not_the_model_s_is_refused(copy, tmp_path, capsys):
+    for name, other, said in [
+        ("source", ["zz zz zz"], "tokens, and the model was trained with"),
+        ("target", None, "another tokenizer"),
+    ]:
+        path = copy / f"{name}.tokenizer.json"
+        kept = path.read_text()
+        if other is None:  # as many tokens, but two of them changed places
+            facts = json.loads(kept)
+            vocabulary = facts["model"]["vocab"]
+            first, second = list(vocabulary)[20:22]
+            vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+            path.write_text(json.dumps(facts))
+        else:
+            from pytransformer.training import Tokenizer
+
+            Tokenizer.train(other, 20).save(path)
+        assert main(["translate", "casa", "--model", str(copy)]) == USAGE
+        assert said in capsys.readouterr().err
+        path.write_text(kept)
+    assert main(["translate", "casa", "--no-map", "--model", str(copy)]) == OK
+
+
+@pytest.mark.parametrize("which", ["encoder", "decoder", "cross"])
+@pytest.mark.parametrize("kind", ["heat", "lines", "gallery", "distance", "positions"])
+def test_attention_maps_of_a_translator(trained, tmp_path, kind, which):
+    needs_matplotlib()
+    out = tmp_path / "map.png"
+    text = [] if kind == "positions" else ["hoje é sábado."]
+    assert main(["attention-map", str(trained), *text, "--kind", kind, "--which", which, "--out", str(out)]) == OK
+    assert out.stat().st_size > 3000
+
+
+def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
+    for arguments, said in [
+        ([str(trained)], "--kind gallery needs a text"),
+        ([str(tmp_path / "none"), "x"], "is no folder"),
+        ([str(tmp_path), "x"], "holds no config.json"),
+        ([str(trained), "casa", "--kind", "heat", "--layer", "9"], "layer must be between 0 and 1, got 9"),
+        ([str(trained), "casa", "--kind", "heat", "--head", "9"], "heads must be between -8 and 7"),
+        ([str(trained), "casa", "--out", "map.pdf"], "ends with .png or .svg"),
+    ]:
+        assert main(["attention-map", *arguments]) == USAGE
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_translates_95_percent_exactly(tmp_path):
+    """As `pytransformer train translate` is called: 2000 steps, minutes."""
+    threads = torch.get_num_threads()
+    try:
+        assert main(["train", "translate", "--out", str(tmp_path), "--device", "cpu", "--threads", "2"]) == OK
+    finally:
+        torch.set_num_threads(threads)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["held_out"] == 500 and report["exact"] >= 475
