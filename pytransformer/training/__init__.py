@@ -11,7 +11,7 @@ from .images import ImageFolder, collate_images
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
 from .metrics import plot_losses, read_metrics
 from .objective import of_model
-from .schedule import warmup_cosine, warmup_inverse_square_root
+from .schedule import cooled_down, warmup_cosine, warmup_inverse_square_root
 from .text import Pair, read_pairs, read_texts, split_pairs, write_pairs
 from .tokenizer import Tokenizer, check_tokenizer
 from .trainer import Diverged, Recipe, Trainer
@@ -33,6 +33,7 @@ __all__ = [
     "causal_collate",
     "check_tokenizer",
     "collate_images",
+    "cooled_down",
     "distributed",
     "make_corpus",
     "mask_spans",

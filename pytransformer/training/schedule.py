@@ -15,6 +15,12 @@ def warmup_inverse_square_root(d_model: int, warmup: int = 4000, factor: float =
     return lambda step: factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
+def cooled_down(schedule: Schedule, steps: int, share: float = 0.3) -> Schedule:
+    """The schedule, led down to zero in a straight line in the last `share` of `steps`: what noise the rate left dies away."""
+    begin = steps * (1 - share)
+    return lambda step: schedule(step) * min(1.0, max(0.0, (steps - step + 1) / (steps - begin + 1)))
+
+
 def warmup_cosine(peak: float, warmup: int, steps: int, floor: float = 0.0) -> Schedule:
     """Linear to `peak` in `warmup` steps, then half a cosine down to `floor` at `steps`."""
     if not 0 <= warmup < steps:

@@ -14,7 +14,7 @@ from ..models import Transformer, _files, generate
 from ..nn import taps
 from .batching import Batches, pad, translation_collate
 from .objective import held_out_loss, of_model
-from .schedule import warmup_inverse_square_root
+from .schedule import cooled_down, warmup_inverse_square_root
 from .text import Pair
 from .tokenizer import Tokenizer, check_tokenizer
 from .trainer import Recipe, Trainer
@@ -119,6 +119,7 @@ class TranslationPlan:
     batch_size: int = 64
     steps: int = 3000
     warmup: int = 400
+    rate: float = 0.7  # times the paper's
     dropout: float = 0.1
     seed: int = 0
 
@@ -159,7 +160,7 @@ def translation_trainer(
     batches = translation_batches(translator, train, plan.batch_size, plan.seed)
     checked = translation_batches(translator, held_out, plan.batch_size)
     evaluate: Callable[..., dict[str, float]] = lambda model: held_out_loss(model, checked.epoch(0))
-    schedule = warmup_inverse_square_root(plan.d_model, plan.warmup)
+    schedule = cooled_down(warmup_inverse_square_root(plan.d_model, plan.warmup, plan.rate), plan.steps)
     return Trainer(translator.model, of_model, batches, recipe, schedule, evaluate=evaluate, **more)
 
 

@@ -17,7 +17,7 @@ def test_help_names_every_command(cli):
     listed = cli("--help").stdout
     assert cli().stdout == listed, "no command at all must be the same as --help"
     for command in ("doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"):
-        assert re.search(rf"^ +{command} +\w", listed, re.MULTILINE), f"--help does not list {command}"
+        assert re.search(rf"^ +{command}\s+\w", listed, re.MULTILINE), f"--help does not list {command}"
 
 
 @pytest.mark.parametrize("command", ["doctor", "explain", "bench", "train", "translate", "attention-map", "drop-in"])

@@ -13,6 +13,7 @@ from pytransformer.training import (
     IGNORED,
     SentencePair,
     Vocabulary,
+    cooled_down,
     mask_spans,
     mask_tokens,
     masked_collate,
@@ -142,6 +143,12 @@ def test_the_paper_s_schedule():
     assert math.isclose(warmup_inverse_square_root(512, 4000, 3.0)(77), 3 * rate(77))
     with pytest.raises(ValueError, match="at least 1, got 512 and 0"):
         warmup_inverse_square_root(512, 0)
+
+
+def test_a_schedule_is_cooled_down_to_nothing():
+    flat = cooled_down(lambda step: 2.0, 100, share=0.2)
+    assert [flat(1), flat(80)] == [2.0, 2.0] and flat(100) == pytest.approx(2 / 21) and flat(101) == 0.0
+    assert flat(90) == pytest.approx(2 * 11 / 21)
 
 
 def test_the_cosine_schedule():

@@ -66,13 +66,16 @@ def test_it_learns_a_handful_of_sentences():
 
 
 def test_training_resumes_bit_for_bit(trained, tmp_path, capsys):
-    train(tmp_path / "parts", "--sentences", "80", steps=4)
+    """The newest checkpoint is lost, as after an interruption; the run goes on from the one before it."""
+    out = train(tmp_path / "parts", "--sentences", "80", "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
-    train(tmp_path / "parts", "--sentences", "80", expect=USAGE)
+    train(out, "--sentences", "80", expect=USAGE)
     assert "holds checkpoints already: go on with --resume" in capsys.readouterr().err
-    train(tmp_path / "parts", "--sentences", "80", "--resume")
+    assert len(checkpoints(out)) == 2
+    checkpoints(out)[-1].unlink()
+    train(out, "--sentences", "80", "--resume")
     assert "going on from step 4" in capsys.readouterr().out
-    parts, whole = (read_checkpoint(checkpoints(f)[-1]).tensors for f in (tmp_path / "parts", trained))
+    parts, whole = (read_checkpoint(checkpoints(f)[-1]).tensors for f in (out, trained))
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 

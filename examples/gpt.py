@@ -1,0 +1,109 @@
+"""GPT from nothing: completes sentences, then learns to summarize in the same causal sequence: article, delimiter, summary.
+
+    python examples/gpt.py             about two minutes on two cores
+    python examples/gpt.py --steps 20
+
+An article is three sentences that the project's grammar writes; its summary is the names and nouns that they begin with, in
+order. Only what follows the delimiter is learned there; --prefix lets the article's tokens see each other (prefix-LM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+
+import torch
+
+from pytransformer.cli.console import Console
+from pytransformer.models import GPT, GPTConfig, generate
+from pytransformer.training import (
+    Batches,
+    Recipe,
+    Tokenizer,
+    Trainer,
+    causal_collate,
+    make_corpus,
+    of_model,
+    pad,
+    warmup_cosine,
+)
+from pytransformer.training.batching import attention_mask
+
+DELIMITER = "<sep>"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="of each of the two trainings (default %(default)s)")
+    parser.add_argument("--width", type=int, default=96, help="d_model (default %(default)s)")
+    parser.add_argument("--sentences", type=int, default=4000, help="default %(default)s")
+    parser.add_argument("--prefix", action="store_true", help="the article's tokens see each other")
+    return parser.parse_args(arguments)
+
+
+def summary_of(sentences: Sequence[str]) -> str:
+    """The first two words of each."""
+    return ", ".join(" ".join(sentence.rstrip(".?").split()[:2]) for sentence in sentences)
+
+
+def train(model: GPT, examples: list[list[int]], collate, steps: int) -> None:
+    batches = Batches(examples, 32, collate, lengths=[len(ids) for ids in examples])
+    recipe = Recipe(steps=steps, log_every=max(1, steps // 4), clip=1.0)
+    Trainer(model, of_model, batches, recipe, warmup_cosine(2e-3, steps // 10, steps), console=Console()).fit()
+
+
+def main(arguments: Sequence[str] | None = None) -> float:
+    """Returns the share of held-out articles that are summarized exactly."""
+    options = parse(arguments)
+    corpus = make_corpus(options.sentences, max(24, options.sentences // 20), seed=2)
+    tokenizer = Tokenizer.train([s.target for s in corpus.train], 1000, special=[DELIMITER])
+    delimiter, end = tokenizer.id(DELIMITER), tokenizer.end_id
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=len(tokenizer), d_model=options.width, num_layers=2, num_heads=4, max_length=192, attention_dropout=0.0
+    )
+    model = GPT(config)
+    print(f"{len(corpus.train)} sentences, {model.num_parameters() / 1e6:.2f} million parameters; next tokens")
+    texts = [[tokenizer.start_id, *tokenizer.encode(s.target), end] for s in corpus.train]
+    train(model, texts, causal_collate(tokenizer.pad_id), options.steps)
+
+    prompts = [[tokenizer.start_id, *tokenizer.encode(text)] for text in ("there are twenty", "on July 30, Ana", "the old")]
+    ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
+    ways = {"greedy": {}, "beam": {"beams": 4}, "drawn": {"sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.95}}
+    for name, how in ways.items():
+        made = generate(model, ids, mask, max_new_tokens=24, stop=(end,), generator=torch.Generator().manual_seed(0), **how)
+        for prompt, tokens in zip(prompts, made.lists()):
+            print(f"   {name:7} {tokenizer.decode([*prompt, *tokens])}")
+
+    def article(part: list, chance: random.Random) -> tuple[list[int], list[int]]:
+        chosen = [s.target for s in chance.sample(part, 3)]
+        return [tokenizer.start_id, *tokenizer.encode(" ".join(chosen))], [*tokenizer.encode(summary_of(chosen)), end]
+
+    chance = random.Random(3)
+    learned = [article(corpus.train, chance) for _ in range(options.sentences)]
+    held_out = [article(corpus.held_out, chance) for _ in range(40)]
+    print(f"{len(learned)} articles with summaries")
+    plain = causal_collate(tokenizer.pad_id, delimiter=delimiter)
+
+    def collate(examples, generator) -> dict[str, torch.Tensor]:
+        batch = plain(examples, generator)
+        if options.prefix:
+            batch["prefix_lengths"] = torch.tensor([ids.index(delimiter) + 1 for ids in examples])
+        return batch
+
+    train(model, [[*text, delimiter, *summary] for text, summary in learned], collate, options.steps)
+    prompts = [[*text, delimiter] for text, _ in held_out]
+    ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
+    prefix = torch.full((len(prompts),), ids.shape[1]) if options.prefix else None
+    summaries = generate(model, ids, mask, max_new_tokens=40, stop=(end,), prefix_lengths=prefix).lists()
+    right = sum(said == summary[:-1] for said, (_, summary) in zip(summaries, held_out))
+    for (text, _), said in list(zip(held_out, summaries))[:3]:
+        print(f"   {tokenizer.decode(text)}\n      said: {tokenizer.decode(said)}")
+    share = right / len(held_out)
+    print(f"{100 * share:.1f} % of {len(held_out)} held-out articles summarized exactly")
+    return share
+
+
+if __name__ == "__main__":
+    main()
