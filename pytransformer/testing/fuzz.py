@@ -21,13 +21,18 @@ from typing import Any
 
 import torch
 
-from . import fuzz_attention, fuzz_ffn, fuzz_norm
+from . import fuzz_attention, fuzz_cross_entropy, fuzz_ffn, fuzz_norm
 from .bounds import Check
 
 Verdicts = dict[str, tuple[list[Check], list[str]]]
 Examine = Callable[[int, int, list[str], bool], tuple[Any, Verdicts]]
 
-OPS: dict[str, Examine] = {"attention": fuzz_attention.examine, "norm": fuzz_norm.examine, "ffn": fuzz_ffn.examine}
+OPS: dict[str, Examine] = {
+    "attention": fuzz_attention.examine,
+    "norm": fuzz_norm.examine,
+    "ffn": fuzz_ffn.examine,
+    "cross_entropy": fuzz_cross_entropy.examine,
+}
 REPEAT_EVERY = 8  # one case in so many is run twice, for equal bits
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, oracle
+from .cases import ARGUMENTS, Case
 from .guarded import place, random_layout
 from .poison import StrayWrite, poisoned
 
@@ -119,6 +120,18 @@ def draw(seed: int, case: int) -> Problem:
     if any(tensors[n].dtype != dtype for n in ("residual", "weight", "bias") if n in tensors):
         features.add("mixed")
     return Problem(op, dtype, dims, data, tensors, layouts, keywords, wanted, features)
+
+
+def of_case(case: Case, dtype: torch.dtype) -> Problem:
+    """A shared case as a problem, with gradients of everything and for every output."""
+    args, keywords = case.make("cpu", dtype, seed=0)
+    tensors = {n: t for n, t in {**dict(zip(ARGUMENTS[case.op], args)), **keywords}.items() if isinstance(t, Tensor)}
+    keywords = {n: v for n, v in keywords.items() if n not in tensors}
+    wanted = list(tensors)
+    for grad in ("grad_out", "grad_residual_out")[: 1 + (case.op == "add_norm")]:
+        tensors[grad] = torch.randn(tensors["x"].shape, dtype=torch.float64).to(dtype)
+    layouts = dict.fromkeys(tensors, "contiguous")
+    return Problem(case.op, dtype, 1, "zero_mean", tensors, layouts, keywords, wanted)
 
 
 # ---- the exact answer
@@ -229,11 +242,16 @@ def call(problem: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str,
     return {"out": pt.layer_norm(leaves["x"], shape, weight, bias, **keywords)}
 
 
-def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
-    """(results by name, the raw ops that ran), in guarded and poisoned memory."""
+def run(
+    problem: Problem, backend: str, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
+    """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
     from pytransformer.ops._registry import trace
 
-    laid = {n: t if problem.layouts[n] == "expanded" else place(t, problem.layouts[n]) for n, t in problem.tensors.items()}
+    laid = {
+        n: t.to(device) if problem.layouts[n] == "expanded" else place(t.to(device), problem.layouts[n])
+        for n, t in problem.tensors.items()
+    }
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if not n.startswith("grad_")}
     with poisoned(), trace() as record:
         results: dict[str, Tensor | None] = dict(call(problem, leaves, backend))
@@ -243,7 +261,33 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
             outputs, grads = zip(*asked)
             found = torch.autograd.grad(outputs, [leaves[n] for n in problem.wanted], grads, allow_unused=True)
             results |= dict(zip(problem.wanted, found))
-    return results, list(record)
+    return {n: None if r is None else r.cpu() for n, r in results.items()}, list(record)
+
+
+def judge(
+    problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
+) -> tuple[list[bounds.Check], list[str]]:
+    """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
+    checks: list[bounds.Check] = []
+    try:
+        results, record = run(problem, backend, device)
+        solution = oracle.Solution(solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+        coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+        # for float64 the exact result is float64 itself, and errs as much
+        data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
+        checks = bounds.check(solution, results, coarse, data)
+        wrong = [str(c) for c in checks if not c.ok]
+        if {b for _, b in record} != {backend}:
+            wrong.append(f"ran {record}, {backend} was forced")
+        if repeat:
+            again, _ = run(problem, backend, device)
+            differing = [
+                n for n, r in results.items() if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))
+            ]
+            wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
+    except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    return checks, wrong
 
 
 def examine(
@@ -251,29 +295,4 @@ def examine(
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
     """Draw one problem and judge every backend on it; `repeat` runs each twice and compares bits."""
     problem = draw(seed, case)
-    verdicts: dict[str, tuple[list[bounds.Check], list[str]]] = {}
-    for backend in backends:
-        checks: list[bounds.Check] = []
-        wrong: list[str] = []
-        try:
-            results, record = run(problem, backend)
-            solution = oracle.Solution(solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
-            coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
-            # for float64 the exact result is float64 itself, and errs as much
-            data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-            checks = bounds.check(solution, results, coarse, data)
-            wrong = [str(c) for c in checks if not c.ok]
-            if {b for _, b in record} != {backend}:
-                wrong.append(f"ran {record}, {backend} was forced")
-            if repeat:
-                again, _ = run(problem, backend)
-                differing = [
-                    n
-                    for n, r in results.items()
-                    if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))
-                ]
-                wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
-        except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
-            wrong = [f"{type(error).__name__}: {error}"]
-        verdicts[backend] = checks, wrong
-    return problem, verdicts
+    return problem, {backend: judge(problem, backend, repeat) for backend in backends}

@@ -24,17 +24,22 @@ import torch
 import triton
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import problem
+from pytransformer.kernels.layer_norm import configs as norm_tiles
 from triton.backends.compiler import GPUTarget
 
 from pytransformer.ops.attention import attention_op
+from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op
+from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.testing.cases import case
 
 TABLE = Path(__file__).with_name("resources.json")
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-STACK_LIMIT = {80: 96, 90: 32, 100: 96, 120: 96}  # bytes of spills; not where everything comes together
+STACK_LIMIT = {80: 96, 90: 32, 100: 96, 120: 96}  # bytes of spills of attention; not where everything comes together
+WIDE = 20000  # columns of rows that are done in blocks
+DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
 
 
 class Driver:
@@ -72,6 +77,13 @@ def problems() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"ffn silu gated {rows} rows bf16", feed_forward(rows, torch.bfloat16, gated=True, activation="silu")
     yield "ffn gelu fp32", feed_forward(100, torch.float32, activation="gelu")
     yield "ffn silu gated fp32", feed_forward(100, torch.float32, gated=True, activation="silu")
+    for columns in (*norm_tiles.FORWARD, WIDE):
+        yield f"add_norm N{columns} bf16", norm("layer", torch.bfloat16, columns, **DROPOUT)
+    yield "add_norm N4096 fp32", norm("layer", torch.float32, 4096, **DROPOUT)
+    yield "add_rms_norm N4096 bf16", norm("rms", torch.bfloat16, 4096)
+    for classes in (200, 1000, 50257):
+        yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
+    yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
 
 
 def attention(name: str, dtype: torch.dtype, head_dim: int, Lq: int = 64, Lk: int = 64) -> Callable[[], Any]:
@@ -96,6 +108,28 @@ def feed_forward(rows: int, dtype: torch.dtype, gated: bool = False, **kwargs: A
         backend = feed_forward_op.backends["triton"]
         out, *saved = backend.forward(a._replace(save=True))
         backend.backward(a._replace(save=True), (out,), saved, [True, True, True, True, False, gated, gated])
+
+    return run
+
+
+def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callable[[], Any]:
+    def run() -> None:
+        x, residual = torch.zeros(2, 300, columns, dtype=dtype).unbind()
+        a, _, _ = add_norm_op.prepare(x, residual, *torch.zeros(2, columns).unbind(), kind=kind, **dropout)
+        backend = add_norm_op.backends["triton"]
+        normed, *saved = backend.forward(a)
+        backend.backward(a, (normed, normed), saved, [True] * 4)
+
+    return run
+
+
+def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[], Any]:
+    def run() -> None:
+        x, weight, target = torch.zeros(3, 16, dtype=dtype), torch.zeros(classes, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+        a, _, _ = linear_cross_entropy_op.prepare(x, weight, target, bias=torch.zeros(classes), **kwargs)
+        backend = linear_cross_entropy_op.backends["triton"]
+        loss, *saved = backend.forward(a)
+        backend.backward(a, (loss,), saved, [True] * 3)
 
     return run
 
@@ -154,10 +188,11 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         capability = int(key.split()[0].removeprefix("sm_"))
         if used["shared"] > SHARED_LIMIT[capability]:
             found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
-        stack = 0 if "ffn" in key else STACK_LIMIT[capability]
+        rowwise = any(op in key for op in ("norm", "cross_entropy"))  # nothing to multiply in these kernels
+        stack = 0 if rowwise or "ffn" in key else STACK_LIMIT[capability]
         if used["stack"] > stack and "everything" not in key:
             found.append(f"{key}: {used['stack']} bytes of stack, at most {stack} are allowed")
-        if not used["products"] and "bf16" in key and "rows" not in key and "combine" not in key:
+        if not used["products"] and "bf16" in key and not rowwise and "rows" not in key and "combine" not in key:
             found.append(f"{key}: no matrix instruction")
     return found
 

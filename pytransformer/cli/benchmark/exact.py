@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
 
 from pytransformer.cli.providers import Problem
-from pytransformer.testing import fuzz_ffn, fuzz_norm, oracle
+from pytransformer.testing import fuzz_cross_entropy, fuzz_ffn, fuzz_norm, oracle
 
 # The outputs of each op, by their names in the oracles; the gradients have their arguments' names.
 OUTPUTS = {
@@ -87,51 +86,11 @@ def _feed_forward(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.
 
 
 def _cross_entropy(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """z = x w^T + b, p = softmax(z), loss = logsumexp(z) - sum(q z), q the smoothed target; dz = (p - q) dloss.
-
-    The bound, with r = eps(float32) / eps(dtype), the rounding of what is summed in float32: E(z) = r (|x| |w|^T + |b|). It moves
-    the loss of a row by at most its largest E(z); p = exp(z - lse) by E(z) of itself and by the rounding of z, lse and their
-    difference, r (|z| + |lse|). The sums carry it on. In a row of the weight's gradient one large term, of the target, is followed
-    by many small ones, each of which rounds the whole sum anew: n roundings have a standard deviation of 0.29 sqrt(n), and 5.4 of
-    those, for the worst of ten million elements, are c = 8 times sqrt(n) / 5. The bound allows r sqrt(n) / 4.
-    """
     named = problem.named
-    x, weight, target = named["x"].double(), named["weight"].double(), named["target"]
-    bias = torch.zeros(weight.shape[0]) if named.get("bias") is None else named["bias"]
-    valid = target != named.get("ignore_index", -100)
-    smoothing = named.get("label_smoothing", 0.0)
-    r = 1.0 if problem.dtype == torch.float64 else torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
-    z = x @ weight.T + bias.double()
-    summed = r * (x.abs() @ weight.abs().T + bias.double().abs())
-    q = torch.full_like(z, smoothing / z.shape[1])
-    q.scatter_add_(1, torch.where(valid, target, 0)[:, None], torch.full((len(z), 1), 1 - smoothing, dtype=torch.float64))
-    lse = torch.logsumexp(z, 1)
-    moved = summed + r * (z.abs() + lse.abs()[:, None])
-    losses = torch.where(valid, lse - (q * z).sum(1), 0.0)
-    sizes = torch.where(valid, lse.abs() + (q * z).abs().sum(1), 0.0) * r + torch.where(
-        valid, losses.abs() + summed.amax(1), 0.0
-    )
-    reduction = named.get("reduction", "mean")
-    share = 1.0 / valid.sum().double() if reduction == "mean" else torch.ones(())
-    stored = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    results: dict[str, oracle.Result] = {}
-
-    def put(name: str, value: torch.Tensor, size: torch.Tensor, gradient: bool, dtype: torch.dtype) -> None:
-        floor = torch.full_like(size, 2.0**-24 if dtype == torch.float16 else 0.0)
-        results[name] = oracle.Result(value, size, floor, gradient, dtype)
-
-    whole = reduction != "none"
-    put("loss", (losses * share).sum() if whole else losses, (sizes * share).sum() if whole else sizes, False, stored)
-    if grads is None:
-        return _solution(results)
-    p = torch.softmax(z, 1)
-    upstream = (grads[0].double() * share * valid)[:, None] if whole else (grads[0].double() * valid)[:, None]
-    dz, size = (p - q) * upstream, (p * (1 + moved) + q) * upstream.abs()
-    put("x", dz @ weight, size @ weight.abs(), True, problem.dtype)
-    put("weight", dz.T @ x, (1 + r * math.sqrt(len(x)) / 4) * (size.T @ x.abs()), True, problem.dtype)
-    if named.get("bias") is not None:
-        put("bias", dz.sum(0), size.sum(0), True, named["bias"].dtype)
-    return _solution(results)
+    tensors = {name: named[name] for name in ("x", "weight", "target", "bias") if named.get(name) is not None}
+    tensors |= dict(zip(("grad_out",), grads or []))
+    keywords = {name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named}
+    return _solution(fuzz_cross_entropy.solve(fuzz_cross_entropy.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])))
 
 
 def _solution(results: dict[str, oracle.Result]) -> oracle.Solution:

@@ -1,0 +1,58 @@
+"""What forward and backward share: the problem, chunks of rows, and the library's products with float32 results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import chunk_rows
+
+
+class Problem(NamedTuple):
+    """One call. The number of classes is apart: how it divides decides how wide loads are."""
+
+    ignore_index: int
+    on_target: float  # 1 - label_smoothing: what the target has beyond the share of every class
+    on_each: float  # label_smoothing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for."""
+
+    BN: int
+    SMOOTH: bool
+    SCALE: float = 1.0  # of p - q as stored
+
+
+def chunks(rows: int, classes: int) -> Iterator[slice]:
+    """The rows, a chunk at a time."""
+    step = chunk_rows(classes)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out = a @ b in float32, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a small
+    probability that a large logit has."""
+    if a.dtype == torch.float32 or a.device.type == "cpu":
+        return torch.mm(a.float(), b.float(), out=out)
+    return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+
+
+def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """x @ weightᵀ of a chunk's rows, in the buffer; the bias is added where they are read."""
+    return product(x, a.weight.t(), buffer[: len(x)])
+
+
+@triton.jit
+def load_logits(LOGITS, BIAS, j, classes):
+    """[BN] of one row; -inf beyond the last class."""
+    b_z = tl.load(LOGITS + j, mask=j < classes, other=float("-inf"))
+    if BIAS is not None:
+        b_z += tl.load(BIAS + j, mask=j < classes, other=0.0).to(tl.float32)
+    return b_z

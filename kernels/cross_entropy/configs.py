@@ -1,0 +1,45 @@
+"""Tiles, and how many rows of logits exist at a time, by a table: no autotuning.
+
+The sizes are chosen by registers and by counting memory traffic, not yet by time on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._lang import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Config:
+    """BN classes of one row, or of ROWS rows, at a time."""
+
+    BN: int
+    warps: int
+    ROWS: int = 1
+
+
+# Classes, padded to a power of two -> tile of one row. Rows of more classes are done in blocks as wide as the last entry.
+FORWARD = {256: Config(256, 1), 1024: Config(1024, 2), 4096: Config(4096, 8)}
+BACKWARD = {256: Config(256, 1), 1024: Config(1024, 4), 4096: Config(2048, 4)}
+BIAS = Config(128, 4, ROWS=32)  # sums over rows for the bias's gradient
+INTERPRETED_TILE = Config(128, 1)
+
+# Each chunk adds to the weight's gradient, 16 bytes for each of its elements against 6 operations for each row of the chunk: at
+# 2,048 rows, which 128k classes leave of a gibibyte, that is a fifth of the time by a GPU's nominal rates.
+CHUNK_BYTES = 1 << 30
+CHUNK_BYTES_INTERPRETED = 1 << 15
+
+
+def tile(classes: int, *, backward: bool = False) -> Config:
+    """The tile for rows of so many classes."""
+    if INTERPRETED:
+        return INTERPRETED_TILE
+    table = BACKWARD if backward else FORWARD
+    return next((config for width, config in table.items() if classes <= width), list(table.values())[-1])
+
+
+def chunk_rows(classes: int) -> int:
+    """How many rows' float32 logits exist at a time: a multiple of 128, the side of a large product's tile."""
+    rows = (CHUNK_BYTES_INTERPRETED if INTERPRETED else CHUNK_BYTES) // (4 * classes)
+    return max(rows // 128 * 128, 16 if INTERPRETED else 128)
