@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full bench check format clean
+.PHONY: help install build demo test test-full bench tune check format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench
 
 CPP_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+
+tune: install  ## on a GPU: measure the Triton kernels' configurations, write kernels/tuned/<gpu>/
+	$(BIN)/python bench/tools/tune.py
 
 check:  ## formatting, lint and layout
 	@$(PYTHON) bench/tools/install.py --extras test,dev

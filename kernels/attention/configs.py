@@ -5,9 +5,13 @@ The entries are chosen by registers and shared memory (see tests/triton/resource
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 INTERPRETER = 0  # in place of a compute capability
+HEAD_DIMS = (64, 128, 256)  # classes of problems
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,41 @@ def split(capability: int) -> Split:
     return SPLIT_INTERPRETED if capability == INTERPRETER else SPLIT
 
 
-def config(kernel: str, capability: int, head_dim: int, itemsize: int, *, per_element: bool) -> Config:
-    """The configuration of a kernel. capability: 80, 90, 100, 120, …, or INTERPRETER."""
+def key_of(kernel: str, head_dim: int, itemsize: int, per_element: bool) -> str:
+    """The name of a kernel and class of problems in a tuned table."""
+    largest = next(n for n in HEAD_DIMS if head_dim <= n)
+    return f"{kernel}, {8 * itemsize} bit, head size {largest}" + ", work per element" * per_element
+
+
+def config(
+    kernel: str,
+    capability: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    per_element: bool,
+    tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Config:
+    """The configuration of a kernel: the measured one, or the table's. capability: 80, 90, 100, 120, …, or INTERPRETER."""
     if capability == INTERPRETER:
         return INTERPRETED[kernel]
+    if measured := tuned.get(key_of(kernel, head_dim, itemsize, per_element)):
+        return Config(**measured)
     table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
     entries = table.get(kernel + "+" * per_element, table[kernel])
     return next(c for largest, c in entries.items() if head_dim <= largest)
+
+
+def candidates(kernel: str, head_dim: int, itemsize: int, *, per_element: bool) -> Iterator[Config]:
+    """What `make tune` tries: the table's choice first, then tiles around it."""
+    first = config(kernel, 90, head_dim, itemsize, per_element=per_element)
+    yield first
+    for BM in (16,) if kernel == "decode" else (32, 64, 128) if itemsize == 2 else (16, 32, 64):
+        for BN in (32, 64, 128):
+            for warps in (4, 8):
+                for stages in (2, 3, 4) if kernel == "decode" else (1, 2, 3):
+                    found = Config(BM, BN, warps, stages)
+                    # The T5 table's gradient needs BM <= BN; accumulators of two tiles must fit the registers.
+                    fits = BM * max(BN, head_dim) <= (64 if kernel in ("forward", "decode") else 32) * 32 * warps
+                    if found != first and fits and (kernel == "forward" or BM <= BN):
+                        yield found

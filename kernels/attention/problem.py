@@ -16,6 +16,7 @@ import torch
 from pytransformer.ops.masks import bucket_starts, buckets_of
 from pytransformer.reference.philox import keep_scale, threshold
 
+from .. import tuned
 from .._lang import INTERPRETED
 from .configs import INTERPRETER, Config, Split, config, split
 
@@ -142,7 +143,10 @@ def choose(kernel: str, a: Any) -> Config:
     widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
     dense = (getattr(a, "mask", None), getattr(a, "bias", None), a.slopes, a.table)
     per_element = any(t is not None for t in dense) or bool(a.softcap or a.dropout_p)
-    return config(kernel, capability(a.query.device), widest, a.query.element_size(), per_element=per_element)
+    return config(
+        kernel, capability(a.query.device), widest, a.query.element_size(), per_element=per_element,
+        tuned=tuned.table("attention", a.query.device),
+    )  # fmt: skip
 
 
 def choose_split(a: Any) -> Split:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 INTERPRETER = 0  # in place of a compute capability
@@ -53,7 +54,9 @@ def key_of(kernel: str, rows: int, itemsize: int) -> str:
     return f"{kernel}, {8 * itemsize} bit, {rows_class(rows)}"
 
 
-def config(kernel: str, capability: int, rows: int, itemsize: int, tuned: Mapping[str, Mapping[str, Any]] = {}) -> Config:
+def config(
+    kernel: str, capability: int, rows: int, itemsize: int, tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> Config:
     """The configuration of a kernel: the measured one, or the heuristic's. capability: 80, 90, 100, 120, …, or INTERPRETER."""
     if capability == INTERPRETER:
         return INTERPRETED

@@ -7,10 +7,11 @@ Without a file, or an entry in it, the heuristic of the op's configs.py holds. N
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,26 @@ from .._lang import INTERPRETED
 
 FOLDER = Path(__file__).parent
 MEASURED = ("time_us", "heuristic_us")  # what an entry says beside the configuration
+_tried: dict[str, Mapping[str, Mapping[str, Any]]] = {}
 
 
 def table(op: str, device: torch.device) -> Mapping[str, Mapping[str, Any]]:
     """The measured configurations of an op on this device by the name of the kernel and class of problems; maybe none."""
+    if op in _tried:
+        return _tried[op]
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
         return {}
     return read(op, torch.cuda.get_device_name(device))
+
+
+@contextlib.contextmanager
+def trying(op: str, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Within the block these are an op's measured configurations, on every device."""
+    _tried[op] = entries
+    try:
+        yield
+    finally:
+        del _tried[op]
 
 
 @functools.cache

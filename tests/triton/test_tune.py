@@ -1,0 +1,91 @@
+"""Measured configurations: found by GPU, kernel and class of problems; and the tool that measures them, as far as it goes here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from pytransformer.kernels import tuned
+from pytransformer.kernels.attention import configs as attention_configs
+from pytransformer.kernels.feed_forward import configs as feed_forward_configs
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "tools" / "tune.py"
+
+
+@pytest.fixture(scope="module")
+def tune() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tune", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tune"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table(tmp_path: Path) -> None:
+    """An entry is found under the GPU's name, without what was measured; nothing where there is no file."""
+    entry = {"BM": 64, "BN": 128, "warps": 8, "stages": 2}
+    path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "attention.json"
+    path.parent.mkdir()
+    key = attention_configs.key_of("forward", 72, 2, False)
+    assert key == "forward, 16 bit, head size 128"
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": {key: {**entry, "time_us": 3.0, "heuristic_us": 4.0}}}))
+    table = tuned.read("attention", "NVIDIA H200", tmp_path)
+    assert table == {key: entry} and tuned.read("attention", "NVIDIA A100", tmp_path) == {}
+    config = attention_configs.config
+    assert config("forward", 90, 72, 2, per_element=False, tuned=table) == attention_configs.Config(**entry)
+    assert config("forward", 90, 64, 2, per_element=False, tuned=table) == config("forward", 90, 64, 2, per_element=False)
+    assert config("forward", 90, 72, 2, per_element=True, tuned=table) == config("forward", 90, 72, 2, per_element=True)
+    cpu = torch.device("cpu")
+    assert tuned.table("attention", cpu) == {}
+    with tuned.trying("attention", table):
+        assert tuned.table("attention", cpu) == table and tuned.table("feed_forward", cpu) == {}
+    assert tuned.table("attention", cpu) == {}
+
+
+def test_committed_tables_are_configurations() -> None:
+    for path in tuned.FOLDER.glob("*/*.json"):
+        written = json.loads(path.read_text())
+        configs = {"attention": attention_configs, "feed_forward": feed_forward_configs}[path.stem]
+        assert tuned.path_of(path.stem, written["gpu"]) == path and {"torch", "triton", "commit"} <= written.keys()
+        for entry in tuned.read(path.stem, written["gpu"]).values():
+            configs.Config(**entry)
+
+
+def test_tasks(tune: ModuleType) -> None:
+    """Every kernel of both ops has its classes, each once, and starts from what runs without a table."""
+    tasks = list(tune.tasks())
+    keys = [(t.op, t.key) for t in tasks]
+    assert len(set(keys)) == len(keys)
+    for kernel in (*attention_configs.THIRTY_TWO_BIT, *feed_forward_configs.HEURISTIC):
+        assert any(key.startswith(f"{kernel}, ") for _, key in keys), kernel
+    for task in tasks:
+        assert len(set(task.candidates)) == len(task.candidates) > 1, task.key
+        assert all(c.BN % 32 == 0 for c in task.candidates)
+        if task.key.startswith("queries"):
+            assert all(c.BM <= c.BN for c in task.candidates)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would start tuning this GPU")
+def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main([]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["decode, 16 bit, head size 64", "hidden gated, 16 bit, up to 16 rows"])
+def test_dry_run(key: str) -> None:
+    """Candidates reach the kernel that they are for: two of them take different registers or memory."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # compiled, not interpreted
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--only", key, "--most", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    taken = re.findall(r"Config\(.*\) (\{.*\})", done.stdout)
+    assert len(taken) >= 2 and taken[0] != taken[1], done.stdout
