@@ -50,7 +50,7 @@ class AttentionBackward {
   static BackwardSizes sizes(const AttentionProblem& p, const AttentionGrads& g) {
     BackwardSizes z;
     z.BQ = 128, z.BK = 192;
-    z.du = ceil_div(p.D, T::pack), z.dvu = ceil_div(p.Dv, T::pack);
+    z.du = round_units<T>(p.D), z.dvu = round_units<T>(p.Dv);
     z.dw = round_up(p.D, T::width), z.dvw = round_up(p.Dv, T::width);
     z.terms = g.d_mask.data || g.d_bias.data || g.d_slopes || g.d_table;
     z.dq = g.dq, z.dk = g.dk, z.dv = g.dv, z.ds = z.dq || z.dk || z.terms;
@@ -173,8 +173,8 @@ class AttentionBackward {
     if (k.n > 0) {
       const elem *K = at(p.k, p.ks, run, row), *V = at(p.v, p.vs, run, row);
       for (int64_t j = 0; j < k.n; j += kPanel<T>) {
-        pack_transposed<T>(K + j * p.ks.l, p.ks.l, k.n - j, p.D, w.Kt + j * z.du, live ? live + j : nullptr);
-        if (z.ds) pack_transposed<T>(V + j * p.vs.l, p.vs.l, k.n - j, p.Dv, w.Vt + j * z.dvu, live ? live + j : nullptr);
+        pack_transposed<T>(K + j * p.ks.l, p.ks.l, k.n - j, p.D, w.Kt + j * z.du, live ? live + j : nullptr, kPanel<T>, z.du);
+        if (z.ds) pack_transposed<T>(V + j * p.vs.l, p.vs.l, k.n - j, p.Dv, w.Vt + j * z.dvu, live ? live + j : nullptr, kPanel<T>, z.dvu);
       }
       if (z.dq) pack_rows<T>(K, p.ks.l, k.n, round_up(k.n, BackwardTile<T>::kStep), p.D, z.BK, w.Kj, live);
     }

@@ -98,8 +98,8 @@ class QueryRows {
       delta[r] = reduce(sum, op_add) - (live[r] && d_lse ? d_lse[r * g.d_lse_s.l] : acc(0));
     }
     const int64_t units = row0 / T::pack;
-    copy_rows<T>(q, p.qs.l, n, n, p.D, it.Q + row0 * z.du, live);
-    if (z.ds) copy_rows<T>(d_out, g.dos.l, n, n, p.Dv, it.G + row0 * z.dvu, live);
+    copy_rows<T>(q, p.qs.l, n, n, p.D, it.Q + row0 * z.du, live, z.du);
+    if (z.ds) copy_rows<T>(d_out, g.dos.l, n, n, p.Dv, it.G + row0 * z.dvu, live, z.dvu);
     if (z.dk) pack_sum(q, p.qs.l, n, ld, p.D, it.Qs + units * z.dw, live);
     if (z.dv) pack_sum(d_out, g.dos.l, n, ld, p.Dv, it.Gs + units * z.dvw, live);
     if (it.extreme[i]) split_lse();
@@ -174,7 +174,7 @@ class QueryRows {
     for (int64_t j = keys.lo / panel * panel; j < keys.hi; j += panel) {
       const int64_t n = least(panel, keys.hi - j);
       const bool all = !mark_live_keys<T>(p, sequence, kv_head, j, n, live);
-      pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live);
+      pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live, panel, z.du);
       for (int64_t r = 0; r < x.rows; r += kRows<T>) {
         const int64_t rows = least<int64_t>(kRows<T>, x.rows - r);
         pick<T>(rows, panel, kStore)(z.du, x.Q + r * z.du, z.du, 1, Kt, S, panel, nullptr);

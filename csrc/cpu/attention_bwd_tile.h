@@ -20,7 +20,7 @@ namespace bwd {
 
 struct BackwardSizes {
   int64_t BQ, BK;              // rows of a block of queries, of keys
-  int64_t du, dvu;             // units of a row of q, of v
+  int64_t du, dvu;             // units of a row of q, of v, in whole steps of the micro-kernel
   int64_t dw, dvw;             // columns of dQ and dK, of dV: D and Dv rounded up to whole vectors
   bool dq, dk, dv, terms, ds;  // wanted; ds: any but dv
   bool dropout, softcap, table;

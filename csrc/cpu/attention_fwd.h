@@ -35,9 +35,9 @@ struct PackedKeys {
 template <class T>
 struct ForwardShape {
   const AttentionProblem& p;
-  int64_t du, dv, group;  // units of a row of K; columns of V, padded; query heads of a key/value head
+  int64_t du, dv, group;  // units of a row of K, padded; columns of V, padded; query heads of a key/value head
   explicit ForwardShape(const AttentionProblem& p)
-      : p(p), du(ceil_div(p.D, T::pack)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
+      : p(p), du(round_units<T>(p.D)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
 
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
@@ -53,7 +53,7 @@ struct ForwardShape {
     for (int64_t j = k0; j < k0 + n; j += panel) {
       const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
       const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
-      pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep);
+      pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep, panel, du);
       for (int64_t col = 0; col < dv; col += panel) {
         const int64_t w = least(panel, dv - col);
         pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, least(w, p.Dv - col), 0,
@@ -86,7 +86,7 @@ class RowBlock {
     if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(ld)), table_ = local_arena.take<char>(KeepBits::table_bytes(ld));
     const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
     for (int64_t g = 0; g < heads; g++)
-      copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du);
+      copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
     keys_ = {s.Lk, 0};
     for (int64_t r = 0; r < padded; r++) {
       m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
@@ -124,7 +124,7 @@ class RowBlock {
           const Range k = reach_[r];
           if (k.size() > 0)
             pick<T>(least<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
-                ceil_div(k.size(), T::pack), reinterpret_cast<const unit*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
+                round_units<T>(k.size()), reinterpret_cast<const unit*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
                 O_ + r * f_.dv + col, f_.dv, alpha_ + r);
         }
       }

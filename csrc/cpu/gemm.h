@@ -21,6 +21,20 @@ template <>
 constexpr int kRows<Bf16Tile> = kTile;
 #endif
 
+// Units along k that a step of the micro-kernel takes. A tile's operands should be padded with zeros to whole steps (round_units): the rest
+// of a k that is not is copied in every call.
+template <class T>
+constexpr int kUnitStep = 1;
+#if defined(__AMX_BF16__)
+template <>
+constexpr int kUnitStep<Bf16Tile> = kTile;
+#endif
+// Units of d numbers, padded.
+template <class T>
+INLINE constexpr int64_t round_units(int64_t d) {
+  return round_up(ceil_div(d, T::pack), kUnitStep<T>);
+}
+
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
 template <class Dot, int MR, int NV, int MODE>

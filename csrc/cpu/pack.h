@@ -8,12 +8,12 @@ namespace PT_ISA {
 
 // In all of these, rows at or past n and rows with live[row] == 0 (live may be null) are zero in dst and not read.
 
-// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over ceil(d / pack) units.
+// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over `units`, by default ceil(d / pack).
 template <class T>
 void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst,
-                     const uint8_t* live = nullptr, int64_t panel = kPanel<T>) {
+                     const uint8_t* live = nullptr, int64_t panel = kPanel<T>, int64_t units = 0) {
   using uvec = typename T::uvec;
-  const int64_t du = ceil_div(d, T::pack);
+  const int64_t du = units ? units : ceil_div(d, T::pack);
   for (int64_t row = 0; row < panel; row += T::width)
     for (int64_t u = 0; u < du; u += T::width) {
       typename T::vec r[T::width];
@@ -53,11 +53,11 @@ void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n
   }
 }
 
-// Plain rows of units: dst[n_pad][ceil(d / pack)]
+// Plain rows: dst[n_pad][units], by default ceil(d / pack)
 template <class T>
 void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::unit* dst,
-               const uint8_t* live = nullptr) {
-  const int64_t du = ceil_div(d, T::pack);
+               const uint8_t* live = nullptr, int64_t units = 0) {
+  const int64_t du = units ? units : ceil_div(d, T::pack);
   typedef typename T::uvec any __attribute__((aligned(4)));
   for (int64_t i = 0; i < n_pad; i++, dst += du) {
     int64_t u = 0;

@@ -1,0 +1,56 @@
+"""The kernel layer without torch: under the sanitizers, and whether it compiles for another architecture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+FLAGS = ["-std=c++17", "-I", str(CSRC), "-DPT_ISA=generic", "-fno-math-errno", "-Wno-psabi"]
+KERNELS = sorted(CSRC.glob("cpu/*_kernels.cpp"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here: the tests run outside a clone"),
+]
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
+def test_attention_on_four_threads(sanitizer: str, tmp_path: Path) -> None:
+    """Forward and backward: no data race, no stray access, no undefined behaviour, and the bits of one thread."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here")
+    probe = tmp_path / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    found = subprocess.run(
+        [compiler, f"-fsanitize={sanitizer}", str(probe), "-o", str(tmp_path / "probe")], capture_output=True, text=True
+    )
+    if found.returncode:
+        pytest.skip(f"g++ cannot link with -fsanitize={sanitizer}: {found.stderr.strip().splitlines()[-1]}")
+    program = tmp_path / "threads_test"
+    sources = [ROOT / "tests" / "cpu" / "threads_test.cpp", CSRC / "cpu" / "attention_kernels.cpp", CSRC / "cpu" / "arena.cpp"]
+    options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
+    run([compiler, *options, *FLAGS, *map(str, sources), "-o", str(program)])
+    # ThreadSanitizer cannot place its shadow under the address randomisation of recent kernels.
+    fixed = ["setarch", os.uname().machine, "-R"] if shutil.which("setarch") else []
+    run([*fixed, str(program)])
+
+
+@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
+def test_compiles_for_aarch64(source: Path, tmp_path: Path) -> None:
+    """The generic set of every op, and the set's vectors as NEON registers."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-g++ here (Debian: g++-aarch64-linux-gnu)")
+    run([compiler, "-c", "-O1", "-Wall", "-Wextra", "-Werror", *FLAGS, str(source), "-o", str(tmp_path / "kernels.o")])

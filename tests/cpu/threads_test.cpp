@@ -1,0 +1,121 @@
+// Attention's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and runs it. It needs no torch, so that all
+// code in the process is instrumented. Results with four threads must also be those with one, bit by bit.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/attention.h"
+
+namespace pt {
+namespace PT_ISA {
+extern const AttentionKernels attention_kernels;
+}
+
+// As torch's pool may, it gives fewer threads than were asked for, and runs what is left on the caller.
+void run_workers(int64_t workers, void (*fn)(void*), void* ctx) {
+  constexpr int64_t kMost = 4;
+  std::vector<std::thread> threads;
+  for (int64_t i = 1; i < workers && i < kMost; i++) threads.emplace_back(fn, ctx);
+  for (int64_t i = threads.size(); i < workers; i++) fn(ctx);
+  for (std::thread& t : threads) t.join();
+}
+int pool_threads() { return 4; }
+}  // namespace pt
+
+namespace {
+
+using Floats = std::vector<float>;
+
+struct Case {
+  const char* name;
+  pt::DType dtype;
+  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
+  std::function<void(pt::AttentionProblem&)> change;
+};
+
+struct Buffers {
+  std::vector<uint64_t> data;  // enough for any dtype
+  explicit Buffers(int64_t n) : data(n) {}
+  void* get() { return data.data(); }
+  bool operator==(const Buffers& o) const { return data == o.data; }
+};
+
+pt::Strides strides(int64_t heads, int64_t rows, int64_t d) { return {heads * rows * d, rows * d, d, 1}; }
+
+// Every output of a forward and a backward with that many threads.
+std::vector<Buffers> run(const Case& c, int threads) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const auto drawn = [&](int64_t n) {
+    Buffers b(n);
+    for (int64_t i = 0; i < n; i++) {
+      const float x = normal(random);
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      const uint16_t half = uint16_t(bits >> 16);
+      if (c.dtype == pt::DType::f32) std::memcpy(static_cast<char*>(b.get()) + 4 * i, &x, 4);
+      else std::memcpy(static_cast<char*>(b.get()) + 2 * i, &half, 2);
+    }
+    return b;
+  };
+  const auto floats = [&](int64_t n) {
+    Floats f(n);
+    for (float& x : f) x = normal(random);
+    return f;
+  };
+  Buffers q = drawn(c.B * c.Hq * c.Lq * c.D), k = drawn(c.B * c.Hkv * c.Lk * c.D), v = drawn(c.B * c.Hkv * c.Lk * c.Dv),
+          d_out = drawn(c.B * c.Hq * c.Lq * c.Dv);
+  const Floats bias = floats(c.Lq * c.Lk), slopes = floats(c.Hq), table = floats(8 * c.Hq);
+  const int64_t starts[] = {0, 1, 2, 3, 5, 9, 16, 40};
+  std::vector<Buffers> results;
+  for (int64_t n : {c.B * c.Hq * c.Lq * c.Dv, c.B * c.Hq * c.Lq, c.B * c.Hq * c.Lq * c.D, c.B * c.Hkv * c.Lk * c.D, c.B * c.Hkv * c.Lk * c.Dv,
+                    c.Lq * c.Lk, c.Hq, 8 * c.Hq})
+    results.emplace_back(n);
+
+  pt::AttentionProblem p{};
+  p.dtype = c.dtype, p.B = c.B, p.Hq = c.Hq, p.Hkv = c.Hkv, p.Lq = c.Lq, p.Lk = c.Lk, p.D = c.D, p.Dv = c.Dv;
+  p.q = q.get(), p.k = k.get(), p.v = v.get(), p.out = results[0].get(), p.lse = results[1].get();
+  p.qs = strides(c.Hq, c.Lq, c.D), p.ks = strides(c.Hkv, c.Lk, c.D), p.vs = strides(c.Hkv, c.Lk, c.Dv), p.os = strides(c.Hq, c.Lq, c.Dv);
+  p.lse_s = {c.Hq * c.Lq, c.Lq, 1, 1};
+  p.left = p.right = -1, p.scale = 0.2, p.threads = threads;
+  p.bias.data = bias.data(), p.bias.stride = {0, 0, c.Lk, 1};  // one for all batch elements and heads
+  p.slopes = slopes.data(), p.table = table.data(), p.bucket_starts = starts, p.buckets = 8;
+  c.change(p);
+  pt::AttentionGrads g{};
+  g.d_out = d_out.get(), g.dos = p.os, g.dq = results[2].get(), g.dqs = p.qs, g.dk = results[3].get(), g.dks = p.ks;
+  g.dv = results[4].get(), g.dvs = p.vs;
+  if (p.bias.data) g.d_bias = {results[5].get(), p.bias.stride};
+  if (p.slopes) g.d_slopes = results[6].get();
+  if (p.table) g.d_table = results[7].get();
+  pt::PT_ISA::attention_kernels.forward(p);
+  pt::PT_ISA::attention_kernels.backward(p, g);
+  return results;
+}
+
+void plain(pt::AttentionProblem& p) { p.bias.data = p.slopes = p.table = nullptr; }
+
+}  // namespace
+
+int main() {
+  using pt::DType;
+  const Case cases[] = {
+      {"every term, shared over batch and heads", DType::f32, 2, 4, 2, 150, 210, 24, 24, [](pt::AttentionProblem&) {}},
+      {"dropout, causal", DType::bf16, 2, 4, 4, 150, 210, 24, 40,
+       [](pt::AttentionProblem& p) { plain(p), p.drop_threshold = 20000, p.seed = 5, p.align = pt::Align::bottom_right; }},
+      {"shared keys", DType::f32, 1, 6, 3, 200, 300, 16, 16, plain},
+      {"split keys", DType::bf16, 2, 2, 1, 1, 3000, 16, 16, plain},
+      {"many small units", DType::f32, 70, 2, 1, 3, 5, 8, 8, plain},
+  };
+  int wrong = 0;
+  for (const Case& c : cases) {
+    const bool same = run(c, 4) == run(c, 1);
+    std::printf("%s: %s\n", c.name, same ? "ok" : "DIFFERS between four threads and one");
+    wrong += !same;
+  }
+  return wrong ? 1 : 0;
+}
