@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import pytransformer
-from pytransformer.cli import OK, WRONG, machine, providers
+from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, results
 from pytransformer.cli.console import Console, clean
 from pytransformer.ops import _native
@@ -57,9 +57,14 @@ NATIVE_COST = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--model", metavar="NAME", help="what becomes of a Hugging Face architecture (bert, t5, llama, ...): a tiny one is run"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return architecture(Console(), arguments.model)
     report = examine()
     if arguments.json:
         print(json.dumps(report, indent=1))
@@ -79,6 +84,25 @@ def examine() -> dict[str, Any]:
         "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
         "self_check": self_check(),
     }
+
+
+def architecture(console: Console, name: str) -> int:
+    """Builds a tiny model of the architecture, converts it, runs it, and tells what ran where."""
+    from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+
+    if name not in FAMILIES:
+        raise UsageError(f"--model: unknown architecture {name!r}; there are {', '.join(FAMILIES)}")
+    try:
+        pytransformer.integrations.transformers.register()
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    family = FAMILIES[name]
+    model = family.build("pytransformer")
+    conversion = pytransformer.integrations.convert(model)
+    console.heading(f"{family.model}, with attn_implementation='pytransformer' and pytransformer.integrations.convert(model)")
+    console.print(str(conversion))
+    console.print(str(pytransformer.explain(model, inputs_of(family, "right"))))
+    return OK
 
 
 def installation() -> dict[str, Any]:

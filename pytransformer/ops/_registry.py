@@ -49,6 +49,7 @@ HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 _forced: dict[str, str] = {}
 _fallbacks: dict[tuple[str, str, str], Fallback] = {}
 _traces: list[list[tuple[str, str]]] = []
+_observers: list[Callable[[Op, Any, str], None]] = []
 _lock = threading.Lock()
 
 
@@ -218,6 +219,8 @@ class Op:
         """What the forward raw op does."""
         chosen = self.select(a, backend, strict)
         _record(self._fwd_name, chosen.name)
+        for observer in _observers:
+            observer(self, a, chosen.name)
         return tuple(chosen.forward(a))
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -422,16 +425,22 @@ def check_backend(op: str, backend: str | None) -> None:
         raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend a call would use and why not the others, without running it.
+def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Which backend a call would use and why not the others, without running it; or what each layer of a model runs on.
 
     Args:
-        op: name of a public op, for example ``"attention"``.
-        *args, **kwargs: what the call would be given; checked as the call would check them.
+        op: name of a public op, for example ``"attention"``; or a model, which is run once, without gradients.
+        *args, **kwargs: what the call would be given, checked as the call would check them; or the model's inputs, where one
+            mapping alone means keywords.
 
     Returns:
-        An :class:`Explanation`; ``print`` shows it as a table.
+        An :class:`Explanation`, or a :class:`pytransformer.integrations.explain_model.ModelExplanation`; ``print`` shows either
+        as a table.
     """
+    if isinstance(op, torch.nn.Module):
+        from ..integrations.explain_model import explain_model
+
+        return explain_model(op, *args, **kwargs)
     if op not in OPS:
         raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
     target = OPS[op]
@@ -475,6 +484,16 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False) ->
         record.count += 1
     if record.count == 1:
         warnings.warn(f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[Op, Any, str], None]) -> Iterator[None]:
+    """Call ``observer(op, arguments, backend)`` before each forward op that runs inside the block."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 @contextlib.contextmanager

@@ -90,7 +90,9 @@ def _cross_entropy(problem: Problem, grads: list[torch.Tensor] | None) -> oracle
     tensors = {name: named[name] for name in ("x", "weight", "target", "bias") if named.get(name) is not None}
     tensors |= dict(zip(("grad_out",), grads or []))
     keywords = {name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named}
-    return _solution(fuzz_cross_entropy.solve(fuzz_cross_entropy.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])))
+    return _solution(
+        fuzz_cross_entropy.solve(fuzz_cross_entropy.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, []))
+    )
 
 
 def _solution(results: dict[str, oracle.Result]) -> oracle.Solution:

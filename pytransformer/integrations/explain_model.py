@@ -1,0 +1,127 @@
+"""``pt.explain(model, inputs)``: which backend computes what in each layer, why not a faster one, and what runs past us."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..ops._registry import Op, observing
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op that ran inside a module: ``reasons`` has each backend that would have been preferred, and why it was not."""
+
+    module: str
+    op: str
+    backend: str
+    reasons: dict[str, str]
+    extra_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What :func:`explain_model` saw. ``bypassed`` has (module, class, what to do) of modules that run code of their own."""
+
+    calls: list[Call] = field(default_factory=list)
+    bypassed: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.calls)} calls of our ops"]
+        for (op, backend, reasons), members in _groups(self.calls).items():
+            most = max(c.extra_bytes for c in members)
+            lines.append(f"  {op:22} {backend:10} {len(members)} calls, first in {members[0].module or 'the model'}")
+            lines.append(f"  {'':22} {'':10} at most {most:,} bytes beyond inputs and outputs")
+            lines += [f"  {'':22} {'':10} not {name}: {why}" for name, why in reasons]
+        for (of, advice), count in Counter((of, advice) for _, of, advice in self.bypassed).items():
+            first = next(name for name, cls, _ in self.bypassed if cls == of)
+            lines.append(f"  not ours: {count} x {of}, first {first}: {advice}")
+        return "\n".join(lines)
+
+
+def _groups(calls: list[Call]) -> dict[Any, list[Call]]:
+    groups: dict[Any, list[Call]] = {}
+    for call in calls:
+        groups.setdefault((call.op, call.backend, tuple(call.reasons.items())), []).append(call)
+    return groups
+
+
+def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExplanation:
+    """Run the model once, without gradients, and tell which of our ops ran where.
+
+    Args:
+        model: any module, in the mode it is in.
+        *args, **kwargs: its inputs; one mapping alone is taken as keywords, one tuple alone as positions.
+
+    Returns:
+        A :class:`ModelExplanation`; ``print`` shows it as a table.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        args, kwargs = (), dict(args[0])
+    elif len(args) == 1 and not kwargs and isinstance(args[0], tuple):
+        args = args[0]
+    names = {module: name for name, module in model.named_modules()}
+    stack: list[str] = []
+    calls: list[Call] = []
+    ran: set[str] = set()
+
+    def observe(op: Op, a: Any, chosen: str) -> None:
+        before = {}
+        for name, backend in op.backends.items():
+            if name == chosen:
+                break
+            before[name] = backend.why_not(a) or "another one was forced"
+        calls.append(Call(stack[-1] if stack else "", op.name, chosen, before, op.backends[chosen].extra_bytes(a)))
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        stack.append(names[module])
+        ran.add(names[module])
+
+    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = [m.register_forward_pre_hook(enter, prepend=True) for m in names]
+    hooks += [m.register_forward_hook(leave, always_call=True) for m in names]
+    try:
+        with torch.no_grad(), observing(observe):
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ModelExplanation(calls, _bypassed(names, ran, calls))
+
+
+def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call]) -> list[tuple[str, str, str]]:
+    """Modules that ran, look like something we compute, and called none of our ops, themselves or inside."""
+    from .convert.rules import Converted, find_rule
+
+    def inside(name: str, ops: str) -> bool:
+        return any(c.op.startswith(ops) and (c.module == name or c.module.startswith(f"{name}.") or not name) for c in calls)
+
+    found = []
+    for module, name in names.items():
+        if name not in ran:
+            continue
+        of = type(module).__name__
+        rule = None if isinstance(module, Converted) else find_rule(type(module))
+        innermost = not any("Attention" in type(child).__name__ for child in module.children())
+        if "Attention" in of and innermost and not inside(name, "attention"):
+            found.append(
+                (
+                    name,
+                    of,
+                    "computes attention itself: it may ignore attn_implementation; pt.activate() or convert may reach it",
+                )
+            )
+        elif (
+            rule is not None
+            and rule.kind in ("norm", "feed_forward")
+            and not inside(name, "")
+            and rule.why_not(module) is None
+        ):
+            found.append((name, of, f"pytransformer.integrations.convert(model) would make it {rule.what}"))
+    return found

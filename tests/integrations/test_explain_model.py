@@ -1,0 +1,74 @@
+"""pt.explain(model, inputs): what ran where, and what ran past us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pytransformer as pt
+from pytransformer.cli import OK, USAGE, main
+from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+
+
+def test_each_layer_is_told(hugging_face: Any) -> None:
+    family = FAMILIES["bert"]
+    model = family.build("pytransformer")
+    pt.integrations.convert(model)
+    found = pt.explain(model, inputs_of(family, "right"))
+    layer = "bert.encoder.layer.1"
+    assert [(c.module, c.op) for c in found.calls if c.module.startswith(layer)] == [
+        (f"{layer}.attention.self", "attention"),
+        (f"{layer}.attention.output", "add_norm"),
+        (layer, "feed_forward"),
+        (layer, "add_norm"),
+    ]
+    assert found.bypassed == []
+    with pt.use_backend(attention="reference"):
+        forced = pt.explain(model, inputs_of(family, "right"))
+    call = next(c for c in forced.calls if c.op == "attention")
+    assert call.backend == "reference"
+    assert call.reasons, "each backend before it has its reason"
+    assert call.extra_bytes > 0
+    assert "attention" in str(forced)
+    assert "2 calls, first in bert.encoder.layer.0.attention.self" in str(forced)
+
+
+def test_what_runs_past_us_is_told(hugging_face: Any) -> None:
+    family = FAMILIES["bert"]
+    found = pt.explain(family.build("eager"), **inputs_of(family, "right"))
+    assert found.calls == []
+    reasons = {name: advice for name, _, advice in found.bypassed}
+    assert "may ignore attn_implementation" in reasons["bert.encoder.layer.0.attention.self"]
+    assert "convert(model) would make it layer_norm" in reasons["bert.embeddings.LayerNorm"]
+
+
+def test_a_model_that_ignores_the_setting_shows(hugging_face: Any) -> None:
+    """Bloom takes attn_implementation and computes attention its own way."""
+    from transformers import BloomConfig, BloomModel
+
+    model = BloomModel._from_config(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2))
+    model.config._attn_implementation = "pytransformer"
+    found = pt.explain(model.eval(), input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert ("h.0.self_attention", "BloomAttention") in [(name, of) for name, of, _ in found.bypassed]
+
+
+def test_inputs_by_position_and_hooks_that_raise() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    pt.integrations.convert(model)
+    assert [c.module for c in pt.explain(model, (torch.randn(2, 4),)).calls] == ["0"]
+    with pytest.raises(ValueError, match="trailing shape"):
+        pt.explain(model, torch.randn(2, 5))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert pt.explain(model, torch.randn(2, 4)).calls != []
+
+
+def test_doctor_knows_architectures(hugging_face: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "t5"]) == OK
+    said = capsys.readouterr().out
+    assert "T5ForConditionalGeneration" in said
+    assert "attention with the table of biases inside the kernel" in said
+    assert main(["doctor", "--model", "gpt5"]) == USAGE
+    assert "unknown architecture 'gpt5'; there are bert" in capsys.readouterr().err
