@@ -117,8 +117,8 @@ class TranslationPlan:
     d_model: int = 128
     vocabulary: int = 7000  # tokens of each language at most
     batch_size: int = 64
-    steps: int = 3000
-    warmup: int = 400
+    steps: int = 1500
+    warmup: int = 300
     rate: float = 0.7  # times the paper's
     dropout: float = 0.1
     seed: int = 0
