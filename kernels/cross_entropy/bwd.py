@@ -17,38 +17,44 @@ import triton
 import triton.language as tl
 
 from .._lang import LOG2E, launch, narrow
-from .chunks import Kind, Problem, chunks, load_logits, logits_of, product
+from .chunks import chunks, describe, load_logits, logits_of, product, rows_of
 from .configs import BIAS, chunk_rows, tile
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
 
-@triton.jit(do_not_specialize=["p"])
-def cross_entropy_backward(LOGITS, BIAS, TARGET, LSE, DZ, classes, p, C: tl.constexpr):
-    """dz of BN classes of one row; DZ may be LOGITS."""
-    blocks = tl.cdiv(classes, C.BN)
-    i = tl.program_id(0) // blocks
-    j = tl.program_id(0) % blocks * C.BN + tl.arange(0, C.BN)
-    row = i.to(tl.int64) * classes
-    target = tl.load(TARGET + i)
-    b_z = load_logits(LOGITS + row, BIAS, j, classes)
-    b_dz = tl.exp2((b_z - tl.load(LSE + i)) * LOG2E) - tl.where(j == target, p.on_target, 0.0)
+@triton.jit
+def load_gradient(LOGITS, BIAS, TARGET, LSE, i, j, classes, p, C: tl.constexpr):
+    """dz [ROWS, BN] in float32, 0 where the target is ignored and beyond the last row and class."""
+    target = tl.load(TARGET + i, mask=i < p.rows, other=0)
+    b_lse = tl.load(LSE + i, mask=i < p.rows, other=float("inf"))
+    b_z = load_logits(LOGITS, BIAS, i, j, classes, p)
+    b_dz = tl.exp2((b_z - b_lse[:, None]) * LOG2E) - tl.where(j[None, :] == target[:, None], p.on_target, 0.0)
     if C.SMOOTH:
         b_dz -= p.on_each / classes
-    b_dz = tl.where(target == p.ignore_index, 0.0, b_dz * C.SCALE)
-    tl.store(DZ + row + j, narrow(b_dz, DZ.dtype.element_ty), mask=j < classes)
+    return tl.where(((target != p.ignore_index) & (i < p.rows))[:, None] & (j < classes)[None, :], b_dz, 0.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def cross_entropy_backward_bias(DZ, G, DBIAS, classes, rows, ROWS: tl.constexpr, BN: tl.constexpr):
-    """DBIAS += sum over a chunk's rows of g dz, for BN classes."""
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    b_sum = tl.full([ROWS, BN], 0.0, tl.float32)
-    for i0 in range(0, rows, ROWS):
-        i = i0 + tl.arange(0, ROWS)
-        m = (i < rows)[:, None] & (j < classes)[None, :]
-        b_dz = tl.load(DZ + i.to(tl.int64)[:, None] * classes + j[None, :], mask=m, other=0.0).to(tl.float32)
-        b_sum += b_dz * tl.load(G + i, mask=i < rows, other=0.0)[:, None]
+@triton.jit(do_not_specialize=["p"])
+def cross_entropy_backward(LOGITS, BIAS, TARGET, LSE, DZ, classes, p, C: tl.constexpr):
+    """dz of ROWS rows and BN classes, as stored; DZ may be LOGITS."""
+    blocks = tl.cdiv(classes, C.BN)
+    i = rows_of(tl.program_id(0) // blocks, C)
+    j = tl.program_id(0) % blocks * C.BN + tl.arange(0, C.BN)
+    b_dz = load_gradient(LOGITS, BIAS, TARGET, LSE, i, j, classes, p, C) * C.SCALE
+    m = (i < p.rows)[:, None] & (j < classes)[None, :]
+    tl.store(DZ + i[:, None] * classes + j[None, :], narrow(b_dz, DZ.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["p"])
+def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, LSE, G, DBIAS, classes, p, C: tl.constexpr):
+    """DBIAS += sum over a chunk's rows of g dz, for BN classes; dz not rounded to 16 bits."""
+    j = tl.program_id(0) * C.BN + tl.arange(0, C.BN)
+    b_sum = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
+    for t in range(tl.cdiv(p.rows, C.ROWS)):
+        i = rows_of(t, C)
+        b_dz = load_gradient(LOGITS, BIAS, TARGET, LSE, i, j, classes, p, C)
+        b_sum += b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]
     b_sum = tl.load(DBIAS + j, mask=j < classes, other=0.0) + tl.sum(b_sum, 0)
     tl.store(DBIAS + j, b_sum, mask=j < classes)
 
@@ -64,9 +70,9 @@ def backward(
     """Write those of dx (rows, d), d_weight and d_bias (both float32, zeros before) that are given, of the op's arguments with x
     (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target is ignored."""
     (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
-    config, wanted = tile(classes, backward=True), (dx, d_weight, d_bias)
-    kind = Kind(config.BN, a.label_smoothing > 0.0, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)
-    p = Problem(a.ignore_index, 1.0 - a.label_smoothing, a.label_smoothing)
+    config = tile(classes, backward=True)
+    p, kind = describe(a, config, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)
+    _, sums = describe(a, BIAS)
     step = min(rows, chunk_rows(classes))
     logits = torch.empty(step, classes, dtype=torch.float32, device=device)
     dz = logits if a.x.dtype == torch.float32 else torch.empty(step, classes, dtype=a.x.dtype, device=device)
@@ -78,9 +84,18 @@ def backward(
     for part in chunks(rows, classes):
         x, n = a.x[part], len(a.x[part])
         logits_of(a, x, logits)
+        given = logits, a.bias, a.target[part], lse[part]
+        p = p._replace(rows=n)
+        if d_bias is not None:
+            launch(
+                cross_entropy_backward_bias, -(-classes // sums.BN), device, *given, g[part], d_bias, classes, p, sums,
+                warps=BIAS.warps, stages=1,
+            )  # fmt: skip
+        if dx is None and d_weight is None:
+            continue
         launch(
-            cross_entropy_backward, n * -(-classes // config.BN), device, logits, a.bias, a.target[part], lse[part], dz, classes,
-            p, kind, warps=config.warps, stages=1,
+            cross_entropy_backward, -(-n // kind.ROWS) * -(-classes // kind.BN), device, *given, dz, classes, p, kind,
+            warps=config.warps, stages=1,
         )  # fmt: skip
         if dx is not None:
             product(dz[:n], a.weight, dx_part[:n])
@@ -90,12 +105,5 @@ def backward(
             product(dz[:n].t(), x, d_weight if dw_part is None else dw_part)
             if dw_part is not None:
                 d_weight += dw_part
-        if d_bias is not None:
-            launch(
-                cross_entropy_backward_bias, -(-classes // BIAS.BN), device, dz, g[part], d_bias, classes, n, BIAS.ROWS, BIAS.BN,
-                warps=BIAS.warps, stages=1,
-            )  # fmt: skip
     if d_weight is not None:
         d_weight *= most / kind.SCALE
-    if d_bias is not None:
-        d_bias /= kind.SCALE

@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import chunk_rows
+from .configs import Config, chunk_rows
 
 
 class Problem(NamedTuple):
     """One call. The number of classes is apart: how it divides decides how wide loads are."""
 
+    rows: int  # of the chunk
     ignore_index: int
     on_target: float  # 1 - label_smoothing: what the target has beyond the share of every class
     on_each: float  # label_smoothing
@@ -25,9 +26,16 @@ class Problem(NamedTuple):
 class Kind:
     """What a kernel is compiled for."""
 
+    ROWS: int
     BN: int
     SMOOTH: bool
     SCALE: float = 1.0  # of p - q as stored
+
+
+def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]:
+    """The problem of the op's arguments, and what to compile for it with this tile."""
+    s = a.label_smoothing
+    return Problem(0, a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
 
 
 def chunks(rows: int, classes: int) -> Iterator[slice]:
@@ -50,9 +58,15 @@ def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def load_logits(LOGITS, BIAS, j, classes):
-    """[BN] of one row; -inf beyond the last class."""
-    b_z = tl.load(LOGITS + j, mask=j < classes, other=float("-inf"))
+def rows_of(i_tile, C: tl.constexpr):
+    return (tl.zeros([], tl.int64) + i_tile) * C.ROWS + tl.arange(0, C.ROWS)
+
+
+@triton.jit
+def load_logits(LOGITS, BIAS, i, j, classes, p):
+    """[ROWS, BN]; -inf beyond the last row and class."""
+    m = (i < p.rows)[:, None] & (j < classes)[None, :]
+    b_z = tl.load(LOGITS + i[:, None] * classes + j[None, :], mask=m, other=float("-inf"))
     if BIAS is not None:
-        b_z += tl.load(BIAS + j, mask=j < classes, other=0.0).to(tl.float32)
+        b_z += tl.load(BIAS + j, mask=j < classes, other=0.0).to(tl.float32)[None, :]
     return b_z

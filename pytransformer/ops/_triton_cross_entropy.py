@@ -57,7 +57,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := unavailable(a.x.device)) is not None:
+    if (reason := unavailable(a.x.device, "x")) is not None:
         return reason
     if a.x.dtype == torch.float64:
         return "float32, bfloat16 or float16, got float64; the backend reference has it"

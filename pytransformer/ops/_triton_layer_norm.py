@@ -68,7 +68,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := unavailable(a.x.device)) is not None:
+    if (reason := unavailable(a.x.device, "x")) is not None:
         return reason
     for name in ("x", "residual"):
         t = getattr(a, name, None)

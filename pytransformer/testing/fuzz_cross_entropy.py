@@ -7,6 +7,8 @@ the loss of a row by at most its largest E(z); p = exp(z - lse) by E(z) of itsel
 difference, r (|z| + |lse|). The sums carry it on. In a row of the weight's gradient one large term, of the target, is followed
 by many small ones, each of which rounds the whole sum anew: n roundings have a standard deviation of 0.29 sqrt(n), and 5.4 of
 those, for the worst of ten million elements, are c = 8 times sqrt(n) / 5. The bound allows r sqrt(n) / 4.
+
+A probability below float32's least normal number may be nothing, as it is on a GPU: that is the floor of what it adds up to.
 """
 
 from __future__ import annotations
@@ -123,8 +125,8 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     stored = torch.float64 if dtype == torch.float64 else torch.float32
     results: dict[str, oracle.Result] = {}
 
-    def put(name: str, value: Tensor, size: Tensor, gradient: bool, kept: torch.dtype) -> None:
-        floor = torch.full_like(size, 2.0**-24 if kept == torch.float16 else 0.0)
+    def put(name: str, value: Tensor, size: Tensor, gradient: bool, kept: torch.dtype, flushed: Tensor | float = 0.0) -> None:
+        floor = torch.full_like(size, 2.0**-24 if kept == torch.float16 else 0.0) + flushed
         results[name] = oracle.Result(value, size, floor, gradient, kept)
 
     if reduction == "none":
@@ -136,10 +138,19 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     upstream = torch.where(valid, t["grad_out"].double().reshape(-1) * share, 0.0)[:, None]
     p = torch.softmax(z, 1)
     dz, size = (p - q) * upstream, (p * (1 + moved) + q) * upstream.abs()
-    put("x", (dz @ weight).view(t["x"].shape), (size @ weight.abs()).view(t["x"].shape), True, dtype)
-    put("weight", dz.T @ x, (1 + r * math.sqrt(len(x)) / 4) * (size.T @ x.abs()), True, dtype)
+    least = (0.0 if dtype == torch.float64 else torch.finfo(torch.float32).tiny) * upstream.abs()
+    shape = t["x"].shape
+    put(
+        "x",
+        (dz @ weight).view(shape),
+        (size @ weight.abs()).view(shape),
+        True,
+        dtype,
+        (least * weight.abs().sum(0)).view(shape),
+    )
+    put("weight", dz.T @ x, (1 + r * math.sqrt(len(x)) / 4) * (size.T @ x.abs()), True, dtype, (least * x.abs()).sum(0))
     if "bias" in t:
-        put("bias", dz.sum(0), size.sum(0), True, t["bias"].dtype)
+        put("bias", dz.sum(0), size.sum(0), True, t["bias"].dtype, least.sum())
     return results
 
 
@@ -154,7 +165,13 @@ def run(
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n not in ("grad_out", "target")}
     with poisoned(), trace() as record:
         loss = pt.linear_cross_entropy(
-            leaves["x"], leaves["weight"], laid["target"], bias=leaves.get("bias"), **problem.keywords, backend=backend, strict=True
+            leaves["x"],
+            leaves["weight"],
+            laid["target"],
+            bias=leaves.get("bias"),
+            **problem.keywords,
+            backend=backend,
+            strict=True,
         )
         results: dict[str, Tensor | None] = {"loss": loss}
         if problem.wanted:

@@ -125,7 +125,11 @@ def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callabl
 
 def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[], Any]:
     def run() -> None:
-        x, weight, target = torch.zeros(3, 16, dtype=dtype), torch.zeros(classes, 16, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+        x, weight, target = (
+            torch.zeros(3, 16, dtype=dtype),
+            torch.zeros(classes, 16, dtype=dtype),
+            torch.zeros(3, dtype=torch.int64),
+        )
         a, _, _ = linear_cross_entropy_op.prepare(x, weight, target, bias=torch.zeros(classes), **kwargs)
         backend = linear_cross_entropy_op.backends["triton"]
         loss, *saved = backend.forward(a)

@@ -1,0 +1,158 @@
+"""linear_cross_entropy of the Triton tier, interpreted on CPU tensors through the public API."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._registry import OPS
+from pytransformer.testing import fuzz_cross_entropy as random_problems
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.fuzz import fuzz
+
+sys.path.append(str(Path(__file__).parent))
+from kernel_mutants import mutated
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SEED = 4
+FEW, MANY = 140, 600  # random problems; float64 ones among them do not count
+
+
+@pytest.mark.parametrize("reduction", random_problems.REDUCTIONS)
+@pytest.mark.parametrize("case", cases("linear_cross_entropy"), ids=lambda c: c.name)
+def test_case(case: Case, reduction: str) -> None:
+    """Loss and all gradients of a shared case against float64, in every dtype."""
+    for dtype in DTYPES:
+        _, wrong = random_problems.judge(random_problems.of_case(case, dtype, reduction=reduction), "triton", False)
+        assert not wrong, "\n".join(wrong)
+
+
+def _numbers(numbers: range) -> list[int]:
+    return [n for n in numbers if random_problems.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+
+
+def _fuzz(numbers: range) -> None:
+    report = fuzz("cross_entropy", ["triton"], SEED, _numbers(numbers), stop_after=5)
+    print(report.table(), f"\n{report.cases} cases, seed {SEED}, {report.seconds:.0f} s")
+    assert not report.failures, "\n".join(report.failures)
+
+
+def test_random_problems() -> None:
+    """Guarded and poisoned memory, several chunks of rows, ignored rows of NaN, equal bits twice."""
+    _fuzz(range(FEW))
+
+
+@pytest.mark.slow
+def test_many_random_problems() -> None:
+    _fuzz(range(FEW, FEW + MANY))
+
+
+def test_logits_never_exceed_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytransformer.kernels.cross_entropy import bwd, chunks, configs, fwd
+
+    shapes = []
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(out.shape))
+        return torch.mm(a, b, out=out)
+
+    for module in (chunks, bwd):
+        monkeypatch.setattr(module, "product", product)
+    rows, d, classes = 70, 8, 600
+    x, w = torch.randn(rows, d, requires_grad=True), torch.randn(classes, d, requires_grad=True)
+    pt.linear_cross_entropy(x, w, torch.zeros(rows, dtype=torch.int64), backend="triton").backward()
+    most = configs.chunk_rows(classes)
+    assert most < rows and fwd.chunk_rows is configs.chunk_rows
+    logits = [n for n, width in shapes if width == classes]
+    assert max(logits) <= most and sum(logits) == 2 * rows  # forward, and again in backward
+
+
+def test_rows_of_very_different_weight_keep_their_digits() -> None:
+    """float16, upstream gradients from 1e-4 to 1: each row of dx is as exact as alone."""
+    x, w = torch.randn(8, 24).half().requires_grad_(), torch.randn(90, 24).half().requires_grad_()
+    target, g = torch.arange(8), 10.0 ** -torch.arange(8).div(2)
+    (dx,) = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, reduction="none", backend="triton"), x, g)
+    for i in range(8):
+        row = x[i].detach().requires_grad_()
+        loss = pt.linear_cross_entropy(row, w, target[i], reduction="none", backend="triton")
+        assert torch.equal(torch.autograd.grad(loss, row, g[i])[0], dx[i])
+
+
+def test_nothing_to_do() -> None:
+    w = torch.randn(5, 4, requires_grad=True)
+    x, target = torch.randn(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    assert pt.linear_cross_entropy(x, w, target, backend="triton").isnan()
+    loss = pt.linear_cross_entropy(x, w, target, reduction="sum", backend="triton")
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    assert loss == 0 and dx.shape == x.shape and not dw.any()
+
+
+def test_a_wrong_target_is_told() -> None:
+    x, w = torch.randn(2, 4), torch.randn(5, 4)
+    with pytest.raises(ValueError, match="target must be between 0 and 4"):
+        pt.linear_cross_entropy(x, w, torch.tensor([1, 5]), backend="triton")
+
+
+@pytest.mark.unpoisoned
+def test_opcheck() -> None:
+    op = OPS["linear_cross_entropy"]
+    a = (torch.randn(4, 6), torch.randn(11, 6), torch.tensor([1, 10, -100, 0]), torch.randn(11), -100, 0.1, "mean")
+    torch.library.opcheck(op.fwd, (*a, "triton", True))
+    torch.library.opcheck(op.bwd, (torch.ones(()), *a, op.fwd(*a, "triton", True)[1], [True] * 3, "triton", True))
+
+
+@pytest.mark.unpoisoned
+def test_fullgraph_compile() -> None:
+    x, w, target = torch.randn(4, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True), torch.tensor([1, 10, 2, 0])
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return pt.linear_cross_entropy(x, w, target, label_smoothing=0.1, backend="triton")
+
+    ours, want = torch.compile(function, fullgraph=True, backend="aot_eager")(x, w), function(x, w)
+    assert torch.equal(ours, want)
+    for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(want, (x, w))):
+        assert torch.equal(a, e)
+
+
+def test_reasons() -> None:
+    """What the tier does not do, it says."""
+    x, target = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    assert pt.explain("linear_cross_entropy", x, x, target).reasons["triton"] is None
+    assert "float64" in pt.explain("linear_cross_entropy", x.double(), x.double(), target).reasons["triton"]
+
+
+# Faults that losses have had, each in a line of our kernels: (file, the line, what it becomes).
+MUTANTS = {
+    "last_block_alone": ("fwd.py", "b_l = b_l * tl.exp2((b_m - safe) * LOG2E) + ", "b_l = "),
+    "sum_not_rescaled": ("fwd.py", "b_l * tl.exp2((b_m - safe) * LOG2E)", "b_l"),
+    "base_two": ("fwd.py", "tl.log2(b_l) * LN2", "tl.log2(b_l)"),
+    "bias_missing_at_the_target": ("fwd.py", "b_z += tl.load(BIAS + k, mask", "b_z += 0.0 * tl.load(BIAS + k, mask"),
+    "smoothing_over_the_padding": ("fwd.py", "(b_sum / classes)", "(b_sum / (tl.cdiv(classes, C.BN) * C.BN))"),
+    "smoothing_missing_in_backward": ("bwd.py", "b_dz -= p.on_each / classes", "b_dz -= 0.0"),
+    "target_keeps_its_share": ("bwd.py", "== target[:, None], p.on_target, 0.0)", "== target[:, None], 1.0, 0.0)"),
+    "ignored_rows_count": ("bwd.py", "(target != p.ignore_index) & ", ""),
+    "ignored_rows_reach_the_weight": (
+        "bwd.py",
+        "torch.where(valid[part], x * share[part, None], 0.0)",
+        "(x * share[part, None])",
+    ),
+    "upstream_missing_in_dx": ("bwd.py", "(g[part] / kind.SCALE)", "(g[:1] / kind.SCALE)"),
+    "upstream_missing_in_dweight": ("bwd.py", "d_weight *= most", "d_weight *= 1.0"),
+    "upstream_missing_in_dbias": ("bwd.py", "b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]", "b_dz"),
+    "last_chunk_alone": ("bwd.py", "d_weight += dw_part", "d_weight.copy_(dw_part)"),
+    "bias_of_the_last_chunk_alone": ("bwd.py", "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ", ""),
+    "half_scale_left_in": ("bwd.py", "d_weight *= most / kind.SCALE", "d_weight *= most"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
+    """By a wrong number or unequal bits: a mutant that merely crashes would prove nothing."""
+    with mutated("cross_entropy", *MUTANTS[name], tmp_path):
+        report = fuzz("cross_entropy", ["triton"], SEED, _numbers(range(FEW)), stop_after=1)
+    assert report.failures, f"{name} survived {report.cases} cases"
+    assert any(sign in report.failures[0] for sign in ("WRONG", "two runs differ")), report.failures[0]

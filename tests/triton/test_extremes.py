@@ -1,0 +1,48 @@
+"""Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton tier,
+interpreted; every backend's list of peers' wrong results is tests/regressions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytransformer.testing.attention_check import check_attention
+
+sys.path.append(str(Path(__file__).parent))
+from kernel_mutants import mutated
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def _problem(dtype: torch.dtype, *, twice: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    query, key, value = (torch.randn(2, 2, n, 16).to(dtype) for n in (9, 70, 70))
+    mask = torch.zeros(2, 1, 9, 70)
+    mask[:, :, 3] = LOWEST
+    mask[:, :, 5, :40] = LOWEST  # beside scores that count
+    return (query, key, value), {"attn_mask": mask} | ({"bias": mask.clone()} if twice else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("twice", [False, True], ids=["one_finfo_min", "two_finfo_min"])
+def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
+    """The mean of value, and its right gradient: two terms of finfo.min are still a number, not -inf."""
+    args, keywords = _problem(dtype, twice=twice)
+    check_attention(args, keywords, "triton", data="any")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "twice"),
+    [
+        ("tiles.py", "s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)", "s = s + 0.0", True),
+        ("bwd.py", "> LARGE:", "> 2.0 * float('inf'):", False),
+    ],
+    ids=["sum_overflows", "lse_loses_the_log_of_the_sum"],
+)
+def test_it_would_see(file: str, old: str, new: str, twice: bool, tmp_path: Path) -> None:
+    """What makes these rows right, taken out: the test above fails."""
+    args, keywords = _problem(torch.float32, twice=twice)
+    with mutated("attention", file, old, new, tmp_path), pytest.raises(AssertionError):
+        check_attention(args, keywords, "triton", data="any")
