@@ -6,7 +6,8 @@ Importing it activates nothing, touches no GPU and needs no compiler; see :func:
 from . import integrations, reference
 from ._version import __version__
 from .drop_in import activate, deactivate
-from .ops._registry import BackendError, clear_fallbacks, explain, fallbacks, use_backend
+from .ops._fallbacks import BackendError, clear_fallbacks, fallbacks
+from .ops._registry import explain, use_backend
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
 from .ops.attention_weights import attention_summary, attention_weights

@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library, get_kernel
 
 from .ops._autograd import compiling_a_derivative
-from .ops._registry import record_fallback
+from .ops._fallbacks import record_fallback
 from .ops._tensors import FLOATING
 from .ops.attention import attention_op, four_dimensional
 

@@ -24,10 +24,6 @@ in the body of the raw op, so torch.compile sees one op: no graph break, and no 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
-import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +33,7 @@ import torch
 from torch.library import Library, register_fake, register_vmap
 
 from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched
+from ._fallbacks import BackendError, record_fallback
 from ._tensors import empty_in_order
 
 LIBRARY = Library("pytransformer", "DEF")
@@ -47,14 +44,8 @@ HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
 # Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
 _forced: dict[str, str] = {}
-_fallbacks: dict[tuple[str, str, str], Fallback] = {}
 _traces: list[list[tuple[str, str]]] = []
 _observers: list[Callable[[Op, Any, str], None]] = []
-_lock = threading.Lock()
-
-
-class BackendError(NotImplementedError):
-    """A forced backend cannot do the problem, or strict mode met a fallback; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +62,6 @@ class Backend:
     backward: Callable[..., Sequence[torch.Tensor | None]]
     why_not: Callable[[Any], str | None]
     extra_bytes: Callable[[Any], int] = lambda a: 0
-
-
-@dataclass
-class Fallback:
-    """The reference computed what a fused backend was expected to compute."""
-
-    op: str
-    call_site: str
-    reason: str
-    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -378,19 +359,6 @@ def _record(raw: str, backend: str) -> None:
         trace.append((raw, backend))
 
 
-def _call_site() -> str:
-    """file:line of the innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = os.path.dirname(os.path.abspath(torch.__file__))
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((ours, theirs, "<")):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown place"
-
-
 # ---- public controls
 
 
@@ -456,34 +424,6 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         notes.append(f"backend {forced!r} is forced")
     extra = {n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None}
     return Explanation(op, possible[0] if possible else None, reasons, extra, tuple(notes))
-
-
-def fallbacks() -> list[Fallback]:
-    """The calls, by place and reason, that ran on the reference where a fused backend was expected."""
-    with _lock:
-        return list(_fallbacks.values())
-
-
-def clear_fallbacks() -> None:
-    """Forget the recorded fallbacks; the next one at each place warns again."""
-    with _lock:
-        _fallbacks.clear()
-
-
-def record_fallback(op: str, why: str, *, instead: str, strict: bool = False) -> None:
-    """Note a call that a fused backend was expected to compute; warns the first time at each place.
-
-    Raises:
-        BackendError: ``strict``, or PYTRANSFORMER_STRICT=1.
-    """
-    if strict or os.environ.get("PYTRANSFORMER_STRICT") == "1":
-        raise BackendError(f"{op}: strict mode, and only {instead} can do this: {why}")
-    site = _call_site()
-    with _lock:
-        record = _fallbacks.setdefault((op, site, why), Fallback(op, site, why))
-        record.count += 1
-    if record.count == 1:
-        warnings.warn(f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2)
 
 
 @contextlib.contextmanager

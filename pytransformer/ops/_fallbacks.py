@@ -1,0 +1,71 @@
+"""No silent fallback: what ran on the reference, or on PyTorch's own kernel, where a fused backend was expected."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+
+class BackendError(NotImplementedError):
+    """A forced backend cannot do the problem, or strict mode met a fallback; the message has the reason."""
+
+
+@dataclass
+class Fallback:
+    """The reference computed what a fused backend was expected to compute."""
+
+    op: str
+    call_site: str
+    reason: str
+    count: int = 0
+
+
+# Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
+_fallbacks: dict[tuple[str, str, str], Fallback] = {}
+_lock = threading.Lock()
+
+
+def fallbacks() -> list[Fallback]:
+    """The calls, by place and reason, that ran on the reference where a fused backend was expected."""
+    with _lock:
+        return list(_fallbacks.values())
+
+
+def clear_fallbacks() -> None:
+    """Forget the recorded fallbacks; the next one at each place warns again."""
+    with _lock:
+        _fallbacks.clear()
+
+
+def record_fallback(op: str, why: str, *, instead: str, strict: bool = False) -> None:
+    """Note a call that a fused backend was expected to compute; warns the first time at each place.
+
+    Raises:
+        BackendError: ``strict``, or PYTRANSFORMER_STRICT=1.
+    """
+    if strict or os.environ.get("PYTRANSFORMER_STRICT") == "1":
+        raise BackendError(f"{op}: strict mode, and only {instead} can do this: {why}")
+    site = _call_site()
+    with _lock:
+        record = _fallbacks.setdefault((op, site, why), Fallback(op, site, why))
+        record.count += 1
+    if record.count == 1:
+        warnings.warn(f"pytransformer.{op} at {site} runs on {instead}: {why}", RuntimeWarning, stacklevel=2)
+
+
+def _call_site() -> str:
+    """file:line of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = os.path.dirname(os.path.abspath(torch.__file__))
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((ours, theirs, "<")):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown place"
