@@ -20,11 +20,11 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _observer: list[Callable[..., Any]] = []  # replaces the launch: see observed()
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int, **options: int) -> None:
     """Run ``kernel`` on ``programs`` programs of one flat grid dimension, which may exceed 65,535."""
     if programs == 0:
         return
-    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages)
+    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages, **options)
     if _observer:
         _observer[-1](kernel, arguments, options)
         return

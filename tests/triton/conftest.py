@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parent))  # for kernel_mutants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

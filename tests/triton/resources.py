@@ -11,6 +11,7 @@ binary with the tools inside Triton's wheel.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -33,6 +34,7 @@ from pytransformer.ops.feed_forward import feed_forward_op
 from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.testing.cases import case
 
+GLUON = triton.__version__ < "3.8"  # bench/gluon uses names that 3.9 has renamed
 TABLE = Path(__file__).with_name("resources.json")
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
@@ -84,6 +86,9 @@ def problems() -> Iterator[tuple[str, Callable[[], Any]]]:
     for classes in (200, 1000, 50257):
         yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
+
+    for head_dim in (64, 128):
+        yield f"gluon D{head_dim} bf16", gluon(head_dim)
 
 
 def attention(name: str, dtype: torch.dtype, head_dim: int, Lq: int = 64, Lk: int = 64) -> Callable[[], Any]:
@@ -138,6 +143,17 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
     return run
 
 
+def gluon(head_dim: int) -> Callable[[], Any]:
+    def run() -> None:
+        path = Path(__file__).resolve().parents[2] / "bench" / "gluon" / "attention_sm90.py"
+        spec = importlib.util.spec_from_file_location("gluon_attention", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.attention(*torch.zeros(3, 1, 1, 256, head_dim, dtype=torch.bfloat16).unbind())
+
+    return run
+
+
 def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterator[tuple[str, Any]]:
     """(kernel name, compiled kernel) of each launch of kernels whose name holds ``only``."""
     kernels: list[tuple[str, Any]] = []
@@ -178,6 +194,8 @@ def measure(architectures: tuple[int, ...], only: str = "") -> dict[str, dict[st
     table = {}
     for capability in architectures:
         for name, run in problems():
+            if name.startswith("gluon") and (capability != 90 or not GLUON):
+                continue
             for kernel, binary in compiled(capability, run) if only in name else ():
                 key = f"sm_{capability} {name} {kernel.removeprefix('attention_').removeprefix('feed_forward_')}"
                 table[key] = resources(binary)

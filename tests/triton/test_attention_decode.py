@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_mutants import mutated
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
 from pytransformer.kernels.attention.decode import plan_of
@@ -154,3 +156,27 @@ def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> No
     with torch.no_grad():
         value[:, :, 5] = float("nan")
     assert not _triton(query, key, value, **kwargs)[0].isfinite().any()
+
+
+MUTANTS = {
+    "splits_not_weighed": ("decode.py", "other=0.0) * weight, 0)", "other=0.0), 0)"),
+    "splits_overlap": ("decode.py", "first + i_split * tiles, last", "first + i_split, last"),
+    "one_head_for_all": ("tiles.py", "i_h = i_head + i % p.group", "i_h = i_head + 0 * i"),
+    "splits_beyond_the_last_read": ("decode.py", "m_s = s < p.few.splits", "m_s = s < p.few.splits + 1"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, tmp_path: Path) -> None:
+    query, key, value = (t[:, :, :300] for t in _inputs())  # fewer splits than there may be
+    want = pt.attention(query, key, value, backend="reference")
+    with mutated("attention", *MUTANTS[name], tmp_path):
+        out, _ = _triton(query, key, value)
+    assert not bounds.relative_error(out, want) < 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_the_test_of_hidden_keys_can_fail(tmp_path: Path) -> None:
+    fault = ("tiles.py", "m_j = tl.max(m_s.to(tl.int32), 0) != 0", "m_j = tl.max(m_s.to(tl.int32), 0) >= 0")
+    with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError):
+        test_nan_in_a_key_that_no_query_sees("mask", 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_mutants import mutated
 from pytransformer.kernels import _lang
 from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 
@@ -155,6 +157,28 @@ def test_every_tile_is_visited_once() -> None:
         x, weight = torch.randn(rows, 4), torch.randn(columns, 4)
         out = pt.feed_forward(x, weight, None, torch.eye(columns), None, backend="triton")
         torch.testing.assert_close(out, torch.relu(x @ weight.t()))
+
+
+MUTANTS = {
+    "gate_and_up_exchanged": ("fwd.py", "activate(b_gate, C) * b_pre", "activate(b_pre, C) * b_gate"),
+    "gate_bias_ignored": ("fwd.py", "b_gate = plus_bias(b_gate, GATE_BIAS, n, shape.N)", "b_gate = b_gate"),
+    "value_for_slope": ("bwd.py", "b_dpre = b_dh * slope(b_pre, C)", "b_dpre = b_dh * activate(b_pre, C)"),
+    "hidden_not_dropped_in_backward": ("bwd.py", "narrow(drop(b_hidden, i, n, dropout, C),", "narrow(b_hidden,"),
+    "sums_over_rows_beyond_the_end": ("bwd.py", "tl.where(m, b_x, 0.0)", "b_x"),
+    "dropout_not_scaled": ("tiles.py", "b_x * dropout.keep_scale", "b_x"),
+    "dropout_words_exchanged": ("tiles.py", "row & 0xFFFFFFFF, row >> 32", "row >> 32, row & 0xFFFFFFFF"),
+    "last_products_left_out": ("tiles.py", "range(0, shape.K, C.BK)", "range(0, shape.K - C.BK + 1, C.BK)"),
+    "short_group_taken_for_whole": ("tiles.py", "i_inside % height\n", "i_inside % GROUP\n"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, tmp_path: Path) -> None:
+    with mutated("feed_forward", *MUTANTS[name], tmp_path):
+        numbers = [n for n in range(FEW) if fuzz_ffn.draw(SEED, n).dtype != torch.float64]
+        report = fuzz("ffn", ["triton"], SEED, numbers, stop_after=1)
+    assert report.failures, f"{name} survived {report.cases} cases"
+    assert any(sign in report.failures[0] for sign in ("WRONG", "two runs differ", "StrayWrite")), report.failures[0]
 
 
 @pytest.mark.unpoisoned

@@ -69,6 +69,17 @@ def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
             _check(case.resize(D=head_dim, Lq=300, Lk=333), dtype)
 
 
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 4)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_few_queries(name: str, heads: tuple[int, int]) -> None:
+    """Keys split over programs."""
+    for queries in (1, 3):
+        shape = {"B": 2, "Hq": heads[0], "Hkv": heads[1], "Lq": queries, "Lk": 5000}
+        for head_dim in (64, 128, 256):
+            for dtype in (torch.bfloat16, torch.float32):
+                _check(next(c for c in cases("attention") if c.name == name).resize(**shape, D=head_dim), dtype)
+
+
 def test_dropout_mask() -> None:
     seed = torch.tensor(987654321 << 20, device="cuda")
     query, key = torch.zeros(2, 3, 200, 16, device="cuda"), torch.zeros(2, 3, 256, 16, device="cuda")
