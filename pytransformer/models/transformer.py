@@ -121,7 +121,7 @@ class Transformer(Model):
         return Stack([block(i) for i in range(num_layers)], last, dropout=c.dropout, pre=c.norm == "pre")
 
     def _initialise(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or (isinstance(module, Classifier) and not self.config.tied):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

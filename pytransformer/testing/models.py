@@ -9,6 +9,8 @@ import torch
 LOGITS = 5e-5
 # Relative 2-norm of the difference of a parameter's gradients in float32.
 GRADIENT = 5e-5
+# Relative difference of a small model's loss under bfloat16 autocast: a few roundings of 2^-9 a layer.
+AUTOCAST = 2e-2
 # Relative difference of two float64 losses after 50 steps of training: rounding only; 4e-15 was seen.
 CURVE = 1e-12
 

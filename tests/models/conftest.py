@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
-def _quick(one_thread: None) -> None:
-    """Models this small are fastest on one thread."""
+def _quick_and_strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models this small are fastest on one thread. What a fused backend cannot do raises."""
+    monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,5 @@ def hugging_face() -> Any:
 
 @pytest.fixture
 def no_grad() -> Iterator[None]:
-    import torch
-
     with torch.no_grad():
         yield

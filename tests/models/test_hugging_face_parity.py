@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,37 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
     if "seq_relationship_logits" in b:
         assert_same_logits(a.next_sentence_logits, b.seq_relationship_logits)
     assert_same_logits(a.loss, b.loss)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["bert", "fnet", "gpt2", "marian", "t5", "t5-v1.1", "vit"])
+def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) -> None:
+    """Sizes, depths, heads, activations, eps and padding drawn at random."""
+    draw = random.Random(f"{name} {seed}")
+    heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
+    names = {
+        "width": (heads * draw.choice([4, 7, 16]), ("hidden_size", "n_embd", "d_model")),
+        "hidden": (draw.randint(3, 70), ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")),
+        "heads": (heads, ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")),
+        "layers": (layers, ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")),
+        "eps": (draw.choice([1e-12, 1e-5, 1e-3]), ("layer_norm_eps", "layer_norm_epsilon")),
+        "activation": (draw.choice(["relu", "gelu", "gelu_new", "silu"]), ("hidden_act", "activation_function")),
+        "buckets": (draw.choice([4, 8, 20]), ("relative_attention_num_buckets",)),
+        "head": (draw.choice([1, 5, 16]), ("d_kv",)),
+    }
+    case = CASES[name]
+    known = vars(getattr(hugging_face, case.config)())
+    known = known.keys() | getattr(hugging_face, case.config).attribute_map.keys()
+    drawn = {key: value for value, keys in names.values() for key in keys if key in known}
+    if name == "marian":  # sinusoids need an even width
+        drawn["d_model"] = 2 * heads * draw.choice([2, 5])
+    case = dataclasses.replace(case, settings=case.settings | drawn)
+    theirs, ours = case.pair(hugging_face)
+    inputs = inputs_of(
+        case.kind, draw.choice(["none", "left", "right"]) if case.kind in ("encoder", "decoder", "seq2seq") else "none"
+    )
+    b = theirs(**inputs)
+    assert_same_logits(real(inputs, ours(**inputs).logits), real(inputs, b.get("prediction_logits", b.get("logits"))))
 
 
 @pytest.mark.parametrize("name", CASES)

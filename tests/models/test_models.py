@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytransformer import models, nn
-from pytransformer.testing.models import assert_same_logits
+from pytransformer.testing.models import AUTOCAST, assert_same_logits
 from pytransformer.testing.small_models import CONFIGS, build, inputs
 
 DECODERS = ["GPT", "GPT-alibi", "Transformer", "Transformer-pre", "T5", "T5-v1.1"]
@@ -49,6 +49,21 @@ def test_bfloat16(name: str):
     out = model(**given)
     assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all()
     assert out.loss.dtype == torch.float32 and out.loss.isfinite()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_training_step_under_autocast(name: str):
+    model = build(name).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs(name)).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        plain = model.eval()(**inputs(name)).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = model(**inputs(name)).loss
+    assert (cast - plain).abs() <= AUTOCAST * plain
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "attention_mask" in inputs(n) and n != "FNet"])

@@ -125,6 +125,14 @@ def test_every_expert_and_the_router_learn():
         nn.MixtureOfExperts(8, 16, 1)
 
 
+def test_experts_without_tokens_have_zero_gradients():
+    mixture = nn.MixtureOfExperts(8, 16, 4)
+    mixture(torch.randn(1, 8)).sum().backward()
+    idle = [e for e in mixture.experts if e.w1.weight.grad.abs().sum() == 0]
+    assert len(idle) == 2
+    assert mixture(torch.randn(0, 8)).shape == (0, 8)
+
+
 # ---- mixing
 
 
