@@ -92,7 +92,7 @@ def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
         return providers.Prepared("wrong", lambda: tuple(1.02 * o for o in forward()), prepared.context)
 
     monkeypatch.setattr(providers, "_prepare_ours", two_percent_off)
-    assert doctor.run(argparse.Namespace(json=False)) == WRONG
+    assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
     said = capsys.readouterr().out
     assert "WRONG" in said and "checks failed" in said
 
