@@ -3,8 +3,8 @@
     python bench/tools/overhead.py             # microseconds a call, forward and forward + backward
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
-Calls are interleaved in one process on one thread, so the columns can be compared with each other even on a busy machine.
-"beyond" is our time less PyTorch's.
+Calls are interleaved in one process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that
+of a round that nobody interrupted, so the columns can be compared even on a busy machine. "beyond" is our time less PyTorch's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import statistics
 import time
 from collections.abc import Callable
 
@@ -75,21 +74,21 @@ def calls(name: str, mode: str) -> tuple[Callable[[], object], Callable[[], obje
 
 
 def microseconds(contenders: tuple[Callable[[], object], ...], rounds: int, repeat: int) -> list[float]:
-    """The median over rounds of the time a call takes, each contender once a round."""
-    samples: list[list[float]] = [[] for _ in contenders]
+    """The least over rounds of the time a call takes, each contender once a round."""
+    best = [float("inf")] * len(contenders)
     for _ in range(rounds):
-        for call, times in zip(contenders, samples):
+        for i, call in enumerate(contenders):
             start = time.perf_counter()
             for _ in range(repeat):
                 call()
-            times.append((time.perf_counter() - start) / repeat * 1e6)
-    return [statistics.median(times) for times in samples]
+            best[i] = min(best[i], (time.perf_counter() - start) / repeat * 1e6)
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--repeat", type=int, default=100, help="calls a round")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--repeat", type=int, default=10, help="calls a round")
     parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
