@@ -1,0 +1,36 @@
+// What the torch edges need of the device. No CUDA header: edges are plain C++. Implemented by device.cu, and for the emulator by
+// csrc/emulator/host.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pt::cuda {
+
+// Makes a device current while it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int64_t device);
+  DeviceGuard(const DeviceGuard&) = delete;
+  ~DeviceGuard();
+
+ private:
+  int previous_;
+};
+
+// Of the current device.
+int multiprocessors();
+
+// Memory that the next launches may reach, for the emulator; nothing on a GPU. Holds until the object's end.
+class Reachable {
+ public:
+  Reachable();
+  Reachable(const Reachable&) = delete;
+  ~Reachable();
+  void add(const void* base, size_t bytes, const char* name);
+
+ private:
+  void* kept_;
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,157 @@
+// How threads meet: warps, named barriers, mbarriers, fences; and the registers a warpgroup has.
+#pragma once
+
+#include "cuda/ptx/platform.cuh"
+
+namespace pt::ptx {
+
+// ---- warps; every lane of a warp takes part
+// Where CUDA has a function for the instruction it is used: the compiler knows that such a call must not be moved into a branch.
+
+// "Parallel Synchronization and Communication Instructions: bar.warp.sync".
+PT_DEVICE void syncwarp() {
+#if defined(PT_EMULATE)
+  emu::syncwarp();
+#else
+  __syncwarp();
+#endif
+}
+
+// "Data Movement and Conversion Instructions: shfl.sync", mode bfly. Orders no memory accesses.
+PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask) {
+#if defined(PT_EMULATE)
+  return emu::shfl_xor(value, lane_mask);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+#endif
+}
+PT_DEVICE float shfl_xor(float value, int lane_mask) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask)); }
+
+// ---- barriers of the block
+
+// "Parallel Synchronization and Communication Instructions: bar", number 0, all threads of the block.
+PT_DEVICE void syncthreads() {
+#if defined(PT_EMULATE)
+  emu::bar_sync(0, int(blockDim.x));
+#else
+  __syncthreads();
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: bar", numbers 1 to 15. The number should be a constant: with one in a
+// register ptxas reserves all 16.
+PT_DEVICE void bar_sync(int id, int threads) {
+#if defined(PT_EMULATE)
+  emu::bar_sync(id, threads);
+#else
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+PT_DEVICE void bar_arrive(int id, int threads) {
+#if defined(PT_EMULATE)
+  emu::bar_arrive(id, threads);
+#else
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
+// ---- mbarriers: 8 bytes of shared memory each
+
+// A name for the emulator's messages; nothing on a GPU.
+PT_DEVICE void mbarrier_name([[maybe_unused]] uint32_t bar, [[maybe_unused]] const char* name, [[maybe_unused]] int index) {
+#if defined(PT_EMULATE)
+  emu::name_barrier(bar, name, index);
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: mbarrier.init".
+PT_DEVICE void mbarrier_init(uint32_t bar, uint32_t count) {
+#if defined(PT_EMULATE)
+  emu::mbarrier_init(bar, count);
+#else
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: mbarrier.arrive".
+PT_DEVICE void mbarrier_arrive(uint32_t bar) {
+#if defined(PT_EMULATE)
+  emu::mbarrier_arrive(bar);
+#else
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: mbarrier.arrive", with .expect_tx.
+PT_DEVICE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+#if defined(PT_EMULATE)
+  emu::mbarrier_arrive_expect_tx(bar, bytes);
+#else
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait". True once the phase of the given
+// parity is complete; may be false early, so loop.
+PT_DEVICE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+#if defined(PT_EMULATE)
+  return emu::mbarrier_try_wait(bar, parity);
+#else
+  uint32_t complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return complete != 0;
+#endif
+}
+
+// ---- fences
+
+// "Parallel Synchronization and Communication Instructions: membar / fence". Makes mbarrier initialisations visible to the async proxy.
+PT_DEVICE void fence_mbarrier_init() {
+#if defined(PT_EMULATE)
+  emu::fence_mbarrier_init();
+#else
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: membar / fence". Orders this thread's ordinary accesses to shared memory
+// before later TMA or wgmma accesses.
+PT_DEVICE void fence_proxy_async() {
+#if defined(PT_EMULATE)
+  emu::fence_proxy_async();
+#else
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// ---- registers
+
+// "Miscellaneous Instructions: setmaxnreg". A multiple of 8 from 24 to 256; every warp of the warpgroup executes it.
+template <int Registers>
+PT_DEVICE void setmaxnreg_inc() {
+  static_assert(Registers % 8 == 0 && Registers >= 24 && Registers <= 256);
+#if defined(PT_EMULATE)
+  emu::setmaxnreg(true, Registers);
+#else
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+#endif
+}
+template <int Registers>
+PT_DEVICE void setmaxnreg_dec() {
+  static_assert(Registers % 8 == 0 && Registers >= 24 && Registers <= 256);
+#if defined(PT_EMULATE)
+  emu::setmaxnreg(false, Registers);
+#else
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+#endif
+}
+
+}  // namespace pt::ptx

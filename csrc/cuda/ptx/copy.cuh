@@ -1,0 +1,124 @@
+// Asynchronous copies between global and shared memory.
+#pragma once
+
+#include "cuda/ptx/platform.cuh"
+
+namespace pt::ptx {
+
+// ---- by the thread itself: sm_80 and later, generic proxy
+
+// "Data Movement and Conversion Instructions: cp.async", 16 bytes past L1: `bytes` (0 to 16) of them from src, zeros behind.
+PT_DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
+#if defined(PT_EMULATE)
+  emu::cp_async(dst, src, bytes);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.commit_group".
+PT_DEVICE void cp_async_commit() {
+#if defined(PT_EMULATE)
+  emu::cp_async_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.wait_group". All but the last `Pending` groups of this thread are complete and
+// visible to it; others see them after a barrier.
+template <int Pending>
+PT_DEVICE void cp_async_wait() {
+#if defined(PT_EMULATE)
+  emu::cp_async_wait(Pending);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+// ---- by the tensor memory accelerator: sm_90 and later, async proxy
+
+// "Data Movement and Conversion Instructions: prefetch, prefetchu".
+PT_DEVICE void prefetch_tensor_map([[maybe_unused]] const TensorMap& map) {
+#if !defined(PT_EMULATE)
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+PT_DEVICE void tma_load_2d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y) {
+#if defined(PT_EMULATE)
+  const int32_t coord[] = {x, y};
+  emu::tma_load(dst, map, bar, 2, coord);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
+      "l"(&map), "r"(bar), "r"(x), "r"(y)
+      : "memory");
+#endif
+}
+PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z) {
+#if defined(PT_EMULATE)
+  const int32_t coord[] = {x, y, z};
+  emu::tma_load(dst, map, bar, 3, coord);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+      "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.bulk". Addresses and sizes are multiples of 16 bytes.
+PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+#if defined(PT_EMULATE)
+  emu::bulk_load(dst, src, bytes, bar);
+#else
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
+               "r"(bar)
+               : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.reduce.async.bulk". global[i] += shared[i], each element atomically, in no order.
+PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
+#if defined(PT_EMULATE)
+  emu::bulk_reduce_add_f32(dst, src, bytes);
+#else
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.bulk.commit_group".
+PT_DEVICE void bulk_commit() {
+#if defined(PT_EMULATE)
+  emu::bulk_commit();
+#else
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: cp.async.bulk.wait_group". All but the last `Pending` groups of this thread no longer read
+// shared memory.
+template <int Pending>
+PT_DEVICE void bulk_wait_read() {
+#if defined(PT_EMULATE)
+  emu::bulk_wait(Pending, true);
+#else
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+// The same: their results are in global memory.
+template <int Pending>
+PT_DEVICE void bulk_wait() {
+#if defined(PT_EMULATE)
+  emu::bulk_wait(Pending, false);
+#else
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+}  // namespace pt::ptx

@@ -1,0 +1,171 @@
+// Loads and stores, of global and of shared memory, and atomics. An access is aligned to its size.
+#pragma once
+
+#include "cuda/ptx/platform.cuh"
+
+namespace pt::ptx {
+
+// ---- global memory
+
+// "Data Movement and Conversion Instructions: ld.global.nc", past L1: read once, and not written while the kernel runs.
+PT_DEVICE Words4 ld_global_once(const void* p) {
+  Words4 v;
+#if defined(PT_EMULATE)
+  emu::ld_global(p, v.w, 16);
+#else
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
+#endif
+  return v;
+}
+
+// "Data Movement and Conversion Instructions: ld".
+PT_DEVICE Words4 ld_global_v4(const void* p) {
+  Words4 v;
+#if defined(PT_EMULATE)
+  emu::ld_global(p, v.w, 16);
+#else
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
+#endif
+  return v;
+}
+PT_DEVICE uint32_t ld_global_u32(const void* p) {
+  uint32_t v;
+#if defined(PT_EMULATE)
+  emu::ld_global(p, &v, 4);
+#else
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+#endif
+  return v;
+}
+PT_DEVICE uint16_t ld_global_u16(const void* p) {
+  uint16_t v;
+#if defined(PT_EMULATE)
+  emu::ld_global(p, &v, 2);
+#else
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+#endif
+  return v;
+}
+PT_DEVICE uint64_t ld_global_u64(const void* p) {
+  uint64_t v;
+#if defined(PT_EMULATE)
+  emu::ld_global(p, &v, 8);
+#else
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+#endif
+  return v;
+}
+
+// "Data Movement and Conversion Instructions: st".
+PT_DEVICE void st_global_v4(void* p, const Words4& v) {
+#if defined(PT_EMULATE)
+  emu::st_global(p, v.w, 16);
+#else
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+#endif
+}
+PT_DEVICE void st_global_u32(void* p, uint32_t v) {
+#if defined(PT_EMULATE)
+  emu::st_global(p, &v, 4);
+#else
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#endif
+}
+PT_DEVICE void st_global_u16(void* p, uint16_t v) {
+#if defined(PT_EMULATE)
+  emu::st_global(p, &v, 2);
+#else
+  asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+#endif
+}
+
+// ---- global memory shared by blocks
+
+// "Parallel Synchronization and Communication Instructions: red", four additions, sm_90 and later.
+PT_DEVICE void red_add_v4_f32(float* dst, float a, float b, float c, float d) {
+#if defined(PT_EMULATE)
+  const float value[] = {a, b, c, d};
+  emu::red_add_f32(dst, value, 4);
+#else
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: atom"; returns the old value.
+PT_DEVICE uint32_t atomic_add_u32(uint32_t* p, uint32_t value) {
+#if defined(PT_EMULATE)
+  return emu::atomic_add(p, value, false);
+#else
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  return old;
+#endif
+}
+
+// "Parallel Synchronization and Communication Instructions: red", release. Publishes what this thread did before, also by bulk
+// operations that it has waited for: hence the proxy fence.
+PT_DEVICE void release_add_u32(uint32_t* p, uint32_t value) {
+#if defined(PT_EMULATE)
+  emu::atomic_add(p, value, true);
+#else
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: ld", acquire, until the value is there. A block may wait only for blocks that are certain
+// to have started.
+PT_DEVICE void acquire_equal_u32(const uint32_t* p, uint32_t value) {
+#if defined(PT_EMULATE)
+  emu::wait_equal(p, value);
+#else
+  uint32_t now;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p) : "memory");
+  while (now != value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// ---- shared memory
+
+// "Data Movement and Conversion Instructions: st".
+PT_DEVICE void st_shared_u32(uint32_t addr, uint32_t value) {
+#if defined(PT_EMULATE)
+  emu::st_shared(addr, &value, 4);
+#else
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(value) : "memory");
+#endif
+}
+PT_DEVICE void st_shared_v4_f32(uint32_t addr, float a, float b, float c, float d) {
+#if defined(PT_EMULATE)
+  const float value[] = {a, b, c, d};
+  emu::st_shared(addr, value, 16);
+#else
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#endif
+}
+
+// "Data Movement and Conversion Instructions: ld".
+PT_DEVICE uint32_t ld_shared_u32(uint32_t addr) {
+  uint32_t value;
+#if defined(PT_EMULATE)
+  emu::ld_shared(addr, &value, 4);
+#else
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(addr) : "memory");
+#endif
+  return value;
+}
+PT_DEVICE void ld_shared_v2_f32(uint32_t addr, float& a, float& b) {
+#if defined(PT_EMULATE)
+  float value[2];
+  emu::ld_shared(addr, value, 8);
+  a = value[0];
+  b = value[1];
+#else
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(addr) : "memory");
+#endif
+}
+
+PT_DEVICE void st_shared_f32(uint32_t addr, float value) { st_shared_u32(addr, float_bits(value)); }
+PT_DEVICE float ld_shared_f32(uint32_t addr) { return bits_float(ld_shared_u32(addr)); }
+
+}  // namespace pt::ptx

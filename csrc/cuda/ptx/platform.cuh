@@ -1,0 +1,83 @@
+// What a kernel's source needs so that two compilers take it unchanged:
+//
+//   nvcc                       inline PTX
+//   g++ with -DPT_EMULATE      calls into csrc/emulator, where threads are fibers on the CPU
+//
+// The headers beside this one have one function per PTX instruction, each with its chapter and instruction in NVIDIA's "Parallel Thread
+// Execution ISA" (version 9.0). A kernel touches memory and synchronises through them only: what bypasses them, the emulator cannot check.
+// Shared memory is addressed by its 32-bit address in the shared window.
+#pragma once
+
+#include <cstdint>
+
+#if defined(PT_EMULATE)
+#include <cmath>
+#include <cstring>
+
+#include "emulator/emulator.h"
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define PT_DEVICE inline
+#define PT_HOST_DEVICE inline
+#define PT_UNROLL
+#else
+#include <cuda.h>
+#include <cuda_runtime.h>
+#define PT_DEVICE __device__ __forceinline__
+#define PT_HOST_DEVICE __host__ __device__ __forceinline__
+#define PT_UNROLL _Pragma("unroll")
+#endif
+
+namespace pt::ptx {
+
+#if defined(PT_EMULATE)
+using TensorMap = emu::TensorMap;
+#else
+using TensorMap = CUtensorMap;
+#endif
+
+// Storage only.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+// What a 16-byte access moves.
+struct Words4 {
+  uint32_t w[4];
+};
+
+// The first byte of the block's dynamic shared memory, aligned to 16 bytes (no more: CUDA promises no more).
+PT_DEVICE uint32_t dynamic_smem() {
+#if defined(PT_EMULATE)
+  return emu::dynamic_smem();
+#else
+  extern __shared__ __align__(16) uint8_t pt_dynamic_smem[];
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pt_dynamic_smem));
+#endif
+}
+
+PT_DEVICE uint32_t float_bits(float x) {
+#if defined(PT_EMULATE)
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+#else
+  return __float_as_uint(x);
+#endif
+}
+
+PT_DEVICE float bits_float(uint32_t bits) {
+#if defined(PT_EMULATE)
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+#else
+  return __uint_as_float(bits);
+#endif
+}
+
+}  // namespace pt::ptx

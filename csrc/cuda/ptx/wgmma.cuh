@@ -1,0 +1,130 @@
+// Matrix products of a warpgroup, 128 threads: sm_90a only.
+#pragma once
+
+#include "cuda/ptx/platform.cuh"
+
+namespace pt::ptx {
+
+enum class SmemLayout : uint64_t { None = 0, Swizzle128 = 1, Swizzle64 = 2, Swizzle32 = 3 };
+
+// "Asynchronous Warpgroup Level Matrix Instructions: matrix descriptor format". Offsets are in bytes.
+//   K-major,  Swizzle128: sbo = distance between groups of 8 rows; lbo is not used.
+//   MN-major, Swizzle128: sbo = distance between groups of 8 k; lbo = between 64-wide panels.
+PT_DEVICE constexpr uint64_t smem_descriptor(uint32_t addr, uint32_t lbo, uint32_t sbo, SmemLayout layout) {
+  return uint64_t((addr & 0x3ffff) >> 4) | uint64_t((lbo & 0x3ffff) >> 4) << 16 | uint64_t((sbo & 0x3ffff) >> 4) << 32 |
+         uint64_t(layout) << 62;
+}
+
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence". Before the first wgmma, and whenever its registers were touched.
+PT_DEVICE void wgmma_fence() {
+#if defined(PT_EMULATE)
+  emu::wgmma_fence();
+#else
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.commit_group".
+PT_DEVICE void wgmma_commit() {
+#if defined(PT_EMULATE)
+  emu::wgmma_commit();
+#else
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Makes x a value of its own, computed here. An accumulator whose initial value the compiler
+// shares with another, or copies late, would be written after wgmma.fence (ptxas: C7517).
+PT_DEVICE void pin([[maybe_unused]] float& x) {
+#if !defined(PT_EMULATE)
+  asm volatile("" : "+f"(x)::"memory");
+#endif
+}
+
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.wait_group". All but the last `Pending` groups are complete.
+template <int Pending>
+PT_DEVICE void wgmma_wait() {
+#if defined(PT_EMULATE)
+  emu::wgmma_wait(Pending);
+#else
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+// "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
+// d[64][N] (+)= A[64][16] B[16][N], bf16 operands, f32 accumulators. A is in shared memory (SS),
+// K-major or, with TransA, M-major, or in registers (RS); B is K-major, or N-major with TransB.
+// accumulate = false overwrites d.
+// Register i of thread t holds row 16 (t/32) + t%32/4 + 8 (i/2%2), column 8 (i/4) + 2 (t%4) + i%2.
+#if defined(PT_EMULATE)
+
+template <int N, bool TransB, bool TransA = false>
+inline void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
+  emu::wgmma(N, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate);
+}
+template <int N, bool TransB>
+inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
+  emu::wgmma(N, d, a, 0, false, desc_b, TransB, accumulate);
+}
+
+#else
+
+template <int N, bool TransB, bool TransA = false>
+PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) = delete;
+template <int N, bool TransB>
+PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) = delete;
+
+// clang-format off
+#define PT_D8(i) "+f"(d[i]), "+f"(d[i+1]), "+f"(d[i+2]), "+f"(d[i+3]), \
+                  "+f"(d[i+4]), "+f"(d[i+5]), "+f"(d[i+6]), "+f"(d[i+7])
+#define PT_D32 PT_D8(0), PT_D8(8), PT_D8(16), PT_D8(24)
+#define PT_D48 PT_D32, PT_D8(32), PT_D8(40)
+#define PT_D64 PT_D48, PT_D8(48), PT_D8(56)
+#define PT_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+                "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define PT_R48 PT_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define PT_R64 PT_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+
+// R is the number of accumulators, TA and TB are 0 or 1; P0.. are the numbers of the operands that
+// follow the accumulators.
+#define PT_WGMMA_SS(N, TA, TB, R, P0, P1, P2)                                                                        \
+  template <>                                                                                                         \
+  PT_DEVICE void wgmma_ss<N, TB, TA>(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PT_R##R "}, "                          \
+                 "%" #P0 ", %" #P1 ", p, 1, 1, " #TA ", " #TB ";\n}"                                                  \
+                 : PT_D##R : "l"(desc_a), "l"(desc_b), "r"(int(accumulate)));                                        \
+  }
+#define PT_WGMMA_RS(N, TB, R, P0, P1, P2, P3, P4, P5)                                                                \
+  template <>                                                                                                         \
+  PT_DEVICE void wgmma_rs<N, TB>(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {       \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PT_R##R "}, "                          \
+                 "{%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, " #TB ";\n}"                           \
+                 : PT_D##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                                \
+                         "r"(int(accumulate)));                                                                       \
+  }
+#define PT_WGMMA(N, R, P0, P1, P2, P3, P4, P5)                                                                       \
+  PT_WGMMA_SS(N, 0, 0, R, P0, P1, P2)                                                                                \
+  PT_WGMMA_SS(N, 0, 1, R, P0, P1, P2)                                                                                \
+  PT_WGMMA_SS(N, 1, 0, R, P0, P1, P2)                                                                                \
+  PT_WGMMA_SS(N, 1, 1, R, P0, P1, P2)                                                                                \
+  PT_WGMMA_RS(N, 0, R, P0, P1, P2, P3, P4, P5)                                                                       \
+  PT_WGMMA_RS(N, 1, R, P0, P1, P2, P3, P4, P5)
+PT_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+PT_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+PT_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+#undef PT_WGMMA_SS
+#undef PT_WGMMA_RS
+#undef PT_WGMMA
+#undef PT_R64
+#undef PT_R48
+#undef PT_R32
+#undef PT_D64
+#undef PT_D48
+#undef PT_D32
+#undef PT_D8
+// clang-format on
+#endif
+
+}  // namespace pt::ptx

@@ -1,0 +1,61 @@
+// Dropout of rows of columns: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), laid out as
+// pytransformer/reference/philox.py says.
+#pragma once
+
+#include "cuda/ptx/barrier.cuh"
+
+namespace pt::cuda {
+
+constexpr uint32_t kTagAddNorm = 0x80000001u, kTagFeedForward = 0x80000002u;
+
+struct Draws {
+  uint32_t w[4];
+};
+
+PT_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  PT_UNROLL
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
+    c0 = uint32_t(b >> 32) ^ c1 ^ k0, c2 = uint32_t(a >> 32) ^ c3 ^ k1;
+    c1 = uint32_t(b), c3 = uint32_t(a);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Which of eight neighbouring columns of a row are kept.
+class ColumnDropout {
+ public:
+  // threshold: rint(65536 p), 1 to 65536.
+  PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag) : seed_(seed), threshold_(threshold), tag_(tag) {}
+
+  // Bit i: column + i is kept. Every lane of the warp calls it; four lanes whose numbers differ in the last two bits are on the same row
+  // and have the four eights of 32 columns, in order. A generator call decides the same pair of columns of all four, so each lane makes
+  // one call and they trade words: a transposition of 4 x 4 words.
+  PT_DEVICE uint32_t keep(int64_t row, int column) const {
+    if (threshold_ >= 65536) return 0;
+    const uint32_t lane = threadIdx.x % 4;
+    const Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
+    const bool odd = lane & 1, upper = lane & 2;
+    // d.w[t] of lane m goes to lane t as pair m: first between neighbours, then between the two halves.
+    const uint32_t s0 = ptx::shfl_xor_u32(odd ? d.w[0] : d.w[1], 1), s1 = ptx::shfl_xor_u32(odd ? d.w[2] : d.w[3], 1);
+    const uint32_t a0 = odd ? s0 : d.w[0], a1 = odd ? d.w[1] : s0;  // pairs 2 (m / 2) + {0, 1} of word odd
+    const uint32_t b0 = odd ? s1 : d.w[2], b1 = odd ? d.w[3] : s1;  // and of word 2 + odd
+    const uint32_t t0 = ptx::shfl_xor_u32(upper ? a0 : b0, 2), t1 = ptx::shfl_xor_u32(upper ? a1 : b1, 2);
+    const uint32_t pair[4] = {upper ? t0 : a0, upper ? t1 : a1, upper ? b0 : t0, upper ? b1 : t1};
+    uint32_t bits = 0;
+    PT_UNROLL
+    for (int m = 0; m < 4; ++m)
+      bits |= uint32_t((pair[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(pair[m] >> 16 >= threshold_) << (2 * m + 1);
+    return bits;
+  }
+  // What a kept value is multiplied by.
+  PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
+
+ private:
+  uint64_t seed_;
+  uint32_t threshold_, tag_;
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,67 @@
+// Who works on a row together, and their sums. Every member of a team gets the same sum, added in the same order at every run.
+#pragma once
+
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/memory.cuh"
+
+namespace pt::cuda {
+
+struct Sum2 {
+  float a, b;
+};
+
+// `lanes` (4, 8, 16 or 32) neighbouring lanes of a warp. Every lane of the warp calls sum().
+struct LaneTeam {
+  int lanes;
+
+  PT_DEVICE explicit LaneTeam(int lanes_) : lanes(lanes_) {}
+  PT_DEVICE int size() const { return lanes; }
+  PT_DEVICE int rank() const { return int(threadIdx.x) % lanes; }
+  PT_DEVICE int team() const { return int(threadIdx.x) / lanes; }  // within the block
+  PT_DEVICE int teams() const { return int(blockDim.x) / lanes; }
+  PT_DEVICE int first_of_warp() const { return int(threadIdx.x) / 32 * 32 / lanes; }
+
+  PT_DEVICE Sum2 sum(Sum2 x) {
+    PT_UNROLL
+    for (int d = 1; d < 32; d *= 2)
+      if (d < lanes) x = {x.a + ptx::shfl_xor(x.a, d), x.b + ptx::shfl_xor(x.b, d)};
+    return x;
+  }
+};
+
+// The whole block, at most 32 warps. Two buffers take turns, so one barrier a sum is enough: who writes a buffer again has passed the
+// barrier of the sum between, which nobody reaches before having read.
+struct BlockTeam {
+  uint32_t buffer;
+  int turn = 0;
+  // Of one buffer: whole pieces of 16 bytes, by which the emulator tells accesses apart.
+  static constexpr uint32_t buffer_bytes(int threads) { return (threads / 32 * sizeof(Sum2) + 15) / 16 * 16; }
+
+  PT_DEVICE explicit BlockTeam(int) : buffer(ptx::dynamic_smem()) {}
+  PT_DEVICE int size() const { return int(blockDim.x); }
+  PT_DEVICE int rank() const { return int(threadIdx.x); }
+  PT_DEVICE int team() const { return 0; }
+  PT_DEVICE int teams() const { return 1; }
+  PT_DEVICE int first_of_warp() const { return 0; }
+
+  PT_DEVICE Sum2 sum(Sum2 x) {
+    x = LaneTeam(32).sum(x);
+    const int warps = int(blockDim.x) / 32;
+    const uint32_t at = buffer + turn * buffer_bytes(int(blockDim.x));
+    turn ^= 1;
+    if (threadIdx.x % 32 == 0) {
+      ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2), x.a);
+      ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2) + 4, x.b);
+    }
+    ptx::syncthreads();
+    x = {0.0f, 0.0f};
+    for (int w = 0; w < warps; ++w) {
+      float a, b;
+      ptx::ld_shared_v2_f32(at + w * sizeof(Sum2), a, b);
+      x = {x.a + a, x.b + b};
+    }
+    return x;
+  }
+};
+
+}  // namespace pt::cuda

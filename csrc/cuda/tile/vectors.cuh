@@ -1,0 +1,134 @@
+// Eight neighbouring elements of a tensor: 16 bytes of bf16 and f16, 32 of f32, read and written 16 bytes at a time.
+#pragma once
+
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/tile/dtype.h"
+
+namespace pt::cuda {
+
+constexpr int kVector = 8;
+
+template <class T>
+struct Element;
+template <>
+struct Element<float> {
+  static constexpr DType dtype = DType::f32;
+};
+template <>
+struct Element<ptx::bf16> {
+  static constexpr DType dtype = DType::bf16;
+  static PT_DEVICE uint32_t pack(float low, float high) { return ptx::pack_bf16(low, high); }
+};
+template <>
+struct Element<ptx::f16> {
+  static constexpr DType dtype = DType::f16;
+  static PT_DEVICE uint32_t pack(float low, float high) { return ptx::pack_f16(low, high); }
+};
+
+// Eight elements as they lie in memory.
+template <class T>
+struct Raw {
+  static constexpr int kPieces = kVector * sizeof(T) / 16;
+  ptx::Words4 piece[kPieces];
+
+  // Once: memory that this kernel reads once and nobody writes meanwhile.
+  template <bool Once>
+  PT_DEVICE void load(const T* p) {
+    PT_UNROLL
+    for (int i = 0; i < kPieces; ++i)
+      piece[i] = Once ? ptx::ld_global_once(p + i * (16 / sizeof(T))) : ptx::ld_global_v4(p + i * (16 / sizeof(T)));
+  }
+  PT_DEVICE void clear() {
+    PT_UNROLL
+    for (int i = 0; i < kPieces; ++i) piece[i] = {};
+  }
+  PT_DEVICE void store(T* p) const {
+    PT_UNROLL
+    for (int i = 0; i < kPieces; ++i) ptx::st_global_v4(p + i * (16 / sizeof(T)), piece[i]);
+  }
+  PT_DEVICE float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return ptx::bits_float(piece[i / 4].w[i % 4]);
+    } else {
+      return ptx::widen(T{uint16_t(piece[0].w[i / 2] >> 16 * (i % 2))});
+    }
+  }
+  // Rounds.
+  PT_DEVICE void set(const float (&v)[kVector]) {
+    PT_UNROLL
+    for (int i = 0; i < kVector; i += 2) {
+      if constexpr (sizeof(T) == 4) {
+        piece[i / 4].w[i % 4] = ptx::float_bits(v[i]);
+        piece[i / 4].w[i % 4 + 1] = ptx::float_bits(v[i + 1]);
+      } else {
+        piece[0].w[i / 2] = Element<T>::pack(v[i], v[i + 1]);
+      }
+    }
+  }
+};
+
+// Calls f(T{}) for the type that `dtype` names; the same for all threads.
+template <class F>
+PT_DEVICE void with_type(DType dtype, F f) {
+  if (dtype == DType::f32) {
+    f(float{});
+  } else if (dtype == DType::bf16) {
+    f(ptx::bf16{});
+  } else {
+    f(ptx::f16{});
+  }
+}
+
+template <class T>
+PT_DEVICE float load_one(const T* p) {
+  if constexpr (sizeof(T) == 4) {
+    return ptx::bits_float(ptx::ld_global_u32(p));
+  } else {
+    return ptx::widen(T{ptx::ld_global_u16(p)});
+  }
+}
+template <class T>
+PT_DEVICE void store_one(T* p, float v) {
+  if constexpr (sizeof(T) == 4) {
+    ptx::st_global_u32(p, ptx::float_bits(v));
+  } else {
+    ptx::st_global_u16(p, uint16_t(Element<T>::pack(v, v)));
+  }
+}
+
+// Elements [column, column + 8) of a row of `columns`, zero past its end; 16 bytes at a time where `aligned`: the row begins at a multiple
+// of 16 bytes and `columns` is a multiple of 8.
+PT_DEVICE void load_any(float (&v)[kVector], const void* row, DType dtype, int column, int columns, bool aligned) {
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    const T* p = static_cast<const T*>(row) + column;
+    if (aligned && column < columns) {
+      Raw<T> raw;
+      raw.template load<false>(p);
+      PT_UNROLL
+      for (int i = 0; i < kVector; ++i) v[i] = raw[i];
+    } else {
+      PT_UNROLL
+      for (int i = 0; i < kVector; ++i) v[i] = column + i < columns ? load_one(p + i) : 0.0f;
+    }
+  });
+}
+// Rounds to `dtype`; writes nothing past the row's end.
+PT_DEVICE void store_any(const float (&v)[kVector], void* row, DType dtype, int column, int columns, bool aligned) {
+  with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    T* p = static_cast<T*>(row) + column;
+    if (aligned && column < columns) {
+      Raw<T> raw;
+      raw.set(v);
+      raw.store(p);
+    } else {
+      PT_UNROLL
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < columns) store_one(p + i, v[i]);
+    }
+  });
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,110 @@
+"""Builds what runs CUDA kernels on the CPU, for tests; never part of a wheel.
+
+    python csrc/emulator/build.py                      libpytransformer_emulated.so: the raw ops, on CPU tensors
+    python csrc/emulator/build.py program SOURCE...    a program of tests against the emulator alone
+
+Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed; `directory` may hold several builds, such
+as one for each planted fault.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CSRC))
+import native_build  # noqa: E402  (beside the sources, never installed)
+
+DIRECTORY = CSRC.parent / "build" / "emulator"
+LIBRARY = "libpytransformer_emulated.so"
+FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DPT_EMULATE", "-Wall", "-Wextra"]
+HOST_ONLY = {"host.cpp", "library.cpp"}  # what a program does not need
+
+
+def why_not() -> str | None:
+    """None if the emulator can be built here, else the reason."""
+    if native_build.find_compiler() is None:
+        return "no C++ compiler was found: install g++, or set CXX"
+    if native_build.find_ninja() is None:
+        return "ninja was not found: pip install ninja"
+    return None
+
+
+def library(directory: Path = DIRECTORY, csrc: Path = CSRC) -> Path:
+    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here.
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's messages.
+    """
+    torch = native_build.find_torch()
+    if torch is None:
+        raise RuntimeError("torch was not found")
+    kernels = [path for path in csrc.glob("cuda/**/*.cu") if path.name != "device.cu"]  # host.cpp stands in for that
+    edges = [*csrc.glob("cuda/**/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    flags = [*FLAGS, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
+    with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
+    link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
+    sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]
+    return _build(directory, LIBRARY, sources, link, [_emulator()])
+
+
+def program(name: str, sources: list[Path], directory: Path = DIRECTORY) -> Path:
+    """Brings a program of these sources and the emulator up to date.
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's messages.
+    """
+    flags = [*FLAGS, "-I", str(CSRC)]
+    return _build(directory, name, [(path.resolve(), flags) for path in sources], [], [_emulator()])
+
+
+def _emulator() -> Path:
+    """The emulator alone, which every library and program shares."""
+    sources = [path for path in sorted(CSRC.glob("emulator/*.cpp")) if path.name not in HOST_ONLY]
+    flags = [*FLAGS, "-I", str(CSRC)]
+    return _build(DIRECTORY, "libemulator.a", [(path, flags) for path in sources], [], [])
+
+
+def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], link: list[str], archives: list[Path]) -> Path:
+    if reason := why_not():
+        raise RuntimeError(reason)
+    compiler, ninja = native_build.find_compiler(), native_build.find_ninja()
+    assert compiler and ninja
+    quoted = " ".join(compiler)
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {quoted} $flags -MMD -MF $out.d -x c++ -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {quoted} $in $flags -o $out",
+        "rule archive",
+        "  command = rm -f $out && ar rcs $out $in",
+    ]
+    objects = []
+    for path, flags in sources:
+        objects.append(f"{output}.d/{path.parent.name}_{path.name}.o")
+        lines += [f"build {objects[-1]}: cxx {path}", f"  flags = {' '.join(flags)}"]
+    rule = "archive" if output.endswith(".a") else "link"
+    inputs = " ".join(map(str, (*objects, *archives)))
+    lines += [f"build {output}: {rule} {inputs}", f"  flags = {' '.join(link)}", ""]
+    directory.mkdir(parents=True, exist_ok=True)
+    script = directory / f"{output}.ninja"
+    text = "\n".join(lines)
+    if not script.is_file() or script.read_text() != text:
+        script.write_text(text)
+    command = [ninja, "-C", str(directory), "-f", script.name, output]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{output} does not compile:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+    return directory / output
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["program"]:
+        print(program(Path(sys.argv[2]).stem, [Path(name) for name in sys.argv[2:]]))
+    else:
+        print(library())

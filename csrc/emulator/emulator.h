@@ -1,0 +1,122 @@
+// Host emulation of the part of PTX that the kernels use (csrc/cuda/ptx).
+//
+// A few thread blocks run at a time; their threads are fibers that a seeded scheduler interleaves at random. Asynchronous engines (TMA,
+// tensor cores) are modelled as events that happen at a random moment between issue and completion. Every function of the device side
+// stands for one PTX instruction.
+//
+// The emulator is stricter than a GPU on purpose: it stops with a message at the first thing that the PTX ISA leaves undefined, instead of
+// computing something that may look right. See docs/design-cuda.md for what it finds and what it cannot know.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "emulator/numbers.h"
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// CUDA's built-in variables. The scheduler sets them each time it resumes a fiber.
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emu {
+
+// ---- host side
+
+enum class Swizzle { None = 0, B32 = 1, B64 = 2, B128 = 3 };
+
+// Stand-in for CUtensorMap. Dimension 0 is the innermost one, stride[0] is unused.
+struct TensorMap {
+  const uint8_t* base = nullptr;
+  int elem_bytes = 0;
+  int rank = 0;
+  uint64_t dim[5] = {};
+  uint64_t stride[5] = {};  // bytes
+  uint32_t box[5] = {};
+  Swizzle swizzle = Swizzle::None;
+};
+
+// Global memory that kernels may reach while this lives; anything else is out of bounds.
+class GlobalMemory {
+ public:
+  GlobalMemory(const void* base, size_t bytes, std::string name);
+  GlobalMemory(const GlobalMemory&) = delete;
+  ~GlobalMemory();
+
+ private:
+  int number_;
+};
+
+struct Options {
+  uint64_t seed = 1;
+  bool race_check = true;  // happens-before checks, on top of the data-based ones
+  int resident = 3;        // blocks that run at the same time (at most 4)
+  // Fail if two blocks add to the same place by bulk reductions in an order that no counter enforces. The places are compared by their
+  // first element.
+  bool ordered_reductions = false;
+  size_t smem_limit = 232448;  // bytes of dynamic shared memory that a block may ask for
+};
+
+struct Report {
+  std::string error;  // empty: the launch completed
+  uint64_t switches = 0, products = 0, copies = 0;
+};
+
+Report launch(dim3 grid, dim3 block, size_t smem_bytes, const std::function<void()>& kernel, const Options& options);
+
+// ---- device side: called by the fibers
+
+[[noreturn]] void fail(const std::string& message);
+
+// shared memory
+uint32_t dynamic_smem();
+void st_shared(uint32_t addr, const void* value, int bytes);
+void ld_shared(uint32_t addr, void* value, int bytes);
+void fence_proxy_async();
+
+// global memory
+void ld_global(const void* p, void* value, int bytes);
+void st_global(void* p, const void* value, int bytes);
+void red_add_f32(float* dst, const float* value, int n);
+uint32_t atomic_add(uint32_t* p, uint32_t value, bool release);
+void wait_equal(const uint32_t* p, uint32_t value);  // acquires
+
+// barriers
+void bar_sync(int id, int threads);
+void bar_arrive(int id, int threads);
+void name_barrier(uint32_t bar, const char* name, int index);
+void mbarrier_init(uint32_t bar, uint32_t count);
+void mbarrier_arrive(uint32_t bar);
+void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes);
+bool mbarrier_try_wait(uint32_t bar, uint32_t parity);  // returns when the answer is "true"
+void fence_mbarrier_init();
+
+// copies
+void cp_async(uint32_t dst, const void* src, uint32_t bytes);
+void cp_async_commit();
+void cp_async_wait(int pending_groups);
+void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord);
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);
+void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes);
+void bulk_commit();
+void bulk_wait(int pending_groups, bool only_read);
+
+// warps
+void syncwarp();
+uint32_t shfl_xor(uint32_t value, int lane_mask);
+void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed);
+void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices);
+void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool f16);
+
+// warpgroups
+void setmaxnreg(bool increase, int registers);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending_groups);
+// a_regs != nullptr: A comes from registers and desc_a is ignored.
+void wgmma(int n, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d);
+
+}  // namespace emu

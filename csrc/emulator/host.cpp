@@ -1,0 +1,39 @@
+// Stands in for csrc/cuda/device.cu.
+#include "emulator/host.h"
+
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda/device.h"
+
+namespace emu {
+
+Options& options() {
+  static Options current;
+  return current;
+}
+
+void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>& kernel) {
+  const Report report = launch(grid, {unsigned(threads)}, smem_bytes, kernel, options());
+  const uint64_t seed = options().seed++;
+  if (!report.error.empty()) throw std::runtime_error("emulator, schedule " + std::to_string(seed) + ": " + report.error);
+}
+
+}  // namespace emu
+
+namespace pt::cuda {
+
+DeviceGuard::DeviceGuard(int64_t) : previous_(-1) {}
+DeviceGuard::~DeviceGuard() = default;
+
+int multiprocessors() { return 2; }  // few, so that persistent blocks have several turns
+
+using Kept = std::vector<std::unique_ptr<emu::GlobalMemory>>;
+Reachable::Reachable() : kept_(new Kept) {}
+Reachable::~Reachable() { delete static_cast<Kept*>(kept_); }
+void Reachable::add(const void* base, size_t bytes, const char* name) {
+  static_cast<Kept*>(kept_)->push_back(std::make_unique<emu::GlobalMemory>(base, bytes, name));
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,44 @@
+// Number formats of the GPU on the CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace emu {
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// .ftz: subnormal numbers count as zero, with their sign.
+inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+
+inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+inline float from_f16(uint16_t bits) {
+  _Float16 x;
+  std::memcpy(&x, &bits, 2);
+  return float(x);
+}
+
+// To nearest even; every NaN becomes 0x7fff, as cvt.rn does.
+inline uint16_t to_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  return x != x ? 0x7fff : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+inline uint16_t to_f16(float x) {
+  if (x != x) return 0x7fff;
+  const _Float16 rounded = _Float16(x);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+
+}  // namespace emu

@@ -1,0 +1,292 @@
+// conformance SEED: runs the kernels of conformance.cuh on random inputs and prints, a line each, a name and the words it left. Built for
+// the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
+#include "conformance.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using namespace pt;
+
+uint64_t state = 1;
+
+uint64_t random_bits() {  // splitmix64
+  uint64_t z = state += 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+[[noreturn]] void die(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
+  std::exit(1);
+}
+
+std::vector<uint32_t> random_words(size_t n) {
+  std::vector<uint32_t> words(n);
+  for (auto& w : words) w = uint32_t(random_bits());
+  return words;
+}
+
+// Floats over all exponents, zeros, infinities, NaNs and subnormal numbers among them.
+std::vector<uint32_t> random_floats(size_t n) {
+  const uint32_t special[] = {0, 0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 1, 0x807fffffu, 0x3f800000u, 0x477fe000u, 0x477ff000u};
+  auto words = random_words(n);
+  for (auto& w : words)
+    if (random_bits() % 8 == 0) w = special[random_bits() % 10];
+  return words;
+}
+
+// Pairs of 16-bit floats that are small integers.
+std::vector<uint32_t> random_pairs(size_t n, bool f16) {
+  std::vector<uint32_t> words(n);
+  const auto one = [&] {
+    const float x = float(int(random_bits() % 9) - 4);
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    const uint32_t half = x == 0 ? 0 : (u >> 16 & 0x8000) | (((u >> 13 & 0x3ffff) - (112 << 10)) & 0x7fff);
+    return f16 ? half : u >> 16;
+  };
+  for (auto& w : words) w = one() | one() << 16;
+  return words;
+}
+
+// Device memory.
+class Buffer {
+ public:
+  explicit Buffer(std::vector<uint32_t> words) : words_(std::move(words)) {
+#if defined(PT_EMULATE)
+    memory_ = std::aligned_alloc(256, (words_.size() * 4 + 255) / 256 * 256);
+    std::memcpy(memory_, words_.data(), words_.size() * 4);
+    registered_ = std::make_unique<emu::GlobalMemory>(memory_, words_.size() * 4, "buffer");
+#else
+    if (cudaMalloc(&memory_, words_.size() * 4) != cudaSuccess) die("no device memory");
+    cudaMemcpy(memory_, words_.data(), words_.size() * 4, cudaMemcpyHostToDevice);
+#endif
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() {
+#if defined(PT_EMULATE)
+    std::free(memory_);
+#else
+    cudaFree(memory_);
+#endif
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+  void print(const char* name) {
+#if defined(PT_EMULATE)
+    std::memcpy(words_.data(), memory_, words_.size() * 4);
+#else
+    if (cudaMemcpy(words_.data(), memory_, words_.size() * 4, cudaMemcpyDeviceToHost) != cudaSuccess) die(std::string(name) + " failed");
+#endif
+    std::printf("%s", name);
+    for (uint32_t w : words_) std::printf(" %x", w);
+    std::printf("\n");
+  }
+
+ private:
+  std::vector<uint32_t> words_;
+  void* memory_ = nullptr;
+#if defined(PT_EMULATE)
+  std::unique_ptr<emu::GlobalMemory> registered_;
+#endif
+};
+
+Buffer zeros(size_t n) { return Buffer(std::vector<uint32_t>(n, 0)); }
+
+template <class... P, class... A>
+void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&... arguments) {
+#if defined(PT_EMULATE)
+  emu::Options options;
+  options.seed = random_bits();
+  const auto report = emu::launch({unsigned(blocks)}, {unsigned(threads)}, smem, [&] { kernel(arguments...); }, options);
+  if (!report.error.empty()) die(report.error);
+#else
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem));
+  random_bits();
+  const std::tuple<P...> converted(arguments...);  // what the kernel takes, and a pointer to each
+  std::apply(
+      [&](const P&... a) {
+        void* pointers[] = {const_cast<void*>(static_cast<const void*>(&a))...};
+        if (cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), pointers, smem, nullptr) != cudaSuccess)
+          die("a kernel could not be launched");
+      },
+      converted);
+  cudaError_t error = cudaDeviceSynchronize();
+  if (error != cudaSuccess) die(cudaGetErrorString(error));
+#endif
+}
+
+#if defined(PT_EMULATE) || defined(PT_HOPPER)
+// A tensor of 16-bit elements, innermost dimension first and contiguous; boxes of 64 elements by `rows`, 128-byte swizzle.
+ptx::TensorMap tensor_map(const void* base, int rank, const uint64_t (&dim)[3], uint32_t rows) {
+  ptx::TensorMap map{};
+#if defined(PT_EMULATE)
+  map.base = static_cast<const uint8_t*>(base);
+  map.elem_bytes = 2;
+  map.rank = rank;
+  map.swizzle = emu::Swizzle::B128;
+  uint64_t stride = 2;
+  for (int i = 0; i < rank; ++i) {
+    map.dim[i] = dim[i];
+    map.stride[i] = stride;
+    map.box[i] = i == 0 ? 64 : i == 1 ? rows : 1;
+    stride *= dim[i];
+  }
+#else
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+      found != cudaDriverEntryPointSuccess)
+    die("the driver has no cuTensorMapEncodeTiled");
+  const cuuint64_t dims[] = {dim[0], dim[1], dim[2]}, strides[] = {dim[0] * 2, dim[0] * dim[1] * 2};
+  const cuuint32_t boxes[] = {64, rows, 1}, steps[] = {1, 1, 1};
+  if (reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+          &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+    die("cuTensorMapEncodeTiled failed");
+#endif
+  return map;
+}
+
+template <int N, bool TransA, bool TransB, bool Rs>
+void multiply(const char* name) {
+  Buffer a(random_pairs(64 * 32, false)), b(random_pairs(N * 32, false));
+  a.print((std::string("a:") + name).c_str()), b.print((std::string("b:") + name).c_str());
+  Buffer out = zeros(64 * N);
+  const uint64_t dim_a[3] = {64, 64, 1}, dim_b[3] = {TransB ? N : 64, TransB ? 64 : N, 1};
+  const auto map_a = tensor_map(a.as<void>(), 2, dim_a, 64), map_b = tensor_map(b.as<void>(), 2, dim_b, TransB ? 64 : N);
+  run(conformance::multiply<N, TransA, TransB, Rs>, 1, 128, 1024 + 64 * 128 + N * 128 + 8, map_a, map_b, a.as<const uint16_t>(),
+      out.as<float>());
+  out.print(name);
+}
+
+void hopper() {
+  {
+    Buffer in(random_pairs(40 * 36, false));
+    in.print("in:tma");
+    const uint64_t flat[3] = {72, 40, 1}, deep[3] = {72, 10, 4};
+    const auto map2 = tensor_map(in.as<void>(), 2, flat, 24), map3 = tensor_map(in.as<void>(), 3, deep, 8);
+    const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}};
+    for (auto [x, y] : corners) {
+      Buffer out = zeros(24 * 32);
+      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, out.as<uint32_t>());
+      out.print(("tma_2d(" + std::to_string(x) + "," + std::to_string(y) + ")").c_str());
+    }
+    Buffer out = zeros(8 * 32);
+    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, out.as<uint32_t>());
+    out.print("tma_3d");
+  }
+  multiply<64, false, false, false>("wgmma_ss_n64");
+  multiply<96, false, false, false>("wgmma_ss_n96");
+  multiply<128, false, false, false>("wgmma_ss_n128");
+  multiply<64, false, true, false>("wgmma_ss_n64_tb");
+  multiply<128, false, true, false>("wgmma_ss_n128_tb");
+  multiply<64, true, true, false>("wgmma_ss_n64_ta_tb");
+  multiply<128, true, false, false>("wgmma_ss_n128_ta");
+  multiply<64, false, false, true>("wgmma_rs_n64");
+  multiply<128, false, true, true>("wgmma_rs_n128_tb");
+  for (const bool rows : {false, true}) {
+    Buffer out = zeros(128 * 32);
+    run(conformance::accumulators<true, true>, 1, 128, 1024 + 4096, rows, out.as<float>());
+    out.print(rows ? "wgmma_rows" : "wgmma_columns");
+  }
+  {
+    std::vector<uint32_t> fields{0x400, 16, 1024, 1, 0x20010, 8192, 1024, 1, 0x3fff0, 128, 256, 0};
+    fields.resize(128);
+    const Buffer in(fields);
+    Buffer out = zeros(64);
+    run(conformance::descriptors, 1, 32, 0, in.as<const uint32_t>(), out.as<uint32_t>());
+    out.print("descriptors");
+  }
+  {
+    Buffer a(random_words(64 * 32)), out = zeros(64 * 32);
+    a.print("in:stmatrix");
+    run(conformance::store_matrices, 1, 128, 1024 + 8192, a.as<const uint16_t>(), out.as<uint32_t>());
+    out.print("stmatrix");
+  }
+  {
+    std::vector<uint32_t> values(256);
+    for (size_t i = 0; i < 256; ++i) {
+      const float x = float(random_bits() % 97);
+      std::memcpy(&values[i], &x, 4);
+    }
+    Buffer in(values), out = zeros(768);
+    in.print("in:reductions");
+    run(conformance::add_up, 20, 128, 1024 + 3072 + 8, in.as<const float>(), out.as<float>());
+    out.print("reductions");
+  }
+  {
+    const Buffer turns = zeros(2);
+    Buffer out = zeros(4);
+    run(conformance::take_turns, 14, 128, 1024 + 16, turns.as<uint32_t>(), out.as<float>());
+    out.print("tickets");
+  }
+  {
+    Buffer in(random_words(6)), out = zeros(6);
+    in.print("in:mbarrier");
+    run(conformance::hand_over, 1, 64, 64, in.as<const uint32_t>(), out.as<uint32_t>());
+    out.print("mbarrier");
+  }
+  {
+    Buffer out = zeros(384);
+    run(conformance::registers, 1, 384, 0, out.as<uint32_t>());
+    out.print("setmaxnreg");
+  }
+}
+#endif
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  state = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
+  const auto simple = [](const char* name, void (*kernel)(const uint32_t*, uint32_t*), int threads, size_t smem, Buffer in, size_t words) {
+    in.print((std::string("in:") + name).c_str());
+    Buffer out = zeros(words);
+    run(kernel, 1, threads, smem, in.as<const uint32_t>(), out.as<uint32_t>());
+    out.print(name);
+  };
+  simple("arithmetic", conformance::arithmetic, 256, 0, Buffer(random_floats(768)), 7 * 256);
+  simple("memory", conformance::memory, 128, 2560, Buffer(random_words(512)), 1024);
+  simple("meetings", conformance::meetings, 64, 256, Buffer(random_words(64)), 512);
+  simple("cp_async", conformance::async_copies, 128, 4096, Buffer(random_words(1024)), 1024);
+  simple("ldmatrix", conformance::load_matrices, 32, 512, Buffer(random_words(128)), 256);
+  {
+    Buffer in(random_words(256)), out = zeros(512);
+    in.print("in:approximate");
+    run(conformance::approximate, 1, 256, 0, in.as<const uint32_t>(), out.as<float>());
+    out.print("approximate");
+  }
+  for (const bool f16 : {false, true}) {
+    Buffer a(random_pairs(128, f16)), b(random_pairs(64, f16));
+    std::vector<uint32_t> c(128);
+    for (auto& w : c) {
+      const float x = float(random_bits() % 64);
+      std::memcpy(&w, &x, 4);
+    }
+    Buffer rc(c), d = zeros(128);
+    a.print(f16 ? "a:mma_f16" : "a:mma_bf16"), b.print(f16 ? "b:mma_f16" : "b:mma_bf16"), rc.print(f16 ? "c:mma_f16" : "c:mma_bf16");
+    run(f16 ? conformance::product<ptx::f16> : conformance::product<ptx::bf16>, 1, 32, 0, a.as<const uint32_t>(), b.as<const uint32_t>(),
+        rc.as<const float>(), d.as<float>());
+    d.print(f16 ? "mma_f16" : "mma_bf16");
+  }
+  {
+    Buffer out = zeros(4);
+    run(conformance::count, 50, 64, 0, out.as<uint32_t>());
+    out.print("atomics");
+  }
+#if defined(PT_EMULATE) || defined(PT_HOPPER)
+  hopper();
+#endif
+  return 0;
+}

@@ -1,0 +1,313 @@
+// Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a GPU with equal inputs, their outputs must
+// be equal: test_ptx_conformance.py. What the emulator's answers should be, tests/emulator/test_layouts.py works out by hand.
+//
+// Kernel arguments: `in` random words, `out` the words to compare.
+#pragma once
+
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/fragments.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace conformance {
+
+using namespace pt;
+using cuda::swizzle128;
+
+PT_DEVICE int thread() { return int(threadIdx.x); }
+
+// ---- sm_80 and later
+
+// Eleven results for each of 256 threads, from three random floats each.
+__global__ void arithmetic(const uint32_t* in, uint32_t* out) {
+  const float a = ptx::bits_float(in[3 * thread()]), b = ptx::bits_float(in[3 * thread() + 1]), c = ptx::bits_float(in[3 * thread() + 2]);
+  const uint16_t low = uint16_t(in[3 * thread()]);
+  const uint32_t results[] = {ptx::float_bits(ptx::sqrt_rn(a)),
+                              ptx::float_bits(ptx::div_rn(a, b)),
+                              ptx::float_bits(ptx::fma_rn(a, b, c)),
+                              ptx::pack_bf16(a, b),
+                              ptx::pack_f16(a, b),
+                              ptx::float_bits(ptx::widen(ptx::bf16{low})),
+                              ptx::float_bits(ptx::widen(ptx::f16{low}))};
+  for (int i = 0; i < 7; ++i) out[7 * thread() + i] = results[i];
+}
+
+// ex2 and lg2 are approximate: compared with a tolerance. x in [-140, 140) from the random word.
+__global__ void approximate(const uint32_t* in, float* out) {
+  const float x = float(in[thread()] >> 8) / float(1 << 24) * 280.0f - 140.0f;
+  out[2 * thread()] = ptx::exp2(x);
+  out[2 * thread() + 1] = ptx::log2(x < 0 ? -x : x);
+}
+
+// 128 threads: every width of load and store, global and shared, and the words travel through both.
+__global__ void memory(const uint32_t* in, uint32_t* out) {
+  const uint32_t shared = ptx::dynamic_smem();
+  const int t = thread();
+  ptx::Words4 v = ptx::ld_global_once(in + 4 * t);
+  const ptx::Words4 w = ptx::ld_global_v4(in + 4 * (127 - t));
+  for (int i = 0; i < 4; ++i) v.w[i] ^= w.w[i];
+  ptx::st_global_v4(out + 4 * t, v);
+  ptx::st_shared_v4_f32(shared + 16 * t, ptx::bits_float(v.w[0]), ptx::bits_float(v.w[1]), ptx::bits_float(v.w[2]),
+                        ptx::bits_float(v.w[3]));
+  ptx::st_shared_u32(shared + 2048 + 4 * t, ptx::ld_global_u32(in + t));
+  ptx::syncthreads();
+  float a, b;
+  ptx::ld_shared_v2_f32(shared + 16 * (127 - t) + 8, a, b);
+  ptx::st_global_u32(out + 512 + 4 * t, ptx::float_bits(a));
+  ptx::st_global_u32(out + 512 + 4 * t + 1, ptx::float_bits(b));
+  ptx::st_global_u32(out + 512 + 4 * t + 2, ptx::ld_shared_u32(shared + 2048 + 4 * (t ^ 5)));
+  const uint64_t pair = ptx::ld_global_u64(in + 2 * t);
+  auto* halves = reinterpret_cast<uint16_t*>(out + 512 + 4 * t + 3);
+  ptx::st_global_u16(halves, uint16_t(pair >> 32));
+  ptx::st_global_u16(halves + 1, ptx::ld_global_u16(reinterpret_cast<const uint16_t*>(in) + t));
+}
+
+// 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.
+__global__ void meetings(const uint32_t* in, uint32_t* out) {
+  const uint32_t shared = ptx::dynamic_smem();
+  const int t = thread();
+  for (int d = 1, i = 0; d < 32; d *= 2, ++i) out[8 * t + i] = ptx::shfl_xor_u32(in[t], d);
+  ptx::st_shared_u32(shared + 4 * t, in[t]);
+  ptx::syncwarp();
+  out[8 * t + 5] = ptx::ld_shared_u32(shared + 4 * (t ^ 31));
+  if (t < 32) {  // the second warp's words, which it announces without waiting
+    ptx::bar_sync(1, 64);
+    out[8 * t + 6] = ptx::ld_shared_u32(shared + 4 * (t + 32));
+  } else {
+    ptx::bar_arrive(1, 64);
+    out[8 * t + 6] = 0;
+  }
+  out[8 * t + 7] = 0;
+}
+
+// 128 threads, two groups of copies each: 16 bytes, then t % 17 bytes and zeros.
+__global__ void async_copies(const uint32_t* in, uint32_t* out) {
+  const uint32_t shared = ptx::dynamic_smem();
+  const int t = thread();
+  ptx::cp_async_16(shared + 16 * t, in + 4 * (127 - t), 16);
+  ptx::cp_async_commit();
+  ptx::cp_async_16(shared + 2048 + 16 * t, in + 512 + 4 * t, t % 17);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<1>();
+  for (int i = 0; i < 4; ++i) out[8 * t + i] = ptx::ld_shared_u32(shared + 16 * t + 4 * i);
+  ptx::cp_async_wait<0>();
+  ptx::syncthreads();
+  for (int i = 0; i < 4; ++i) out[8 * t + 4 + i] = ptx::ld_shared_u32(shared + 2048 + 16 * (t ^ 1) + 4 * i);
+}
+
+// One warp. `in`: four 8 x 8 matrices of 16-bit elements, row by row. Registers by ldmatrix, plain and transposed.
+__global__ void load_matrices(const uint32_t* in, uint32_t* out) {
+  const uint32_t shared = ptx::dynamic_smem();
+  const int lane = thread();
+  for (int i = 0; i < 4; ++i) ptx::st_shared_u32(shared + 16 * lane + 4 * i, in[4 * lane + i]);
+  ptx::syncwarp();
+  uint32_t m[4], n[4];
+  ptx::ldmatrix_x4(shared + 16 * lane, m);
+  ptx::ldmatrix_x4_trans(shared + 16 * lane, n);
+  for (int i = 0; i < 4; ++i) out[8 * lane + i] = m[i], out[8 * lane + 4 + i] = n[i];
+}
+
+// One warp: d = A B + C on raw registers; small integers, so that sums are exact.
+template <class T>
+__global__ void product(const uint32_t* a, const uint32_t* b, const float* c, float* d) {
+  const int lane = thread();
+  uint32_t ra[4], rb[2];
+  float rd[4];
+  for (int i = 0; i < 4; ++i) ra[i] = a[4 * lane + i], rd[i] = c[4 * lane + i];
+  for (int i = 0; i < 2; ++i) rb[i] = b[2 * lane + i];
+  ptx::mma_m16n8k16(rd, ra, rb, T{});
+  for (int i = 0; i < 4; ++i) d[4 * lane + i] = rd[i];
+}
+
+// Counts in[0] up from many blocks.
+__global__ void count(uint32_t* out) { ptx::atomic_add_u32(out + thread() % 4, uint32_t(thread())); }
+
+// ---- sm_90a
+#if defined(PT_EMULATE) || defined(PT_HOPPER)
+
+// One thread initialises an mbarrier for one arrival; all threads return its address.
+PT_DEVICE uint32_t one_barrier(uint32_t at) {
+  if (thread() == 0) {
+    ptx::mbarrier_init(at, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::syncthreads();
+  return at;
+}
+
+PT_DEVICE void wait(uint32_t bar, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait(bar, parity)) {}
+}
+
+// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 or 3, and copies shared memory to `out` as it is.
+template <int Rank>
+__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z, uint32_t* out) {
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + rows * 128);
+  if (thread() == 0) {
+    ptx::prefetch_tensor_map(map);
+    ptx::mbarrier_arrive_expect_tx(bar, rows * 128);
+    if (Rank == 2) ptx::tma_load_2d(tile, map, bar, x, y);
+    else ptx::tma_load_3d(tile, map, bar, x, y, z);
+  }
+  wait(bar, 0);
+  for (int i = thread(); i < rows * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
+}
+
+// out[64][N] = A[64][64] B[64][N]. A is given as [M][K], or, with TransA, as [K][M]; B as [N][K], or, with TransB, as [K][N]. With Rs the
+// A fragments come straight from global memory.
+template <int N, bool TransA, bool TransB, bool Rs>
+__global__ void __launch_bounds__(128, 1)
+    multiply(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b, const uint16_t* a, float* out) {
+  const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128;
+  const uint32_t bar = one_barrier(tile_b + N * 128);
+  if (thread() == 0) {
+    ptx::mbarrier_arrive_expect_tx(bar, 64 * 128 + N * 128);
+    ptx::tma_load_2d(tile_a, map_a, bar, 0, 0);
+    if (TransB)
+      for (int p = 0; p < N / 64; ++p) ptx::tma_load_2d(tile_b + p * 8192, map_b, bar, p * 64, 0);
+    else ptx::tma_load_2d(tile_b, map_b, bar, 0, 0);
+  }
+  wait(bar, 0);
+
+  const int warp_row = thread() / 32 * 16, lane = thread() % 32;
+  float d[N / 2];
+  uint32_t fragment[4][4];
+  PT_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) {
+      const uint16_t* at = a + (warp_row + lane / 4 + r % 2 * 8) * 64 + k * 16 + r / 2 * 8 + lane % 4 * 2;
+      fragment[k][r] = at[0] | uint32_t(at[1]) << 16;
+    }
+  }
+  ptx::wgmma_fence();
+  PT_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t desc_a = ptx::smem_descriptor(tile_a + k * (TransA ? 2048 : 32), 16, 1024, ptx::SmemLayout::Swizzle128);
+    const uint64_t desc_b = TransB ? ptx::smem_descriptor(tile_b + k * 2048, 8192, 1024, ptx::SmemLayout::Swizzle128)
+                                   : ptx::smem_descriptor(tile_b + k * 32, 16, 1024, ptx::SmemLayout::Swizzle128);
+    if (Rs) ptx::wgmma_rs<N, TransB>(d, fragment[k], desc_b, k > 0);
+    else ptx::wgmma_ss<N, TransB, TransA>(d, desc_a, desc_b, k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  PT_UNROLL
+  for (int i = 0; i < N / 2; ++i) out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = d[i];
+}
+
+// Tiles written by st.shared in the core-matrix layout without swizzle, then read by wgmma: needs the fence and the barrier. D[m][n] is m,
+// or n, by a product whose only term is k = 9. Leaves each thread's registers: out[128][32].
+template <bool Fence, bool Barrier>
+__global__ void __launch_bounds__(128, 1) accumulators(bool rows, float* out) {
+  const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 2048;
+  // Core matrices are 8 rows x 16 bytes, contiguous. The two along K are adjacent (LBO 128), groups of 8 rows 256 bytes apart (SBO).
+  for (int i = thread(); i < 64 * 8; i += 128) {  // pairs of elements along K
+    const int r = i / 8, k = i % 8 * 2;
+    const uint32_t at = r / 8 * 256 + k / 8 * 128 + r % 8 * 16 + k % 8 * 2;
+    ptx::st_shared_u32(tile_a + at, k == 8 ? ptx::pack_bf16(0.0f, rows ? float(r) : 1.0f) : 0);
+    ptx::st_shared_u32(tile_b + at, k == 8 ? ptx::pack_bf16(0.0f, rows ? 1.0f : float(r)) : 0);
+  }
+  if (Fence) ptx::fence_proxy_async();
+  if (Barrier) ptx::syncthreads();
+  float d[32];
+  ptx::wgmma_fence();
+  ptx::wgmma_ss<64, false>(d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
+                           ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  PT_UNROLL
+  for (int i = 0; i < 32; ++i) out[thread() * 32 + i] = d[i];
+}
+
+// Descriptors as two words each: of the address, LBO, SBO and layout in `in`.
+__global__ void descriptors(const uint32_t* in, uint32_t* out) {
+  const uint32_t* d = in + 4 * thread();
+  const uint64_t value = ptx::smem_descriptor(d[0], d[1], d[2], ptx::SmemLayout(d[3]));
+  out[2 * thread()] = uint32_t(value), out[2 * thread() + 1] = uint32_t(value >> 32);
+}
+
+// A tile of 64 x 64 from A fragments by stmatrix, swizzled by hand; then shared memory as it is.
+__global__ void __launch_bounds__(128, 1) store_matrices(const uint16_t* a, uint32_t* out) {
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem());
+  const int warp = thread() / 32, lane = thread() % 32;
+  for (int k = 0; k < 4; ++k) {
+    uint32_t fragment[4];
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) {
+      const uint16_t* at = a + (warp * 16 + lane / 4 + r % 2 * 8) * 64 + k * 16 + r / 2 * 8 + lane % 4 * 2;
+      fragment[r] = at[0] | uint32_t(at[1]) << 16;
+    }
+    ptx::stmatrix_x4(tile + swizzle128(warp * 16 + lane % 16, k * 2 + lane / 16), fragment);
+  }
+  ptx::syncthreads();
+  for (int i = thread(); i < 64 * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
+}
+
+// Every block adds in[0..255] to out[0..255] by a bulk load and a bulk reduction, 1 to out[256..511] by a bulk reduction of what it stored,
+// 1 to out[512..767] by vector reductions.
+__global__ void __launch_bounds__(128, 1) add_up(const float* in, float* out) {
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + 3072);
+  if (thread() == 0) {
+    ptx::mbarrier_arrive_expect_tx(bar, 1024);
+    ptx::bulk_load(tile, in, 1024, bar);
+  }
+  if (thread() < 64) {
+    ptx::st_shared_v4_f32(tile + 1024 + thread() * 16, 1.0f, 1.0f, 1.0f, 1.0f);
+    ptx::red_add_v4_f32(out + 512 + thread() * 4, 1.0f, 1.0f, 1.0f, 1.0f);
+  }
+  ptx::fence_proxy_async();
+  ptx::syncthreads();
+  if (thread() == 0) {
+    ptx::bulk_reduce_add_f32(out + 256, tile + 1024, 1024);
+    ptx::bulk_commit();
+    wait(bar, 0);
+    ptx::bulk_reduce_add_f32(out, tile, 1024);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+  }
+}
+
+// Blocks take turns in order of their tickets: out[i] = out[i] * 3 + ticket, half of it by a bulk reduction. state[0] hands out tickets,
+// state[1] counts turns.
+__global__ void __launch_bounds__(128, 1) take_turns(uint32_t* state, float* out) {
+  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem());
+  if (thread() != 0) return;
+  const uint32_t ticket = ptx::atomic_add_u32(state, 1);
+  ptx::acquire_equal_u32(state + 1, ticket);
+  for (int i = 0; i < 4; ++i)  // volatile: not from a cache that another block's additions bypass
+    ptx::st_shared_u32(tile + 4 * i, ptx::float_bits(2 * static_cast<volatile float*>(out)[i] + float(ticket)));
+  ptx::fence_proxy_async();
+  ptx::bulk_reduce_add_f32(out, tile, 16);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+  ptx::release_add_u32(state + 1, 1);
+}
+
+// Two threads hand a word to and fro over an mbarrier, without any copy.
+__global__ void hand_over(const uint32_t* in, uint32_t* out) {
+  const uint32_t word = ptx::dynamic_smem(), bar = one_barrier(word + 16);
+  for (uint32_t round = 0; round < 6; ++round) {
+    if (thread() == int(round % 2) * 32) {
+      ptx::st_shared_u32(word, in[round] + (round ? ptx::ld_shared_u32(word) : 0));
+      ptx::mbarrier_arrive(bar);
+    }
+    wait(bar, round % 2);
+    if (thread() == 0) out[round] = ptx::ld_shared_u32(word);
+    ptx::syncthreads();
+  }
+}
+
+// Three warpgroups: the first gives registers away that the others take.
+__global__ void __launch_bounds__(384, 1) registers(uint32_t* out) {
+  if (thread() < 128) ptx::setmaxnreg_dec<24>();
+  else ptx::setmaxnreg_inc<240>();
+  out[thread()] = uint32_t(thread()) * 3;
+}
+
+#endif
+
+}  // namespace conformance

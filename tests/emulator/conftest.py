@@ -1,0 +1,49 @@
+"""What runs here runs in the emulator (csrc/emulator), which is built first: about 20 seconds of compiling, once."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emulator_build", ROOT / "csrc" / "emulator" / "build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def builder() -> ModuleType:
+    module = _builder()
+    if reason := module.why_not():
+        pytest.skip(f"the emulator cannot be built: {reason}")
+    return module
+
+
+@pytest.fixture(scope="module")  # not longer: to later modules a call's backend would be another
+def emulated(builder: ModuleType) -> Iterator[Path]:
+    """The library of emulated ops; while it lives, the backend "cuda" takes CPU tensors."""
+    library = builder.library()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTRANSFORMER_EMULATE", str(library))
+        yield library
+
+
+@pytest.fixture(scope="session")
+def answers(builder: ModuleType) -> dict[str, torch.Tensor]:
+    """What the conformance program leaves in the emulator: name -> words, as int64."""
+    program = builder.program("conformance", [ROOT / "tests" / "cuda" / "conformance.cpp"])
+    done = subprocess.run([program, "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (line.split() for line in done.stdout.splitlines())
+    return {name: torch.tensor([int(word, 16) for word in words]) for name, *words in lines}
