@@ -17,7 +17,7 @@ install:  ## the environment .venv with this checkout in it, native code built
 build: install  ## the same; afterwards it compiles only what changed
 
 demo:  ## install, then see it work: doctor, a quick benchmark, the drop-in proof (under four minutes)
-	@PYTRANSFORMER_CPU_ISAS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
+	@PYTRANSFORMER_CPU_ISAS=native PYTRANSFORMER_CUDA_ARCHS=native $(PYTHON) bench/tools/install.py --extras bench,models,hf
 	$(BIN)/pytransformer doctor
 	$(BIN)/pytransformer bench --quick
 	$(BIN)/pytransformer drop-in
@@ -31,7 +31,7 @@ test-full:  ## every test, slow ones too
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench
 
-CPP_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
 
 tune: install  ## on a GPU: measure the Triton kernels' configurations, write kernels/tuned/<gpu>/
 	$(BIN)/python bench/tools/tune.py

@@ -4,6 +4,9 @@
 #
 #   OUT=folder BUDGET=560 bash bench/gpu.sh
 #
+# Where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
+# and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
+#
 # In $OUT afterwards: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time), a log of each
 # step, and results.tar.gz (the benchmark's results.json and report.md, to be committed under bench/results/<gpu>/).
 set -uo pipefail
@@ -16,7 +19,7 @@ work=$(mktemp -d)
 site=$work/site
 failed=0
 mkdir -p "$out" "$work/bench"
-export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native}
 
 left() { echo $((budget - SECONDS)); }
 
@@ -24,6 +27,10 @@ left() { echo $((budget - SECONDS)); }
 step() {
   local name=$1 limit=$2 start=$SECONDS code=0
   shift 2
+  if [[ -n ${DRY_RUN:-} ]]; then
+    echo "$name ($limit s): $*"
+    return 0
+  fi
   (($(left) < limit)) && limit=$(left)
   if ((limit < 5)); then
     echo "$name: left out, no time" | tee -a "$out/steps.txt"
@@ -46,21 +53,33 @@ cat "$out/facts.txt"
 
 # Outside the checkout, whose kernels/ folder is not a package of that name.
 step install 150 "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$root" || exit 1
+if ! command -v nvcc >/dev/null && [[ -f $root/pytransformer/libpytransformer_cuda.so && -d $site/pytransformer ]]; then
+  cp "$root"/pytransformer/{libpytransformer_cuda.so,_build_info.json} "$site/pytransformer/"
+fi
 export PYTHONPATH=$site
 cd "$work"
+
+# First whether the machine does what the emulator takes for granted, and the CUDA tier is right.
+step conformance 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_ptx_conformance.py"
+step test_cuda 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py"
 
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$python" -m pytransformer bench "$@" --device cuda --backends triton,torch --no-memory --no-plots --min-time 0.2 \
+  step "$name" "$limit" "$python" -m pytransformer bench "$@" --device cuda --no-memory --no-plots --min-time 0.2 \
     --out "$work/bench/$name"
 }
 
+peers=triton,torch,flash,efficient,cudnn
+norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
+bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
+bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
+
 tests=(-p no:cacheprovider -q -m gpu "$root/tests/triton")
 step test_cases 180 "$python" -m pytest "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
-bench attention_d128 90 attention --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_d64 60 attention --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
-bench attention_terms 90 attention --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
+bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
+bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
+bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
@@ -68,9 +87,12 @@ bench feed_forward 60 feed_forward --dtype bfloat16 --mode fwd,bwd --shape rows=
 step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
 if command -v compute-sanitizer >/dev/null; then
+  step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
+    -k "test_every_path or test_case"
   step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
 fi
 
+[[ -n ${DRY_RUN:-} ]] && exit 0
 tar -czf "$out/results.tar.gz" -C "$work" bench
 rm -rf "$work"
 exit "$failed"

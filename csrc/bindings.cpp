@@ -8,6 +8,7 @@
 
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
 #include "cpu/isa.h"
+#include "cuda/layer_norm/plan.h"
 
 namespace py = pybind11;
 
@@ -26,6 +27,23 @@ std::vector<std::string> isas(bool only_usable) {
   return names;
 }
 
+pt::cuda::DType dtype_of(const std::string& name) {
+  if (name == "float32") return pt::cuda::DType::f32;
+  if (name == "bfloat16") return pt::cuda::DType::bf16;
+  if (name == "float16") return pt::cuda::DType::f16;
+  throw py::value_error("dtype must be float32, bfloat16 or float16, got " + name);
+}
+
+py::dict cuda_norm_plan(int64_t rows, int columns, const std::string& x, const std::string& stream, bool aligned, bool backward,
+                        int multiprocessors) {
+  static const char* const kNames[] = {"lanes", "block", "any"};
+  const pt::cuda::NormShape shape{rows, columns, dtype_of(x), dtype_of(stream), aligned};
+  const auto plan = backward ? pt::cuda::plan_backward(shape, multiprocessors) : pt::cuda::plan_forward(shape, multiprocessors);
+  using namespace py::literals;
+  return py::dict("kernel"_a = kNames[int(plan.kernel)], "lanes"_a = plan.lanes, "threads"_a = plan.threads, "blocks"_a = plan.blocks,
+                  "smem_bytes"_a = plan.smem_bytes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -36,6 +54,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_features", &cpu_features, "Features that matter here -> whether the CPU and the operating system offer them.");
   m.def("built_isas", [] { return isas(false); }, "Instruction sets the CPU kernels were compiled for, best first.");
   m.def("usable_isas", [] { return isas(true); }, "Those of built_isas() that this CPU runs.");
+  m.def("cuda_norm_plan", &cuda_norm_plan, py::arg("rows"), py::arg("columns"), py::arg("x"), py::arg("stream"), py::arg("aligned"),
+        py::arg("backward"), py::arg("multiprocessors"), "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

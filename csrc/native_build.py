@@ -4,6 +4,7 @@ What is built, all inside the package:
 
 - ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11): holds no Python, so one
   build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads it.
+- ``libpytransformer_cuda.so``: the CUDA ops, where nvcc is found; loads without a GPU. See cuda_build.py.
 - ``_C``: a pybind11 module for this Python with build information and CPU features. Nothing depends on it.
 - ``_build_info.json``: what was built, what was not, and why; written for a pure Python install too.
 
@@ -13,6 +14,7 @@ Options come from the environment:
 PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
 PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | names, comma-separated; always with generic
 PYTRANSFORMER_CUDA             auto (default) | 1: fail if CUDA kernels cannot be built | 0: do not build them
+PYTRANSFORMER_CUDA_ARCHS       all (default: sm_80, sm_90a, sm_120) | native: of this machine's GPUs | names, comma-separated
 PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
@@ -36,6 +38,8 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import cuda_build
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -172,12 +176,6 @@ def find_ninja() -> str | None:
     return shutil.which("ninja")
 
 
-def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidate = os.path.join(home, "bin", "nvcc") if home else None
-    return candidate if candidate and os.path.exists(candidate) else shutil.which("nvcc")
-
-
 # ---- the plan
 
 
@@ -196,6 +194,9 @@ class Plan:
     why_not_bindings: str | None = None
     why_not_cuda: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
+    cuda: dict[str, object] = field(
+        default_factory=dict
+    )  # of a CUDA library that is built: its architectures, and nvcc's version
 
     @property
     def native(self) -> bool:
@@ -210,7 +211,8 @@ class Plan:
         """File names, inside the package, of the libraries to build."""
         if not self.native:
             return []
-        return [CPU_LIBRARY] + ([self.bindings] if self.why_not_bindings is None else [])
+        cuda = [cuda_build.LIBRARY] if self.why_not_cuda is None else []
+        return [CPU_LIBRARY, *cuda] + ([self.bindings] if self.why_not_bindings is None else [])
 
     def build_info(self) -> dict[str, object]:
         def tool(command: list[str]) -> str | None:
@@ -221,7 +223,7 @@ class Plan:
             "platform": sysconfig.get_platform(),
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
             | {"isas_not_built": self.why_not_isa},
-            "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda},
+            "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
             "bindings": {"built": self.native and self.why_not_bindings is None, "reason": self.why_not_bindings},
             "compiler": tool(self.compiler) if self.native else None,
             "flags": self.flags if self.native else [],
@@ -232,11 +234,10 @@ class Plan:
 def _why_not_cuda(plan: Plan) -> str | None:
     if _switch("PYTRANSFORMER_CUDA") == "0":
         return "switched off by PYTRANSFORMER_CUDA=0"
-    if not any(CSRC.glob("cuda/**/*.cu")):
-        return "this version has no CUDA kernels yet"
-    if find_nvcc() is None:
-        return "nvcc was not found: put it on PATH or set CUDA_HOME"
-    return plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}"
+    try:
+        return cuda_build.why_not() or (plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}")
+    except ValueError as error:
+        raise BuildError(str(error)) from None
 
 
 def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
@@ -284,17 +285,8 @@ def _usable(plan: Plan) -> list[str]:
     program = plan.directory / f"usable-{os.getpid()}"
     main = '#include <cstdio>\n#include "cpu/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
     main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
-    command = [
-        *plan.compiler,
-        *COMMON_FLAGS,
-        _isa_macro(plan),
-        "-I",
-        str(CSRC),
-        str(CSRC / "cpu" / "isa.cpp"),
-        "-x",
-        "c++",
-        "-",
-    ]
+    sources = ["-I", str(CSRC), str(CSRC / "cpu" / "isa.cpp"), "-x", "c++", "-"]
+    command = [*plan.compiler, *COMMON_FLAGS, _isa_macro(plan), *sources]
     try:
         subprocess.run([*command, "-o", str(program)], input=main, text=True, check=True)
         return subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
@@ -333,7 +325,11 @@ def make_plan(version: str) -> Plan:
         plan.why_not_bindings = "pybind11 was not found: pip install pybind11"
     elif not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         plan.why_not_bindings = f"Python.h is not in {sysconfig.get_paths()['include']}: install Python's headers"
-    plan.why_not_cuda = _why_not_cuda(plan)
+    plan.why_not_cuda = _why_not_cuda(plan) or (sanitize and "a build with sanitizers leaves it out") or None
+    if plan.why_not_cuda is None:
+        nvcc = cuda_build.find_nvcc()
+        assert nvcc is not None
+        plan.cuda = {"archs": cuda_build.archs(), "nvcc": cuda_build.nvcc_version(nvcc)}
     for option, why_not in (("PYTRANSFORMER_CPU", plan.why_not_cpu), ("PYTRANSFORMER_CUDA", plan.why_not_cuda)):
         if _switch(option) == "1" and why_not:
             raise BuildError(f"{option}=1, but it cannot be built: {why_not}")
@@ -359,6 +355,19 @@ class _Ninja:
             f"  command = {shlex.join(plan.compiler)} -shared $in $flags -o $out",
             "  description = link $out",
         ]
+        if plan.why_not_cuda is None:
+            nvcc = shlex.quote(cuda_build.find_nvcc() or "")
+            checked = shlex.join([sys.executable, str(CSRC / "cuda_build.py")])
+            self.lines += [
+                "rule nvcc",
+                f"  command = {checked} $out $out.log {nvcc} $flags -MD -MF $out.d -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+                "  description = compile $label",
+                "rule nvcc_link",
+                f"  command = {nvcc} -shared -cudart=static $in $flags -o $out",
+                "  description = link $out",
+            ]
 
     @staticmethod
     def _escape(text: str, extra: str = "") -> str:
@@ -374,8 +383,12 @@ class _Ninja:
         output = f"{name}{variant and '.' + variant}.o"
         return self._build("cxx", output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
 
-    def link(self, output: str, objects: list[str], flags: list[str]) -> None:
-        self._build("link", output, objects, flags, output)
+    def compile_cuda(self, source: Path, flags: list[str]) -> str:
+        name = source.relative_to(CSRC).as_posix()
+        return self._build("nvcc", f"{name}.o", [str(source)], flags, name)
+
+    def link(self, output: str, objects: list[str], flags: list[str], rule: str = "link") -> None:
+        self._build(rule, output, objects, flags, output)
 
     def text(self) -> str:
         return "\n".join(self.lines) + "\n"
@@ -407,6 +420,12 @@ def _ninja_text(plan: Plan) -> str:
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
     ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
+    if plan.why_not_cuda is None:
+        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(), "-I", str(CSRC)]) for source in cuda_build.sources()]
+        cuda += [ninja.compile(source, edge) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
+        # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
+        hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
+        ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")
     if plan.why_not_bindings is None:
         import pybind11
 
@@ -473,5 +492,6 @@ def describe(plan: Plan) -> str:
             f"CPU KERNELS ARE NOT BUILT: {plan.why_not_cpu}",
             "The package is installed as pure Python: its reference tier works.",
         ]
-    lines.append(f"CUDA kernels: not built: {plan.why_not_cuda}" if plan.why_not_cuda else "CUDA kernels: built")
+    built = f"CUDA kernels: for {', '.join(cuda_build.archs())}" if plan.why_not_cuda is None else ""
+    lines.append(built or f"CUDA kernels: not built: {plan.why_not_cuda}")
     return "\n".join(f"pytransformer: {line}" for line in lines)

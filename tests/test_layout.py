@@ -88,7 +88,9 @@ def test_every_package_folder_is_a_package() -> None:
 def test_torch_headers_only_at_the_edges() -> None:
     """A file with torch's headers compiles in seconds instead of a fraction of one, and inlines nothing of torch per ISA."""
     sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
-    assert [str(path) for path in sources if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
+    assert [
+        str(path) for path in sources if path.name != "edge.h" and (path.suffix != ".cpp" or path.stem.endswith("_kernels"))
+    ] == []
 
 
 def test_text_names_no_machine() -> None:

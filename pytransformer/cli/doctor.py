@@ -22,7 +22,7 @@ import pytransformer
 from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, results
 from pytransformer.cli.console import Console, clean
-from pytransformer.ops import _native
+from pytransformer.ops import _cuda, _native
 from pytransformer.ops._registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, case
 
@@ -79,6 +79,7 @@ def examine() -> dict[str, Any]:
         "installation": installation(),
         "cpu": cpu(),
         "native": native(),
+        "cuda": cuda(),
         "gpu": gpu(),
         "tiers": tiers(),
         "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
@@ -151,7 +152,23 @@ def native() -> dict[str, Any]:
         "isas_not_built": built.get("isas_not_built", {}),
         "compiler": info.get("compiler"),
         "built_with_torch": info.get("torch"),
-        "cuda": info.get("cuda", {"built": False, "reason": "this copy was never built"}),
+    }
+
+
+def cuda() -> dict[str, Any]:
+    """The CUDA library: built for what, which raw ops it holds, and why they cannot run here."""
+    info = (_native.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
+    why_not_loaded = _cuda.why_not_loaded("norm_fwd")
+    names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
+    reason = why_not_loaded
+    if reason is None and not (reason := gpu()["why_not"]):
+        reasons = [_cuda.why_not("norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        reason = None if None in reasons else reasons[0]
+    return {
+        **info,
+        "loaded": why_not_loaded is None,
+        "ops": sorted(name.partition("::cuda_")[2] for name in names if name.startswith("pytransformer_C::cuda_")),
+        "why_not": reason,
     }
 
 
@@ -264,7 +281,12 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
         ("compiler", native_["compiler"]),
-        ("CUDA library", "built" if native_["cuda"]["built"] else f"not built: {native_['cuda']['reason']}"),
+    ])  # fmt: skip
+    cuda_ = report["cuda"]
+    facts("CUDA library", [
+        ("built for", f"{', '.join(cuda_['archs'])} with nvcc {cuda_['nvcc']}" if cuda_["built"] else f"not built: {cuda_['reason']}"),
+        ("loaded", "yes" if cuda_["loaded"] else None), ("holds", cuda_["ops"]),
+        ("runs here", ("yes" if cuda_["why_not"] is None else f"no: {cuda_['why_not']}") if cuda_["loaded"] else None),
     ])  # fmt: skip
     facts("GPU", [("found", gpu_["devices"]), ("none", gpu_["why_not"])])
 

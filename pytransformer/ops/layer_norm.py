@@ -9,6 +9,7 @@ import torch
 
 from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
 from . import _cpu_layer_norm as cpu
+from . import _cuda_layer_norm as cuda
 from . import _triton_layer_norm as triton
 from ._registry import Op, check_backend
 from ._tensors import alike, check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
@@ -292,4 +293,5 @@ def _reference_bytes(a: Any) -> int:
 for _op, _forward in ((layer_norm_op, layer_norm_forward), (rms_norm_op, rms_norm_forward), (add_norm_op, add_norm_forward)):
     _op.add_reference(_forward, extra_bytes=_reference_bytes)
     _op.backend(cpu.backend(_op))
+    _op.backend(cuda.backend(_op))
     _op.backend(triton.backend(_op))

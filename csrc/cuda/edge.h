@@ -1,0 +1,61 @@
+// What the torch edges of the CUDA kernels share: which raw ops they register, and how they read tensors.
+//
+// An edge is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same ops take CPU tensors and run in the
+// emulator.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "cuda/device.h"
+#include "cuda/tile/dtype.h"
+
+#if defined(PT_EMULATE)
+#define PT_EDGE_OP(name) "emulated_" name
+#define PT_EDGE_KEY CPU
+#else
+#define PT_EDGE_OP(name) "cuda_" name
+#define PT_EDGE_KEY CUDA
+#endif
+
+namespace pt::cuda {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+}
+
+// Bytes from a tensor's first to its last element.
+inline size_t extent_of(const Tensor& t) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) == 0) return 0;
+    last += (t.size(d) - 1) * t.stride(d);
+  }
+  return size_t(last + 1) * t.element_size();
+}
+
+// The tensor's memory, which kernels may reach from now on: to read, or to write.
+inline const void* read_from(const Tensor& t, const char* name, Reachable& reachable) {
+  const void* data = t.const_data_ptr();  // mutable_data_ptr would copy what is shared until written
+  reachable.add(data, extent_of(t), name);
+  return data;
+}
+inline void* write_to(const Tensor& t, const char* name, Reachable& reachable) {
+  void* data = t.mutable_data_ptr();
+  reachable.add(data, extent_of(t), name);
+  return data;
+}
+
+}  // namespace pt::cuda

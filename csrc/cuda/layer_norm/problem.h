@@ -1,0 +1,67 @@
+// Layer norm, RMS norm and residual + dropout + norm on a GPU: the problem as plain data. No torch and no CUDA header here.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile/dtype.h"
+
+namespace pt::cuda {
+
+// Rows of a tensor on a grid of outer x inner rows: strides in elements; the columns of a row are contiguous.
+struct Rows {
+  const void* data = nullptr;
+  int64_t outer = 0, inner = 0;
+  DType dtype = DType::f32;
+};
+struct RowsOut {
+  void* data = nullptr;
+  int64_t outer = 0, inner = 0;
+  DType dtype = DType::f32;
+};
+
+// (columns,) contiguous numbers, or data null.
+struct Columns {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+};
+
+struct NormProblem {
+  int64_t rows, inner;  // row r is (r / inner, r % inner) of the grid
+  int columns;
+  bool rms, aligned;        // aligned: every row, and weight and bias, begin at multiples of 16 bytes; columns % 8 == 0
+  int lanes;                // that share a row in the kernel of lanes
+  Columns weight;           // data null: ones
+  const uint64_t* seed;     // of dropout
+  uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+};
+
+// h = residual + dropout(x), rounded to residual_out's dtype; out = norm(h) in x's dtype.
+struct NormForward {
+  NormProblem p;
+  float eps;
+  Columns bias;               // data null: zeros
+  Rows x, residual;           // residual.data null: h = dropout(x)
+  RowsOut out, residual_out;  // residual_out.data null: h = x, neither residual nor dropout
+  float *mean, *rstd;         // (rows,); mean null for RMS
+};
+
+// With xhat = (h - mean) rstd and g = d_out weight:
+//   dh = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out, without mean(g) for RMS; dresidual = dh, dx = dropout(dh);
+//   dweight = sum over the rows of d_out xhat, dbias = sum of d_out.
+struct NormBackward {
+  NormProblem p;
+  Rows d_out, d_residual_out, h;  // d_residual_out.data null = zero; h = residual_out, or x in a plain norm
+  const float *mean, *rstd;
+  RowsOut dx, dresidual;               // data null where not wanted
+  float *dweight_parts, *dbias_parts;  // (blocks, columns): each block's sum over its rows; null where not wanted
+};
+
+// The second stage: dweight[c] = the sum over the blocks, in order, of dweight_parts[:, c]; so too dbias.
+struct NormReduce {
+  const float* parts[2];
+  void* sums[2];  // null where not wanted
+  DType dtype[2];
+  int blocks, columns;
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,128 @@
+"""The CUDA part of the build: finds nvcc, chooses architectures, gives native_build its ninja rules.
+
+    python csrc/cuda_build.py OBJECT LOG COMMAND...      what ninja runs for each source: compile, and refuse what must not be
+
+ptxas tells of spills, of local memory and of wgmma instructions that it had to serialise as mere remarks; here they are errors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+LIBRARY = "libpytransformer_cuda.so"
+MIN_NVCC = (12, 8)  # the first to know sm_120
+# Kernels of sm_90a use instructions that only Hopper has. The oldest other one goes into the library as PTX too, for GPUs newer than these.
+ARCHS = ("sm_80", "sm_90a", "sm_120")
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "--expt-relaxed-constexpr",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+]
+
+# C7510 to C7519: a wgmma serialised, or completed by waits and fences of ptxas's own.
+REFUSED = re.compile(r"\bC75\d\d\b|serializ|[1-9]\d* bytes (?:spill|stack frame)")
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidate = os.path.join(home, "bin", "nvcc") if home else None
+    return candidate if candidate and os.path.exists(candidate) else shutil.which("nvcc")
+
+
+def nvcc_version(nvcc: str) -> str | None:
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return None
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", told)
+    return match[1] if match else None
+
+
+def sources() -> list[Path]:
+    return sorted(CSRC.glob("cuda/**/*.cu"))
+
+
+def archs() -> list[str]:
+    """The architectures to build for: PYTRANSFORMER_CUDA_ARCHS, see native_build.
+
+    Raises:
+        ValueError: it names something that is no architecture.
+    """
+    wanted = os.environ.get("PYTRANSFORMER_CUDA_ARCHS", "all").strip() or "all"
+    if wanted == "all":
+        return list(ARCHS)
+    if wanted == "native":
+        return native_archs()
+    names = [name.strip() for name in wanted.split(",")]
+    if wrong := [name for name in names if not re.fullmatch(r"sm_\d{2,3}[af]?", name)]:
+        raise ValueError(
+            f"PYTRANSFORMER_CUDA_ARCHS names {', '.join(wrong)}; wanted all, native or names such as {', '.join(ARCHS)}"
+        )
+    return names
+
+
+def native_archs() -> list[str]:
+    """Of the machine's GPUs, as nvidia-smi names them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    done = subprocess.run([tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
+    found = sorted(
+        {line.strip().replace(".", "") for line in done.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d\s*", line)}
+    )
+    return [f"sm_{number}{'a' if number == '90' else ''}" for number in found]
+
+
+def why_not() -> str | None:
+    """None if nvcc can build the kernels here, else the reason."""
+    if not sources():
+        return "this version has no CUDA kernels yet"
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "nvcc was not found: put it on PATH or set CUDA_HOME"
+    version = nvcc_version(nvcc)
+    if version is None:
+        return f"{nvcc} does not tell its version"
+    if tuple(map(int, version.split(".")[:2])) < MIN_NVCC:
+        return f"nvcc {version} is too old: wanted >= {'.'.join(map(str, MIN_NVCC))}"
+    if not archs():
+        return "PYTRANSFORMER_CUDA_ARCHS=native, and nvidia-smi shows no GPU"
+    return None
+
+
+def flags() -> list[str]:
+    return [*FLAGS, *gencode()]
+
+
+def gencode() -> list[str]:
+    names, flags = archs(), []
+    portable = min((name for name in names if name[-1].isdigit()), key=lambda name: int(name[3:]), default=None)
+    for name in names:
+        number = name.removeprefix("sm_")
+        codes = [name, f"compute_{number}"] if name == portable else [name]
+        flags.append(f"-gencode=arch=compute_{number},code=[{','.join(codes)}]")
+    return flags
+
+
+def compile_checked(output: Path, log: Path, command: list[str]) -> int:
+    """Runs nvcc; leaves its messages in the log; 1, and no object, if there is something in them that is refused."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log.write_text(done.stdout)
+    found = [] if done.returncode else [line for line in done.stdout.splitlines() if REFUSED.search(line)]
+    if done.returncode or found:
+        output.unlink(missing_ok=True)
+        print(done.stdout if done.returncode else "refused:\n" + "\n".join(found), file=sys.stderr)
+    return done.returncode or int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(compile_checked(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

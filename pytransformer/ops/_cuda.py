@@ -1,0 +1,104 @@
+"""The native library of the tier ``cuda``: raw ops ``pytransformer_C::cuda_*``, loaded on first use, on a machine without a GPU too.
+
+``PYTRANSFORMER_EMULATE=1`` puts the emulated library in its place: the same kernels and edges compiled for the CPU, where they
+take CPU tensors (csrc/emulator, for tests). A path instead of 1 names another build of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _native
+from ._registry import WRONG_DEVICE
+
+LIBRARY_NAME = "libpytransformer_cuda.so"
+EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")  # in a checkout; csrc/emulator/build.py makes it
+OLDEST = (8, 0)  # compute capability
+
+
+def emulating() -> bool:
+    return os.environ.get("PYTRANSFORMER_EMULATE", "0") not in ("", "0")
+
+
+def why_not(op: str, device: torch.device) -> str | None:
+    """None if the raw op can be called with tensors of that device, else the reason why not."""
+    if emulating():
+        if device.type != "cpu":
+            return f"{WRONG_DEVICE}CPU tensors while PYTRANSFORMER_EMULATE is set, and x is on {device}"
+        return _why_not_emulated(os.environ["PYTRANSFORMER_EMULATE"], op)
+    if device.type != "cuda":
+        return f"{WRONG_DEVICE}CUDA devices, and x is on {device}"
+    return why_not_loaded(op) or _why_not_device(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def why_not_loaded(op: str) -> str | None:
+    """None if the CUDA library is loaded and holds the raw op, which needs no GPU, else the reason."""
+    path = _native.PACKAGE / LIBRARY_NAME
+    if not path.exists():
+        info = _native.build_info()
+        reason = info["cuda"]["reason"] if info else "this checkout was never built (make build)"
+        return f"the CUDA library was not built: {reason}"
+    return _load(path, f"cuda_{op}", "make build")
+
+
+@functools.cache
+def _why_not_emulated(value: str, op: str) -> str | None:
+    path = _native.PACKAGE.parent / EMULATED if value == "1" else Path(value)
+    if not path.exists():
+        return f"there is no emulated library {path}: python csrc/emulator/build.py makes it"
+    return _load(path, f"emulated_{op}", "python csrc/emulator/build.py")
+
+
+def _load(path: Path, op: str, remedy: str) -> str | None:
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path.name} does not load: {error}"
+    return (
+        None
+        if hasattr(torch.ops.pytransformer_C, op)
+        else f"{path.name} has no op {op}: it is older than this code ({remedy})"
+    )
+
+
+@functools.cache
+def _why_not_device(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    return why_not_capability(capability, (_native.build_info() or {}).get("cuda", {}).get("archs", ()))
+
+
+def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str | None:
+    """None if a GPU of this compute capability runs a library built for these architectures, else the reason.
+
+    Code for sm_80 runs on every later 8.x; a name that ends in "a" is for that one architecture; and the oldest that is built
+    comes as PTX too, unless it ends so, which the driver compiles for newer GPUs.
+    """
+    here = "{}.{}".format(*capability)
+    if capability < OLDEST:
+        return f"needs a GPU of compute capability 8.0 or later, and this one has {here}"
+    built = [(int(m[1]), int(m[2]), bool(m[3])) for m in (re.fullmatch(r"sm_(\d+)(\d)([af]?)", a) for a in archs) if m]
+    for major, minor, exact in built:
+        if (major, minor) == capability or (not exact and major == capability[0] and minor <= capability[1]):
+            return None
+    if any(not exact and (major, minor) <= capability for major, minor, exact in built):
+        return None  # from PTX
+    return (
+        f"the CUDA library was built for {', '.join(archs) or 'no architecture'}, and this GPU has compute capability {here}"
+    )
+
+
+def call(op: str, device: torch.device, *arguments: Any) -> None:
+    """Run the raw op in order with the device's current stream."""
+    if emulating():
+        getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
+        return
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    getattr(torch.ops.pytransformer_C, f"cuda_{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))

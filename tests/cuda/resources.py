@@ -1,0 +1,132 @@
+"""What each kernel of libpytransformer_cuda.so takes: registers, stack, shared memory, wide and narrow accesses, matrix instructions.
+
+    python tests/cuda/resources.py              compare the built library with resources.json
+    python tests/cuda/resources.py --write      write the table for the architectures that are built
+
+No GPU is needed. The tools that read the binary, cuobjdump and nvdisasm, are those of CUDA or of Triton's wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pytransformer.ops import _cuda, _native
+
+TABLE = Path(__file__).with_name("resources.json")
+LIBRARY = _native.PACKAGE / _cuda.LIBRARY_NAME
+COUNTED = {
+    "wide": r"\b(?:LDG|STG)\.E(?:\.\w+)*\.128\b",  # accesses of 16 bytes
+    "narrow": r"\b(?:LDG|STG)\.E(?!(?:\.\w+)*\.128\b)",
+    "products": r"\b(?:HMMA|HGMMA)\b",
+}
+
+
+def tools() -> Path | None:
+    """The folder of cuobjdump and nvdisasm, or None."""
+    spec = importlib.util.find_spec("triton")
+    folders = [Path(path).parent for path in (shutil.which("nvdisasm"),) if path]
+    if spec and spec.submodule_search_locations:
+        folders.append(Path(next(iter(spec.submodule_search_locations))) / "backends" / "nvidia" / "bin")
+    return next((f for f in folders if (f / "cuobjdump").exists() and (f / "nvdisasm").exists()), None)
+
+
+def why_not() -> str | None:
+    """None if the library can be examined here, else the reason."""
+    if not LIBRARY.exists():
+        return _cuda.why_not_loaded("norm_fwd")
+    return None if tools() else "cuobjdump and nvdisasm were not found: install CUDA's or triton"
+
+
+def _dump(*options: str) -> str:
+    folder = tools()
+    assert folder
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    command = [str(folder / "cuobjdump"), *options, str(LIBRARY)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def readable(symbols: list[str]) -> dict[str, str]:
+    """Mangled -> the kernel's name and template arguments, without namespaces and parameters."""
+    told = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout.splitlines()
+    short = [re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ") for name in told]
+    return dict(zip(symbols, short))
+
+
+def measure() -> dict[str, dict[str, int]]:
+    """Resources by "sm_… kernel"."""
+    table: dict[tuple[str, str], dict[str, int]] = {}
+    arch = ""
+    lines = iter(_dump("--dump-resource-usage").splitlines())
+    for line in lines:
+        if m := re.match(r"arch = (\w+)", line):
+            arch = m[1]
+        elif m := re.match(r"\s*Function ([\w$.]+):", line):
+            used = dict(re.findall(r"(\w+):(\d+)", next(lines)))
+            table[arch, m[1]] = {"registers": int(used["REG"]), "stack": int(used["STACK"]), "shared": int(used["SHARED"])}
+    code: dict[tuple[str, str], list[str]] = {}
+    current: list[str] = []
+    for line in _dump("--dump-sass").splitlines():
+        if m := re.match(r"\s*arch = (\w+)", line):
+            arch = m[1]
+        elif m := re.match(r"\s*Function : (\S+)", line):
+            current = code.setdefault((arch, m[1]), [])
+        else:
+            current.append(line)
+    for key, used in table.items():
+        text = "\n".join(code[key])
+        used |= {name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()}
+    names = readable(sorted({symbol for _, symbol in table}))
+    return {
+        f"{arch} {names[symbol]}": used
+        for (arch, symbol), used in sorted(table.items(), key=lambda kv: (kv[0][0], names[kv[0][1]]))
+    }
+
+
+def faults(table: dict[str, dict[str, int]]) -> list[str]:
+    """What a kernel must not do: keep anything in local memory; and a kernel of typed rows must access them 16 bytes at a time."""
+    found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
+    for key, used in table.items():
+        if re.search(r"norm_(fwd|bwd)_kernel", key) and used["wide"] < 4:
+            found.append(f"{key}: {used['wide']} accesses of 16 bytes")
+    return found
+
+
+def compare(table: dict[str, dict[str, int]], kept: dict[str, dict[str, int]]) -> list[str]:
+    """Lines that tell what differs, for the architectures of `table`."""
+    archs = {key.split()[0] for key in table}
+    expected = {key: used for key, used in kept.items() if key.split()[0] in archs}
+    keys = sorted(table.keys() | expected.keys())
+    return [
+        f"{key}: {table.get(key)}, the table has {expected.get(key)}" for key in keys if table.get(key) != expected.get(key)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the table, not compare with it")
+    write = parser.parse_args().write
+    if reason := why_not():
+        print(reason)
+        return 1
+    nvcc = (_native.build_info() or {})["cuda"]["nvcc"]
+    table, kept = measure(), json.loads(TABLE.read_text()) if TABLE.exists() else {"nvcc": None, "kernels": {}}
+    wrong = faults(table)
+    if write:
+        lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(used)}" for key, used in table.items())
+        TABLE.write_text(f'{{\n  "nvcc": "{nvcc}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+    elif kept["nvcc"] == nvcc:  # another compiler allots other registers
+        wrong += compare(table, kept["kernels"])
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The CUDA library on a machine without a GPU: it loads, tells why it cannot run, and its host side chooses as it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _cuda, _native
+
+needs_library = pytest.mark.skipif((why := _cuda.why_not_loaded("norm_fwd")) is not None, reason=str(why))
+needs_bindings = pytest.mark.skipif(importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built")
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+
+@needs_library
+def test_it_loads_and_has_its_ops() -> None:
+    for op in ("norm_fwd", "norm_bwd"):
+        assert _cuda.why_not_loaded(op) is None
+        schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
+        assert [a.name for a in schema.arguments][-2:] == ["device", "stream"]
+    assert "has no op cuda_nothing" in str(_cuda.why_not_loaded("nothing"))
+
+
+@needs_library
+def test_it_needs_only_the_stable_abi() -> None:
+    """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of its own choosing."""
+    out = subprocess.run(
+        ["nm", "-D", "--undefined-only", _native.PACKAGE / _cuda.LIBRARY_NAME], capture_output=True, text=True
+    )
+    undefined = [line.split()[-1].partition("@")[0] for line in out.stdout.splitlines()]
+    assert any(name.startswith("aoti_torch_") for name in undefined)
+    assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)|cuda[A-Z]|cu[A-Z]", name)] == []
+
+
+@needs_library
+def test_doctor_lists_it() -> None:
+    """What it was built for, which kernels it holds, and why they do not run here, if they do not."""
+    from pytransformer.cli import doctor
+
+    report = doctor.cuda()
+    assert report["loaded"] and report["archs"] and {"norm_fwd", "norm_bwd"} <= set(report["ops"])
+    assert torch.cuda.is_available() or "GPU" in report["why_not"] or "CPU only" in report["why_not"]
+
+
+def test_cpu_tensors_are_not_for_it() -> None:
+    """Which is no fallback: nobody expects a CUDA kernel to run on them."""
+    reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons["cuda"]
+    assert reason is not None and reason.startswith("runs on CUDA devices")
+    with pytest.raises(pt.BackendError, match="runs on CUDA devices"):
+        pt.layer_norm(torch.zeros(1, 8), 8, backend="cuda")
+
+
+def test_kernels_see_no_torch_header() -> None:
+    for path in (*CSRC.glob("cuda/**/*.cuh"), *CSRC.glob("cuda/**/*.cu"), *CSRC.glob("cuda/ptx/*"), *CSRC.glob("cuda/tile/*")):
+        assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "reason"),
+    [
+        ((7, 5), ["sm_80"], "needs a GPU of compute capability 8.0"),
+        ((8, 0), ["sm_80"], None),
+        ((8, 9), ["sm_80"], None),
+        ((8, 0), ["sm_90a"], "was built for sm_90a, and this GPU has compute capability 8.0"),
+        ((9, 0), ["sm_80", "sm_90a", "sm_120"], None),
+        ((9, 0), ["sm_90a"], None),
+        ((10, 0), ["sm_90a"], "was built for sm_90a"),
+        ((10, 0), ["sm_80", "sm_90a", "sm_120"], None),  # from PTX
+        ((12, 0), ["sm_120"], None),
+        ((12, 1), ["sm_80", "sm_120"], None),
+        ((9, 0), ["sm_120"], "was built for sm_120"),
+        ((9, 0), [], "was built for no architecture"),
+    ],
+)
+def test_which_gpus_a_build_serves(capability: tuple[int, int], archs: list[str], reason: str | None) -> None:
+    found = _cuda.why_not_capability(capability, archs)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+# ---- heuristics
+
+
+def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    given = {"x": "bfloat16", "stream": "bfloat16", "aligned": True, "backward": False, "multiprocessors": 132} | changed
+    return _C.cuda_norm_plan(rows, columns, **given)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("columns", "changed", "kernel", "lanes", "threads"),
+    [
+        (64, {}, "lanes", 8, 128),
+        (128, {}, "lanes", 8, 128),
+        (256, {}, "lanes", 16, 128),
+        (768, {}, "lanes", 32, 128),
+        (1024, {"backward": True}, "lanes", 32, 128),
+        (1032, {}, "block", 64, 64),
+        (4096, {}, "block", 128, 128),
+        (4096, {"backward": True}, "block", 256, 256),
+        (8192, {"backward": True}, "block", 512, 512),
+        (8200, {"backward": True}, "any", 512, 512),
+        (12288, {}, "block", 384, 384),
+        (12296, {}, "any", 512, 512),
+        (768, {"aligned": False}, "any", 96, 96),
+        (1, {"aligned": False}, "any", 32, 32),
+        (768, {"stream": "float32"}, "lanes", 32, 128),
+        (768, {"x": "float32"}, "any", 96, 96),  # a stream narrower than x
+        (768, {"stream": "float16"}, "any", 96, 96),
+    ],
+)
+def test_which_kernel(columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int) -> None:
+    chosen = plan(1000, columns, **changed)
+    assert (chosen["kernel"], chosen["lanes"], chosen["threads"]) == (kernel, lanes, threads)
+
+
+@needs_bindings
+def test_how_many_blocks() -> None:
+    assert plan(1000, 768)["blocks"] == 250
+    assert plan(1, 4096)["blocks"] == 1
+    assert plan(2**40, 4096)["blocks"] == 2**30  # a grid holds no more; blocks go on to further rows
+    assert plan(10, 4096, backward=True)["blocks"] == 10
+    assert plan(100_000, 768, backward=True)["blocks"] == 132 * 4  # persistent
+    assert plan(100_000, 4096, backward=True, multiprocessors=2)["blocks"] == 4
+
+
+@needs_bindings
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_row_fits_its_kernel(backward: bool) -> None:
+    """No shape asks for more threads or shared memory than a block may have, or for a kernel too narrow for it."""
+    for columns in (1, 7, 8, 64, 96, 128, 136, 256, 512, 1024, 1032, 2048, 8192, 8200, 12288, 16384, 131072):
+        for aligned in (False, columns % 8 == 0):
+            chosen = plan(5000, columns, backward=backward, aligned=aligned)
+            assert chosen["threads"] % 32 == 0 and 32 <= chosen["threads"] <= 512
+            assert chosen["smem_bytes"] <= 48 * 1024
+            vectors = {"lanes": 4, "block": 2 if backward else 4, "any": 2**31}[chosen["kernel"]]
+            assert columns <= chosen["lanes"] * 8 * vectors
+
+
+@needs_bindings
+def test_a_wrong_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
+        plan(1, 8, x="float64")
+
+
+def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("cuda_build", CSRC / "cuda_build.py")
+    assert spec and spec.loader
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_90a, sm_80")
+    assert build.archs() == ["sm_90a", "sm_80"]
+    assert build.gencode() == ["-gencode=arch=compute_90a,code=[sm_90a]", "-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
+    with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):
+        build.archs()
+    monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
+    assert build.archs() == list(build.ARCHS)
+    assert build.gencode()[0] == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+
+
+@pytest.mark.parametrize(
+    ("message", "refused"),
+    [
+        ("ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...", True),
+        ("    40 bytes stack frame, 40 bytes spill stores, 48 bytes spill loads", True),
+        ("    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", False),
+        ("ptxas info    : Used 128 registers, used 1 barriers", False),
+    ],
+)
+def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
+    """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so that the next build tries again."""
+    (tmp_path / "k.o").touch()
+    command = [sys.executable, CSRC / "cuda_build.py", tmp_path / "k.o", tmp_path / "k.log", "echo", message]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == int(refused) and (tmp_path / "k.o").exists() != refused
+    assert message.strip() in (tmp_path / "k.log").read_text()

@@ -1,0 +1,58 @@
+"""The built CUDA library takes what the committed table says. See resources.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("resources.py")
+
+
+@pytest.fixture(scope="module")
+def resources() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cuda_resources", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def table(resources: ModuleType) -> dict[str, dict[str, int]]:
+    if reason := resources.why_not():
+        pytest.skip(reason)
+    return resources.measure()
+
+
+def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(resources: ModuleType, table: dict) -> None:
+    assert resources.faults(table) == []
+
+
+def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
+    """Differs: `python tests/cuda/resources.py --write`, and look at what changed."""
+    kept = json.loads(resources.TABLE.read_text())
+    built_with = (resources._native.build_info() or {})["cuda"]["nvcc"]
+    if kept["nvcc"] != built_with:
+        pytest.skip(f"the table was made with nvcc {kept['nvcc']}, and the library with {built_with}")
+    assert resources.compare(table, kept["kernels"]) == []
+
+
+def test_few_instantiations(resources: ModuleType) -> None:
+    """At most 24 for each op, direction and architecture."""
+    kernels = json.loads(resources.TABLE.read_text())["kernels"]
+    for direction in ("fwd", "bwd"):
+        for arch in {key.split()[0] for key in kernels}:
+            assert 1 <= sum(f"{arch} norm_{direction}" in key for key in kernels) <= 24
+
+
+def test_faults_are_found(resources: ModuleType) -> None:
+    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0}
+    assert resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used}) == []
+    assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
+    assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
+    assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
+    assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

@@ -1,0 +1,102 @@
+"""Problems that reach every path of the norm kernels, run in the emulator through the public API; also a script for planted faults.
+
+PYTRANSFORMER_EMULATE=<library> python tests/emulator/norms.py [SCHEDULE]      prints the first thing wrong, and exits with 1
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from pytransformer.testing import bounds, fuzz_norm, oracle
+from pytransformer.testing.fuzz_norm import Problem
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+# (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of one and several warps, the kernel for any
+# with columns that are no multiple of eight and rows too wide for registers; each pair of dtypes that has kernels of its own, and one that
+# has none; more rows than blocks run at once.
+SHAPES = (
+    ("layer_norm", 70, 64, torch.float32, None, "layer", 0.0),
+    ("layer_norm", 37, 136, torch.bfloat16, None, "layer", 0.0),
+    ("rms_norm", 9, 1024, torch.float16, None, "rms", 0.0),
+    ("add_norm", 133, 96, torch.bfloat16, torch.float32, "layer", 0.1),
+    ("add_norm", 21, 768, torch.float16, torch.float32, "rms", 0.5),
+    ("add_norm", 5, 1024, torch.bfloat16, torch.bfloat16, "layer", 1.0),
+    ("layer_norm", 11, 1032, torch.float32, None, "layer", 0.0),
+    ("add_norm", 9, 2176, torch.bfloat16, torch.float32, "layer", 0.3),
+    ("rms_norm", 5, 4096, torch.float16, None, "rms", 0.0),
+    ("layer_norm", 13, 33, torch.bfloat16, None, "layer", 0.0),
+    ("add_norm", 9, 263, torch.float32, torch.bfloat16, "rms", 0.2),
+    ("layer_norm", 2, 12304, torch.bfloat16, None, "layer", 0.0),
+)
+
+
+def problems() -> Iterator[Problem]:
+    """One problem for each of SHAPES, with every gradient."""
+    for number, (op, rows, columns, x, residual, kind, p) in enumerate(SHAPES):
+        torch.manual_seed(number)
+        normal = lambda *shape, dtype=x: torch.randn(shape, dtype=torch.float64).to(dtype)
+        tensors = {"x": normal(rows, columns)}
+        if residual is not None:
+            tensors["residual"] = normal(rows, columns, dtype=residual)
+        tensors["weight"] = 1 + normal(columns, dtype=LOW[number % 3])
+        if op != "rms_norm":
+            tensors["bias"] = normal(columns, dtype=LOW[(number + 1) % 3])
+        wanted = list(tensors)
+        tensors["grad_out"] = normal(rows, columns)
+        keywords = {}
+        if op == "add_norm":
+            tensors["grad_residual_out"] = normal(rows, columns, dtype=residual or x)
+            keywords = {"kind": kind} | ({"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {})
+        yield Problem(op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted)
+
+
+def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
+    """(number, problem) of the fuzzer's problems, but those in float64, which the kernels refuse."""
+    case = 0
+    while count:
+        problem = fuzz_norm.draw(seed, case)
+        if torch.float64 not in (t.dtype for t in problem.tensors.values()):
+            yield case, problem
+            count -= 1
+        case += 1
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the backend "cuda" on this problem."""
+    try:
+        results, record = fuzz_norm.run(problem, "cuda")
+    except (RuntimeError, AssertionError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    solution = oracle.Solution(fuzz_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+    checks = bounds.check(solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any")
+    found = [str(c) for c in checks if not c.ok]
+    return found + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})
+
+
+def unaligned(problem: Problem) -> Problem:
+    """The same with tensors that begin off 16 bytes: for the kernel for any rows."""
+    return replace(problem, layouts=dict.fromkeys(problem.layouts, "offset"))
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    from pytransformer.ops import _cuda
+
+    assert (reason := _cuda.why_not("norm_fwd", torch.device("cpu"))) is None, reason
+    torch.ops.pytransformer_C.emulator_schedule(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    for problem in problems():
+        if found := wrong(problem):
+            print(f"{problem}\n{found[0]}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

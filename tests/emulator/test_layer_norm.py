@@ -1,0 +1,151 @@
+"""layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through the public API."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.guarded import LAYOUTS, place
+
+FUZZ_CASES, FUZZ_SEED = 100, 21
+SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def norms() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emulator_norms", Path(__file__).with_name("norms.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
+    """The order in which the emulator runs threads: what a test finds with one it finds again with the same."""
+    pt.explain("layer_norm", torch.zeros(1, 8), 8)  # loads the library
+    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
+def test_every_path(schedule: int, norms: ModuleType) -> None:
+    for problem in norms.problems():
+        assert (found := norms.wrong(problem)) == [], f"{problem}: {found}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
+def test_random_problems(schedule: int, norms: ModuleType) -> None:
+    failed = [
+        f"case {case}: {problem}\n    {found}"
+        for case, problem in norms.drawn(FUZZ_SEED, FUZZ_CASES)
+        if (found := norms.wrong(problem))
+    ]
+    assert not failed, "\n".join(failed[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+@pytest.mark.parametrize("case", [*cases("layer_norm"), *cases("rms_norm"), *cases("add_norm")], ids=lambda c: c.name)
+def test_case(case: Case, schedule: int, dtype: torch.dtype) -> None:
+    """The named cases that tests and benchmarks share: close to the reference, equal bits under another schedule."""
+    args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
+    leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def run(backend: str) -> list[torch.Tensor]:
+        found = getattr(pt, case.op)(*args, **kwargs, backend=backend, strict=True)
+        outputs = [found] if isinstance(found, torch.Tensor) else list(found)
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+    ours, again, want = run("cuda"), run("cuda"), run("reference")
+    for a, b, c in zip(ours, again, want):
+        assert torch.equal(a, b)
+        error = (a.double() - c.double()).norm() / c.double().norm()
+        assert error <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("columns", [64, 300, 1032, 12304])
+def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
+    """Bit for bit, forward and backward, whichever kernel computes it; columns past a group of 32 and unaligned ones too."""
+    x, seed = torch.full((3, columns), 7.0, requires_grad=True), -(2**40) + 12345
+    for p in (0.1, 0.5, 0.999, 1.0):
+        streams = [pt.add_norm(x, None, None, dropout_p=p, dropout_seed=seed, backend=b)[1] for b in ("cuda", "reference")]
+        assert torch.equal(*streams)
+        grads = [torch.autograd.grad(s, x, torch.ones_like(s))[0] for s in streams]
+        assert torch.equal(grads[0], streams[0] / 7) and torch.equal(*grads)
+
+
+def test_strides_and_alignment_change_no_bit_of_the_gradients_layout(norms: ModuleType) -> None:
+    """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time, within the bound."""
+    problem = next(p for p in norms.problems() if p.tensors["x"].shape[1] == 96)
+    for layout in LAYOUTS:
+        laid = {n: layout if place(t, layout).shape == t.shape else "contiguous" for n, t in problem.tensors.items()}
+        assert norms.wrong(norms.replace(problem, layouts=laid)) == [], layout
+
+
+def test_nan_and_inf_stay_in_their_row() -> None:
+    x = torch.randn(40, 72)
+    x[2, 3], x[4, 0] = float("nan"), float("inf")
+    y = pt.layer_norm(x, 72, backend="cuda")
+    assert y[[2, 4]].isnan().all() and y[[0, 1, 3, 5]].isfinite().all()
+    assert torch.equal(y[17:18], pt.layer_norm(x[17:18], 72, backend="cuda"))
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    x = 100 + 0.1 * torch.randn(8, 1000)
+    for columns in (1000, 999):
+        ours = pt.layer_norm(x[:, :columns], columns, backend="cuda").double()
+        exact = torch.nn.functional.layer_norm(x[:, :columns].double(), (columns,))
+        assert (ours - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
+def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
+    dx, dw = torch.autograd.grad(pt.layer_norm(x, shape[-1], w, backend="cuda").sum(), (x, w))
+    assert dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
+
+
+def test_memory_order_is_kept() -> None:
+    x = torch.randn(7, 5, 40).transpose(0, 1).requires_grad_()
+    y = pt.layer_norm(x, 40, backend="cuda")
+    (dx,) = torch.autograd.grad(y, x, torch.randn(7, 5, 40).transpose(0, 1))
+    assert y.stride() == dx.stride() == x.stride()
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(pt.BackendError, match="float32, bfloat16 or float16, got x in float64"):
+        pt.layer_norm(torch.zeros(2, 8, dtype=torch.float64), 8, backend="cuda")
+
+
+def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_EMULATE", str(tmp_path / "none.so"))
+    with pytest.raises(pt.BackendError, match=r"there is no emulated library .*none\.so"):
+        pt.layer_norm(torch.zeros(2, 8), 8, backend="cuda")
+
+
+def test_the_edge_checks_shapes() -> None:
+    """A caller that bypasses the public function learns what the kernels rely on."""
+    from pytransformer.ops import _cuda
+
+    x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)
+    assert _cuda.why_not("norm_fwd", x.device) is None
+    arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 1e-5, 0.0, True]
+    with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
+        _cuda.call("norm_fwd", x.device, *arguments)
+    arguments[-5:-3] = 3, 8
+    with pytest.raises(RuntimeError, match="16 elements are not outer = 3 times rows of 8 columns"):
+        _cuda.call("norm_fwd", x.device, *arguments)

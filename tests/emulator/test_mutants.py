@@ -1,0 +1,105 @@
+"""Faults planted in the norm kernels' source, each of which must be caught: compiled apart, run by norms.py in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+SCHEDULES = (1, 2)
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str  # below csrc/cuda
+    old: str  # wherever it occurs
+    new: str
+    message: str = ""  # that the emulator must give; empty: a wrong number will do
+    slow: bool = True
+
+
+REDUCE, PHILOX = "tile/reduce.cuh", "tile/philox.cuh"
+FWD, BWD, EDGE = "layer_norm/fwd.cuh", "layer_norm/bwd.cuh", "layer_norm/layer_norm.cpp"
+SYNC = "  ptx::syncthreads();"
+KEEP = "      const uint32_t keep = p.drop_threshold ? dropout.keep(row, column) : 0;"
+CONTINUE = "      if (!inside(v)) continue;\n"
+OUTSIDE, LATE = "outside global memory", "not ordered after the"
+
+FAULTS = (
+    Fault("no barrier in a block's sum", REDUCE, SYNC, "", "ld.shared", slow=False),
+    Fault("one buffer for a block's sums", REDUCE, "turn ^= 1;", "", LATE),
+    Fault("a warp left out of a block's sum", REDUCE, "for (int w = 0; w < warps", "for (int w = 1; w < warps"),
+    Fault("a step left out of a row's sum", REDUCE, "if (d < lanes)", "if (2 * d < lanes)"),
+    Fault(
+        "a column past the row's end",
+        FWD,
+        "column_of(team, v) < p.columns;",
+        "column_of(team, v) <= p.columns;",
+        OUTSIDE,
+        slow=False,
+    ),
+    Fault("a row past the last", FWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE),
+    Fault(
+        "a row past the last, backward", BWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE
+    ),
+    Fault("no barrier before a part is summed", BWD, SYNC + "\n  for (int column", "  for (int column", "ld.shared"),
+    Fault(
+        "a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", LATE, slow=False
+    ),
+    Fault("no barrier in the second stage", BWD, SYNC + "\n  if (warp != 0", "  if (warp != 0", "ld.shared"),
+    Fault("a block's part left out", BWD, "b < r.blocks;", "b < r.blocks - 1;"),
+    Fault("parts of the wrong block", BWD, "part = int64_t(blockIdx.x) * p.columns;", "part = 0;"),
+    Fault("a part never begun", BWD, "const bool begins = row == blockIdx.x;", "const bool begins = false;"),
+    Fault("the residual's gradient forgotten", BWD, "dh[i] += d[i];", "dh[i] += 0.0f * d[i];"),
+    Fault("the mean taken off in an RMS norm", FWD, "shift = p.rms ? 0.0f : deviation.a / n;", "shift = deviation.a / n;"),
+    Fault("dropout of another group", PHILOX, "/ 32 * 4 + lane", "/ 32 * 4 + (lane ^ 1)"),
+    Fault("dropout's words not exchanged", PHILOX, "shfl_xor_u32(upper ? a0 : b0, 2)", "shfl_xor_u32(upper ? a0 : b0, 1)"),
+    Fault("dropout's threshold too high", PHILOX, "pair[m] >> 16 >= threshold_", "pair[m] >> 16 >= threshold_ + 600"),
+    Fault(
+        "dropout in a divergent warp",
+        BWD,
+        KEEP + "  // the whole warp calls it\n" + CONTINUE,
+        CONTINUE + KEEP + "\n",
+        "deadlock",
+    ),
+    Fault(
+        "16 bytes of rows that are not aligned",
+        EDGE,
+        "aligned_ &= at_piece(r.data) &&",
+        "aligned_ &= true ||",
+        "not a multiple of 16",
+    ),
+)
+
+
+def test_a_fault_changes_what_it_says() -> None:
+    """Each text to be replaced is in its file, or the fault would be none."""
+    for fault in FAULTS:
+        assert fault.old in (CSRC / "cuda" / fault.file).read_text(), fault.name
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=f.name.replace(" ", "-")) for f in FAULTS]
+)
+def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
+    shutil.copytree(CSRC / "cuda", tmp_path / "cuda")
+    changed = tmp_path / "cuda" / fault.file
+    changed.write_text(changed.read_text().replace(fault.old, fault.new))
+    library = builder.library(tmp_path / "build", tmp_path)
+    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library)}
+    told = []
+    for schedule in SCHEDULES:
+        command = [sys.executable, str(Path(__file__).with_name("norms.py")), str(schedule)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        told.append(done.stdout)
+    assert all(fault.message in text for text in told), told
