@@ -82,8 +82,8 @@ bench attention_d64 60 attention --backends $peers --case full,causal --dtype bf
 bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
-bench decode 45 attention --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
-bench feed_forward 60 feed_forward --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336
+bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
+bench feed_forward 60 feed_forward --backends triton,torch --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336
 step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
 if command -v compute-sanitizer >/dev/null; then
