@@ -38,7 +38,8 @@ def test_a_dtype_comes_back_and_settings_may_change(tmp_path: Path):
         models.GPT.load(tmp_path, depth=3)
 
 
-def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("moment", ["writing", "moving"])
+def test_an_interrupted_save_leaves_what_was_there(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, second = build("GPT"), build("GPT")
     first.save(tmp_path)
     with torch.no_grad():
@@ -50,7 +51,13 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: 
         Path(path).write_bytes(Path(path).read_bytes()[:100])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(_files._safetensors().torch, "save_file", half)
+    def refuse(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    if moment == "writing":
+        monkeypatch.setattr(_files._safetensors().torch, "save_file", half)
+    else:
+        monkeypatch.setattr(_files.os, "replace", refuse)
     with pytest.raises(OSError, match="no space"):
         second.save(tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

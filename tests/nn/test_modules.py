@@ -64,6 +64,20 @@ def test_block_dropout_in_training_only():
         nn.Stack([], None, pre=True)
 
 
+@pytest.mark.parametrize("pre", [False, True])
+def test_a_residual_connection_drops_what_it_adds(pre: bool):
+    connection, x, r, f = (
+        nn.Residual(nn.LayerNorm(8), 1.0, pre),
+        torch.randn(2, 3, 8),
+        torch.randn(2, 3, 8),
+        torch.nn.Linear(8, 8),
+    )
+    out = connection(nn.Stream(x, r) if pre else nn.Stream(x), f)  # with probability 1
+    assert_same_logits(out.x, f(connection.norm(r)) if pre else connection.norm(x))
+    if pre:
+        assert torch.equal(out.residual, r)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_feed_forward(gated: bool):
     layer, x = nn.FeedForward(8, 20, activation="silu", gated=gated, d_out=6), torch.randn(3, 5, 8)
