@@ -1,4 +1,4 @@
-"""Random norms and feed-forward networks against float64 on every backend."""
+"""Random norms, feed-forward networks and cross entropies against float64 on every backend."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import fuzz_ffn, fuzz_norm
+from pytransformer.testing import fuzz_cross_entropy, fuzz_ffn, fuzz_norm
 from pytransformer.testing.fuzz import fuzz
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("op", ["norm", "ffn"])
+@pytest.mark.parametrize("op", ["norm", "ffn", "cross_entropy"])
 def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[backend]
@@ -65,3 +65,20 @@ def test_every_kind_of_network_is_drawn() -> None:
     ):
         share = sum(feature in p.features for p in drawn) / len(drawn)
         assert share >= 0.1, f"{feature} is in {share:.1%} of the cases"
+
+
+def test_every_kind_of_cross_entropy_is_drawn() -> None:
+    drawn = [fuzz_cross_entropy.draw(0, case) for case in range(300)]
+    for feature in (
+        *fuzz_cross_entropy.REDUCTIONS,
+        "bias",
+        "ignore_index",
+        "ignored",
+        "label_smoothing",
+        "strided",
+        "positive",
+        "large",
+    ):
+        share = sum(feature in p.features for p in drawn) / len(drawn)
+        assert share >= 0.1, f"{feature} is in {share:.1%} of the cases"
+    assert any("ignored_nan" in p.features for p in drawn)

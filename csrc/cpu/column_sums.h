@@ -1,4 +1,4 @@
-// Sums over the rows of a matrix in two stages, both in fixed order: blocks of rows, then the blocks.
+// Sums over the rows of a matrix in three stages, all in fixed order: runs of rows, blocks of runs, then the blocks.
 #pragma once
 
 #include "arena.h"
@@ -20,6 +20,7 @@ template <class T>
 void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int threads, typename T::acc* out) {
   using acc = typename T::acc;
   constexpr int64_t kColumns = 32 * T::width;
+  constexpr int64_t kRun = 8;  // rows summed before they are added to the rest: equal terms round the same way each time
   const int64_t blocks = clamp<int64_t>(ceil_div(rows, 64), 1, 64), per_block = ceil_div(rows, blocks),
                 strips = ceil_div(columns, kColumns);
   const int64_t padded = strips * kColumns;
@@ -29,8 +30,13 @@ void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int t
     const int64_t block = task / strips, c = task % strips * kColumns, n = least(kColumns, columns - c);
     acc* sum = part + block * padded + c;
     for (int64_t j = 0; j < kColumns; j++) sum[j] = 0;
-    for (int64_t i = block * per_block; i < least(rows, (block + 1) * per_block); i++)
-      for (int64_t j = 0; j < n; j += T::width) store(sum + j, load(sum + j) + T::load(x + i * columns + c + j, n - j));
+    const int64_t end = least(rows, (block + 1) * per_block);
+    for (int64_t i = block * per_block; i < end; i += kRun)
+      for (int64_t j = 0; j < n; j += T::width) {
+        typename T::vec run = T::load(x + i * columns + c + j, n - j);
+        for (int64_t k = i + 1; k < least(end, i + kRun); k++) run = run + T::load(x + k * columns + c + j, n - j);
+        store(sum + j, load(sum + j) + run);
+      }
   });
   add_blocks(part, blocks, padded, 0, columns, out);
 }

@@ -4,67 +4,29 @@
 // pytransformer/ops/_cpu_feed_forward.py.
 #include "feed_forward.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cmath>
-#include <optional>
 
-#include "isa.h"
-#include "pages.h"
-#include "parallel.h"
+#include "edge.h"
 
 PT_DECLARE_KERNELS(FeedForwardKernels, feed_forward_kernels);
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-pt::DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return pt::DType::f32;
-    case ScalarType::BFloat16: return pt::DType::bf16;
-    case ScalarType::Half: return pt::DType::f16;
-    case ScalarType::Double: return pt::DType::f64;
-    default: STD_TORCH_CHECK(false, "feed_forward: float32, bfloat16, float16 or float64 wanted");
-  }
-}
-
-// A contiguous (rows, columns) matrix of x's dtype, or null.
-void* matrix_of(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns, const Tensor& x) {
-  if (!t) return nullptr;
-  STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == x.scalar_type(),
-                  "feed_forward: ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
-  return t->mutable_data_ptr();
-}
-// The same, to be written.
-void* target_of(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns, const Tensor& x) {
-  void* data = matrix_of(t, name, rows, columns, x);
-  if (data) pt::advise_huge_pages(data, t->numel() * t->element_size());
-  return data;
-}
-// A contiguous vector of the work type, or null.
-void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor& x) {
-  if (!t) return nullptr;
-  const auto work = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == work, "feed_forward: ", name, " must be contiguous, of ", n,
-                  " float32 numbers (float64 for float64)");
-  return t->mutable_data_ptr();
-}
+using pt::edge::MaybeTensor;
+using pt::edge::ScalarType;
+using pt::edge::Tensor;
 
 pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
                                   const MaybeTensor& seed, int64_t activation, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
-  p.dtype = dtype_of(x);
+  const pt::edge::Edge edge("feed_forward", x);
+  p.dtype = pt::edge::dtype_of("feed_forward", x);
   p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
-  p.x = matrix_of(x, "x", p.rows, p.in, x);
-  p.w1 = matrix_of(w1, "w1", p.hidden, p.in, x);
-  p.gate_weight = matrix_of(gate_weight, "gate_weight", p.hidden, p.in, x);
-  p.w2 = matrix_of(w2, "w2", p.out, p.hidden, x);
+  p.x = edge.matrix(x, "x", p.rows, p.in);
+  p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
+  p.gate_weight = edge.matrix(gate_weight, "gate_weight", p.hidden, p.in);
+  p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
   STD_TORCH_CHECK(activation >= 0 && activation <= int64_t(pt::Activation::silu), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
   p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
@@ -80,14 +42,15 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
                       MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t hidden_rows, int64_t activation,
                       double dropout_p) {
   pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
-  p.b1 = vector_of(b1, "b1", p.hidden, x);
-  p.gate_bias = vector_of(gate_bias, "gate_bias", p.hidden, x);
-  p.b2 = vector_of(b2, "b2", p.out, x);
+  const pt::edge::Edge edge("feed_forward", x);
+  p.b1 = edge.vector(b1, "b1", p.hidden);
+  p.gate_bias = edge.vector(gate_bias, "gate_bias", p.hidden);
+  p.b2 = edge.vector(b2, "b2", p.out);
   pt::FeedForwardForward f;
-  f.pre = target_of(pre, "pre", p.rows, p.hidden, x);
-  f.gate = target_of(gate, "gate", p.rows, p.hidden, x);
+  f.pre = edge.target(pre, "pre", p.rows, p.hidden);
+  f.gate = edge.target(gate, "gate", p.rows, p.hidden);
   f.h_rows = hidden_rows;
-  f.y = target_of(out, "out", p.rows, p.out, x);
+  f.y = edge.target(out, "out", p.rows, p.out);
   STD_TORCH_CHECK(f.h_rows > 0, "feed_forward: hidden_rows must be positive, got ", f.h_rows);
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
@@ -97,21 +60,22 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
                       MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
                       int64_t activation, double dropout_p) {
   const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
+  const pt::edge::Edge edge("feed_forward", x);
   pt::FeedForwardBackward f;
-  f.dy = matrix_of(d_out, "d_out", p.rows, p.out, x);
-  f.pre = matrix_of(pre, "pre", p.rows, p.hidden, x);
-  f.gate = matrix_of(gate, "gate", p.rows, p.hidden, x);
-  f.h = target_of(hidden, "hidden", p.rows, p.hidden, x);
-  f.dpre = target_of(d_pre, "d_pre", p.rows, p.hidden, x);
-  f.dgate = target_of(d_gate, "d_gate", p.rows, p.hidden, x);
+  f.dy = edge.matrix(d_out, "d_out", p.rows, p.out);
+  f.pre = edge.matrix(pre, "pre", p.rows, p.hidden);
+  f.gate = edge.matrix(gate, "gate", p.rows, p.hidden);
+  f.h = edge.target(hidden, "hidden", p.rows, p.hidden);
+  f.dpre = edge.target(d_pre, "d_pre", p.rows, p.hidden);
+  f.dgate = edge.target(d_gate, "d_gate", p.rows, p.hidden);
   STD_TORCH_CHECK(!gate_weight || (f.gate && f.dgate), "feed_forward: gate and d_gate are missing");
-  f.dx = target_of(dx, "dx", p.rows, p.in, x);
-  f.dw1 = target_of(dw1, "dw1", p.hidden, p.in, x);
-  f.dgate_weight = target_of(dgate_weight, "dgate_weight", p.hidden, p.in, x);
-  f.dw2 = target_of(dw2, "dw2", p.out, p.hidden, x);
-  f.db1 = vector_of(db1, "db1", p.hidden, x);
-  f.dgate_bias = vector_of(dgate_bias, "dgate_bias", p.hidden, x);
-  f.db2 = vector_of(db2, "db2", p.out, x);
+  f.dx = edge.target(dx, "dx", p.rows, p.in);
+  f.dw1 = edge.target(dw1, "dw1", p.hidden, p.in);
+  f.dgate_weight = edge.target(dgate_weight, "dgate_weight", p.hidden, p.in);
+  f.dw2 = edge.target(dw2, "dw2", p.out, p.hidden);
+  f.db1 = edge.vector(db1, "db1", p.hidden);
+  f.dgate_bias = edge.vector(dgate_bias, "dgate_bias", p.hidden);
+  f.db2 = edge.vector(db2, "db2", p.out);
   PT_SELECT(feed_forward_kernels).backward(p, f);
 }
 

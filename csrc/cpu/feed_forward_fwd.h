@@ -4,48 +4,13 @@
 #include "activations.h"
 #include "column_dropout.h"
 #include "feed_forward.h"
-#include "matmul.h"
-#include "stream.h"
+#include "matmul_epilogues.h"
 
 namespace pt {
 namespace PT_ISA {
 
-template <class T>
-INLINE const typename T::elem* elements(const void* p) {
-  return static_cast<const typename T::elem*>(p);
-}
-template <class T>
-INLINE typename T::elem* elements(void* p) {
-  return static_cast<typename T::elem*>(p);
-}
-
 inline thread_local Arena hidden_arena;  // of the calling thread: rows of hidden between the two products
 
-// Row-major matrix as an operand.
-template <class T>
-INLINE Operand<T> rows_of(const void* p, int64_t columns, bool along_k) {
-  return {elements<T>(p), columns, along_k};
-}
-
-// row[0, n) = f(j, row[j ...]); rows of a tile are padded to whole vectors.
-template <class T, class F>
-INLINE void update_row(typename T::acc* row, int64_t n, const F& f) {
-  for (int64_t j = 0; j < n; j += T::width) store(row + j, f(j, load(row + j)));
-}
-// Columns [n0, n0 + n) of a bias, zeros if there is none.
-template <class T>
-class Bias {
- public:
-  Bias(const void* bias, int64_t n0, int64_t n) {
-    using Vector = std::conditional_t<std::is_same_v<typename T::acc, double>, Double, Float<float>>;
-    const auto* from = static_cast<const typename T::acc*>(bias) + (bias ? n0 : 0);
-    for (int64_t j = 0; j < kPanel<T>; j += T::width) v_[j / T::width] = bias ? Vector::load(from + j, n - j) : typename T::vec{};
-  }
-  INLINE typename T::vec at(int64_t j) const { return v_[j / T::width]; }
-
- private:
-  typename T::vec v_[kPanel<T> / T::width];
-};
 // Dropout of a tile's rows.
 template <class T>
 class TileDropout {
@@ -104,38 +69,6 @@ struct HiddenEpilogue {
       }
     });
   }
-};
-
-// A finished tile, plus a bias, to a matrix.
-template <class T>
-class StoreEpilogue {
-  using acc = typename T::acc;
-  using elem = typename T::elem;
-
- public:
-  StoreEpilogue(elem* out, int64_t rows, int64_t columns, const void* bias = nullptr)
-      : out_(out),
-        columns_(columns),
-        bias_(bias),
-        streaming_(rows * columns * int64_t(sizeof(elem)) >= kStreamBytes && aligned(columns * int64_t(sizeof(elem))) &&
-                   aligned(reinterpret_cast<intptr_t>(out))) {}
-  size_t scratch_bytes() const { return 0; }
-  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
-    const Bias<T> b(bias_, n0, n);
-    for (int64_t r = 0; r < rows; r++) {
-      acc* row = tiles[0] + r * ld;
-      if (bias_) update_row<T>(row, n, [&](int64_t j, typename T::vec v) { return v + b.at(j); });
-      write_row<T>(out_ + (m0 + r) * columns_ + n0, row, n, streaming_);
-    }
-    if (streaming_) stream_fence();
-  }
-
- private:
-  static bool aligned(int64_t bytes) { return bytes % kVecBytes == 0; }
-  elem* out_;
-  int64_t columns_;
-  const void* bias_;
-  bool streaming_;
 };
 
 template <class T>

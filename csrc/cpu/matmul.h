@@ -28,6 +28,7 @@ struct Operand {
   const typename T::elem* data;
   int64_t stride;
   bool along_k;  // rows of the matrix run along k
+  const uint8_t* live = nullptr;  // of B along_k: rows to be read; the others count as zeros. Null: all
 };
 template <class T>
 struct Product {
@@ -199,7 +200,7 @@ class Matmul {
   }
 
   static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, unit* dst) {
-    if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), cols, 0, dst);
+    if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), cols, 0, dst, b.live ? b.live + k0 : nullptr);
     else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst, nullptr, panel_width(cols));
   }
 

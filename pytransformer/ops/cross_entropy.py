@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..reference.cross_entropy import cross_entropy_forward
+from . import _cpu_cross_entropy as cpu
 from . import _triton_cross_entropy as triton
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
@@ -60,7 +61,7 @@ def linear_cross_entropy(
         ignore_index: rows with this target have loss 0 and no gradient, whatever they hold.
         label_smoothing: in [0, 1]; the share of the target spread evenly over all classes.
         reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none), ``"sum"`` or ``"none"``.
-        backend: force ``"triton"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -141,3 +142,4 @@ def _reference_bytes(a: Any) -> int:
 
 linear_cross_entropy_op.add_reference(cross_entropy_forward, extra_bytes=_reference_bytes, check_values=_check_values)
 linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, _check_values))
+linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, _check_values))

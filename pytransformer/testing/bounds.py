@@ -27,6 +27,19 @@ LIMITS: dict[torch.dtype, dict[str, tuple[float, float]]] = {
     torch.float64: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0), "repeated": (6.0, 16.0)},
 }
 
+# The same for ops whose bounds follow errors through more than one product. PyTorch's own kernels stay within these in 1,000 problems
+# each, but for the 16-bit losses, which they round to that dtype (docs/accuracy.md). In float64 the exact result errs as much as
+# ours: attention's constants hold there.
+_HALF = {"zero_mean": (1.0, 1.0), "any": (1.0, 1.0)}
+LIMITS_OF: dict[str, dict[torch.dtype, dict[str, tuple[float, float]]]] = {
+    "feed_forward": {
+        **LIMITS,
+        **dict.fromkeys((torch.bfloat16, torch.float16), _HALF),
+        torch.float32: {"zero_mean": (1.0, 2.0), "any": (4.0, 2.0)},
+    },
+    "linear_cross_entropy": {**LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 6.0)}},
+}
+
 
 @dataclass(frozen=True)
 class Check:
@@ -55,9 +68,9 @@ class Check:
 LONG = 96
 
 
-def limit(dtype: torch.dtype, gradient: bool, data: str = "any", head_dim: int = 1) -> float:
-    """c for a result of this dtype."""
-    c = LIMITS[dtype][data][gradient]
+def limit(dtype: torch.dtype, gradient: bool, data: str = "any", head_dim: int = 1, op: str = "") -> float:
+    """c for a result of this dtype; of attention and the norms if op has no constants of its own."""
+    c = LIMITS_OF.get(op, LIMITS)[dtype][data][gradient]
     wide = dtype in (torch.float32, torch.float64)
     return c * max(1.0, head_dim / LONG) ** 0.5 if wide and data != "zero_mean" else c
 
@@ -103,7 +116,9 @@ def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
     return max(result.dtype, dtype, key=lambda d: torch.finfo(d).eps)
 
 
-def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any") -> list[Check]:
+def check(
+    solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any", op: str = ""
+) -> list[Check]:
     """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
 
     dtype: of query, key and value. Raises ValueError where a name is unknown or a dtype is not what it must
@@ -120,7 +135,7 @@ def check(solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype
             raise ValueError(f"{name} is {tensor.dtype}, want {r.dtype}")
         unit = r.dtype if name == "lse" else rounding(r, dtype)
         floor = r.floor + torch.finfo(r.dtype).tiny * torch.finfo(r.dtype).eps * (r.S > 0)
-        checks.append(compare(name, tensor, r.value, r.S, floor, unit, limit(unit, r.gradient, data, solution.head_dim)))
+        checks.append(compare(name, tensor, r.value, r.S, floor, unit, limit(unit, r.gradient, data, solution.head_dim, op)))
     return checks
 
 

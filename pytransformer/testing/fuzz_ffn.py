@@ -218,7 +218,7 @@ def examine(
             results, record = run(problem, backend)
             # for float64 the exact result is float64 itself, and errs as much
             data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-            checks = bounds.check(solution, results, problem.dtype, data)
+            checks = bounds.check(solution, results, problem.dtype, data, "feed_forward")
             wrong = [str(c) for c in checks if not c.ok]
             if {b for _, b in record} != {backend}:
                 wrong.append(f"ran {record}, {backend} was forced")

@@ -1,5 +1,5 @@
-"""Wrong norms and feed-forward networks that the fuzzer must find: each is the reference with one fault of a kind that
-kernels have had. The counterpart of `mutants` for add_norm, layer_norm, rms_norm and feed_forward.
+"""Wrong norms, feed-forward networks and cross entropies that the fuzzer must find: each is the reference with one fault of a
+kind that kernels have had. The counterpart of `mutants` for the ops on rows.
 
     with mutant_backends("ffn") as names:
         pytransformer.feed_forward(x, w1, b1, w2, b2, backend=names[0])
@@ -21,10 +21,11 @@ from ..ops._registry import OPS, Backend
 # The modules: the package holds functions of the same names.
 norms = importlib.import_module("pytransformer.reference.layer_norm")
 networks = importlib.import_module("pytransformer.reference.feed_forward")
+entropies = importlib.import_module("pytransformer.reference.cross_entropy")
 
 Outputs = tuple[Tensor, ...]
 Fault = Callable[[Any, Callable[[Any], Outputs]], Outputs]
-OPS_OF = {"norm": ("layer_norm", "rms_norm", "add_norm"), "ffn": ("feed_forward",)}
+OPS_OF = {"norm": ("layer_norm", "rms_norm", "add_norm"), "ffn": ("feed_forward",), "cross_entropy": ("linear_cross_entropy",)}
 
 
 def value_of(value: Tensor, gradient_of: Tensor) -> Tensor:
@@ -115,6 +116,29 @@ def _shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return keep(*arguments).roll(1, -1)
 
 
+def _mean_over_all_targets(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
+    loss, lse = forward(a)
+    return (loss if a.reduction != "mean" else loss * (a.target != a.ignore_index).sum() / a.target.numel()), lse
+
+
+def _largest_logit_not_subtracted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
+    """exp overflows float32 where a logit is past 88."""
+    with mock.patch.object(torch, "logsumexp", lambda z, dim: z.float().exp().sum(dim).log().to(z.dtype)):
+        return forward(a)
+
+
+def _last_class_dropped(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
+    """From the normaliser: what a kernel does that takes whole vectors of classes only."""
+    whole = torch.logsumexp
+    with mock.patch.object(torch, "logsumexp", lambda z, dim: whole(z[..., :-1] if z.shape[-1] > 1 else z, dim)):
+        return forward(a)
+
+
+def _ignored_rows_counted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
+    fits = (a.target >= 0) & (a.target < a.weight.shape[0])
+    return forward(a._replace(ignore_index=-12345, target=torch.where(fits, a.target, 0)))
+
+
 FAITHFUL: Fault = lambda a, forward: forward(a)
 
 FAULTS: dict[str, dict[str, Fault]] = {
@@ -162,8 +186,33 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "w2_read_as_contiguous": _replacing(w2=lambda a: value_of(_as_contiguous(a.w2), a.w2)),
         "different_every_time": _different_every_time,
     },
+    "cross_entropy": {
+        "faithful": FAITHFUL,
+        "loss_off_by_0.4_percent": _outputs(lambda y: y * 1.004),
+        "loss_rounded_to_bfloat16": _outputs(lambda y: value_of(y.bfloat16().to(y.dtype), y)),
+        "bias_ignored": _replacing(bias=lambda a: value_of(torch.zeros_like(a.bias), a.bias)),
+        "bias_gradient_dropped": _replacing(bias=lambda a: a.bias.detach()),
+        "weight_gradient_dropped": _replacing(weight=lambda a: a.weight.detach()),
+        "x_gradient_off_by_0.4_percent": _replacing(x=lambda a: value_of(a.x, 1.004 * a.x)),
+        "label_smoothing_ignored": _replacing(label_smoothing=lambda a: 0.0),
+        "label_smoothing_over_the_other_classes": _replacing(
+            label_smoothing=lambda a: min(1.0, a.label_smoothing * a.weight.shape[0] / max(1, a.weight.shape[0] - 1))
+        ),
+        "mean_over_all_targets": _mean_over_all_targets,
+        "sum_for_mean": _replacing(reduction=lambda a: "sum" if a.reduction == "mean" else a.reduction),
+        "ignored_rows_counted": _ignored_rows_counted,
+        "last_class_dropped": _last_class_dropped,
+        "largest_logit_not_subtracted": _largest_logit_not_subtracted,
+        "targets_shifted": _replacing(
+            target=lambda a: torch.where(a.target == a.ignore_index, a.target, (a.target + 1) % a.weight.shape[0])
+        ),
+        "weight_rounded_to_bfloat16": _replacing(weight=lambda a: value_of(a.weight.bfloat16().to(a.weight.dtype), a.weight)),
+        "x_read_as_contiguous": _replacing(x=lambda a: value_of(_as_contiguous(a.x), a.x)),
+        "different_every_time": _different_every_time,
+    },
 }
-BACKWARD_FAULTS: dict[str, Callable[[Any, list[Any]], tuple[Any, list[Any]]]] = {
+BackwardFault = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
+BACKWARD_FAULTS: dict[str, BackwardFault] = {
     "gradient_read_as_contiguous": lambda a, grads: (a, [None if g is None else _as_contiguous(g) for g in grads]),
     "backward_with_another_dropout_mask": lambda a, grads: (
         a if getattr(a, "dropout_seed", None) is None else a._replace(dropout_seed=a.dropout_seed + 1),
@@ -172,9 +221,7 @@ BACKWARD_FAULTS: dict[str, Callable[[Any, list[Any]], tuple[Any, list[Any]]]] = 
 }
 
 
-def _backend(
-    op_name: str, name: str, fault: Fault, backward_fault: Callable[[Any, list[Any]], tuple[Any, list[Any]]]
-) -> Backend:
+def _backend(op_name: str, name: str, fault: Fault, backward_fault: BackwardFault) -> Backend:
     op = OPS[op_name]
 
     def wrong(a: Any) -> Outputs:
@@ -204,11 +251,16 @@ def _backend(
     return Backend(name, forward, backward, lambda a: None)
 
 
+def backward_faults(kind: str) -> dict[str, BackwardFault]:
+    """Those of BACKWARD_FAULTS that ops of this kind can have: linear_cross_entropy knows no dropout."""
+    return {n: f for n, f in BACKWARD_FAULTS.items() if kind != "cross_entropy" or "dropout" not in n}
+
+
 @contextlib.contextmanager
 def mutant_backends(kind: str) -> Iterator[list[str]]:
-    """Register every mutant of "norm" or "ffn" as a backend for the length of the block; yields their names."""
+    """Register every mutant of "norm", "ffn" or "cross_entropy" as a backend for the length of the block; yields their names."""
     faults = {n: (f, lambda a, grads: (a, grads)) for n, f in FAULTS[kind].items()}
-    faults |= {n: (FAITHFUL, f) for n, f in BACKWARD_FAULTS.items()}
+    faults |= {n: (FAITHFUL, f) for n, f in backward_faults(kind).items()}
     saved = {op: dict(OPS[op].backends) for op in OPS_OF[kind]}
     for op in OPS_OF[kind]:
         OPS[op].backends.update({n: _backend(op, n, *pair) for n, pair in faults.items()})

@@ -1,7 +1,9 @@
-"""linear_cross_entropy against torch.nn.functional.cross_entropy; this version has only the reference."""
+"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random problems: test_fuzz_norm_ffn."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,17 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.ops._registry import OPS
 
+BACKENDS = ("reference", "cpu")
+
+
+@pytest.fixture(params=BACKENDS)
+def ce_backend(request: pytest.FixtureRequest) -> str:
+    x, w, _, target = (t.detach() for t in _inputs(2))
+    reason = pt.explain("linear_cross_entropy", x, w, target).reasons[request.param]
+    if reason is not None:
+        pytest.skip(f"backend {request.param}: {reason}")
+    return request.param
+
 
 def _inputs(*lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     x, w, b = torch.randn(*lead, d, dtype=dtype), torch.randn(classes, d, dtype=dtype), torch.randn(classes, dtype=dtype)
@@ -19,11 +32,11 @@ def _inputs(*lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-def test_equals_torch(reduction: str, smoothing: float) -> None:
+def test_equals_torch(reduction: str, smoothing: float, ce_backend: str) -> None:
     x, w, b, target = _inputs(4, 5)
     target[1] = -100
     keywords: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
-    ours = pt.linear_cross_entropy(x, w, target, bias=b, **keywords)
+    ours = pt.linear_cross_entropy(x, w, target, bias=b, **keywords, backend=ce_backend)
     want = F.cross_entropy(F.linear(x, w, b).flatten(0, 1), target.flatten(), **keywords).reshape(ours.shape)
     torch.testing.assert_close(ours, want)
     grad = torch.randn_like(want)
@@ -31,52 +44,52 @@ def test_equals_torch(reduction: str, smoothing: float) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_mean_over_no_valid_target_is_nan() -> None:
+def test_mean_over_no_valid_target_is_nan(ce_backend: str) -> None:
     x, w, _, target = _inputs(3)
-    assert pt.linear_cross_entropy(x, w, target.fill_(7), ignore_index=7).isnan()
-    assert pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum") == 0
+    assert pt.linear_cross_entropy(x, w, target.fill_(7), ignore_index=7, backend=ce_backend).isnan()
+    assert pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum", backend=ce_backend) == 0
 
 
-def test_an_ignored_row_may_hold_anything() -> None:
+def test_an_ignored_row_may_hold_anything(ce_backend: str) -> None:
     x, w, b, target = _inputs(4)
     with torch.no_grad():
         x[2] = float("nan")
     target[2] = -100
-    dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b), (x, w, b))
+    dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b, backend=ce_backend), (x, w, b))
     assert torch.equal(dx[2], torch.zeros(6, dtype=dx.dtype)) and all(g.isfinite().all() for g in (dx, dw, db))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_is_float32(dtype: torch.dtype) -> None:
+def test_the_loss_is_float32(dtype: torch.dtype, ce_backend: str) -> None:
     x, w, b, target = _inputs(40, dtype=dtype)
-    loss = pt.linear_cross_entropy(x, w, target, bias=b)
+    loss = pt.linear_cross_entropy(x, w, target, bias=b, backend=ce_backend)
     want = F.cross_entropy(F.linear(x.double(), w.double(), b.double()), target)
     assert loss.dtype == torch.float32 and abs(loss.double() - want) < 1e-5
     assert all(g.dtype == dtype for g in torch.autograd.grad(loss, (x, w, b)))
 
 
-def test_gradcheck_and_gradgradcheck() -> None:
+def test_gradcheck_and_gradgradcheck(ce_backend: str) -> None:
     x, w, b, target = _inputs(3, 2)
     target[0, 1] = -100
     for reduction in ("mean", "none"):
 
         def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, how: str = reduction) -> torch.Tensor:
-            return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how)
+            return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=ce_backend)
 
         assert torch.autograd.gradcheck(function, (x, w, b))
         assert torch.autograd.gradgradcheck(function, (x, w, b))
 
 
 @pytest.mark.unpoisoned
-def test_opcheck_and_compile() -> None:
+def test_opcheck_and_compile(ce_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
     x, w, b, target = _inputs(4, dtype=torch.float32)
     a = (x.detach(), w.detach(), target, b.detach(), -100, 0.1, "mean")
-    torch.library.opcheck(op.fwd, (*a, None, True))
-    torch.library.opcheck(op.bwd, (torch.ones(()), *a, op.fwd(*a, None, True)[1], [True] * 3, None, True))
+    torch.library.opcheck(op.fwd, (*a, ce_backend, True))
+    torch.library.opcheck(op.bwd, (torch.ones(()), *a, op.fwd(*a, ce_backend, True)[1], [True] * 3, ce_backend, True))
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return pt.linear_cross_entropy(x, w, target, label_smoothing=0.1)
+        return pt.linear_cross_entropy(x, w, target, label_smoothing=0.1, backend=ce_backend)
 
     ours, want = torch.compile(function, fullgraph=True, backend="aot_eager")(x, w), function(x, w)
     torch.testing.assert_close(ours, want)
@@ -84,15 +97,90 @@ def test_opcheck_and_compile() -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_func_transforms() -> None:
+def test_func_transforms(ce_backend: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(5))
 
     def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return pt.linear_cross_entropy(x, w, target)
+        return pt.linear_cross_entropy(x, w, target, backend=ce_backend)
 
     each = torch.func.vmap(torch.func.grad(loss))(x, target)
     want = torch.func.grad(lambda x: F.cross_entropy(x @ w.T, target, reduction="sum"))(x)
     torch.testing.assert_close(each, want)
+
+
+# ---- the native kernel's blocks, chunks and memory
+
+
+def _large(rows: int, d: int, classes: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    x, w, b, target = _inputs(rows, d=d, classes=classes, dtype=torch.float64)
+    target[::5] = -100
+    return [(t.detach() * d**-0.25).to(dtype).requires_grad_() for t in (x, w, b)] + [target]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(20, 96, 2100), (1300, 40, 600), (1500, 2100, 70)], ids=["transposed", "chunks", "sums in parts"]
+)
+def test_blocks_of_classes_and_chunks_of_rows(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """More rows and classes than are held at once, and (1500 x 2100) more float sums of dx than 8 MB."""
+    x, w, b, target = _large(*shape, dtype)
+    loss = pt.linear_cross_entropy(x, w, target, bias=b, reduction="sum", backend="cpu")
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    want = F.cross_entropy(F.linear(*exact), target, reduction="sum")
+    assert abs(loss.double() - want) <= 4e-7 * want
+    for name, a, e in zip("xwb", torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(want, exact)):
+        assert (a.double() - e).norm() <= 6 * torch.finfo(dtype).eps * e.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
+    x, w, b, target = _large(1100, 72, 1300, dtype)
+
+    def results() -> list[torch.Tensor]:
+        loss = pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.1, backend="cpu")
+        return [loss, *torch.autograd.grad(loss, (x, w, b))]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = results()
+        for n in (2, 3, 1):
+            torch.set_num_threads(n)
+            assert all(torch.equal(a, b) for a, b in zip(results(), want)), n
+    finally:
+        torch.set_num_threads(threads)
+
+
+PEAK = """
+import resource, torch
+import pytransformer as pt
+
+def step(x, w, target):
+    return torch.autograd.grad(pt.linear_cross_entropy(x, w, target, backend="cpu"), (x, w))
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+torch.set_num_threads(2)
+x, w = (torch.randn(n, 64, dtype=torch.{dtype}).requires_grad_() for n in (2048, 20000))
+target = torch.randint(0, 20000, (2048,))
+step(x[:8], w[:80], target[:8] % 80)
+before = peak()
+grads = step(x, w, target)
+print(peak() - before - sum(g.nbytes for g in grads))
+"""
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_never_stored(dtype: str) -> None:
+    """Forward and backward of 2048 rows and 20,000 classes, whose logits are 164 or 82 MB, take less than 12 MB beyond the
+    inputs and gradients: scratch of both threads, in whole pages of 2 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK.format(dtype=dtype)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 12 << 20, f"{int(done.stdout) / 2**20:.1f} MB"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +195,8 @@ def test_func_transforms() -> None:
         ({"ignore_index": 1.5}, TypeError, "ignore_index must be an int"),
         ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between 0 and 1"),
         ({"reduction": "max"}, ValueError, "reduction must be one of"),
-        ({"backend": "cpu"}, ValueError, "unknown backend 'cpu'"),
+        ({"target": torch.tensor([0, -1, 2, 2])}, ValueError, "target must be between 0 and 10 or ignore_index -100, got -1"),
+        ({"backend": "gpu"}, ValueError, "unknown backend 'gpu'"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -82,7 +82,7 @@ def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: 
     """
     if peer:  # a peer may return a loss in a narrower dtype than ours
         found = {name: t if t is None else t.to(solution.results[name].dtype) for name, t in found.items()}
-    checks = bounds.check(solution, dict(found), problem.dtype)
+    checks = bounds.check(solution, dict(found), problem.dtype, op=problem.case.op)
     errors, shares, wrong = {}, {}, []
     for check in checks:
         result = solution.results[check.name]

@@ -1,0 +1,80 @@
+"""The backend ``cpu`` of linear_cross_entropy: csrc/cpu/cross_entropy.cpp called with tensors allocated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _native
+from ._registry import WRONG_DEVICE, Backend, Op
+
+SCRATCH_BYTES = 16 << 20  # packed operands, a block of dz, and float sums, at most about
+
+
+def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+    def why_not(a: Any) -> str | None:
+        if a.x.device.type != "cpu":
+            return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
+        return _native.why_not("linear_cross_entropy_fwd")
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        if a.x.numel() == 0:
+            return op.backends["reference"].forward(a)
+        check_values(a)
+        loss, lse = op.empty_outputs(a)
+        losses = loss if a.reduction == "none" else torch.empty_like(lse)
+        torch.ops.pytransformer_C.linear_cross_entropy_fwd(
+            *_operands(a), losses.view(-1), lse.view(-1), a.ignore_index, a.label_smoothing
+        )
+        if a.reduction != "none":
+            total = losses.double().sum()
+            loss.copy_(total / _valid(a) if a.reduction == "mean" else total)
+        return loss, lse
+
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> Sequence[Any]:
+        if a.x.numel() == 0 or grads[0] is None:
+            return op.backends["reference"].backward(a, grads, saved, wanted)
+        check_values(a)
+        lse = saved[0].contiguous()
+        upstream = grads[0].double() / _valid(a) if a.reduction == "mean" else grads[0]
+        upstream = upstream.to(lse.dtype).expand(lse.shape).reshape(-1).contiguous()
+        results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
+        targets: dict[str, torch.Tensor | None] = {}
+        for name, t in results.items():
+            if t is None:
+                targets[name] = None
+            elif name == "bias":
+                targets[name] = torch.empty(t.shape, dtype=lse.dtype)
+            else:
+                targets[name] = (t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)).view(-1, t.shape[-1])
+        torch.ops.pytransformer_C.linear_cross_entropy_bwd(
+            upstream,
+            *_operands(a),
+            lse.view(-1),
+            *(targets[n] for n in ("x", "weight", "bias")),
+            a.ignore_index,
+            a.label_smoothing,
+        )
+        for name, t in results.items():
+            target = targets[name]
+            if t is not None and target is not None and target.data_ptr() != t.data_ptr():
+                t.copy_(target.view(t.shape))
+        return [results[n] for n in op.differentiable]
+
+    return Backend("cpu", forward, backward, why_not, lambda a: SCRATCH_BYTES)
+
+
+def _operands(a: Any) -> tuple[torch.Tensor | None, ...]:
+    """x, weight, target and bias as the kernels want them."""
+    work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
+    bias = None if a.bias is None else a.bias.to(work).contiguous()
+    return a.x.reshape(-1, a.x.shape[-1]).contiguous(), a.weight.contiguous(), a.target.reshape(-1).contiguous(), bias
+
+
+def _valid(a: Any) -> torch.Tensor:
+    """How many targets are not ignored, in float64."""
+    return (a.target != a.ignore_index).sum(dtype=torch.float64)
