@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ VOCABULARY, STOP = 23, 3
 
 def gpt(**changes):
     torch.manual_seed(5)
-    small = dict(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, **changes)
+    small = dict(vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, tied=False, **changes)
     return _sharpened(GPT(GPTConfig(**small)))
 
 
@@ -133,6 +134,27 @@ def test_beam_search_finds_the_best_of_all_sequences(alpha):
     found = generate(model, source, decoding=how)
     assert found.lists() == [list(best)]
     assert found.scores.item() == pytest.approx(ended[best], abs=1e-4)
+
+
+class _Table(torch.nn.Module):
+    """A language of one memory: the next token's probabilities hang on the last token alone."""
+
+    def __init__(self, following):
+        super().__init__()
+        self.logits = torch.tensor(following).log()
+
+    def forward(self, input_ids, past_key_values, logits_to_keep):
+        return SimpleNamespace(logits=self.logits[input_ids])
+
+
+def test_a_beam_that_ends_makes_room_for_the_next_best():
+    """Stop 0.4, A 0.3, B 0.29: with two beams A and B go on beside the ended one, and B wins by the length penalty."""
+    stop, a, b = 0, 1, 2
+    model = _Table([[1, 0, 0, 0, 0], [0.2] * 5, [0.99, 0.01, 0, 0, 0], [0.4, 0.3, 0.29, 0.01, 0], [0.2] * 5])
+    settings = dict(max_new_tokens=2, stop=(stop,), beams=2, use_cache=False)
+    assert generate(model, torch.tensor([[3]]), length_penalty=4.0, **settings).lists() == [[b]]
+    assert generate(model, torch.tensor([[3]]), length_penalty=0.0, **settings).lists() == [[]]
+    assert a not in generate(model, torch.tensor([[3]]), length_penalty=4.0, **settings).tokens
 
 
 def test_more_beams_never_score_worse_than_greedy_here():
