@@ -112,7 +112,7 @@ def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype
     """
     if like.is_contiguous():
         if shape is None:
-            return torch.empty_like(like, dtype=dtype)
+            return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
     strides = like.stride()
     order = sorted(range(like.dim() - 1), key=lambda d: -strides[d] if strides[d] else -math.inf)
