@@ -43,7 +43,7 @@ SPLIT_INTERPRETED = Split(rows=32, keys=128, most=4)
 # work per element: dense masks and biases, ALiBi, T5, softcap, dropout.
 SIXTEEN_BIT = {
     "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 1)},
-    "forward+": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 32, 8, 1)},
+    "forward+": {64: Config(64, 64, 8, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 32, 8, 1)},
     "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 2), 256: Config(16, 32, 4, 2)},
     "keys": {64: Config(32, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
     "keys+": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(32, 32, 8, 1)},
