@@ -70,9 +70,7 @@ class EagerTransformer(nn.Module):
         x = embedding(ids) * math.sqrt(self.config.d_model) + self.places[: ids.shape[1]].to(embedding.weight.dtype)
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
         """Logits (B, L, vocabulary). attention_mask: (B, Ls), 0 = padding."""
         length = decoder_input_ids.shape[1]
         hidden = self.core(
