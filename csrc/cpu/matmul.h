@@ -123,6 +123,7 @@ class Matmul {
     if (!place) pack_a(s);
 
     for_each_task(panels * groups, threads_, [&](int64_t task) {
+      const FlushSubnormals flush;  // the tail of gelu is full of them, and each costs an assist of 100 cycles, in later products too
       const int64_t panel = task % panels, m0 = task / panels * group;
       tile_rows(s, panel, m0, least(M_, m0 + group), epilogue);
     });
