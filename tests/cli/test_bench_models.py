@@ -1,0 +1,38 @@
+"""bench models: what it refuses, and one line-up whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytransformer.cli import OK, USAGE, main
+
+pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bert5"], "unknown model bert5; there are bert, gpt2, t5, vit"),
+        (["--dtype", "int8"], "--dtype: int8 is not one of"),
+        (["--layers", "13"], "--layers must be from 1 to 12, got 13"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "models", *arguments]) == USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow  # base-size models
+@pytest.mark.unpoisoned
+def test_one_model(tmp_path: Path) -> None:
+    arguments = ["vit", "--layers", "1", "--seconds", "0", "--dtype", "float32", "--no-memory", "--out", str(tmp_path)]
+    assert main(["bench", "models", *arguments]) == OK
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert {(r["mode"], r["variant"]) for r in rows} == {
+        (mode, variant) for mode in ("forward", "training_step") for variant in ("eager", "sdpa", "pytransformer")
+    }
+    assert all(r["wrong"] is None and r["median_ms"] > 0 and r["speedup_sdpa"] > 0 for r in rows)
+    assert "ViT-B/16, 1 of 12 layers" in (tmp_path / "models.md").read_text()
