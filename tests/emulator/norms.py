@@ -37,7 +37,7 @@ SHAPES = (
 
 
 def problems() -> Iterator[Problem]:
-    """One problem for each of SHAPES, with every gradient."""
+    """One problem for each of SHAPES, with every gradient; and one with rows that are not aligned."""
     for number, (op, rows, columns, x, residual, kind, p) in enumerate(SHAPES):
         torch.manual_seed(number)
         normal = lambda *shape, dtype=x: torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -53,7 +53,10 @@ def problems() -> Iterator[Problem]:
         if op == "add_norm":
             tensors["grad_residual_out"] = normal(rows, columns, dtype=residual or x)
             keywords = {"kind": kind} | ({"dropout_p": p, "dropout_seed": random.Random(number).getrandbits(63)} if p else {})
-        yield Problem(op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted)
+        problem = Problem(op, x, 1, "zero_mean", tensors, dict.fromkeys(tensors, "contiguous"), keywords, wanted)
+        yield problem
+        if number == 0:  # rows that do not begin at a multiple of 16 bytes
+            yield replace(problem, layouts=problem.layouts | {"x": "offset"})
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
