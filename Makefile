@@ -25,8 +25,8 @@ demo:  ## install, then see it work: doctor, a quick benchmark, the drop-in proo
 test:  ## install, then the test suite in parts with time budgets (under 40 minutes)
 	@$(PYTHON) tests/run_parts.py
 
-test-full:  ## every test, slow ones too
-	@$(PYTHON) tests/run_parts.py --full
+test-full:  ## every test, slow ones too; PARTS="cpu generic": those parts
+	@$(PYTHON) tests/run_parts.py --full $(PARTS)
 
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench

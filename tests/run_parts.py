@@ -3,20 +3,26 @@
     python3 tests/run_parts.py           the parts within their budgets
     python3 tests/run_parts.py --full    slow tests too, the other instruction sets, the sanitizers; no budgets
     python3 tests/run_parts.py cpu ...   only the parts named
+    python3 tests/run_parts.py --full generic --summary docs/test-results.md     put the counts into the file's table
 
 A part fails if its tests fail, if it ran none, or if it takes longer than its budget; at twice the budget it is interrupted.
-Every file and folder of tests/ belongs to one part: those that no other part names belong to `cpu`.
+Every file and folder of tests/ belongs to one part: those that no other part names belong to `cpu`. A part that needs a folder of
+other packages, named by an environment variable, is skipped without it, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +46,7 @@ class Part(NamedTuple):
     folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()  # of pytest
+    needs: str = ""  # an environment variable: a folder whose packages come before the installed ones; without it: skipped
 
 
 INSTALL = Part("install", "install and build", 5)
@@ -50,10 +57,14 @@ PARTS = (
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
 )
-# The ops again on kernels that this machine would not choose, and under the sanitizers: parts of --full.
+# Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
-GENERIC = Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu"))
-SANITIZE = Part("sanitize", "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300"))
+SANITIZE = "sanitize"
+FULL_PARTS = (
+    Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu")),
+    Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
+    Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
+)
 
 
 class Result(NamedTuple):
@@ -63,6 +74,7 @@ class Result(NamedTuple):
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    reasons: tuple[str, ...] = ()  # why tests were skipped, each with how often; of a part that was not run: why
 
 
 def paths(part: Part) -> list[str]:
@@ -105,13 +117,15 @@ def install(full: bool) -> Result:
     return Result(INSTALL, seconds, f"exit code {code}" if code else over_budget(INSTALL, seconds, full))
 
 
-def counts(report: Path) -> tuple[int, int, int]:
-    """Passed, failed and skipped tests of a JUnit report; zeros if pytest did not get so far as to write one."""
+def counts(report: Path) -> tuple[int, int, int, tuple[str, ...]]:
+    """Passed, failed and skipped tests of a JUnit report, and why skipped; zeros if pytest did not get so far as to write one."""
     if not report.is_file():
-        return 0, 0, 0
+        return 0, 0, 0, ()
     suite = next(xml.etree.ElementTree.parse(report).iter("testsuite"))
     total, failures, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
-    return total - failures - errors - skipped, failures + errors, skipped
+    why = Counter(entry.get("message", "no reason given") for entry in suite.iter("skipped"))
+    reasons = tuple(f"{count} x {reason}" if count > 1 else reason for reason, count in why.most_common())
+    return total - failures - errors - skipped, failures + errors, skipped, reasons
 
 
 def test(part: Part, full: bool) -> Result:
@@ -128,7 +142,7 @@ def test(part: Part, full: bool) -> Result:
     return Result(part, seconds, problem, *counts(report))
 
 
-def test_sanitized() -> Result:
+def test_sanitized(part: Part) -> Result:
     """The ops with the library of a second copy of the package, built with GCC's sanitizers."""
     copy = ROOT / "build" / "sanitized"
     options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"))
@@ -136,7 +150,7 @@ def test_sanitized() -> Result:
     build = [str(ROOT / ".venv" / "bin" / "python"), "setup.py", "-q", "build", "--build-lib", str(copy)]
     code, seconds = timed(build, None, options)
     if code:
-        return Result(SANITIZE, seconds, f"building: exit code {code}")
+        return Result(part, seconds, f"building: exit code {code}")
     names = ("libasan.so", "libstdc++.so")
     libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
     environment = (
@@ -145,36 +159,101 @@ def test_sanitized() -> Result:
         ("UBSAN_OPTIONS", "print_stacktrace=1"),
         ("PYTHONPATH", str(copy)),
     )
-    return test(SANITIZE._replace(environment=environment), True)
+    return test(part._replace(environment=environment), True)
+
+
+def test_with_other_packages(part: Part) -> Result:
+    """The part with the packages of the folder that `part.needs` names in place of the installed ones."""
+    folder = Path(os.environ.get(part.needs) or "")
+    if not os.environ.get(part.needs) or not folder.is_dir():
+        reason = f"{part.needs} names no folder of packages"
+        print(f"\n---- {part.title}: skipped, {reason}", flush=True)
+        return Result(part, 0.0, None, reasons=(reason,))
+    path = os.pathsep.join(filter(None, (str(folder.resolve()), os.environ.get("PYTHONPATH"))))
+    return test(part._replace(environment=(*part.environment, ("PYTHONPATH", path))), True)
+
+
+def run(part: Part, full: bool) -> Result:
+    if part.name == SANITIZE:
+        return test_sanitized(part)
+    return test_with_other_packages(part) if part.needs else test(part, full)
 
 
 def summary(results: list[Result]) -> str:
     lines = [f"{'part':34} {'time':>8} {'budget':>8}  {'passed':>6} {'failed':>6} {'skipped':>7}"]
     for r in results:
         counted = f"{r.passed:6} {r.failed:6} {r.skipped:7}" if r.part is not INSTALL else " " * 21
-        lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {60 * r.part.minutes:6.0f} s  {counted}  {r.problem or 'ok'}")
+        budget = f"{60 * r.part.minutes:6.0f} s" if r.part.minutes else "       -"
+        lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {budget}  {counted}  {verdict(r)}")
+        lines += [f"    skipped: {reason}" for reason in r.reasons]
     total = f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
     return "\n".join([*lines, f"{total}, {sum(r.skipped for r in results)} skipped"])
 
 
+def verdict(result: Result) -> str:
+    if result.problem:
+        return result.problem
+    return "ok" if result.passed or result.part is INSTALL else "skipped"
+
+
+# ---- the table of docs/test-results.md
+
+START, END = "<!-- parts: start, written by tests/run_parts.py --summary -->", "<!-- parts: end -->"
+COLUMNS = ("part", "passed", "failed", "skipped", "why skipped", "seconds", "verdict", "slow tests", "commit", "date")
+
+
+def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date: str) -> str:
+    """`text` with the lines of `results` put into the table between the markers; the other parts' lines stay."""
+    before, marked, rest = text.partition(START)
+    kept, closed, after = rest.partition(END)
+    if not marked or not closed:
+        raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
+    lines = {line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")}
+    for r in results:
+        why = "; ".join(re.sub(r"[|<>\s]+", " ", reason) for reason in r.reasons)
+        cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), "yes" if full else "no", commit, date)
+        lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
+    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    order = {part.title: place for place, part in enumerate((INSTALL, *PARTS, *FULL_PARTS))}
+    body = [lines[title] for title in sorted(lines, key=lambda title: order.get(title, len(order)))]
+    return f"{before}{START}\n" + "\n".join([*head, *body]) + f"\n{END}{after}"
+
+
+def commit() -> str:
+    """The commit that is checked out, with "+changes" if files differ from it."""
+    head, changes = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    )
+    return (head or "unknown") + ("+changes" if changes else "")
+
+
 def main() -> int:
+    parts = {part.name: part for part in (*PARTS, *FULL_PARTS)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
     parser.add_argument(
         "--full", action="store_true", help="slow tests, other instruction sets and sanitizers too; no budgets"
     )
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE", help="Markdown file whose table of parts is brought up to date"
+    )
     arguments = parser.parse_args()
-    names = [part.name for part in PARTS]
-    if unknown := set(arguments.parts) - set(names):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if unknown := set(arguments.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    if early := set(arguments.parts) & {part.name for part in FULL_PARTS} if not arguments.full else None:
+        parser.error(f"{', '.join(sorted(early))}: a part of --full")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    results = [install(arguments.full)]
+    before, results = commit(), [install(arguments.full)]
     if results[0].problem is None:
-        wanted = [part for part in PARTS if part.name in (arguments.parts or names) and paths(part)]
-        results += [test(part, arguments.full) for part in wanted]
-        if arguments.full and not arguments.parts:
-            results += [test(GENERIC, True), test_sanitized()]
+        known = (*PARTS, *FULL_PARTS) if arguments.full else PARTS
+        wanted = [part for part in known if part.name in (arguments.parts or parts) and paths(part)]
+        results += [run(part, arguments.full) for part in wanted]
     print("\n" + summary(results), flush=True)
+    if arguments.summary:
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        text = recorded(arguments.summary.read_text(), results[1:], arguments.full, before, today)
+        arguments.summary.write_text(text)
     return 1 if any(result.problem for result in results) or len(results) == 1 else 0
 
 

@@ -1,0 +1,69 @@
+"""tests/run_parts.py: parts by name, what a report's counts say, and the table that a run leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("run_parts.py")
+
+
+@pytest.fixture(scope="module")
+def run_parts() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_parts", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_test_belongs_to_exactly_one_part(run_parts: ModuleType) -> None:
+    entries = [path for part in run_parts.PARTS for path in run_parts.paths(part)]
+    assert len(entries) == len(set(entries))
+    covered = [run_parts.ROOT / entry for entry in entries]
+    tests = run_parts.TESTS.rglob("test_*.py")
+    assert [path for path in tests if not any(path.is_relative_to(entry) for entry in covered)] == []
+
+
+def test_parts_of_the_full_run_find_their_tests(run_parts: ModuleType) -> None:
+    names = [part.name for part in (*run_parts.PARTS, *run_parts.FULL_PARTS)]
+    assert len(names) == len(set(names))
+    assert all(run_parts.paths(part) for part in run_parts.FULL_PARTS)
+
+
+def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    skipped = "".join(f'<testcase name="t{i}"><skipped message="no GPU"/></testcase>' for i in range(2))
+    report.write_text(
+        f'<testsuites><testsuite tests="6" failures="1" errors="1" skipped="3">{skipped}'
+        '<testcase name="u"><skipped message="slow"/></testcase></testsuite></testsuites>'
+    )
+    assert run_parts.counts(report) == (1, 2, 3, ("2 x no GPU", "slow"))
+    assert run_parts.counts(tmp_path / "none.xml") == (0, 0, 0, ())
+
+
+def test_a_part_without_its_packages_is_skipped_with_the_reason(run_parts, monkeypatch, capsys) -> None:
+    part = next(part for part in run_parts.FULL_PARTS if part.needs)
+    monkeypatch.delenv(part.needs, raising=False)
+    result = run_parts.run(part, True)
+    assert (result.passed, result.problem, run_parts.verdict(result)) == (0, None, "skipped")
+    assert part.needs in result.reasons[0] and part.needs in capsys.readouterr().out
+
+
+def test_the_table_keeps_other_parts_and_escapes_reasons(run_parts: ModuleType) -> None:
+    cpu, triton = run_parts.PARTS[:2]
+    text = f"# Results\n\n{run_parts.START}\n{run_parts.END}\n\nMore.\n"
+    text = run_parts.recorded(text, [run_parts.Result(triton, 61.0, None, 5)], False, "abc", "2026-01-01")
+    slower = run_parts.Result(cpu, 9.6, "pytest exit code 1", 7, 1, 2, ("a | b\n<i>",))
+    text = run_parts.recorded(text, [slower], True, "def", "2026-01-02")
+    lines = text.splitlines()
+    assert lines[0] == "# Results" and lines[-1] == "More."
+    assert f"| {cpu.title} | 7 | 1 | 2 | a b i  | 10 | pytest exit code 1 | yes | def | 2026-01-02 |" in lines
+    assert f"| {triton.title} | 5 | 0 | 0 |  | 61 | ok | no | abc | 2026-01-01 |" in lines
+    again = run_parts.recorded(text, [slower._replace(failed=0, problem=None)], True, "def", "2026-01-03")
+    assert len(again.splitlines()) == len(lines) and "exit code" not in again
+    with pytest.raises(ValueError, match="no table to write to"):
+        run_parts.recorded("nothing", [], False, "abc", "2026-01-01")
