@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import cuda_build
+import interface
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -415,7 +416,8 @@ def _ninja_text(plan: Plan) -> str:
                 flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]
                 objects[source.stem, isa.name] = ninja.compile(source, flags, isa.name)
         else:
-            objects[source.stem, ""] = ninja.compile(source, edge)
+            told = [f'-DPT_INTERFACE="{interface.digest()}"'] if source.stem == "library" else []
+            objects[source.stem, ""] = ninja.compile(source, [*edge, *told])
     # An undefined symbol is an error here rather than at load time; a sanitizer's run time is found only at load.
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]

@@ -56,6 +56,18 @@ def test_instruction_sets_share_no_symbol(path: Path) -> None:
     assert outside == []
 
 
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    """A stale one would read arguments in an order that Python no longer passes them in."""
+    csrc = shutil.copytree(
+        ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
+    )
+    assert _native._why_not_current(csrc) is None
+    edge = csrc / "cpu" / "attention.cpp"
+    edge.write_text(edge.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
+    assert "rebuild it with make build" in str(_native._why_not_current(csrc))
+    assert _native._why_not_current(tmp_path) is None  # installed: no sources to compare with
+
+
 def test_every_usable_instruction_set_can_be_chosen(restored_isa: None) -> None:
     usable = C.cpu_isas()
     assert usable[-1] == "generic"

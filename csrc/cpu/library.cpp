@@ -8,6 +8,8 @@
 
 namespace {
 
+std::string cpu_interface() { return PT_INTERFACE; }
+
 std::string cpu_isa() { return pt::isa_name(pt::active_isa()); }
 
 std::vector<std::string> cpu_isas() {
@@ -24,6 +26,7 @@ void set_cpu_isa(std::string name) { pt::set_active_isa(name); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def("cpu_interface() -> str");       // csrc/interface.py, when this was compiled
   m.def("cpu_isa() -> str");             // in use
   m.def("cpu_isas() -> str[]");          // built, and run by this CPU, best first
   m.def("cpu_scratch_bytes() -> int");   // held by the kernels' scratch buffers of all threads
@@ -31,6 +34,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
+  m.impl("cpu_interface", TORCH_BOX(&cpu_interface));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));
   m.impl("cpu_scratch_bytes", TORCH_BOX(&cpu_scratch_bytes));

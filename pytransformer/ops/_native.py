@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARY_NAME = "libpytransformer_cpu.so"
+OLDER = "rebuild it with make build"
 
 
 @functools.cache
@@ -23,6 +25,13 @@ def build_info() -> dict[str, Any] | None:
 @functools.cache
 def why_not(op: str) -> str | None:
     """None if the library is loaded and holds the raw op `op`, else the reason why it cannot be called."""
+    if (reason := _why_not_loaded()) is not None:
+        return reason
+    return None if hasattr(torch.ops.pytransformer_C, op) else f"the native library has no op {op}: {OLDER}"
+
+
+@functools.cache
+def _why_not_loaded() -> str | None:
     path = PACKAGE / LIBRARY_NAME
     if not path.exists():
         info = build_info()
@@ -32,6 +41,16 @@ def why_not(op: str) -> str | None:
         torch.ops.load_library(path)
     except OSError as error:
         return f"the native library does not load: {error}"
-    if not hasattr(torch.ops.pytransformer_C, op):
-        return f"the native library has no op {op}: it is older than this code (make build)"
-    return None
+    return _why_not_current(PACKAGE.parent / "csrc")
+
+
+def _why_not_current(csrc: Path) -> str | None:
+    """None unless the package is a checkout whose library was built from other sources than those beside it: its ops may read
+    arguments that the code does not pass any more."""
+    if not (csrc / "interface.py").is_file():
+        return None  # an installed package: the library came with this code
+    raw = torch.ops.pytransformer_C
+    built = raw.cpu_interface() if hasattr(raw, "cpu_interface") else None
+    if built == runpy.run_path(str(csrc / "interface.py"))["digest"](csrc):
+        return None
+    return f"the native library was built from other sources than this code: {OLDER}"

@@ -1,0 +1,20 @@
+"""What the Python code and the CPU library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
+read their arguments. The build puts it into the library (csrc/cpu/library.cpp); a checkout compares it when it loads the library."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+
+
+def edges(csrc: Path = CSRC) -> list[Path]:
+    return sorted(path for path in csrc.glob("cpu/*.cpp") if not path.stem.endswith("_kernels"))
+
+
+def digest(csrc: Path = CSRC) -> str:
+    found = hashlib.sha256()
+    for path in edges(csrc):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
