@@ -59,7 +59,7 @@ class Twin(nn.Module):
     def embed(self, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         return self.drop(embedding(ids) * self.scale + self.positions[: ids.shape[1]])
 
-    def forward(self, input_ids, attention_mask, decoder_input_ids, labels) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask, decoder_input_ids, labels, decoder_attention_mask=None) -> torch.Tensor:
         length = decoder_input_ids.shape[1]
         hidden = self.transformer(
             self.embed(input_ids, self.source),

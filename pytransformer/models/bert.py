@@ -13,7 +13,7 @@ from typing_extensions import Self
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.feed_forward import FeedForward
-from ..nn.heads import IGNORE, Classifier
+from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions
@@ -135,7 +135,9 @@ class BERT(Model):
         Returns:
             ``logits`` of the vocabulary, or of the classes if there is that head; ``loss``, the sum over the labels given.
         """
-        hidden = self.encoder(self._embed(input_ids, token_type_ids), padding(attention_mask, *input_ids.shape, queries=True))
+        visible = padding(attention_mask, *input_ids.shape, queries=True)
+        wanted = learned(labels) if self.classifier is None else None
+        hidden = self.encoder(self._embed(input_ids, token_type_ids), visible, wanted=wanted)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
         losses, logits = [], None
         if self.classifier is not None:

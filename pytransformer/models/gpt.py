@@ -12,7 +12,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward
-from ..nn.heads import IGNORE, Classifier
+from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
@@ -131,11 +131,9 @@ class GPT(Model):
             visible["window"] = (self.config.window, None)
         if prefix_lengths is not None:
             visible["prefix_lengths"] = prefix_lengths
-        hidden = self.decoder(x, visible, cache=past_key_values)
-        loss = None
-        if labels is not None:
-            following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-            loss = self.head.loss(hidden, following)
+        following = None if labels is None else nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        hidden = self.decoder(x, visible, cache=past_key_values, wanted=learned(following))
+        loss = None if following is None else self.head.loss(hidden, following)
         return Output(
             hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:])
         )

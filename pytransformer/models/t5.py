@@ -12,7 +12,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward
-from ..nn.heads import Classifier
+from ..nn.heads import Classifier, learned
 from ..nn.masks import causal, padding
 from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
@@ -158,8 +158,9 @@ class T5(Model):
         visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
         visible["bias"] = self.decoder_bias()
         hidden = self.decoder(
-            self.embedding(decoder_input_ids), visible, memory, padding(attention_mask, *memory.shape[:2]), past_key_values
-        )
+            self.embedding(decoder_input_ids), visible, memory, padding(attention_mask, *memory.shape[:2]), past_key_values,
+            learned(labels),
+        )  # fmt: skip
         hidden = self._finish(hidden)
         return Output(
             hidden, None if labels is None else self.head.loss(hidden, labels), encoder_last_hidden_state=memory,

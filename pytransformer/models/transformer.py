@@ -13,7 +13,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
-from ..nn.heads import Classifier
+from ..nn.heads import Classifier, learned
 from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
@@ -181,7 +181,8 @@ class Transformer(Model):
         cached = 0 if past_key_values is None else past_key_values.length
         x = self._embed(decoder_input_ids, self.target_embedding, self.target_positions, cached, decoder_position_ids)
         visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
-        hidden = self.decoder(x, visible, memory, padding(attention_mask, batch, memory.shape[1]), past_key_values)
+        context_visible = padding(attention_mask, batch, memory.shape[1])
+        hidden = self.decoder(x, visible, memory, context_visible, past_key_values, learned(labels))
         loss = None if labels is None else self.head.loss(hidden, labels)
         if loss is not None and self.training and self.config.num_experts:
             loss = loss + self.config.balance_weight * balance_loss(self)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ops.attention import attention
+from ..ops.attention_varlen import attention_varlen
 from .cache import LayerCache
 from .taps import AttentionTap
 
@@ -72,13 +73,14 @@ class MultiHeadAttention(nn.Module):
         """Attend.
 
         Args:
-            x: (B, Lq, d_model).
-            context: (B, Lk, context_dim), of cross-attention only; not needed once the cache holds its keys.
+            x: (B, Lq, d_model), or packed sequences, (total, d_model).
+            context: (B, Lk, context_dim), of cross-attention only; not needed once the cache holds its keys. Packed if x is.
             cache: keys and values of earlier positions; x's are appended. Causal attention then is ``"bottom_right"``.
-            **visible: masks and bias, handed to :func:`pytransformer.attention` as they are.
+            **visible: masks and bias, handed to :func:`pytransformer.attention` as they are, or for packed sequences to
+                :func:`pytransformer.attention_varlen`.
 
         Returns:
-            (B, Lq, d_model).
+            As x.
         """
         if self.cross:
             query, (key, value) = self._heads(self.query(x)), self._context(context, cache)
@@ -89,7 +91,8 @@ class MultiHeadAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value)
         arguments = {**visible, "scale": self.scale}
-        result = attention(
+        packed = x.dim() == 2
+        result = (attention_varlen if packed else attention)(
             query,
             key,
             value,
@@ -100,7 +103,7 @@ class MultiHeadAttention(nn.Module):
         if self.observer is not None:
             result, lse = result
             self.observer(AttentionTap(query, key, value, lse, arguments))
-        return self.out(result.transpose(1, 2).flatten(2))
+        return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
 
     def _context(self, context: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
         if cache is not None and cache.cross is not None:
@@ -113,8 +116,9 @@ class MultiHeadAttention(nn.Module):
         return key, value
 
     def _heads(self, t: torch.Tensor) -> torch.Tensor:
-        """(B, L, H D) as (B, H, L, D), a view."""
-        return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        """(B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D), views."""
+        t = t.unflatten(-1, (-1, self.head_dim))
+        return t if t.dim() == 3 else t.transpose(1, 2)
 
     def extra_repr(self) -> str:
         heads, kv_heads = (w // self.head_dim for w in self.widths[:2])

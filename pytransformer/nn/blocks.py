@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .attention import MultiHeadAttention
 from .cache import KeyValueCache, LayerCache
 from .norm import Norm
+from .packing import Packing
 
 
 class Stream(NamedTuple):
@@ -84,7 +86,7 @@ class Block(nn.Module):
     ) -> Stream:
         """
         Args:
-            stream: of (B, L, d).
+            stream: of (B, L, d), or of packed sequences, (total, d).
             visible: masks and bias of self-attention, as :func:`pytransformer.attention` takes them.
             context, context_visible: what cross-attention attends to, and its masks.
             cache: this layer's, in a decoder that continues.
@@ -106,6 +108,9 @@ class Stack(nn.Module):
         blocks: all pre-norm or all post-norm.
         norm: the last norm. A pre-norm stack needs one: it finishes the sum.
         dropout: of that last sum, pre-norm; also on what goes in, pre-norm (the embeddings).
+
+    Padding at the end of sequences, where there is enough of it, is left out before the first block and comes back as zeros
+    after the last: see :mod:`.packing`. ``packs = False`` keeps it, for hooks that want (B, L, d).
     """
 
     def __init__(self, blocks: Sequence[nn.Module], norm: Norm | None, dropout: float = 0.0, pre: bool = False) -> None:
@@ -115,6 +120,8 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.dropout, self.pre = dropout, pre
+        # Blocks that mix tokens by attention alone care for nothing but which of them may see which.
+        self.packs = all(isinstance(block, Block) and isinstance(block.mixing, MultiHeadAttention) for block in blocks)
 
     def forward(
         self,
@@ -123,8 +130,31 @@ class Stack(nn.Module):
         context: torch.Tensor | None = None,
         context_visible: dict[str, Any] | None = None,
         cache: KeyValueCache | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, L, d) to (B, L, d). Embedding dropout happens here: pre-norm fused with the first norm, else by itself."""
+        """(B, L, d) to (B, L, d). Embedding dropout happens here: pre-norm fused with the first norm, else by itself.
+
+        wanted: (B, L) bool, where the result is read; if padding is, it is not left out. None: nobody reads padding.
+        """
+        packing = Packing.of(visible, x, wanted=wanted, if_worth=True) if self.packs and cache is None else None
+        if packing is not None and context is not None:
+            of_context = Packing.of(context_visible or {}, context)
+            if of_context is None:
+                packing = None
+            else:
+                context, context_visible = of_context.pack(context), packing.visible({}, of_context)
+        if packing is None:
+            return self._run(x, visible, context, context_visible, cache)
+        return packing.unpack(self._run(packing.pack(x), packing.visible(visible, packing), context, context_visible, None))
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        visible: dict[str, Any],
+        context: torch.Tensor | None,
+        context_visible: dict[str, Any] | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
         if not self.pre:
             x = nn.functional.dropout(x, self.dropout, self.training)
         stream = Stream(x)

@@ -6,8 +6,14 @@ import torch
 from torch import nn
 
 from ..ops.cross_entropy import linear_cross_entropy
+from .packing import select, worth_selecting
 
 IGNORE = -100
+
+
+def learned(labels: torch.Tensor | None) -> torch.Tensor | None:
+    """Where labels say what is to be learned, bool; None without labels."""
+    return None if labels is None else labels != IGNORE
 
 
 class Classifier(nn.Module):
@@ -47,6 +53,10 @@ class Classifier(nn.Module):
         Args:
             x: (..., d_model). labels: (...), int64.
         """
+        known = learned(labels)
+        if worth_selecting(known):  # no logit is computed where there is nothing to learn
+            rows = known.flatten().nonzero().squeeze(1)
+            x, labels = select(x.flatten(0, -2), rows), labels.flatten()[rows]
         return linear_cross_entropy(
             x * self.scale if self.scale != 1.0 else x, self.weight, labels, bias=self.bias, ignore_index=IGNORE,
             label_smoothing=self.label_smoothing if self.training else 0.0,

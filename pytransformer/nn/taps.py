@@ -46,7 +46,7 @@ def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
 
     A pattern (as in the shell: ``"decoder.*.cross_attention"``) chooses modules; none chooses every attention module. For a
     :class:`MultiHeadAttention` the record is an :class:`AttentionTap`, for any other module its output. Of several calls the
-    last counts.
+    last counts. Padding is not left out meanwhile, so that all shapes are (B, L, ...).
 
         with taps(model, "encoder.*") as seen:
             model(input_ids)
@@ -67,6 +67,9 @@ def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
     }
     record: dict[str, Any] = {}
     handles = []
+    packing = [module for module in modules.values() if getattr(module, "packs", False)]
+    for stack in packing:
+        stack.packs = False
     for name, module in chosen.items():
         if hasattr(module, "observer"):
             module.observer = lambda tap, name=name: record.__setitem__(name, tap)
@@ -75,6 +78,8 @@ def taps(model: nn.Module, *patterns: str) -> Iterator[dict[str, Any]]:
     try:
         yield record
     finally:
+        for stack in packing:
+            stack.packs = True
         for handle in handles:
             handle.remove()
         for module in chosen.values():

@@ -107,10 +107,12 @@ def translation_collate(pad_id: int, start_id: int, end_id: int) -> Collate:
 
     def collate(examples: list[tuple[list[int], list[int]]], generator: torch.Generator) -> Batch:
         sources = [[*source, end_id] for source, _ in examples]
+        read = [[start_id, *target] for _, target in examples]
         return {
             "input_ids": pad(sources, pad_id),
             "attention_mask": attention_mask(sources),
-            "decoder_input_ids": pad([[start_id, *target] for _, target in examples], pad_id),
+            "decoder_input_ids": pad(read, pad_id),
+            "decoder_attention_mask": attention_mask(read),
             "labels": pad([[*target, end_id] for _, target in examples], IGNORED),
         }
 
