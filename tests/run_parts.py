@@ -64,6 +64,8 @@ FULL_PARTS = (
     Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu")),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
+    Part("triton-3.6", "triton 3.6", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_6"),
+    Part("triton-3.9", "triton 3.9", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_9"),
 )
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .._lang import LOG2E, launch, narrow
 from .chunks import chunks, describe, load_logits, logits_of, product, rows_of
-from .configs import BIAS, chunk_rows, tile
+from .configs import chunk_rows, tile
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
@@ -70,9 +70,9 @@ def backward(
     """Write those of dx (rows, d), d_weight and d_bias (both float32, zeros before) that are given, of the op's arguments with x
     (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target is ignored."""
     (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
-    config = tile(classes, backward=True)
+    config, bias_tile = (tile(kernel, classes, device) for kernel in ("backward", "bias"))
     p, kind = describe(a, config, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)
-    _, sums = describe(a, BIAS)
+    _, sums = describe(a, bias_tile)
     step = min(rows, chunk_rows(classes))
     logits = torch.empty(step, classes, dtype=torch.float32, device=device)
     dz = logits if a.x.dtype == torch.float32 else torch.empty(step, classes, dtype=a.x.dtype, device=device)
@@ -89,7 +89,7 @@ def backward(
         if d_bias is not None:
             launch(
                 cross_entropy_backward_bias, -(-classes // sums.BN), device, *given, g[part], d_bias, classes, p, sums,
-                warps=BIAS.warps, stages=1,
+                warps=bias_tile.warps, stages=1,
             )  # fmt: skip
         if dx is None and d_weight is None:
             continue

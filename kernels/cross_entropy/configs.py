@@ -1,12 +1,16 @@
-"""Tiles, and how many rows of logits exist at a time, by a table: no autotuning.
+"""Tiles, and how many rows of logits exist at a time, by a table: see kernels/tuned for how a measured one takes its place.
 
 The sizes are chosen by registers and by counting memory traffic, not yet by time on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
+from .. import tuned
 from .._lang import INTERPRETED
 
 
@@ -19,10 +23,12 @@ class Config:
     warps: int
 
 
-# Classes, padded to a power of two -> tile. Rows of more classes are done in blocks as wide as the last entry.
-FORWARD = {256: Config(4, 256, 4), 1024: Config(1, 1024, 4), 4096: Config(1, 4096, 8)}
-BACKWARD = {256: Config(4, 256, 4), 1024: Config(1, 1024, 4), 4096: Config(1, 2048, 4)}
-BIAS = Config(32, 128, 4)  # sums over rows for the bias's gradient
+# Kernel -> classes, padded to a power of two -> tile. Rows of more classes are done in blocks as wide as the last entry.
+HEURISTIC = {
+    "forward": {256: Config(4, 256, 4), 1024: Config(1, 1024, 4), 4096: Config(1, 4096, 8)},
+    "backward": {256: Config(4, 256, 4), 1024: Config(1, 1024, 4), 4096: Config(1, 2048, 4)},
+    "bias": {4096: Config(32, 128, 4)},  # sums over rows for the bias's gradient
+}
 INTERPRETED_TILE = Config(32, 256, 1)  # few operations, still several tiles with tails in tests
 
 # Each chunk adds to the weight's gradient, 16 bytes for each of its elements against 6 operations for each row of the chunk: at
@@ -31,12 +37,37 @@ CHUNK_BYTES = 1 << 30
 CHUNK_BYTES_INTERPRETED = 1 << 16
 
 
-def tile(classes: int, *, backward: bool = False) -> Config:
-    """The tile of the kernels over rows of so many classes."""
+def key_of(kernel: str, classes: int) -> str:
+    """The name of a kernel and class of problems in a tuned table."""
+    width = next((f"up to {n} classes" for n in list(HEURISTIC[kernel])[:-1] if classes <= n), "more classes")
+    return f"{kernel}, {width}" if len(HEURISTIC[kernel]) > 1 else kernel
+
+
+def tile(kernel: str, classes: int, device: torch.device) -> Config:
+    """The tile of a kernel over rows of so many classes: the measured one, or the table's."""
     if INTERPRETED:
-        return INTERPRETED_TILE
-    table = BACKWARD if backward else FORWARD
+        return HEURISTIC["bias"][4096] if kernel == "bias" else INTERPRETED_TILE
+    if measured := tuned.table("cross_entropy", device).get(key_of(kernel, classes)):
+        return Config(**measured)
+    return heuristic(kernel, classes)
+
+
+def heuristic(kernel: str, classes: int) -> Config:
+    table = HEURISTIC[kernel]
     return next((config for width, config in table.items() if classes <= width), list(table.values())[-1])
+
+
+def candidates(kernel: str, classes: int) -> Iterator[Config]:
+    """What `make tune` tries: the table's choice first."""
+    first = heuristic(kernel, classes)
+    yield first
+    widths = (64, 128, 256) if kernel == "bias" else (classes,) if classes <= 1024 else (1024, 2048, 4096, 8192)
+    for BN in widths:
+        for warps in (2, 4, 8, 16):
+            for numbers in (8, 16, 32):  # in a thread
+                found = Config(max(1, 32 * warps * numbers // BN), BN, warps)
+                if found != first and found.ROWS * BN == 32 * warps * numbers:
+                    yield found
 
 
 def chunk_rows(classes: int) -> int:

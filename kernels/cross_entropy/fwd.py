@@ -53,7 +53,7 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, LSE, classes, p, C: tl.con
 def forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
     """Write the loss and lse of every row, (rows,) float32, of the op's arguments with x (rows, d) and target (rows,)."""
     (rows, _), classes = a.x.shape, a.weight.shape[0]
-    config = tile(classes)
+    config = tile("forward", classes, a.x.device)
     p, kind = describe(a, config)
     buffer = torch.empty(min(rows, chunk_rows(classes)), classes, dtype=torch.float32, device=a.x.device)
     for part in chunks(rows, classes):

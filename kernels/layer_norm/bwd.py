@@ -183,7 +183,7 @@ def backward(
     """Write those of dx, d_residual, d_weight and d_bias that are given. Tensors of rows are (outer, inner, columns) with
     contiguous columns; h is what forward normalized; weight, d_weight, d_bias, mean and rstd are flat."""
     columns, device = h.shape[2], h.device
-    chosen = tile(columns, backward=True)
+    chosen = tile(columns, h.element_size(), device, backward=True)
     p, kind = describe(h, chosen, 0.0, rms, seed, dropout_p)
     s = BackwardStrides(*map(strides, (d_out, d_stream, h, dx, d_residual)))
     apart = kind.WIDE and not (d_weight is None and d_bias is None)

@@ -1,4 +1,4 @@
-"""How many rows and columns a program of the norms holds at once, by a table: no autotuning.
+"""How many rows and columns a program of the norms holds at once, by a table: see kernels/tuned for how a measured one takes its place.
 
 The entries are chosen by registers (see tests/triton/resources.json), not yet by time on a GPU: 16 numbers of each tensor in
 a thread where rows are short, up to 32 where they are long, and several blocks on a multiprocessor in any case.
@@ -6,10 +6,12 @@ a thread where rows are short, up to 32 where they are long, and several blocks 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from .. import tuned
 from .._lang import INTERPRETED
 
 
@@ -44,13 +46,37 @@ INTERPRETED_WIDER = Config(8, 512, 1)
 BLOCKS = 128  # programs that share the rows where the parameters' gradients are apart
 
 
-def tile(columns: int, *, backward: bool = False) -> tuple[Config, bool]:
-    """The tile for rows of so many numbers, and whether they are wider than it."""
-    table = INTERPRETED_TILES if INTERPRETED else BACKWARD if backward else FORWARD
-    for width, found in table.items():
-        if columns <= width:
-            return found, False
-    return (INTERPRETED_WIDER if INTERPRETED else WIDER), True
+def key_of(kernel: str, columns: int, itemsize: int) -> str:
+    """The name of a kernel, "forward" or "backward", and class of problems in a tuned table."""
+    width = next((f"up to {n} columns" for n in BACKWARD if columns <= n), "wider rows")
+    return f"{kernel}, {8 * itemsize} bit, {width}"
+
+
+def tile(columns: int, itemsize: int, device: torch.device, *, backward: bool = False) -> tuple[Config, bool]:
+    """The tile for rows of so many numbers, the measured one or the table's, and whether they are wider than it."""
+    if INTERPRETED:
+        found = next((c for width, c in INTERPRETED_TILES.items() if columns <= width), INTERPRETED_WIDER)
+    elif measured := tuned.table("layer_norm", device).get(key_of("backward" if backward else "forward", columns, itemsize)):
+        found = Config(**measured)
+    else:
+        found = heuristic(columns, backward=backward)
+    return found, columns > found.BN
+
+
+def heuristic(columns: int, *, backward: bool) -> Config:
+    return next((c for width, c in (BACKWARD if backward else FORWARD).items() if columns <= width), WIDER)
+
+
+def candidates(kernel: str, columns: int) -> Iterator[Config]:
+    """What `make tune` tries for rows of this many numbers, a power of two: the table's choice first."""
+    first = heuristic(columns, backward=kernel == "backward")
+    yield first
+    for BN in (columns,) if columns in BACKWARD else (2048, 4096, 8192):
+        for warps in (2, 4, 8, 16):
+            for numbers in (4, 8, 16, 32):  # of each tensor in a thread
+                found = Config(max(1, 32 * warps * numbers // BN), BN, warps)
+                if found != first and found.ROWS * BN == 32 * warps * numbers:
+                    yield found
 
 
 def programs(device: torch.device, warps: int) -> int:

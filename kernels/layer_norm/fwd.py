@@ -136,7 +136,7 @@ def forward(
 ) -> None:
     """Write out, stream (residual + dropout(x); None: x is normalized), mean and rstd. Tensors of rows are (outer, inner,
     columns) with contiguous columns; weight, bias, mean and rstd are flat."""
-    chosen = tile(x.shape[2])
+    chosen = tile(x.shape[2], x.element_size(), x.device)
     p, kind = describe(x, chosen, eps, rms, seed, dropout_p)
     s = ForwardStrides(*map(strides, (x, residual, out, stream)))
     launch(

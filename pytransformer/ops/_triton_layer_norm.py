@@ -1,6 +1,6 @@
 """The backend ``triton`` of layer_norm, rms_norm and add_norm: kernels/layer_norm called with tensors allocated here.
 
-The kernels see every tensor of rows as (outer, inner, columns) with contiguous columns, as those of the backend ``cpu`` do.
+How the kernels see tensors of rows is in _norm_rows.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from typing import Any
 
 import torch
 
-from ._cpu_layer_norm import Grid
+from ._norm_rows import FORMS, Grid, deliver
 from ._registry import Backend, Op
 from ._triton_attention import unavailable
 
 
 def backend(op: Op) -> Backend:
-    """The backend for an op with the argument names of layer_norm, rms_norm or add_norm."""
-    plain = op.name != "add_norm"
-
-    def form(a: Any) -> dict[str, Any]:
-        rms = op.name == "rms_norm" if plain else a.rms
-        return {"rms": rms, "seed": getattr(a, "dropout_seed", None), "dropout_p": getattr(a, "dropout_p", 0.0)}
+    """The backend of one of the ops in FORMS."""
+    form, plain = FORMS[op.name], op.name != "add_norm"
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         from pytransformer.kernels.layer_norm.fwd import forward as run
@@ -30,14 +26,16 @@ def backend(op: Op) -> Backend:
         outputs = op.empty_outputs(a)
         if a.x.numel() == 0:
             return outputs
-        by_name, grid = dict(zip(op.outputs, outputs)), Grid(a.x, a.dims)
-        targets = [_Target(grid, t) for t in (outputs[0], by_name.get("residual_out"))]
+        out, residual_out, mean, rstd = form.outputs(*outputs)
+        residual, bias, seed, p, rms = form.optional(a)
+        grid = Grid(a.x, a.dims)
+        targets = [grid.target(t) for t in (out, residual_out)]
         run(
-            _rows(grid, a.x), _rows(grid, getattr(a, "residual", None)), _flat(a.weight), _flat(getattr(a, "bias", None)),
-            *(t.rows for t in targets), _mean(by_name), by_name["rstd"], eps=a.eps, **form(a),
+            _rows(grid, a.x), _rows(grid, residual), _flat(a.weight), _flat(bias), *(_view(grid, t) for t in targets),
+            None if rms else mean, rstd, eps=a.eps, rms=rms, seed=seed, dropout_p=p,
         )  # fmt: skip
-        for target in targets:
-            target.deliver()
+        for target, result in zip(targets, (out, residual_out)):
+            deliver(target, result)
         return outputs
 
     def backward(
@@ -48,19 +46,20 @@ def backend(op: Op) -> Backend:
         results = op.empty_gradients(a, wanted)
         if a.x.numel() == 0:
             return [None if r is None else r.zero_() for r in results]
-        by_name, result = dict(zip(op.saved, saved)), dict(zip(op.differentiable, results))
-        h = a.x if plain else by_name["residual_out"]
+        h, mean, rstd = form.saved(a, *saved)
+        dx, d_residual, d_weight, d_bias = form.gradients(*results)
+        _, _, seed, p, rms = form.optional(a)
         grid = Grid(h, a.dims)
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0]
         d_stream = None if plain else grads[1]
-        targets = [_Target(grid, result.get(name)) for name in ("x", "residual")]
-        targets += [_Target(None, result.get(name)) for name in ("weight", "bias")]
+        rows = [grid.target(t) for t in (dx, d_residual)]
+        sums = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in (d_weight, d_bias)]
         run(
-            _rows(grid, d_out), _rows(grid, d_stream), _rows(grid, h), _flat(a.weight), _mean(by_name), _flat(by_name["rstd"]),
-            *(t.rows for t in targets), **form(a),
+            _rows(grid, d_out), _rows(grid, d_stream), _rows(grid, h), _flat(a.weight), None if rms else _flat(mean), _flat(rstd),
+            *(_view(grid, t) for t in rows), *map(_flat, sums), rms=rms, seed=seed, dropout_p=p,
         )  # fmt: skip
-        for target in targets:
-            target.deliver()
+        for target, result in zip((*rows, *sums), (dx, d_residual, d_weight, d_bias)):
+            deliver(target, result)
         return results
 
     return Backend("triton", forward, backward, why_not, _extra_bytes)
@@ -79,33 +78,17 @@ def why_not(a: Any) -> str | None:
     return None
 
 
-class _Target:
-    """Where the kernels write a result: a view of it, (outer, inner, columns) or flat, or what is copied to it afterwards."""
-
-    def __init__(self, grid: Grid | None, result: torch.Tensor | None) -> None:
-        self.result = self.rows = result
-        if result is not None and grid is not None:
-            self.rows = grid.target(result).view(grid.shape)
-        elif result is not None:
-            self.rows = result.view(-1) if result.is_contiguous() else result.new_empty(result.numel())
-
-    def deliver(self) -> None:
-        if self.result is not None and self.rows.data_ptr() != self.result.data_ptr():
-            self.result.copy_(self.rows.view(self.result.shape))
-
-
 def _rows(grid: Grid, t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else grid.rows(t).view(grid.shape)
+    return _view(grid, grid.rows(t))
+
+
+def _view(grid: Grid, t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.view(grid.shape)
 
 
 def _flat(t: torch.Tensor | None) -> torch.Tensor | None:
+    """In one dimension and contiguous: the tensor's own memory if it is that already."""
     return None if t is None else t.reshape(-1).contiguous()
-
-
-def _mean(by_name: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The means, which an RMS norm has not."""
-    mean = by_name.get("mean")
-    return None if mean is None or mean.numel() == 0 else _flat(mean)
 
 
 def _extra_bytes(a: Any) -> int:
@@ -113,6 +96,6 @@ def _extra_bytes(a: Any) -> int:
     from pytransformer.kernels.layer_norm.configs import BLOCKS, programs, tile
 
     columns = math.prod(a.x.shape[a.x.dim() - a.dims :])
-    config, wide = tile(columns, backward=True)
+    config, wide = tile(columns, a.x.element_size(), a.x.device, backward=True)
     rows = a.x.numel() // max(1, columns)
     return 8 * columns * min(BLOCKS if wide else programs(a.x.device, config.warps), -(-rows // config.ROWS))

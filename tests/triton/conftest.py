@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 sys.path.append(str(Path(__file__).parent))  # for kernel_mutants
+
+
+def pytest_report_header() -> str:
+    return f"triton {triton.__version__} from {Path(triton.__file__).parent}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
