@@ -155,7 +155,7 @@ struct Reduction {  // shared to global memory
 
 struct Wgmma {
   int n;
-  bool a_in_regs, trans_a, trans_b, scale_d;
+  bool f16, a_in_regs, trans_a, trans_b, scale_d;
   uint64_t desc_a, desc_b;
   std::shared_ptr<Accumulator> acc;
   int threads = 0;  // how many threads have issued it

@@ -42,12 +42,13 @@ static int fragment_col(int t, int i) { return 8 * (i / 4) + 2 * (t % 4) + i % 2
 
 static void execute(Wgmma& op) {
   static float a[64][16], b[16][256];
-  auto load = [](uint64_t desc, bool mn_major, int rows, auto store) {
+  auto widen = op.f16 ? from_f16 : from_bf16;
+  auto load = [widen](uint64_t desc, bool mn_major, int rows, auto store) {
     for_each_operand_run(desc, mn_major, rows, [&](uint32_t addr, int row, int k) {
       check_readable(addr, "wgmma");
       uint16_t bits[8];
       std::memcpy(bits, block->arena + addr, 16);
-      for (int e = 0; e < 8; ++e) store(mn_major ? row + e : row, mn_major ? k : k + e, from_bf16(bits[e]));
+      for (int e = 0; e < 8; ++e) store(mn_major ? row + e : row, mn_major ? k : k + e, widen(bits[e]));
     });
   };
   if (op.a_in_regs) {
@@ -55,7 +56,7 @@ static void execute(Wgmma& op) {
     for (int t = 0; t < kGroup; ++t)
       for (int r = 0; r < 4; ++r)
         for (int h = 0; h < 2; ++h)
-          a[16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (r % 2)][2 * (t % 4) + 8 * (r / 2) + h] = from_bf16(uint16_t(op.a[t][r] >> (16 * h)));
+          a[16 * (t / kWarp) + (t % kWarp) / 4 + 8 * (r % 2)][2 * (t % 4) + 8 * (r / 2) + h] = widen(uint16_t(op.a[t][r] >> (16 * h)));
   } else {
     load(op.desc_a, op.trans_a, 64, [&](int m, int k, float v) { a[m][k] = v; });
   }
@@ -117,7 +118,8 @@ void wgmma_fence() {
   block->self().fenced = true;
 }
 
-void wgmma(int n, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d) {
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b,
+           bool scale_d) {
   preempt();
   Fiber& me = block->self();
   const int g = block->current / kGroup, t = block->current % kGroup;
@@ -127,7 +129,7 @@ void wgmma(int n, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool tran
 
   auto held = std::find_if(me.accumulators.begin(), me.accumulators.end(), [&](auto& h) { return h.regs == acc; });
   if (number == group.first + group.ops.size()) {  // first thread of the warpgroup
-    Wgmma op{n, a_regs != nullptr, trans_a, trans_b, scale_d, desc_a, desc_b, {}, 0, {}, {}, {}};
+    Wgmma op{n, f16, a_regs != nullptr, trans_a, trans_b, scale_d, desc_a, desc_b, {}, 0, {}, {}, {}};
     if (op.a_in_regs) op.a.resize(kGroup);
     check_operands(op, g, number);
     if (held != me.accumulators.end()) {
@@ -140,7 +142,7 @@ void wgmma(int n, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool tran
     group.ops.push_back(std::move(op));
   }
   Wgmma& op = group.ops[number - group.first];
-  if (op.n != n || op.a_in_regs != (a_regs != nullptr) || op.desc_b != desc_b || (!a_regs && op.desc_a != desc_a) ||
+  if (op.n != n || op.f16 != f16 || op.a_in_regs != (a_regs != nullptr) || op.desc_b != desc_b || (!a_regs && op.desc_a != desc_a) ||
       op.trans_a != trans_a || op.trans_b != trans_b || op.scale_d != scale_d)
     fail("threads of a warpgroup disagree about a wgmma");
   if (block->options->race_check) {

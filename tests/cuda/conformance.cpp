@@ -2,6 +2,8 @@
 // the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
 #include "conformance.cuh"
 
+#include "cuda/tensor_map.cuh"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -127,46 +129,23 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
 }
 
 #if defined(PT_EMULATE) || defined(PT_HOPPER)
-// A tensor of 16-bit elements, innermost dimension first and contiguous; boxes of 64 elements by `rows`, 128-byte swizzle.
-ptx::TensorMap tensor_map(const void* base, int rank, const uint64_t (&dim)[3], uint32_t rows) {
-  ptx::TensorMap map{};
-#if defined(PT_EMULATE)
-  map.base = static_cast<const uint8_t*>(base);
-  map.elem_bytes = 2;
-  map.rank = rank;
-  map.swizzle = emu::Swizzle::B128;
-  uint64_t stride = 2;
-  for (int i = 0; i < rank; ++i) {
-    map.dim[i] = dim[i];
-    map.stride[i] = stride;
-    map.box[i] = i == 0 ? 64 : i == 1 ? rows : 1;
-    stride *= dim[i];
-  }
-#else
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) != cudaSuccess ||
-      found != cudaDriverEntryPointSuccess)
-    die("the driver has no cuTensorMapEncodeTiled");
-  const cuuint64_t dims[] = {dim[0], dim[1], dim[2]}, strides[] = {dim[0] * 2, dim[0] * dim[1] * 2};
-  const cuuint32_t boxes[] = {64, rows, 1}, steps[] = {1, 1, 1};
-  if (reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-          &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-    die("cuTensorMapEncodeTiled failed");
-#endif
-  return map;
+// A contiguous tensor, innermost dimension first; boxes of 64 elements by `rows`.
+ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim, uint32_t rows, bool f16 = false) {
+  cuda::MappedTensor t{base, f16 ? cuda::DType::f16 : cuda::DType::bf16, 0, {}, {}};
+  uint64_t stride = 1;
+  for (const uint64_t d : dim) t.dim[t.rank] = d, t.stride[t.rank++] = stride, stride *= d;
+  return cuda::tensor_map(t, rows);
 }
 
-template <int N, bool TransA, bool TransB, bool Rs>
+template <class T, int N, bool TransA, bool TransB, bool Rs>
 void multiply(const char* name) {
-  Buffer a(random_pairs(64 * 32, false)), b(random_pairs(N * 32, false));
+  constexpr bool f16 = std::is_same_v<T, ptx::f16>;
+  Buffer a(random_pairs(64 * 32, f16)), b(random_pairs(N * 32, f16));
   a.print((std::string("a:") + name).c_str()), b.print((std::string("b:") + name).c_str());
   Buffer out = zeros(64 * N);
-  const uint64_t dim_a[3] = {64, 64, 1}, dim_b[3] = {TransB ? N : 64, TransB ? 64 : N, 1};
-  const auto map_a = tensor_map(a.as<void>(), 2, dim_a, 64), map_b = tensor_map(b.as<void>(), 2, dim_b, TransB ? 64 : N);
-  run(conformance::multiply<N, TransA, TransB, Rs>, 1, 128, 1024 + 64 * 128 + N * 128 + 8, map_a, map_b, a.as<const uint16_t>(),
+  const auto map_a = tensor_map(a.as<void>(), {64, 64}, 64, f16);
+  const auto map_b = tensor_map(b.as<void>(), {TransB ? N : 64, TransB ? 64 : N}, TransB ? 64 : N, f16);
+  run(conformance::multiply<T, N, TransA, TransB, Rs>, 1, 128, 1024 + 64 * 128 + N * 128 + 8, map_a, map_b, a.as<const uint16_t>(),
       out.as<float>());
   out.print(name);
 }
@@ -175,27 +154,33 @@ void hopper() {
   {
     Buffer in(random_pairs(40 * 36, false));
     in.print("in:tma");
-    const uint64_t flat[3] = {72, 40, 1}, deep[3] = {72, 10, 4};
-    const auto map2 = tensor_map(in.as<void>(), 2, flat, 24), map3 = tensor_map(in.as<void>(), 3, deep, 8);
+    const auto map2 = tensor_map(in.as<void>(), {72, 40}, 24), map3 = tensor_map(in.as<void>(), {72, 10, 4}, 8);
+    const auto map4 = tensor_map(in.as<void>(), {72, 10, 2, 2}, 8);
     const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}};
     for (auto [x, y] : corners) {
       Buffer out = zeros(24 * 32);
-      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, out.as<uint32_t>());
+      run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, 0, out.as<uint32_t>());
       out.print(("tma_2d(" + std::to_string(x) + "," + std::to_string(y) + ")").c_str());
     }
-    Buffer out = zeros(8 * 32);
-    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, out.as<uint32_t>());
-    out.print("tma_3d");
+    Buffer out3 = zeros(8 * 32), out4 = zeros(8 * 32);
+    run(conformance::load_box<3>, 1, 128, 1024 + 8 * 128 + 8, map3, 8, 8, 5, 2, 0, out3.as<uint32_t>());
+    out3.print("tma_3d");
+    run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8, 8, -3, 1, 1, out4.as<uint32_t>());
+    out4.print("tma_4d");
   }
-  multiply<64, false, false, false>("wgmma_ss_n64");
-  multiply<96, false, false, false>("wgmma_ss_n96");
-  multiply<128, false, false, false>("wgmma_ss_n128");
-  multiply<64, false, true, false>("wgmma_ss_n64_tb");
-  multiply<128, false, true, false>("wgmma_ss_n128_tb");
-  multiply<64, true, true, false>("wgmma_ss_n64_ta_tb");
-  multiply<128, true, false, false>("wgmma_ss_n128_ta");
-  multiply<64, false, false, true>("wgmma_rs_n64");
-  multiply<128, false, true, true>("wgmma_rs_n128_tb");
+  multiply<ptx::bf16, 64, false, false, false>("wgmma_ss_n64");
+  multiply<ptx::bf16, 96, false, false, false>("wgmma_ss_n96");
+  multiply<ptx::bf16, 128, false, false, false>("wgmma_ss_n128");
+  multiply<ptx::bf16, 64, false, true, false>("wgmma_ss_n64_tb");
+  multiply<ptx::bf16, 128, false, true, false>("wgmma_ss_n128_tb");
+  multiply<ptx::bf16, 64, true, true, false>("wgmma_ss_n64_ta_tb");
+  multiply<ptx::bf16, 128, true, false, false>("wgmma_ss_n128_ta");
+  multiply<ptx::bf16, 64, false, false, true>("wgmma_rs_n64");
+  multiply<ptx::bf16, 128, false, true, true>("wgmma_rs_n128_tb");
+  multiply<ptx::bf16, 256, false, true, true>("wgmma_rs_n256_tb");
+  multiply<ptx::f16, 128, false, false, false>("wgmma_ss_n128_f16");
+  multiply<ptx::f16, 64, true, true, false>("wgmma_ss_n64_ta_tb_f16");
+  multiply<ptx::f16, 128, false, true, true>("wgmma_rs_n128_tb_f16");
   for (const bool rows : {false, true}) {
     Buffer out = zeros(128 * 32);
     run(conformance::accumulators<true, true>, 1, 128, 1024 + 4096, rows, out.as<float>());

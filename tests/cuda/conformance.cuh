@@ -143,15 +143,16 @@ PT_DEVICE void wait(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
-// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 or 3, and copies shared memory to `out` as it is.
+// Loads one box of 64 x rows 16-bit elements, by a map of rank 2 to 4, and copies shared memory to `out` as it is.
 template <int Rank>
-__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z, uint32_t* out) {
+__global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, int x, int y, int z, int w, uint32_t* out) {
   const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem()), bar = one_barrier(tile + rows * 128);
   if (thread() == 0) {
     ptx::prefetch_tensor_map(map);
     ptx::mbarrier_arrive_expect_tx(bar, rows * 128);
     if (Rank == 2) ptx::tma_load_2d(tile, map, bar, x, y);
-    else ptx::tma_load_3d(tile, map, bar, x, y, z);
+    else if (Rank == 3) ptx::tma_load_3d(tile, map, bar, x, y, z);
+    else ptx::tma_load_4d(tile, map, bar, x, y, z, w);
   }
   wait(bar, 0);
   for (int i = thread(); i < rows * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
@@ -159,7 +160,7 @@ __global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, i
 
 // out[64][N] = A[64][64] B[64][N]. A is given as [M][K], or, with TransA, as [K][M]; B as [N][K], or, with TransB, as [K][N]. With Rs the
 // A fragments come straight from global memory.
-template <int N, bool TransA, bool TransB, bool Rs>
+template <class T, int N, bool TransA, bool TransB, bool Rs>
 __global__ void __launch_bounds__(128, 1)
     multiply(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b, const uint16_t* a, float* out) {
   const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128;
@@ -190,8 +191,8 @@ __global__ void __launch_bounds__(128, 1)
     const uint64_t desc_a = ptx::smem_descriptor(tile_a + k * (TransA ? 2048 : 32), 16, 1024, ptx::SmemLayout::Swizzle128);
     const uint64_t desc_b = TransB ? ptx::smem_descriptor(tile_b + k * 2048, 8192, 1024, ptx::SmemLayout::Swizzle128)
                                    : ptx::smem_descriptor(tile_b + k * 32, 16, 1024, ptx::SmemLayout::Swizzle128);
-    if (Rs) ptx::wgmma_rs<N, TransB>(d, fragment[k], desc_b, k > 0);
-    else ptx::wgmma_ss<N, TransB, TransA>(d, desc_a, desc_b, k > 0);
+    if (Rs) ptx::wgmma_rs<T, N, TransB>(d, fragment[k], desc_b, k > 0);
+    else ptx::wgmma_ss<T, N, TransB, TransA>(d, desc_a, desc_b, k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(128, 1) accumulators(bool rows, float* out) {
   if (Barrier) ptx::syncthreads();
   float d[32];
   ptx::wgmma_fence();
-  ptx::wgmma_ss<64, false>(d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
+  ptx::wgmma_ss<ptx::bf16, 64, false>(d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
                            ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();

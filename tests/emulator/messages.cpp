@@ -165,7 +165,7 @@ void async_proxy() {
     syncthreads();
     float d[32];
     if (fence) wgmma_fence();
-    wgmma_ss<64, false>(d, smem_descriptor(tile + shift, 16, 1024, layout), smem_descriptor(tile, 16, 1024, layout), false);
+    wgmma_ss<bf16, 64, false>(d, smem_descriptor(tile + shift, 16, 1024, layout), smem_descriptor(tile, 16, 1024, layout), false);
     wgmma_commit();
     if (wait) wgmma_wait<0>();
     out[threadIdx.x] = d[0] + 1.0f;

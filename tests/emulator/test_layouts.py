@@ -134,6 +134,12 @@ def test_tma_of_rank_3(answers: Answers) -> None:
     assert torch.equal(halves(answers["tma_3d"]).int(), swizzled(source[2, 5:13, 8:72].contiguous()))
 
 
+def test_tma_of_rank_4(answers: Answers) -> None:
+    source = torch.zeros(2, 2, 30, 200, dtype=torch.int32)
+    source[:, :, 10:20, :72] = halves(answers["in:tma"]).view(2, 2, 10, 72).int()
+    assert torch.equal(halves(answers["tma_4d"]).int(), swizzled(source[1, 1, 7:15, 8:72].contiguous()))
+
+
 def test_wgmma_accumulators(answers: Answers) -> None:
     """And, since the operands lie there, the core-matrix layout without swizzle."""
     rows, columns = (floats(answers[f"wgmma_{name}"]).view(128, 32) for name in ("rows", "columns"))
@@ -144,10 +150,13 @@ def test_wgmma_accumulators(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", "ss_n64 ss_n96 ss_n128 ss_n64_tb ss_n128_tb ss_n64_ta_tb ss_n128_ta rs_n64 rs_n128_tb".split()
+    "name",
+    "ss_n64 ss_n96 ss_n128 ss_n64_tb ss_n128_tb ss_n64_ta_tb ss_n128_ta rs_n64 rs_n128_tb rs_n256_tb "
+    "ss_n128_f16 ss_n64_ta_tb_f16 rs_n128_tb_f16".split(),
 )
 def test_wgmma(name: str, answers: Answers) -> None:
-    a, b = (halves(answers[f"{key}:wgmma_{name}"], torch.bfloat16).float() for key in ("a", "b"))
+    dtype = torch.float16 if "f16" in name else torch.bfloat16
+    a, b = (halves(answers[f"{key}:wgmma_{name}"], dtype).float() for key in ("a", "b"))
     a = a.view(64, 64).T if "_ta" in name else a.view(64, 64)
     b = b.view(64, -1) if "_tb" in name else b.view(-1, 64).T
     assert torch.equal(floats(answers[f"wgmma_{name}"]).view(64, -1), a @ b)

@@ -70,6 +70,18 @@ PT_DEVICE void tma_load_3d(uint32_t dst, const TensorMap& map, uint32_t bar, int
       : "memory");
 #endif
 }
+PT_DEVICE void tma_load_4d(uint32_t dst, const TensorMap& map, uint32_t bar, int x, int y, int z, int w) {
+#if defined(PT_EMULATE)
+  const int32_t coord[] = {x, y, z, w};
+  emu::tma_load(dst, map, bar, 4, coord);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+#endif
+}
 
 // "Data Movement and Conversion Instructions: cp.async.bulk". Addresses and sizes are multiples of 16 bytes.
 PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {

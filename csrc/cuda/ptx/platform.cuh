@@ -29,6 +29,13 @@
 #define PT_UNROLL _Pragma("unroll")
 #endif
 
+// 1 where wgmma and setmaxnreg exist. A kernel that needs them has an empty body elsewhere; it is never launched there.
+#if defined(PT_EMULATE) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define PT_SM90A 1
+#else
+#define PT_SM90A 0
+#endif
+
 namespace pt::ptx {
 
 #if defined(PT_EMULATE)

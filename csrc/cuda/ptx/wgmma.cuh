@@ -1,6 +1,8 @@
 // Matrix products of a warpgroup, 128 threads: sm_90a only.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/platform.cuh"
 
 namespace pt::ptx {
@@ -52,26 +54,26 @@ PT_DEVICE void wgmma_wait() {
 }
 
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
-// d[64][N] (+)= A[64][16] B[16][N], bf16 operands, f32 accumulators. A is in shared memory (SS),
+// d[64][N] (+)= A[64][16] B[16][N], operands of type T (bf16 or f16), f32 accumulators. A is in shared memory (SS),
 // K-major or, with TransA, M-major, or in registers (RS); B is K-major, or N-major with TransB.
 // accumulate = false overwrites d.
 // Register i of thread t holds row 16 (t/32) + t%32/4 + 8 (i/2%2), column 8 (i/4) + 2 (t%4) + i%2.
 #if defined(PT_EMULATE)
 
-template <int N, bool TransB, bool TransA = false>
+template <class T, int N, bool TransB, bool TransA = false>
 inline void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
-  emu::wgmma(N, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate);
+  emu::wgmma(N, std::is_same_v<T, f16>, d, nullptr, desc_a, TransA, desc_b, TransB, accumulate);
 }
-template <int N, bool TransB>
+template <class T, int N, bool TransB>
 inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  emu::wgmma(N, d, a, 0, false, desc_b, TransB, accumulate);
+  emu::wgmma(N, std::is_same_v<T, f16>, d, a, 0, false, desc_b, TransB, accumulate);
 }
 
 #else
 
-template <int N, bool TransB, bool TransA = false>
+template <class T, int N, bool TransB, bool TransA = false>
 PT_DEVICE void wgmma_ss(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) = delete;
-template <int N, bool TransB>
+template <class T, int N, bool TransB>
 PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) = delete;
 
 // clang-format off
@@ -80,46 +82,58 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 #define PT_D32 PT_D8(0), PT_D8(8), PT_D8(16), PT_D8(24)
 #define PT_D48 PT_D32, PT_D8(32), PT_D8(40)
 #define PT_D64 PT_D48, PT_D8(48), PT_D8(56)
+#define PT_D128 PT_D64, PT_D8(64), PT_D8(72), PT_D8(80), PT_D8(88), PT_D8(96), PT_D8(104), PT_D8(112), PT_D8(120)
 #define PT_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define PT_R48 PT_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define PT_R64 PT_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define PT_R128 PT_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+                ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+                ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+                ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // R is the number of accumulators, TA and TB are 0 or 1; P0.. are the numbers of the operands that
 // follow the accumulators.
-#define PT_WGMMA_SS(N, TA, TB, R, P0, P1, P2)                                                                        \
+#define PT_WGMMA_SS(T, N, TA, TB, R, P0, P1, P2)                                                                     \
   template <>                                                                                                         \
-  PT_DEVICE void wgmma_ss<N, TB, TA>(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {            \
+  PT_DEVICE void wgmma_ss<T, N, TB, TA>(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b, bool accumulate) {         \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PT_R##R "}, "                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" PT_R##R "}, "                      \
                  "%" #P0 ", %" #P1 ", p, 1, 1, " #TA ", " #TB ";\n}"                                                  \
                  : PT_D##R : "l"(desc_a), "l"(desc_b), "r"(int(accumulate)));                                        \
   }
-#define PT_WGMMA_RS(N, TB, R, P0, P1, P2, P3, P4, P5)                                                                \
+#define PT_WGMMA_RS(T, N, TB, R, P0, P1, P2, P3, P4, P5)                                                             \
   template <>                                                                                                         \
-  PT_DEVICE void wgmma_rs<N, TB>(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {       \
+  PT_DEVICE void wgmma_rs<T, N, TB>(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {    \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\n"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" PT_R##R "}, "                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" PT_R##R "}, "                      \
                  "{%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, " #TB ";\n}"                           \
                  : PT_D##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                                \
                          "r"(int(accumulate)));                                                                       \
   }
+#define PT_WGMMA_OF(T, N, R, P0, P1, P2, P3, P4, P5)                                                                 \
+  PT_WGMMA_SS(T, N, 0, 0, R, P0, P1, P2)                                                                             \
+  PT_WGMMA_SS(T, N, 0, 1, R, P0, P1, P2)                                                                             \
+  PT_WGMMA_SS(T, N, 1, 0, R, P0, P1, P2)                                                                             \
+  PT_WGMMA_SS(T, N, 1, 1, R, P0, P1, P2)                                                                             \
+  PT_WGMMA_RS(T, N, 0, R, P0, P1, P2, P3, P4, P5)                                                                    \
+  PT_WGMMA_RS(T, N, 1, R, P0, P1, P2, P3, P4, P5)
 #define PT_WGMMA(N, R, P0, P1, P2, P3, P4, P5)                                                                       \
-  PT_WGMMA_SS(N, 0, 0, R, P0, P1, P2)                                                                                \
-  PT_WGMMA_SS(N, 0, 1, R, P0, P1, P2)                                                                                \
-  PT_WGMMA_SS(N, 1, 0, R, P0, P1, P2)                                                                                \
-  PT_WGMMA_SS(N, 1, 1, R, P0, P1, P2)                                                                                \
-  PT_WGMMA_RS(N, 0, R, P0, P1, P2, P3, P4, P5)                                                                       \
-  PT_WGMMA_RS(N, 1, R, P0, P1, P2, P3, P4, P5)
+  PT_WGMMA_OF(bf16, N, R, P0, P1, P2, P3, P4, P5)                                                                    \
+  PT_WGMMA_OF(f16, N, R, P0, P1, P2, P3, P4, P5)
 PT_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
 PT_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
 PT_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+PT_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 #undef PT_WGMMA_SS
 #undef PT_WGMMA_RS
+#undef PT_WGMMA_OF
 #undef PT_WGMMA
+#undef PT_R128
 #undef PT_R64
 #undef PT_R48
 #undef PT_R32
+#undef PT_D128
 #undef PT_D64
 #undef PT_D48
 #undef PT_D32
