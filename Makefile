@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full bench tune check format clean
+.PHONY: help install build demo test test-full bench verify golden inspect tune check format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,16 @@ test-full:  ## every test, slow ones too; PARTS="cpu generic": those parts
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench
 
+verify: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark
+	$(BIN)/python bench/tools/verify.py $(OP) $(ARGS)
+
 CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
+
+golden: install  ## measure every op's error norms beside naive code and PyTorch, and write docs/accuracy.md's tables
+	$(BIN)/python bench/tools/golden.py --run
+
+inspect: install  ## what the GPU kernels take (registers, spills, shared memory, instructions); ARGS="--op attention --arch 90"
+	$(BIN)/python bench/tools/inspect_kernels.py $(ARGS)
 
 tune: install  ## on a GPU: measure the Triton kernels' configurations, write kernels/tuned/<gpu>/
 	$(BIN)/python bench/tools/tune.py

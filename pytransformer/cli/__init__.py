@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return int(importlib.import_module(_DELEGATED[name].module).run(argv[words:]) or OK)
         parser = build_parser()
         arguments = parser.parse_args(argv)
+        arguments.argv = argv
         if arguments.command is None:
             parser.print_help()
             return OK

@@ -97,11 +97,11 @@ class Console:
         self.rich.print(table)
 
     @contextmanager
-    def progress(self, total: int, *, seconds: float | None = None) -> Iterator[Progress]:
+    def progress(self, total: int, *, seconds: float | None = None, weights: Sequence[float] = ()) -> Iterator[Progress]:
         """Progress over `total` steps; `seconds` is the time they are planned to take together, if that is
-        known.
+        known, `weights` how long each takes beside the others.
         """
-        progress = Progress(self, total, seconds)
+        progress = Progress(self, total, seconds, weights or [1.0] * total)
         try:
             yield progress
         finally:
@@ -137,8 +137,8 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 class Progress:
     """A bar with the time left on a terminal, one line per step otherwise. Use through `Console.progress`."""
 
-    def __init__(self, console: Console, total: int, seconds: float | None) -> None:
-        self.console, self.total, self.seconds = console, total, seconds
+    def __init__(self, console: Console, total: int, seconds: float | None, weights: Sequence[float]) -> None:
+        self.console, self.total, self.seconds, self.weights = console, total, seconds, weights
         self.done, self.start = 0, time.monotonic()
         self._width = 0
         self._live = None
@@ -161,7 +161,7 @@ class Progress:
         if self.seconds is not None:
             left = self.seconds - elapsed
         elif self.done:
-            left = elapsed / self.done * (self.total - self.done)
+            left = elapsed / sum(self.weights[: self.done]) * sum(self.weights[self.done :])
         else:
             return ""
         return f"about {max(1, round(left))} s left" if left > 0 else "nearly done"

@@ -86,10 +86,10 @@ def test_what_varies_is_found() -> None:
     def row(**shape: int) -> dict[str, object]:
         return {"op": "attention", "case": "full", "dtype": "float32", "mode": "fwd", "shape": shape}
 
-    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=2, Lk=2, D=8)])) == ["L"]
-    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=2, D=8)])) == ["Lk"]
-    assert list(curves._sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=1, D=9)])) == ["D"]
-    assert curves._sweeps([row(Lq=1, Lk=1, D=8)]) == {}
+    assert list(curves.sweeps([row(Lq=1, Lk=1, D=8), row(Lq=2, Lk=2, D=8)])) == ["L"]
+    assert list(curves.sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=2, D=8)])) == ["Lk"]
+    assert list(curves.sweeps([row(Lq=1, Lk=1, D=8), row(Lq=1, Lk=1, D=9)])) == ["D"]
+    assert curves.sweeps([row(Lq=1, Lk=1, D=8)]) == {}
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,29 @@ all alike.
 One sample is `repeats` calls, enough to last SAMPLE_SECONDS, and gives one figure (seconds a call); the
 figures of a contender are summed up by their median and their 20 % and 80 % quantiles. On CUDA the calls of a
 sample are enclosed by events, and a buffer larger than the L2 cache is overwritten before each, so that no
-contender finds its inputs there.
+contender finds its inputs there. On the CPU the tensors are as warm as a loop leaves them, unless the caches are asked to
+be `cold`: then a buffer larger than the last of them is overwritten before each call.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 SAMPLE_SECONDS = 2e-3
 SLOW_SECONDS = 0.05  # a call this long needs no second one to warm up
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
+MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
+REST_SECONDS, BURSTS = 0.1, 5  # before each call of a burst; how many
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,18 @@ class Timing:
     p20_ms: float
     p80_ms: float
     samples: int
+    rounds: Mapping[int, float] = field(default_factory=dict, repr=False)  # the samples by round, in seconds
+
+    def figures(self) -> dict[str, float | int]:
+        """What a row of results holds."""
+        return {"median_ms": self.median_ms, "p20_ms": self.p20_ms, "p80_ms": self.p80_ms, "samples": self.samples}
+
+    def over(self, peer: Timing) -> list[float] | None:
+        """Our time over the peer's, round by round: [p20, median, p80]; None without three rounds in common.
+
+        What slows a whole round down, slows both: these quantiles are closer together than those of the times."""
+        ratios = sorted(ours / peer.rounds[turn] for turn, ours in self.rounds.items() if turn in peer.rounds)
+        return [quantile(ratios, q) for q in (0.2, 0.5, 0.8)] if len(ratios) >= 3 else None
 
 
 def quantile(sorted_values: list[float], q: float) -> float:
@@ -51,11 +68,26 @@ def quantile(sorted_values: list[float], q: float) -> float:
 
 
 class _CpuClock:
+    def __init__(self, cold: bool) -> None:
+        self.flush = torch.empty(evicting_bytes(), dtype=torch.int8) if cold else None
+
     def sample(self, call: Callable[[], object], repeats: int) -> float:
+        if self.flush is not None:
+            repeats = 1  # more would find what the first has brought
+            self.flush.add_(1)
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         return (time.perf_counter() - start) / repeats
+
+
+@functools.cache
+def evicting_bytes() -> int:
+    """Bytes enough to push everything else out of the largest cache of this machine's first core."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    found = [int(text[:-1]) * units[text[-1]] for path in sizes if (text := path.read_text().strip())[-1:] in units]
+    return max([FLUSH_BYTES, *(size * 5 // 4 for size in found)])
 
 
 class _CudaClock:
@@ -73,8 +105,17 @@ class _CudaClock:
         return sum(start.elapsed_time(end) for start, end in pairs) / repeats * 1e-3
 
 
+def _clock(device: str, cold: bool) -> _CpuClock | _CudaClock:
+    return _CudaClock() if device == "cuda" else _CpuClock(cold)
+
+
 def interleaved(
-    contenders: Mapping[str, Contender], *, min_time: float, min_rounds: int = MIN_ROUNDS, device: str = "cpu"
+    contenders: Mapping[str, Contender],
+    *,
+    min_time: float,
+    min_rounds: int = MIN_ROUNDS,
+    device: str = "cpu",
+    cold: bool = False,
 ) -> dict[str, Timing]:
     """Times all contenders; each is called for about `min_time` seconds in all, and in at least `min_rounds`
     samples.
@@ -82,7 +123,7 @@ def interleaved(
     The order changes from round to round (it rotates, and every other round runs backwards), because a
     contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
     """
-    clock = _CudaClock() if device == "cuda" else _CpuClock()
+    clock = _clock(device, cold)
     repeats, rounds = {}, min_rounds
     for name, contender in contenders.items():
         with contender.context():
@@ -91,10 +132,10 @@ def interleaved(
                 seconds = max(clock.sample(contender.call, 1), 1e-7)
         repeats[name] = max(1, round(SAMPLE_SECONDS / seconds))
         rounds = max(rounds, math.ceil(min_time / (seconds * repeats[name])))
-    rounds = min(rounds, MAX_ROUNDS)
+    rounds = min(rounds, MAX_COLD_ROUNDS if cold else MAX_ROUNDS)
     # The slowest contender needs the fewest rounds to fill its time; it need not take part in all of them.
     names = list(contenders)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, dict[int, float]] = {name: {} for name in names}
     spent = dict.fromkeys(names, 0.0)
     collecting = gc.isenabled()
     gc.disable()
@@ -106,7 +147,7 @@ def interleaved(
                     continue
                 with contenders[name].context():
                     seconds = clock.sample(contenders[name].call, repeats[name])
-                samples[name].append(seconds)
+                samples[name][turn] = seconds
                 spent[name] += seconds * repeats[name]
     finally:
         if collecting:
@@ -114,6 +155,23 @@ def interleaved(
     return {name: _summary(values) for name, values in samples.items()}
 
 
-def _summary(seconds: list[float]) -> Timing:
-    ordered = sorted(1e3 * s for s in seconds)
-    return Timing(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered))
+def _summary(rounds: dict[int, float]) -> Timing:
+    ordered = sorted(1e3 * s for s in rounds.values())
+    return Timing(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), rounds)
+
+
+def regimes(contender: Contender, seconds: float, device: str = "cpu") -> tuple[float, float]:
+    """Milliseconds a call (in a burst: each after a rest; sustained: the later half of `seconds` of calls without one).
+
+    Processors and GPUs run faster after a rest than under a load that lasts: clock frequencies and power limits follow it.
+    """
+    clock, bursts, calls = _clock(device, False), [], []
+    with contender.context():
+        clock.sample(contender.call, 1)
+        for _ in range(BURSTS):
+            time.sleep(REST_SECONDS)
+            bursts.append(clock.sample(contender.call, 1))
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds or len(calls) < 2:
+            calls.append(clock.sample(contender.call, 1))
+    return 1e3 * quantile(sorted(bursts), 0.5), 1e3 * quantile(sorted(calls[len(calls) // 2 :]), 0.5)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,12 +18,19 @@ from typing import Any
 import torch
 
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
-from pytransformer.cli.benchmark import curves, memory, peaks, plan, plots, report, results
+from pytransformer.cli.benchmark import clock, curves, memory, peaks, plan, plots, report, results, suites
 from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
 from pytransformer.cli.providers import ON_REQUEST, PEERS
 
 QUICK_SECONDS = 58.0  # for the steps; starting up and drawing take the rest of the minute
+QUICK_ROUNDS = 3  # samples at least
+# What holds PyTorch's own kernels, MKL's and oneDNN's to an instruction set.
+ISAS = {
+    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "generic": ("default", "SSE4_2", "SSE41"),
+}
 _KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS)
 
 
@@ -29,6 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
     add("--quick", action="store_true", help="every op at small shapes, in about a minute")
+    add(
+        "--suite",
+        choices=tuple(suites.SUITES),
+        default=None,
+        help="a fixed list of problems; aims, under 15 minutes, is what runs when nothing is asked for",
+    )
+    add(
+        "--isa",
+        choices=tuple(ISAS),
+        default=None,
+        help="hold both our kernels and PyTorch's libraries to an instruction set",
+    )
     add(
         "--case",
         type=_words,
@@ -85,9 +106,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--min-time",
         type=float,
-        default=0.3,
+        default=None,
         metavar="S",
-        help="seconds of timing for each contender (default 0.3)",
+        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})",
+    )
+    add(
+        "--sustained",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="also time calls after a rest, and S seconds of calls without one (default 0: not, but in a suite)",
+    )
+    add(
+        "--cache",
+        choices=("warm", "cold"),
+        default="warm",
+        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)",
     )
     add(
         "--verify",
@@ -135,15 +169,22 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
+    if arguments.isa is not None and (held := held_to(arguments.isa)):
+        return subprocess.run([sys.executable, "-m", "pytransformer", *arguments.argv], env=os.environ | held).returncode
+    _suite_if_nothing_is_asked(arguments)
     steps = _steps(arguments, ops)
     folder = _folder(arguments.out)
+    budget = QUICK_SECONDS if arguments.quick else suites.SUITE_SECONDS if arguments.suite else None
     options = Options(
         device=arguments.device,
         backends=arguments.backends,
         verify=arguments.verify,
         memory=arguments.memory,
         min_time=arguments.min_time,
-        budget=QUICK_SECONDS if arguments.quick else None,
+        budget=budget,
+        min_rounds=QUICK_ROUNDS if arguments.quick else clock.MIN_ROUNDS,
+        sustained=arguments.sustained,
+        cold=arguments.cache == "cold",
     )
     where = results.environment(arguments.device, _command_line(arguments))
     console.print(report.environment_text(where))
@@ -178,13 +219,14 @@ def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tupl
     start = time.monotonic()
     with memory.MemoryProbe() as probe:
         runner = Runner(options, probe, backward=any(step.mode != "fwd" for step in steps))
-        with console.progress(len(steps), seconds=options.budget) as progress:
+        weights = [step.weight for step in steps]
+        with console.progress(len(steps), seconds=options.budget, weights=weights) as progress:
             try:
                 for index, step in enumerate(steps):
                     progress.step(step.title)
                     seconds = None
                     if options.budget is not None:
-                        seconds = max(0.0, options.budget - (time.monotonic() - start)) / (len(steps) - index)
+                        seconds = max(0.0, options.budget - (time.monotonic() - start)) * weights[index] / sum(weights[index:])
                     runner.run(step, seconds)
                     progress.advance()
             except KeyboardInterrupt:
@@ -193,6 +235,22 @@ def _measure(console: Console, options: Options, steps: list[plan.Step]) -> tupl
 
 
 # ---- what was asked for
+
+
+def held_to(isa: str) -> dict[str, str]:
+    """The variables that have to be set for a process to stay with an instruction set; empty if they are."""
+    ours, mkl, onednn = ISAS[isa]
+    wanted = {"PYTRANSFORMER_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": ours}
+    wanted |= {"MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
+    return wanted if any(os.environ.get(name) != value for name, value in wanted.items()) else {}
+
+
+def _suite_if_nothing_is_asked(arguments: argparse.Namespace) -> None:
+    chosen = (arguments.case, arguments.dtype, arguments.shape, arguments.mode, arguments.quick, arguments.suite)
+    if not any((*chosen, arguments.ops, arguments.sweep != [{}], arguments.size != "medium")):
+        arguments.suite = "aims"
+    if arguments.min_time is None:
+        arguments.min_time = suites.MIN_TIME if arguments.suite else 0.3
 
 
 def _ops(names: list[str]) -> list[str]:
@@ -204,7 +262,7 @@ def _ops(names: list[str]) -> list[str]:
 
 def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
     modes = arguments.mode or plan.QUICK_MODES
-    if arguments.quick:
+    if arguments.quick or arguments.suite:
         fixed = [
             flag
             for flag, given in (
@@ -216,8 +274,11 @@ def _steps(arguments: argparse.Namespace, ops: list[str]) -> list[plan.Step]:
             if given
         ]
         if fixed:
-            raise UsageError(f"--quick chooses its own cases, so it does not go with {', '.join(fixed)}")
-        return plan.quick(ops, modes)
+            suite = "--quick" if arguments.quick else "--suite"
+            raise UsageError(f"{suite} chooses its own cases, so it does not go with {', '.join(fixed)}")
+        if arguments.quick:
+            return plan.quick(ops, modes)
+        return [step for step in suites.SUITES[arguments.suite]() if step.case.op in ops and step.mode in modes]
     dtypes = arguments.dtype or ["float32"]
     return [
         step
@@ -237,11 +298,7 @@ def _folder(given: Path | None) -> Path:
 
 
 def _command_line(arguments: argparse.Namespace) -> str:
-    return (
-        " ".join(["pytransformer", *sys.argv[1:]])
-        if "bench" in sys.argv[1:]
-        else f"pytransformer bench {' '.join(arguments.ops)}"
-    )
+    return " ".join(["pytransformer", *arguments.argv])
 
 
 def _words(text: str) -> list[str]:
@@ -318,6 +375,9 @@ def _show(console: Console, document: dict[str, Any]) -> None:
         console.heading(op)
         columns, cells = report.fitting([report.table_row(row) for row in rows], console.width)
         console.table(columns, cells, right=report.RIGHT)
+    if regimes := report.regime_rows(document["rows"]):
+        console.heading("Burst and sustained")
+        console.table(report.REGIME_COLUMNS, regimes, right=report.REGIME_COLUMNS[5:])
     if document["not_run"]:
         console.heading("Not timed, and why")
         console.table(("op", "case", "dtype", "mode", "backend", "why"), _grouped(document["not_run"]))

@@ -1,9 +1,12 @@
 """`pytransformer bench compare A.json B.json`: what changed from A to B beyond noise.
 
 Times of two runs cannot be compared as they are: machines are busy, hot and different. What is compared is the time relative to
-PyTorch's own op in the same line-up of the same run, or as it is where PyTorch took no part. A row is slower if that figure grew by
-more than the threshold and if the intervals from p20 to p80 of the two runs do not meet either. A row is less exact if its error,
-relative to its bound, grew to more than twice. Rows that A has and B has not, though B ran the line-up, are lost.
+PyTorch's own op in the same line-up of the same run, taken round by round, or as it is where PyTorch took no part. A row is slower if
+that figure grew by more than the threshold and if the intervals from p20 to p80 of the two runs do not meet either. A row is less
+exact if its error, relative to its bound, grew to more than twice. Rows that A has and B has not, though B ran the line-up, are lost.
+
+A and B may be folders of several runs each, best taken in turns (bench/tools/ab.py): then the median counts, and the intervals are as
+wide as all runs together. What one run cannot know, how far a process differs from the next, is in them.
 
 Exit code 0: nothing got worse; 1: something did.
 """
@@ -14,6 +17,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pytransformer.cli import OK, WRONG, UsageError
@@ -70,14 +74,15 @@ def _yardstick(rows: dict[tuple[str, ...], Row], key: tuple[str, ...]) -> Row | 
 
 def _changed(old: Row, new: Row, old_peer: Row | None, new_peer: Row | None, threshold: float) -> list[Change]:
     by_peer = old_peer is not None and new_peer is not None
-    units = (old_peer["median_ms"], new_peer["median_ms"]) if by_peer else (1.0, 1.0)
     of, unit = ("of PyTorch's time", "") if by_peer else ("", " ms")
-    was, now = old["median_ms"] / units[0], new["median_ms"] / units[1]
+    (old_low, was, old_high), (new_low, now, new_high) = (
+        _quantiles(row, peer if by_peer else None) for row, peer in ((old, old_peer), (new, new_peer))
+    )
     detail = f"{report.figure(was)}{unit} before, {report.figure(now)}{unit} now {of}".rstrip()
     changes = []
-    if now > was * (1 + threshold) and new["p20_ms"] / units[1] > old["p80_ms"] / units[0]:
+    if now > was * (1 + threshold) and new_low > old_high:
         changes.append(Change("slower", new, now / was, detail))
-    elif was > now * (1 + threshold) and new["p80_ms"] / units[1] < old["p20_ms"] / units[0]:
+    elif was > now * (1 + threshold) and new_high < old_low:
         changes.append(Change("faster", new, now / was, detail))
     used = [row["bound_used"] for row in (old, new)]
     if None not in used and used[1] > max(ERROR_GROWTH * used[0], LEAST_ERROR):
@@ -92,11 +97,43 @@ def _changed(old: Row, new: Row, old_peer: Row | None, new_peer: Row | None, thr
     return changes
 
 
+def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
+    """p20, median and p80 of the time relative to the peer's: of each round's quotient where the file has them."""
+    if peer is not None and row.get("time_over_torch"):
+        low, middle, high = row["time_over_torch"]
+        return low, middle, high
+    unit = 1.0 if peer is None else peer["median_ms"]
+    return row["p20_ms"] / unit, row["median_ms"] / unit, row["p80_ms"] / unit
+
+
+def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of the same problems as one: of each figure the median, of each interval the union, of errors the largest."""
+    rows: dict[tuple[str, ...], list[Row]] = {}
+    for document in documents:
+        for row in document["rows"]:
+            rows.setdefault(results.row_key(row), []).append(row)
+    not_run = [entry for document in documents for entry in document["not_run"]]
+    return {**documents[-1], "rows": [_merged_row(members) for members in rows.values()], "not_run": not_run}
+
+
+def _merged_row(members: list[Row]) -> Row:
+    row = {**members[-1], "median_ms": median(m["median_ms"] for m in members)}
+    row |= {"p20_ms": min(m["p20_ms"] for m in members), "p80_ms": max(m["p80_ms"] for m in members)}
+    ratios = [m["time_over_torch"] for m in members if m.get("time_over_torch")]
+    if ratios:
+        lows, middles, highs = zip(*ratios)
+        row["time_over_torch"] = [min(lows), median(middles), max(highs)]
+    used = [m["bound_used"] for m in members if m["bound_used"] is not None]
+    return row | {"bound_used": max(used, default=None)}
+
+
 def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pytransformer bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, metavar="A.json", help="results.json of a run, or its folder")
+    parser.add_argument(
+        "old", type=Path, metavar="A.json", help="results.json of a run, or its folder, or a folder of such folders"
+    )
     parser.add_argument("new", type=Path, metavar="B.json", help="the same of a later run")
     parser.add_argument(
         "--threshold", type=float, default=0.1, metavar="X", help="a change counts from this share on (default 0.1)"
@@ -128,8 +165,9 @@ def _line(change: Change) -> list[str]:
 
 def _load(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
+    several = sorted(path.glob("*/results.json")) if path.is_dir() and not file.exists() else []
     try:
-        return report.load(file)
+        return merged([report.load(each) for each in several]) if several else report.load(file)
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Pictures of a sweep: speed and memory against the dimension that varies, one line per provider; and the roofline.
 
-speed_by_<x>.png    TFLOP/s against the size, one panel per case, dtype and mode
+speed_by_<x>.png    TFLOP/s against the size, one panel per case, dtype and mode; with many, a file for each dtype and mode
 memory_by_<x>.png   peak memory, likewise
 roofline.png        TFLOP/s against operations per byte, under the machine's measured peaks
 """
@@ -21,39 +21,74 @@ MOST_PANELS = 12
 def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     """Draws what the rows allow and returns the names of the files."""
     rows, drawn = document["rows"], []
-    for name, groups in _sweeps(rows).items():
-        x = name.lower()
-        _panels(folder / f"speed_by_{x}.png", document, groups, name, "TFLOP/s", lambda row: row["tflops"])
-        drawn.append(f"speed_by_{x}.png")
-        measured = [[row for row in group if row["peak_bytes"] is not None] for group in groups]
-        if measured := [group for group in measured if len(group) > 1]:
-            _panels(
-                folder / f"memory_by_{x}.png",
-                document,
-                measured,
-                name,
-                "peak memory, MB",
-                lambda row: max(row["peak_bytes"] / 1e6, 0.1),
-            )
-            drawn.append(f"memory_by_{x}.png")
+    for name, swept in sweeps(rows).items():
+        for ending, groups in _figures(swept).items():
+            x = f"{name.lower()}{ending}"
+            _panels(folder / f"speed_by_{x}.png", document, groups, name, "TFLOP/s", lambda row: row["tflops"])
+            drawn.append(f"speed_by_{x}.png")
+            measured = [[row for row in group if row["peak_bytes"] is not None] for group in groups]
+            if measured := [group for group in measured if len(group) > 1]:
+                _panels(
+                    folder / f"memory_by_{x}.png",
+                    document,
+                    measured,
+                    name,
+                    "peak memory, MB",
+                    lambda row: max(row["peak_bytes"] / 1e6, 0.1),
+                )
+                drawn.append(f"memory_by_{x}.png")
     if document.get("peaks") and rows:
         _roofline(folder / "roofline.png", document)
         drawn.append("roofline.png")
     return drawn
 
 
-def _sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
-    """The rows of each case, dtype and mode that differ in one dimension (L: Lq and Lk together), by its name."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
+    """Rows of one case, dtype and mode that differ in one dimension (L: Lq and Lk together), by its name.
+
+    Where several dimensions vary, those in which at least three sizes follow one another with the rest of the shape the same."""
+    cases: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], row["case"], row["dtype"], row["mode"]), []).append(row)
+        cases.setdefault((row["op"], row["case"], row["dtype"], row["mode"], row.get("cache", "warm")), []).append(row)
     found: dict[str, list[list[Row]]] = {}
-    for members in groups.values():
+    for members in cases.values():
         varying = [name for name in members[0]["shape"] if len({row["shape"][name] for row in members}) > 1]
-        name = "L" if set(varying) == {"Lq", "Lk"} else varying[0] if len(varying) == 1 else None
-        if name is not None:
-            found.setdefault(name, []).append(members)
+        names = [n for n in varying if n not in ("Lq", "Lk")]
+        if {"Lq", "Lk"} <= set(varying) and all(row["shape"]["Lq"] == row["shape"]["Lk"] for row in members):
+            names.append("L")
+        else:
+            names += [n for n in varying if n in ("Lq", "Lk")]
+        for name in names:
+            alike: dict[tuple[tuple[str, int], ...], list[Row]] = {}
+            for row in members:
+                alike.setdefault(_rest(row, name), []).append(row)
+            least = 2 if len(names) == 1 else 3
+            groups = [group for group in alike.values() if len({_size(row, name) for row in group}) >= least]
+            if groups:
+                found.setdefault(name, []).extend(groups)
     return found
+
+
+def _rest(row: Row, name: str) -> tuple[tuple[str, int], ...]:
+    swept = ("Lq", "Lk") if name == "L" else (name,)
+    return tuple((dim, size) for dim, size in row["shape"].items() if dim not in swept)
+
+
+def _figures(groups: list[list[Row]]) -> dict[str, list[list[Row]]]:
+    """By the end of a figure's name: the panels of each, as many as can be read; one figure for each dtype and mode if need be."""
+    if len(groups) <= MOST_PANELS:
+        return {"": groups}
+    found: dict[str, list[list[Row]]] = {}
+    for group in groups:
+        first = group[0]
+        found.setdefault(f"_{SHORT[first['dtype']]}_{first['mode'].replace('+', '_')}", []).append(group)
+    return {ending: some[:MOST_PANELS] for ending, some in found.items()}
+
+
+def _many(groups: list[list[Row]]) -> bool:
+    """Whether some case has several panels, so that their titles have to tell the shape."""
+    names = [(group[0]["case"], group[0]["dtype"], group[0]["mode"]) for group in groups]
+    return len(set(names)) < len(names)
 
 
 def _size(row: Row, name: str) -> int:
@@ -61,8 +96,7 @@ def _size(row: Row, name: str) -> int:
 
 
 def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit: str, value: Callable[[Row], float]) -> None:
-    groups = groups[:MOST_PANELS]
-    columns = min(3, len(groups))
+    columns = min(4 if len(groups) % 4 == 0 else 3, len(groups))
     lines = -(-len(groups) // columns)
     figure = figure_of(1.0 + 3.9 * columns, 1.2 + 3.1 * lines)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
@@ -77,7 +111,10 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
                     markersize=5, linewidth=1.5, markeredgecolor="white", markeredgewidth=0.4,
                 )  # fmt: skip
         first = members[0]
-        axis.set_title(escape_plot(f"{first['case']} {SHORT[first['dtype']]} {first['mode']}"), fontsize=10)
+        rest = (
+            " ".join(f"{dim}={size}" for dim, size in _rest(first, name) if dim in ("B", "Hq", "D")) if _many(groups) else ""
+        )
+        axis.set_title(escape_plot(f"{first['case']} {SHORT[first['dtype']]} {first['mode']} {rest}".strip()), fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(

@@ -22,10 +22,62 @@ OUTPUTS = {
 }
 
 
-def solve(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Outputs and, given upstream `grads`, gradients in float64, each with what its bound is made of."""
+# Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
+PAIRS = 1 << 21
+# What a score depends on beside q and k may only be this, for the rows of the problem to be a problem of their own.
+_ROWWISE = {"causal", "window", "scale", "softcap", "key_lengths", "query_lengths"}
+
+
+def rows_of(problem: Problem) -> torch.Tensor | None:
+    """The query rows whose results are compared, of attention too large to be solved in float64; None: all rows.
+
+    One row, drawn at random, of each of as many equal stretches, in every head. The upstream gradient is zero elsewhere, so that the
+    gradients of all keys and values are the exact ones of these rows, and those of the other queries are zero."""
+    shape = problem.case.shape
+    if problem.case.op != "attention" or set(problem.kwargs) - _ROWWISE:
+        return None
+    stretch = -(-shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] // PAIRS)
+    if stretch == 1:
+        return None
+    starts = torch.arange(0, shape["Lq"], stretch)
+    drawn = starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(problem.seed))
+    return drawn.clamp(max=shape["Lq"] - 1)
+
+
+def upstream_of(rows: torch.Tensor | None, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Upstream gradients that are zero but in `rows`."""
+    return grads if rows is None else [torch.zeros_like(g).index_copy(-2, rows.to(g.device), g[..., rows, :]) for g in grads]
+
+
+def excerpt(
+    problem: Problem, rows: torch.Tensor | None, found: dict[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
+    """What of the results of the whole problem is compared with the exact ones of its `rows`."""
+    if rows is None:
+        return found
+    picked = {name: found[name][..., rows, :] for name in ("out", "query") if found.get(name) is not None}
+    if "query" in picked:  # the other rows' gradient must be zero: what is left of it goes into a row that is compared
+        rest = found["query"].index_fill(-2, rows.to(found["query"].device), 0.0)
+        picked["query"] = picked["query"] + rest.abs().amax(-2, keepdim=True)
+    return {**found, **picked}
+
+
+def solve(problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor | None = None) -> oracle.Solution:
+    """Outputs and, given upstream `grads`, gradients in float64, each with what its bound is made of; of some `rows` of queries."""
+    here, grads = problem.on_cpu(), None if grads is None else [g.cpu() for g in grads]
     with torch.no_grad():
-        return _SOLVERS[problem.case.op](problem.on_cpu(), None if grads is None else [g.cpu() for g in grads])
+        return _SOLVERS[problem.case.op](here, grads) if rows is None else _some_rows(here, grads, rows)
+
+
+def _some_rows(problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
+    from pytransformer.ops._registry import OPS
+    from pytransformer.reference.attention import visible_pairs
+
+    query, key, value = problem.args
+    visible = visible_pairs(OPS["attention"].prepare(query, key, value, **problem.kwargs)[0])
+    mask = visible.expand(*visible.shape[:2], query.shape[2], key.shape[2])[..., rows, :]
+    terms = {name: problem.kwargs[name] for name in ("scale", "softcap") if name in problem.kwargs}
+    return oracle.solve(query[..., rows, :], key, value, *(g[..., rows, :] for g in grads or []), attn_mask=mask, **terms)
 
 
 def _padded(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:

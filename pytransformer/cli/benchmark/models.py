@@ -177,7 +177,7 @@ def measure(ask: Ask, seconds: float, with_memory: bool) -> list[dict[str, Any]]
             timing = timings.get(variant)
             rows.append({
                 "model": ask.title, "batch": subject.batch, "dtype": ask.dtype, "mode": mode, "variant": variant,
-                **(dataclasses.asdict(timing) if timing else dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "samples"))),
+                **(timing.figures() if timing else dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "samples"))),
                 "speedup_sdpa": _speedup(timings, SDPA, timing), "speedup_eager": _speedup(timings, EAGER, timing),
                 "peak_bytes": peaks.get((str(ask), variant)) if mode == "training_step" else None,
                 **{f"{what}_error": error for what, error in errors[variant].items()}, "wrong": wrong.get(variant),

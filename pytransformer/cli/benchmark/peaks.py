@@ -1,8 +1,9 @@
 """What this machine can do, measured: the roofs of the roofline.
 
-The arithmetic peak is the best rate of torch.mm over a few sizes, the bandwidth the best of a copy between buffers that fit no cache,
-its reads and writes counted. Both are what a library reaches here, now, with the threads in use; a processor's nominal figures are
-not asked.
+The arithmetic peak is the best rate of torch.mm over a few sizes; the bandwidth that of a copy between buffers that fit no cache, its
+reads and writes counted, and of a sum over one of them, which only reads; and that of a copy between buffers of the size of 8192 x
+1024 floats, which large caches hold. All are what a library reaches here, now, with the threads in use; a processor's nominal figures
+are not asked.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import torch
 from pytransformer.cli.benchmark import clock
 
 SIZES = (1024, 2048)
-COPY_BYTES = 256 << 20
+WARM_BYTES = 8192 * 1024 * 4
 Fastest = Callable[[Callable[[], object]], float]
 
 
 def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str, object]:
-    """{"tflops": {dtype name: rate}, "gbps": rate}, each from `seconds` of calls, five at least."""
+    """{"tflops": {dtype name: rate}, "gbps": rate, "read_gbps": rate, "warm_gbps": rate}, each from `seconds` of calls, five at least."""
     fastest = partial(_fastest, device, seconds)
     return {
         "tflops": {str(d).removeprefix("torch."): _product(device, d, fastest) for d in dtypes},
-        "gbps": _copy(device, fastest),
+        "gbps": _copy(device, fastest, clock.evicting_bytes()),
+        "read_gbps": _read(device, fastest, clock.evicting_bytes()),
+        "warm_gbps": _copy(device, fastest, WARM_BYTES),
     }
 
 
@@ -37,10 +40,15 @@ def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
     return best
 
 
-def _copy(device: str, fastest: Fastest) -> float:
-    source = torch.ones(COPY_BYTES // 4, device=device)
+def _copy(device: str, fastest: Fastest, size: int) -> float:
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / fastest(lambda: target.copy_(source)) / 1e9
+    return 2 * size / fastest(lambda: target.copy_(source)) / 1e9
+
+
+def _read(device: str, fastest: Fastest, size: int) -> float:
+    source = torch.ones(size // 4, device=device)
+    return size / min(fastest(source.sum), fastest(lambda: torch.dot(source, source))) / 1e9
 
 
 def _fastest(device: str, seconds: float, call: Callable[[], object]) -> float:

@@ -1,9 +1,9 @@
-"""Which problems a benchmark runs: the named cases of pytransformer.testing, at the size asked for."""
+"""Which problems a benchmark runs: the named cases of pytransformer.testing, at the size asked for; suites.py has fixed lists."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,15 +21,23 @@ OPS = exact.ops()
 
 @dataclass(frozen=True)
 class Step:
-    """One line-up: the same problem, given to every provider."""
+    """One line-up: the same problem, given to every provider. `left_out`: who is not, and why."""
 
     case: Case
     dtype: torch.dtype
     mode: str
+    cold: bool = False  # caches emptied before each call
+    sustained: float = 0.0  # seconds of calls without a rest, after those of bursts
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         return f"{self.case.op} {self.case.name} {dtype_name(self.dtype)} {self.mode}"
+
+    @property
+    def weight(self) -> float:
+        """Roughly what it takes, in units of the smallest step: for the time left."""
+        return 1.0 + self.case.flops({"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[self.mode]) / 1e10 + self.sustained
 
 
 def dtype_name(dtype: torch.dtype) -> str:

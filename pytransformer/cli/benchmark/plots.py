@@ -8,11 +8,13 @@ accuracy.png error against speed, both relative to PyTorch: good is low and righ
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytransformer.cli.benchmark.report import SHORT, environment_text
+from pytransformer.cli.benchmark import results
+from pytransformer.cli.benchmark.report import SHORT, environment_text, shape_text
 from pytransformer.cli.console import EXTRA_HINT, escape_plot
 
 Row = dict[str, Any]
@@ -47,7 +49,7 @@ def why_not() -> str | None:
 
 def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
     """Draws what the rows allow and returns the names of the files."""
-    rows = document["rows"]
+    rows = one_shape_each(document["rows"])
     drawn = []
     if rows:
         _by_case(
@@ -70,11 +72,27 @@ def draw_all(folder: Path, document: dict[str, Any]) -> list[str]:
             _memory,
         )
         drawn.append("memory.png")
-    against = [row for row in rows if row["error"] and row["speedup_torch"]]
+    against = [row for row in document["rows"] if row["error"] and row["speedup_torch"]]
     if against:
         _error_against_speed(folder / "accuracy.png", document, against)
         drawn.append("accuracy.png")
     return drawn
+
+
+def one_shape_each(rows: list[Row]) -> list[Row]:
+    """Of a case that was run at several shapes, the rows of one: where most contenders took part, and there the most work.
+
+    The others are in the tables, and against the length in curves.py's plots."""
+    shapes: dict[tuple[str, ...], dict[tuple[tuple[str, int], ...], list[Row]]] = {}
+    for row in rows:
+        key = (row["op"], row["case"], row["dtype"])
+        shapes.setdefault(key, {}).setdefault(tuple(row["shape"].items()), []).append(row)
+
+    def weight(shape: tuple[tuple[str, int], ...], members: list[Row]) -> tuple[int, int]:
+        return len({row["backend"] for row in members}), math.prod(size for _, size in shape)
+
+    kept = {key: max(of, key=lambda shape: weight(shape, of[shape])) for key, of in shapes.items()}
+    return [row for row in rows if tuple(row["shape"].items()) == kept[row["op"], row["case"], row["dtype"]]]
 
 
 def figure_of(width: float, height: float) -> Any:
@@ -100,7 +118,7 @@ def _memory(row: Row) -> tuple[float, float, float]:
 def _label(row: Row) -> str:
     # A case named after its op ("layer_norm") needs no op beside it.
     name = row["case"] if row["case"].startswith(row["op"].split("_varlen")[0]) else f"{row['op']}: {row['case']}"
-    return escape_plot(f"{name} {SHORT[row['dtype']]}")
+    return escape_plot(f"{name} {SHORT[row['dtype']]} ({shape_text(row['shape'])})")
 
 
 def _by_case(
@@ -178,7 +196,7 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
 
 
 def _key(row: Row) -> tuple[str, ...]:
-    return row["op"], row["case"], row["dtype"], row["mode"]
+    return results.step_key(row)
 
 
 def plain_ticks(axis: Any) -> None:

@@ -30,6 +30,7 @@ COLUMNS = (
     "TFLOP/s",
     "GB/s",
     "peak MB",
+    "saved MB",
     "error",
     "/naive",
 )
@@ -68,13 +69,22 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{value:.{places}f}"
 
 
+def megabytes(value: int | None) -> str:
+    return figure(None if value is None else value / 1e6)
+
+
+def mode_text(row: Row) -> str:
+    """The mode, and whether the caches were emptied on a CPU, where they are warm unless asked for."""
+    return row["mode"] + (" cold" if row.get("cache") == "cold" and row["device"] == "cpu" else "")
+
+
 def table_row(row: Row) -> list[str]:
     """The cells of COLUMNS."""
     return [
-        row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], row["mode"], row["backend"],
+        row["case"], shape_text(row["shape"]), SHORT[row["dtype"]], mode_text(row), row["backend"],
         figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
         figure(row["speedup_torch"]), figure(row["speedup_naive"]), figure(row["tflops"]),
-        figure(row["gbps"]), figure(None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6),
+        figure(row["gbps"]), megabytes(row["peak_bytes"]), megabytes(row.get("saved_bytes")),
         figure(row["error"], 2), figure(row["error_ratio_naive"], 2),
     ]  # fmt: skip
 
@@ -82,7 +92,7 @@ def table_row(row: Row) -> list[str]:
 def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
     """(columns, rows) of table rows without the columns that a terminal of `width` characters has least room for."""
     left = list(COLUMNS)
-    for column in ("", "p20-p80", "GB/s", "/naive", "shape", "TFLOP/s", "x naive"):
+    for column in ("", "p20-p80", "saved MB", "GB/s", "/naive", "shape", "TFLOP/s", "x naive"):
         if column:
             left.remove(column)
         places = [COLUMNS.index(name) for name in left]
@@ -95,6 +105,23 @@ def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], 
 def refusal_row(entry: Row) -> list[str]:
     """One line of what was not timed: case, dtype, mode, backend, and why."""
     return [entry["case"], SHORT[entry["dtype"]], entry["mode"], entry["backend"], verdict(entry)]
+
+
+REGIME_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "burst ms", "sustained ms", "sustained/burst")
+
+
+def regime_rows(rows: Iterable[Row]) -> list[list[str]]:
+    """Where it was measured: a call after a rest beside one of many without any."""
+    return [
+        [
+            *table_row(row)[:6],
+            figure(row["burst_ms"]),
+            figure(row["sustained_ms"]),
+            figure(row["sustained_ms"] / row["burst_ms"]),
+        ]
+        for row in rows
+        if row.get("sustained_ms")
+    ]
 
 
 def verdict(entry: Row) -> str:
@@ -207,6 +234,8 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
     parts += [f"![{name}]({name})" for name in plots]
     for op, members in by_op(rows).items():
         parts += [f"## {escape_markdown(op)}", markdown_table(COLUMNS, map(table_row, members), RIGHT)]
+    if regimes := regime_rows(rows):
+        parts += ["## Burst and sustained", markdown_table(REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:])]
     if document["not_run"]:
         columns = ("op", "case", "dtype", "mode", "backend", "why")
         lines = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]
@@ -219,7 +248,8 @@ LEGEND = """\
 `ms`: median of one call, beside its 20 % and 80 % quantiles, all contenders interleaved. `x torch`, `x
 naive`: how many times as fast as PyTorch's own op and as naive code in the same run. `TFLOP/s`: useful work
 only. `GB/s`: every input read and every output written once. `peak MB`: memory above the inputs, in a fresh
-process. `error`: norm of the error against float64 over the norm of the result, the worst of output and
+process. `saved MB`: what the forward keeps for the backward beyond the inputs. Caches are warm (as calls in a loop leave them)
+unless the mode says cold. `error`: norm of the error against float64 over the norm of the result, the worst of output and
 gradients; `/naive`: over naive code's error."""
 
 
@@ -228,6 +258,7 @@ def environment_text(where: dict[str, Any], escape: Any = clean) -> str:
     threads = f"{where['threads']} thread{'s' if where['threads'] != 1 else ''}"
     words = [
         f"{where['device_name']}, {where['cores']} cores, {threads}",
+        where.get("pinning"),
         f"instruction set {where['isa']}" if where["isa"] else None,
         f"torch {where['torch']}",
         f"triton {where['triton']}" if where["triton"] else None,

@@ -25,6 +25,7 @@ import torch
 
 SCHEMA_VERSION = 1
 MODES = ("fwd", "bwd", "fwd+bwd")
+BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # variables that bind OpenMP's threads
 
 _NUMBER = (int, float)
 _Field = tuple[type | tuple[type, ...], bool]  # type, may be null
@@ -54,6 +55,14 @@ ROW: dict[str, _Field] = {
     "speedup_torch": (_NUMBER, True),
     "note": (str, False),
 }
+# Not in files that are older than the field.
+ROW_LATER: dict[str, _Field] = {
+    "cache": (str, False),  # warm | cold
+    "time_over_torch": (list, True),  # [p20, median, p80] of our time over PyTorch's, round by round
+    "saved_bytes": (int, True),  # tensors kept from forward to backward beyond the inputs; null without a gradient
+    "burst_ms": (_NUMBER, True),  # a call after a rest
+    "sustained_ms": (_NUMBER, True),  # a call of many without one
+}
 NOT_RUN: dict[str, _Field] = {
     "op": (str, False),
     "backend": (str, False),
@@ -65,6 +74,7 @@ NOT_RUN: dict[str, _Field] = {
     "error": (_NUMBER, True),
     "error_bound": (_NUMBER, True),
 }
+NOT_RUN_LATER: dict[str, _Field] = {"shape": (dict, False)}
 ENVIRONMENT: dict[str, _Field] = {
     "device": (str, False),
     "device_name": (str, False),
@@ -83,13 +93,14 @@ ENVIRONMENT: dict[str, _Field] = {
     "load": (_NUMBER, True),
     "command": (str, False),
 }
+ENVIRONMENT_LATER: dict[str, _Field] = {"pinning": (str, False)}
 STATUSES = ("skipped", "unsupported", "wrong", "failed")
 
 
 def step_key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the contenders of one line-up share: op, case, shape, dtype, mode, device."""
+    """What the contenders of one line-up share: op, case, shape, dtype, mode, device, state of the caches."""
     shape = " ".join(f"{name}={size}" for name, size in sorted(row["shape"].items()))
-    return row["op"], row["case"], shape, row["dtype"], row["mode"], row["device"]
+    return row["op"], row["case"], shape, row["dtype"], row["mode"], row["device"], row.get("cache", "warm")
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -111,22 +122,23 @@ def validate(document: Any) -> list[str]:
         problems.append(f"schema_version is {document['schema_version']!r}, not {SCHEMA_VERSION}")
     if not isinstance(document["complete"], bool):
         problems.append("complete is not true or false")
-    problems += _check("environment", document["environment"], ENVIRONMENT)
+    problems += _check("environment", document["environment"], ENVIRONMENT, ENVIRONMENT_LATER)
     problems += _check_peaks(document.get("peaks"))
-    for name, fields in (("rows", ROW), ("not_run", NOT_RUN)):
+    for name, fields, later in (("rows", ROW, ROW_LATER), ("not_run", NOT_RUN, NOT_RUN_LATER)):
         if not isinstance(document[name], list):
             problems.append(f"{name} is not a list")
             continue
         for index, entry in enumerate(document[name]):
-            problems += _check(f"{name}[{index}]", entry, fields)
+            problems += _check(f"{name}[{index}]", entry, fields, later)
     return problems or _check_meaning(document)
 
 
-def _check(where: str, entry: Any, fields: Mapping[str, _Field]) -> list[str]:
+def _check(where: str, entry: Any, fields: Mapping[str, _Field], later: Mapping[str, _Field]) -> list[str]:
     if not isinstance(entry, dict):
         return [f"{where} is a {type(entry).__name__}, not an object"]
-    problems = [f"{where} has the unknown field {key}" for key in entry if key not in fields]
-    for key, (kind, nullable) in fields.items():
+    known = {**fields, **{key: later[key] for key in later if key in entry}}
+    problems = [f"{where} has the unknown field {key}" for key in entry if key not in known]
+    for key, (kind, nullable) in known.items():
         value = entry.get(key)
         if key not in entry:
             problems.append(f"{where}.{key} is missing")
@@ -144,7 +156,8 @@ def _check_peaks(peaks: Any) -> list[str]:
     """Absent from files written before there were any."""
     if peaks is None:
         return []
-    rates = [*peaks.get("tflops", {}).values(), peaks.get("gbps")] if isinstance(peaks, dict) else [None]
+    later = [peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks] if isinstance(peaks, dict) else []
+    rates = [*peaks.get("tflops", {}).values(), peaks.get("gbps"), *later] if isinstance(peaks, dict) else [None]
     return [] if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates) else ["peaks are not positive rates"]
 
 
@@ -164,6 +177,8 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
     for index, entry in enumerate(document["not_run"]):
         if entry["status"] not in STATUSES:
             problems.append(f"not_run[{index}].status is {entry['status']!r}, not one of {', '.join(STATUSES)}")
+        if not entry["reason"].strip():
+            problems.append(f"not_run[{index}].reason is blank: who does not take part says why")
     return problems
 
 
@@ -183,6 +198,7 @@ def environment(device: str, command: str) -> dict[str, Any]:
         "cpu": cpu,
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
+        "pinning": pinning(),
         "isa": active_isa(),
         "gpu": gpu,
         "system": platform.platform(),
@@ -195,6 +211,14 @@ def environment(device: str, command: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "command": command,
     }
+
+
+def pinning() -> str:
+    """The cores that threads may run on, and whether something binds each thread to one of them."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    bound = [f"{name}={os.environ[name]}" for name in BINDERS if os.environ.get(name)]
+    where = f"cores {cores[0]}-{cores[-1]}" if cores and cores[-1] - cores[0] == len(cores) - 1 else f"cores {cores}"
+    return f"{where if cores else 'any core'}, {', '.join(bound) or 'threads not pinned'}"
 
 
 def commit() -> str | None:

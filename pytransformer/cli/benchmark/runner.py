@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from pytransformer.cli.benchmark.plan import Step
 from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepared, Problem, Provider, Unsupported, providers
 
 SEED = 20
-QUICK_ROUNDS = 3  # samples at least, when time is short
 REFERENCE = "reference"
 
 
@@ -29,6 +27,9 @@ class Options:
     memory: bool = True
     min_time: float = 0.3  # seconds of timing for each contender
     budget: float | None = None  # seconds for the whole run; shortens min_time as it runs out
+    min_rounds: int = clock.MIN_ROUNDS
+    sustained: float = 0.0  # seconds of calls without a rest, for every contender of every step
+    cold: bool = False  # caches emptied before each call, in every step
 
 
 @dataclass
@@ -68,16 +69,24 @@ class Runner:
         contenders = {
             e.provider.name: clock.Contender(work(problem, e.prepared, step.mode), e.prepared.context) for e in entries
         }
-        min_time, min_rounds, with_memory = self.options.min_time, clock.MIN_ROUNDS, self.options.memory
+        min_time, min_rounds, with_memory = self.options.min_time, self.options.min_rounds, self.options.memory
         if seconds is not None:
             # A machine so busy that the time is gone still sees every op, once each and without the memory.
-            min_rounds, with_memory = (1, False) if late else (QUICK_ROUNDS, with_memory)
+            min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
             left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
             min_time = min(min_time, max(0.0, left / len(entries)))
-        timings = clock.interleaved(contenders, min_time=min_time, min_rounds=min_rounds, device=self.options.device)
+        device, cold = self.options.device, step.cold or self.options.cold
+        timings = clock.interleaved(contenders, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold)
+        long = 0.0 if late else step.sustained or self.options.sustained
+        regimes = {name: clock.regimes(contender, long, device) for name, contender in contenders.items()} if long else {}
         del contenders
-        peaks = {e.provider.name: self._peak(step, e) if with_memory else None for e in entries}
-        self.rows += [self._row(step, e, timings, peaks, entries) for e in entries]
+        for entry in entries:
+            name = entry.provider.name
+            peak = self._peak(step, entry) if with_memory else None
+            saved = saved_bytes(problem, entry.prepared) if problem.grad else None
+            row = self._row(step, entry, timings, entries) | {"peak_bytes": peak, "saved_bytes": saved}
+            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None))))
+            self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
 
     # ---- before the clock
 
@@ -85,6 +94,10 @@ class Runner:
         entries = []
         for provider in self.find(step.case.op):
             if not self._takes_part(provider.name):
+                continue
+            named = self.options.backends is not None and provider.name in self.options.backends
+            if provider.name in step.left_out and not named:
+                self._refuse(step, provider.name, "skipped", step.left_out[provider.name])
                 continue
             try:
                 entries.append(_Entry(provider, provider.prepare(problem)))
@@ -123,21 +136,22 @@ class Runner:
         return right
 
     def _judge(self, step: Step, problem: Problem, prepared: Prepared, *, peer: bool) -> check.Verdict:
-        grads = check.upstream(problem, SEED) if problem.grad else None
-        found = check.compute(problem, prepared, grads)
+        rows = exact.rows_of(problem)
+        grads = exact.upstream_of(rows, check.upstream(problem, SEED))
+        found = exact.excerpt(problem, rows, check.compute(problem, prepared, grads if problem.grad else None))
         # The exact answer is the slowest part, and the same for every provider and mode.
         key = (step.case.name, tuple(step.case.shape.items()), step.dtype, problem.dropout)
         if key not in self._exact:
             for old in [k for k in self._exact if k[:3] != key[:3]]:
                 del self._exact[old]
-            self._exact[key] = exact.solve(problem, check.upstream(problem, SEED) if self.backward else None)
+            self._exact[key] = exact.solve(problem, grads if self.backward else None, rows)
         return check.judge(problem, found, self._exact[key], peer=peer)
 
     def _refuse(self, step: Step, backend: str, status: str, reason: str, verdict: check.Verdict | None = None) -> None:
         self.not_run.append({
-            "op": step.case.op, "backend": backend, "case": step.case.name, "dtype":
-            plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": reason, "error":
-            verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
+            "op": step.case.op, "backend": backend, "case": step.case.name, "shape": dict(step.case.shape),
+            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": reason,
+            "error": verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
         })  # fmt: skip
 
     # ---- after it
@@ -154,7 +168,7 @@ class Runner:
         finally:
             self._memory_seconds += 0.2 * (time.monotonic() - start - self._memory_seconds)
 
-    def _row(self, step: Step, entry: _Entry, timings: Any, peaks: Any, entries: list[_Entry]) -> dict[str, Any]:
+    def _row(self, step: Step, entry: _Entry, timings: Any, entries: list[_Entry]) -> dict[str, Any]:
         name, timing, verdict = entry.provider.name, timings[entry.provider.name], entry.verdict
         seconds = timing.median_ms * 1e-3
         direction = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "both"}[step.mode]
@@ -172,10 +186,9 @@ class Runner:
             "dtype": plan.dtype_name(step.dtype),
             "mode": step.mode,
             "device": self.options.device,
-            **dataclasses.asdict(timing),
+            **timing.figures(),
             "tflops": step.case.flops(direction) / seconds / 1e12,
             "gbps": step.case.bytes(step.dtype, direction) / seconds / 1e9,
-            "peak_bytes": peaks[name],
             "error": verdict and verdict.error,
             "error_bound": verdict and verdict.bound,
             "bound_used": verdict and _finite(verdict.bound_used),
@@ -183,6 +196,7 @@ class Runner:
             "error_ratio_naive": ratio,
             "speedup_naive": _speedup(timings, NAIVE, timing),
             "speedup_torch": _speedup(timings, TORCH, timing),
+            "time_over_torch": timing.over(timings[TORCH]) if TORCH in timings else None,
             "note": "checked without dropout, its own mask being random" if entry.prepared.own_dropout else "",
         }
 
@@ -205,6 +219,23 @@ def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object
     with prepared.context():
         outputs = forward()
     return lambda: check.gradients(problem, outputs, grads, retain_graph=True)
+
+
+def saved_bytes(problem: Problem, prepared: Prepared) -> int:
+    """Bytes that the forward keeps for the backward and that are no inputs: activations."""
+    given = {t.untyped_storage().data_ptr() for t in (*problem.named.values(), *problem.leaves.values()) if torch.is_tensor(t)}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with prepared.context(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = prepared.forward()
+    del outputs
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _speedup(timings: Any, peer: str, timing: clock.Timing) -> float | None:

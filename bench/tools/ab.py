@@ -1,0 +1,51 @@
+"""Two checkouts timed in turns, several times each, and compared: what changed from one to the other beyond noise.
+
+    python bench/tools/ab.py OLD NEW --repeat 3 -- attention --case causal --dtype bf16     # the rest as for `pytransformer bench`
+
+OLD and NEW are folders with this package in them, native code built (`git worktree add OLD COMMIT`, `make build` there). The runs are
+processes of their own, OLD and NEW alternately, so that what drifts on the machine drifts for both. Exit code as of
+`pytransformer bench compare`: 1 if anything got worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def pytransformer(checkout: Path, *arguments: str) -> int:
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
+    return subprocess.run([sys.executable, "-m", "pytransformer", *arguments], env=environment).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, metavar="OLD")
+    parser.add_argument("new", type=Path, metavar="NEW")
+    parser.add_argument("bench", nargs="*", metavar="...", help="after --: what `pytransformer bench` gets")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default %(default)s)")
+    parser.add_argument(
+        "--threshold", default="0.1", metavar="X", help="a change counts from this share on (default %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the runs are kept (default: a new folder in /tmp)")
+    options = parser.parse_args()
+    for checkout in (options.old, options.new):
+        if not (checkout / "pytransformer" / "__init__.py").is_file():
+            parser.error(f"{checkout} holds no pytransformer")
+    folder = options.out or Path(tempfile.mkdtemp(prefix="pytransformer-ab-"))
+    for turn in range(options.repeat):
+        pair = [("old", options.old), ("new", options.new)]
+        for name, checkout in pair if turn % 2 == 0 else reversed(pair):
+            out = str((folder / name / str(turn)).resolve())
+            if pytransformer(checkout, "bench", *options.bench, "--no-memory", "--no-plots", "--out", out) > 1:
+                return 2
+    ends = (str(folder / "old"), str(folder / "new"))
+    return pytransformer(options.new, "bench", "compare", *ends, "--threshold", options.threshold)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

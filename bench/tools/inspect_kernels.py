@@ -1,0 +1,114 @@
+"""What the GPU kernels take, without a GPU: registers, spills, shared memory, matrix instructions, instructions.
+
+    python bench/tools/inspect_kernels.py                                     # make inspect
+    python bench/tools/inspect_kernels.py --op attention --arch 90 --only "causal D128"
+    python bench/tools/inspect_kernels.py --table                             # the committed tables: nothing is compiled
+
+The machinery is that of the tests that keep tests/triton/resources.json and tests/cuda/resources.json: Triton's kernels are compiled
+ahead of time, as their launchers would; the CUDA kernels are read from the built library, for the architectures that are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from pytransformer.cli.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = ("triton", "cuda")
+STEMS = {"layer_norm": ("norm",), "feed_forward": ("ffn", "feed_forward"), "cross_entropy": ("cross_entropy",)}
+COLUMNS = ("registers", "stack", "shared", "products", "wide", "narrow", "instructions")
+Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, what it takes
+
+
+def machinery(backend: str) -> ModuleType:
+    """tests/<backend>/resources.py."""
+    path = ROOT / "tests" / backend / "resources.py"
+    spec = importlib.util.spec_from_file_location(f"{backend}_resources", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stem_of(kernel: str) -> str:
+    """The stem of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks."""
+    return next((stem for stem, words in STEMS.items() if any(word in kernel for word in words)), "attention")
+
+
+def wanted(arch: str, kernel: str, options: argparse.Namespace) -> bool:
+    digits = arch.removeprefix("sm_").rstrip("abcdef")
+    return (
+        (options.op is None or stem_of(kernel) == options.op)
+        and (not options.arch or digits in options.arch)
+        and options.only in kernel
+    )
+
+
+def committed(backend: str, options: argparse.Namespace) -> Rows:
+    table = json.loads((ROOT / "tests" / backend / "resources.json").read_text())["kernels"]
+    for key, used in table.items():
+        arch, _, kernel = key.partition(" ")
+        if wanted(arch, kernel, options):
+            yield arch, kernel, used
+
+
+def compiled_triton(options: argparse.Namespace) -> Rows:
+    module = machinery("triton")
+    for capability in map(int, options.arch or ["90"]):
+        for name, run in module.problems():
+            if not wanted(f"sm_{capability}", name, options) or (name.startswith("gluon") and capability != 90):
+                continue
+            for kernel, binary in module.compiled(capability, run):
+                yield f"sm_{capability}", f"{name} {kernel}", module.resources(binary)
+
+
+def built_cuda(options: argparse.Namespace) -> Rows:
+    module = machinery("cuda")
+    if reason := module.why_not():
+        raise SystemExit(f"cuda: {reason}")
+    module.COUNTED = {**module.COUNTED, "instructions": r"(?m)^\s*/\*[0-9a-f]{4,}\*/"}  # beside what its table holds
+    for key, used in module.measure().items():
+        arch, _, kernel = key.partition(" ")
+        if wanted(arch, kernel, options):
+            yield arch, kernel, used
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=("attention", *STEMS), help="one stem (default all)")
+    parser.add_argument(
+        "--arch", nargs="*", default=[], metavar="N", help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name, or whose problem's, holds this")
+    parser.add_argument("--backend", choices=BACKENDS, help="one of the tiers (default both)")
+    parser.add_argument("--table", action="store_true", help="show the committed tables, compile nothing")
+    options = parser.parse_args()
+    console, found = Console(), 0
+    for backend in [options.backend] if options.backend else BACKENDS:
+        console.heading(backend)
+        try:
+            fresh = {"triton": compiled_triton, "cuda": built_cuda}[backend]
+            rows = list(committed(backend, options) if options.table else fresh(options))
+        except (SystemExit, ImportError) as reason:
+            console.print(f"{reason}; --table shows what is committed")
+            continue
+        columns = [name for name in COLUMNS if any(name in used for _, _, used in rows)]
+        cells = [[arch, kernel, *(used.get(name, "-") for name in columns)] for arch, kernel, used in rows]
+        console.table(("arch", "kernel", *columns), cells, right=columns)
+        spilling = [f"{arch} {kernel}" for arch, kernel, used in rows if used["stack"]]
+        console.print(f"{len(rows)} kernels, {len(spilling)} of them with a stack (spills){': ' if spilling else ''}")
+        for name in spilling:
+            console.print(f"  {name}")
+        found += len(rows)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""One op, the tests first: only if they pass, its times.
+
+    python bench/tools/verify.py attention                                       # make verify OP=attention
+    python bench/tools/verify.py add_norm --shape rows=8192,d=1024 --dtype bf16  # what follows goes to `pytransformer bench`
+
+The tests are those of the op's stem in tests/ops and its fuzzer, with fewer cases than in `make test`. Exit code of the first
+that fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pytransformer.cli import providers
+from pytransformer.cli.benchmark import exact
+
+ROOT = Path(__file__).resolve().parents[2]
+# As in tests/run_parts.py: the empty path, under which kernels/ would be found, is taken off.
+PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+FUZZ_CASES = 300
+FUZZED = {
+    "attention": "attention",
+    "layer_norm": "norm",
+    "feed_forward": "ffn",
+    "cross_entropy": "cross_entropy",
+}  # in their names
+
+
+def stem_of(op: str) -> str:
+    """The stem that has the op."""
+    for stem in providers._STEMS:
+        if op == stem or op in importlib.import_module(f"{providers.__name__}.{stem}").PROVIDERS:
+            return stem
+    raise SystemExit(f"verify: no op {op!r}; there are {', '.join(exact.ops())}")
+
+
+def commands(op: str, more: list[str]) -> list[list[str]]:
+    """The command of each step, in order."""
+    stem = stem_of(op)
+    ops = [op] if op in exact.ops() else list(importlib.import_module(f"{providers.__name__}.{stem}").PROVIDERS)
+    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{stem}*.py"))
+    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", FUZZED[stem]]
+    pytest = [sys.executable, "-c", PYTEST, "-q", "-m", "not slow and not gpu", f"--fuzz-cases={FUZZ_CASES}"]
+    return [[*pytest, *tests], [*pytest, *fuzz], [sys.executable, "-m", "pytransformer", "bench", *ops, *more]]
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 2
+    for command in commands(sys.argv[1], sys.argv[2:]):
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Fixed suites, the check of large problems in part, and the figures of a row that only they need."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytransformer.cli import OK, WRONG, main, providers
+from pytransformer.cli.benchmark import (
+    check,
+    clock,
+    command,
+    curves,
+    exact,
+    memory,
+    plan,
+    plots,
+    report,
+    results,
+    runner,
+    suites,
+)
+
+pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
+
+
+# ---- what runs
+
+
+def test_the_suite_has_every_case_with_an_aim() -> None:
+    steps = list(suites.aims())
+    assert len({(s.case.name, tuple(s.case.shape.items()), s.dtype, s.mode) for s in steps}) == len(steps)
+    grid = {
+        (s.case.name, s.case.shape["Lq"], s.case.shape["D"], s.case.shape["B"] * s.case.shape["Hq"] > 1, s.dtype, s.mode)
+        for s in steps
+        if s.case.op == "attention"
+    }
+    for name in ("full", "causal"):
+        for length in (512, 1024, 2048, 4096):
+            for head_dim in (64, 128):
+                for many in (False, True):
+                    for dtype in (torch.float32, torch.bfloat16):
+                        for mode in ("fwd", "fwd+bwd"):
+                            assert (name, length, head_dim, many, dtype, mode) in grid
+    names = {s.case.name for s in steps}
+    assert {"key_padding", "bias", "dropout", "window", "add_norm", "feed_forward_gelu"} <= names
+    assert [s.case.shape["Lk"] for s in steps if s.cold] == [8192, 8192], "decoding from memory"
+    assert any(s.sustained for s in steps)
+    ops = {s.case.op for s in steps}
+    assert ops == set(exact.ops())
+
+
+def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_said() -> None:
+    large = next(s for s in suites.aims() if s.case.shape.get("Lq") == 4096 and s.case.shape["B"] == 2)
+    assert set(large.left_out) == {"reference", "naive"}
+    small = plan.Step(plan.case("full", "small"), torch.float32, "fwd", left_out=large.left_out)
+    done = runner.Runner(runner.Options(memory=False, min_time=0.0), memory.MemoryProbe())
+    done.run(small)
+    assert not {"reference", "naive"} & {row["backend"] for row in done.rows}
+    skipped = {e["backend"]: e["reason"] for e in done.not_run if e["status"] == "skipped"}
+    assert set(skipped) == {"reference", "naive"} and "too long" in skipped["naive"]
+    assert all(e["reason"].strip() for e in done.not_run)
+    asked = runner.Runner(runner.Options(memory=False, min_time=0.0, backends=("naive",)), memory.MemoryProbe())
+    asked.run(small)
+    assert [row["backend"] for row in asked.rows] == ["naive"], "who is named takes part"
+
+
+def test_a_blank_reason_is_no_reason() -> None:
+    blank = {"op": "a", "backend": "b", "case": "c", "dtype": "float32", "mode": "fwd", "status": "skipped", "reason": " "}
+    document = {"schema_version": results.SCHEMA_VERSION, "complete": True, "rows": [], "environment": None}
+    document |= {"not_run": [blank | {"error": None, "error_bound": None}], "environment": results.environment("cpu", "x")}
+    assert results.validate(document) == ["not_run[0].reason is blank: who does not take part says why"]
+
+
+@pytest.mark.parametrize("isa", command.ISAS)
+def test_an_instruction_set_holds_every_library(isa: str, environment: dict[str, str]) -> None:
+    held = command.held_to(isa)
+    assert set(held) == {"PYTRANSFORMER_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"}
+    code = f"import torch; from pytransformer.cli.benchmark.command import held_to; assert held_to({isa!r}) == {{}}"
+    tell = "; print(torch.backends.cpu.get_cpu_capability())"
+    done = subprocess.run([sys.executable, "-c", code + tell], env={**environment, **held}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().lower() == {"generic": "default"}.get(isa, isa) or isa == "avx512"  # a CPU may lack it
+
+
+# ---- large problems, checked in part
+
+
+@pytest.fixture
+def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "PAIRS", 1 << 12)
+
+
+def _verdict(case: str, change=lambda found: found) -> check.Verdict:
+    problem = providers.Problem.make(plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=True)
+    reference = next(p for p in providers.ours("attention") if p.name == "reference")
+    rows = exact.rows_of(problem)
+    assert rows is not None and 1 < len(rows) < 67
+    grads = exact.upstream_of(rows, check.upstream(problem, 4))
+    found = check.compute(problem, reference.prepare(problem), grads)
+    solution = exact.solve(problem, grads, rows)
+    return check.judge(problem, exact.excerpt(problem, rows, change(found)), solution, peer=False)
+
+
+@pytest.mark.parametrize("case", ["full", "causal", "window", "key_padding", "padding", "softcap", "gqa", "cross"])
+def test_in_part_the_reference_is_right(case: str, few_pairs: None) -> None:
+    assert _verdict(case).wrong is None
+
+
+def _spoil(name: str, factor: float):
+    return lambda found: {**found, name: found[name] * factor}
+
+
+@pytest.mark.parametrize("name", ["out", "query", "key", "value"])
+def test_in_part_errors_are_found(name: str, few_pairs: None) -> None:
+    verdict = _verdict("causal", _spoil(name, 1.001))
+    assert verdict.wrong is not None and verdict.wrong.startswith(name)
+
+
+def test_in_part_a_gradient_where_none_is_due_is_found(few_pairs: None) -> None:
+    def leak(found):
+        problem = providers.Problem.make(plan.case("causal", "small"), torch.float32, "cpu", seed=3, grad=True)
+        other = next(i for i in range(67) if i not in exact.rows_of(problem).tolist())
+        query = found["query"].clone()
+        query[..., other, 0] = 0.1
+        return {**found, "query": query}
+
+    assert (_verdict("causal", leak).wrong or "").startswith("query")
+
+
+def test_in_part_a_wrong_mask_is_found(few_pairs: None) -> None:
+    def acausal(found):
+        problem = providers.Problem.make(plan.case("full", "small"), torch.float32, "cpu", seed=3, grad=True)
+        return {**found, "out": torch.nn.functional.scaled_dot_product_attention(*problem.args).detach()}
+
+    assert (_verdict("causal", acausal).wrong or "").startswith("out")
+
+
+def test_problems_that_rows_do_not_separate_are_solved_whole(few_pairs: None) -> None:
+    for case in ("dropout", "bias", "t5_bias", "bool_mask", "layer_norm"):
+        problem = providers.Problem.make(plan.case(case, "small"), torch.float32, "cpu", seed=3, grad=False)
+        assert exact.rows_of(problem) is None, case
+
+
+# ---- figures
+
+
+def test_time_over_a_peer_is_taken_round_by_round() -> None:
+    ours = clock.Timing(2.0, 1.0, 3.0, 3, {0: 1.0, 1: 2.0, 2: 3.0})
+    peer = clock.Timing(4.0, 2.0, 6.0, 4, {0: 2.0, 1: 4.0, 2: 6.0, 3: 1.0})
+    assert ours.over(peer) == [0.5, 0.5, 0.5], "a round that is slow for both says nothing"
+    assert ours.over(clock.Timing(1.0, 1.0, 1.0, 2, {0: 1.0, 1: 1.0})) is None
+
+
+def test_cold_caches_are_emptied_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "evicting_bytes", lambda: 64)
+    cold, calls = clock._CpuClock(cold=True), []
+    before = cold.flush.clone()
+    cold.sample(lambda: calls.append(1), repeats=5)
+    assert len(calls) == 1 and torch.equal(cold.flush, before + 1)
+    assert clock._CpuClock(cold=False).flush is None
+
+
+def test_burst_and_sustained_are_told_apart() -> None:
+    last = [time.perf_counter()]
+
+    def tired() -> None:  # slow when called again at once
+        rested = time.perf_counter() - last[0] > clock.REST_SECONDS / 2
+        time.sleep(0.001 if rested else 0.01)
+        last[0] = time.perf_counter()
+
+    burst, sustained = clock.regimes(clock.Contender(tired, contextlib.nullcontext), 0.1)
+    assert burst < 0.5 * sustained
+
+
+def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:
+    def saved(name: str, backend: str) -> int:
+        case = plan.resized(plan.case(name, "small"), {"rows": 64, "d": 64, "hidden": 256})
+        problem = providers.Problem.make(case, torch.float32, "cpu", seed=1, grad=True)
+        provider = next(p for p in providers.providers(case.op) if p.name == backend)
+        return runner.saved_bytes(problem, provider.prepare(problem))
+
+    hidden = 64 * 256 * 4
+    assert saved("feed_forward_relu", "torch") >= hidden
+    assert saved("feed_forward_recompute", "reference") < hidden
+
+
+# ---- compare, on real runs
+
+
+def _slowed(factor: float):
+    """Our providers, their forward called several times."""
+
+    def prepare(provider: providers.Provider, problem: providers.Problem) -> providers.Prepared:
+        right = provider.prepare(problem)
+
+        def forward() -> providers.Outputs:
+            for _ in range(int(factor) - 1):
+                right.forward()
+            return right.forward()
+
+        return providers.Prepared(right.label, forward, right.context)
+
+    def find(op: str):
+        own = providers.ours(op)
+        return (*(providers.Provider(p.name, partial(prepare, p)) for p in own), *providers.providers(op)[len(own) :])
+
+    return find
+
+
+def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(tmp_path: Path, monkeypatch, capsys) -> None:
+    what = ["bench", "attention", "--case", "full,causal", "--size", "small", "--mode", "fwd", "--min-time", "0.1"]
+    what += ["--backends", "cpu,reference,torch", "--no-memory", "--no-plots", "--shape", "L=256"]
+    for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
+        assert main([*what, "--out", str(tmp_path / name)]) == OK
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), capsys.readouterr().out
+    monkeypatch.setattr(command, "Runner", partial(runner.Runner, find=_slowed(5)))
+    assert main([*what, "--out", str(tmp_path / "slow")]) == OK
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["bench", "compare", a, str(tmp_path / "slow")]) == WRONG
+        said = capsys.readouterr().out
+        assert "slower" in said and "0 better" in said
+
+
+# ---- pictures
+
+
+def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(tmp_path: Path) -> None:
+    document = None
+    for length in (32, 64, 128):
+        out = tmp_path / str(length)
+        shape = f"L={length}"
+        assert main(["bench", "attention", "--case", "full", "--size", "small", "--mode", "fwd", "--min-time", "0", "--no-memory",
+                     "--shape", shape, "--no-plots", "--no-peaks", "--out", str(out)]) == OK  # fmt: skip
+        new = report.load(out / "results.json")
+        document = new if document is None else {**new, "rows": document["rows"] + new["rows"]}
+    rows = document["rows"] + [{**r, "shape": {**r["shape"], "D": 64}} for r in document["rows"]]
+    assert {row["shape"]["Lq"] for row in plots.one_shape_each(rows)} == {128}
+    (groups,) = curves.sweeps(rows).values()
+    assert len(groups) == 2 and all({r["shape"]["Lq"] for r in group} == {32, 64, 128} for group in groups)
+    many = [{**r, "case": f"c{i}", "mode": mode} for i in range(8) for mode in results.MODES for r in document["rows"]]
+    assert set(curves._figures(curves.sweeps(many)["L"])) == {"_f32_fwd", "_f32_bwd", "_f32_fwd_bwd"}
+    assert "speed_by_l_f32_fwd.png" in curves.draw_all(tmp_path, {**document, "rows": many})
