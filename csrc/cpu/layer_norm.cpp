@@ -95,7 +95,7 @@ void check_stream(const pt::Rows& x, pt::DType stream, const char* name) {
 }
 
 void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-              MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
+              MaybeTensor residual_out, MaybeTensor mean, MaybeTensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
               bool rms) {
   const pt::NormProblem p = problem_of(x, weight, bias, dropout_seed, outer, columns, eps, dropout_p, rms);
   pt::NormForward f;
@@ -109,7 +109,6 @@ void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bi
   STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "layer norm: residual and residual_out differ in dtype");
   f.mean = rms ? nullptr : vector_of(mean, "mean", p.outer * p.inner, x);
   f.rstd = vector_of(rstd, "rstd", p.outer * p.inner, x);
-  STD_TORCH_CHECK(rms || f.mean, "layer norm: mean is missing");
   PT_SELECT(norm_kernels).forward(p, f);
 }
 
@@ -141,7 +140,7 @@ void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor we
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
-      "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, float eps, float dropout_p, bool rms) -> ()");
+      "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!)? rstd, int outer, int columns, float eps, float dropout_p, bool rms) -> ()");
   m.def(
       "norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
       "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, "

@@ -35,7 +35,7 @@ struct NormProblem {
 struct NormForward {
   Rows x, residual;           // residual.data null: h = dropout(x)
   RowsOut out, residual_out;  // residual_out.data null: h = x, neither residual nor dropout
-  void *mean, *rstd;          // (outer * inner,) acc; mean null for RMS
+  void *mean, *rstd;          // (outer * inner,) acc; null where not wanted, mean for RMS too
 };
 
 // With xhat = (h - mean) rstd and g = d_out weight:

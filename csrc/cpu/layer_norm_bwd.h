@@ -26,6 +26,7 @@ struct NormBackwardRow {
   acc* xhat;             // scratch, one row
   acc *dweight, *dbias;  // this block's sums
   acc scale;             // of kept elements
+  int64_t next_h, next_d_out;  // how far the next row is
 
   // h: what was normalized; d_residual_out, dx, dresidual may be null.
   void operator()(const typename X::elem* d_out, const typename R::elem* h, const typename R::elem* d_residual_out, acc mean, acc rstd,
@@ -41,6 +42,9 @@ struct NormBackwardRow {
           vec g = X::load(d_out + j, lanes);
           if (w) g = g * A::load(w + j, lanes);
           store(xhat + j, x);
+          if (d_residual_out) fetch<false>(d_residual_out, j, slot);
+          if (dresidual) fetch<true>(dresidual, j, slot);
+          if (dx) fetch<true>(dx, j, slot);
           sum_x.add(slot, x);
           sum_g.add(slot, g);
           sum_gx.add_product(slot, g, x);
@@ -48,7 +52,9 @@ struct NormBackwardRow {
         sum_x, sum_g, sum_gx);
     const acc shift = p.rms ? 0 : sum_x.total() / acc(n), mean_g = p.rms ? 0 : sum_g.total() / acc(n);
     const acc mean_gx = sum_gx.total() / acc(n) - shift * mean_g;
-    columns<X::width>(n, [&](int64_t j, int, auto lanes) {
+    columns<X::width>(n, [&](int64_t j, int slot, auto lanes) {
+      fetch<false>(h + next_h, j, slot);
+      fetch<false>(d_out + next_d_out, j, slot);
       const vec x = load(xhat + j) - set1<vec>(shift), dy = X::load(d_out + j, lanes);
       if constexpr (PARAMETERS) {
         store(dweight + j, fma(dy, x, load(dweight + j)));
@@ -83,7 +89,7 @@ void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
     acc *dw = PARAMETERS ? dweight + block * padded : nullptr, *db = PARAMETERS ? dbias + block * padded : nullptr;
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
-    const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold))};
+    const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
     for (int64_t i = block * per_block, end = least(rows, i + per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);

@@ -5,6 +5,7 @@ How the kernels see tensors of rows is in _norm_rows.py; a contiguous tensor goe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from . import _native
 from ._norm_rows import FORMS, Grid, deliver
 from ._registry import WRONG_DEVICE, Backend, Op
+from ._tensors import empty_in_order
 
 BLOCK_BYTES = 32 << 20  # partial sums of dweight and dbias are kept below about this
 
@@ -40,13 +42,25 @@ def backend(op: Op) -> Backend:
         residual, bias, seed, p, rms = form.optional(a)
         grid, work = Grid(a.x, a.dims), work_dtype(a.x)
         to, stream = grid.target(out), grid.target(residual_out)
-        torch.ops.pytransformer_C.norm_fwd.default(
+        raw("norm_fwd")(
             grid.rows(a.x), grid.rows(residual), vector(a.weight, work), vector(bias, work), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
         deliver(to, out)
         deliver(stream, residual_out)
         return outputs
+
+    def infer(a: Any) -> tuple[torch.Tensor, ...]:
+        """Without statistics and, where nothing has to be rearranged or converted, without looking for how."""
+        x, (residual, bias, seed, p, rms) = a.x, form.optional(a)
+        plain_stream = plain or (residual is not None and residual.is_contiguous())
+        work = work_dtype(x)
+        if not (plain_stream and x.is_contiguous() and ready(a.weight, work) and ready(bias, work) and x.numel()):
+            return forward(a)[: 1 if plain else 2]
+        out, stream = empty_in_order(x), None if plain else empty_in_order(residual)
+        columns = x.shape[-1] if a.dims == 1 else math.prod(x.shape[-a.dims :])
+        raw("norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
+        return (out,) if plain else (out, stream)
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
@@ -61,8 +75,8 @@ def backend(op: Op) -> Backend:
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
         d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
         rows = [grid.target(t) for t in (dx, dresidual)]
-        sums = [None if t is None else t if ready(t, work) else t.new_empty(t.shape, dtype=work) for t in (dweight, dbias)]
-        torch.ops.pytransformer_C.norm_bwd.default(
+        sums = [t if ready(t, work) else t.new_empty(t.shape, dtype=work) for t in (dweight, dbias)]
+        raw("norm_bwd")(
             grid.rows(d_out), grid.rows(d_stream), grid.rows(h), vector(a.weight, work), None if rms else mean, rstd, seed,
             *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
@@ -70,19 +84,26 @@ def backend(op: Op) -> Backend:
             deliver(source, result)
         return results
 
-    return Backend("cpu", forward, backward, why_not, _extra_bytes)
+    return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)
+
+
+@functools.cache
+def raw(name: str) -> Callable[..., None]:
+    """A raw op of the native library, which is loaded by now."""
+    return getattr(torch.ops.pytransformer_C, name).default
 
 
 def work_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def ready(t: torch.Tensor, work: torch.dtype) -> bool:
-    return t.dtype == work and t.is_contiguous()
+def ready(t: torch.Tensor | None, work: torch.dtype) -> bool:
+    """Whether the kernels can take t, a vector or a vector's gradient, as it is."""
+    return t is None or (t.dtype == work and t.is_contiguous())
 
 
 def vector(t: torch.Tensor | None, work: torch.dtype) -> torch.Tensor | None:
-    return t if t is None or ready(t, work) else t.to(work).contiguous()
+    return t if ready(t, work) else t.to(work).contiguous()
 
 
 def _extra_bytes(a: Any) -> int:

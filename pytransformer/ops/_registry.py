@@ -54,7 +54,8 @@ class Backend:
 
     ``forward(a)`` gets the named tuple of the op's arguments and returns its outputs; ``backward(a, grads, saved, wanted)``
     returns one tensor, or None, for each differentiable argument. ``extra_bytes(a)`` estimates the memory a call needs
-    beyond its inputs and outputs.
+    beyond its inputs and outputs. ``infer(a)``, if there is one, is a cheaper ``forward`` for calls that need no gradient: it
+    returns the differentiable outputs alone.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Backend:
     backward: Callable[..., Sequence[torch.Tensor | None]]
     why_not: Callable[[Any], str | None]
     extra_bytes: Callable[[Any], int] = lambda a: 0
+    infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,14 @@ class Op:
 
     # ---- bodies of the raw ops
 
-    def run(self, a: Any, backend: str | None = None, strict: bool = False) -> tuple[torch.Tensor, ...]:
-        """What the forward raw op does."""
+    def run(self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True) -> tuple[torch.Tensor, ...]:
+        """What the forward raw op does; with ``save=False`` it may leave out the outputs that only backward needs."""
         chosen = self.select(a, backend, strict)
         _record(self._fwd_name, chosen.name)
         for observer in _observers:
             observer(self, a, chosen.name)
+        if not save and chosen.infer is not None:
+            return chosen.infer(a)
         return tuple(chosen.forward(a))
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -302,7 +306,7 @@ class Op:
             return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):
             return self.direct_function.apply(*a, backend, strict)
-        return self.run(a, backend, strict)
+        return self.run(a, backend, strict, save=False)
 
     def _needs_gradient(self, a: Any) -> bool:
         if torch.is_grad_enabled():

@@ -247,8 +247,11 @@ add_norm_op.prepare = _prepare_add_norm
 
 def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "normalized_shape") -> tuple[int, ...]:
     """normalized_shape as a tuple, once it is known to be x's trailing shape."""
-    if type(normalized_shape) is int and x.shape and x.shape[-1] == normalized_shape:
+    last = x.shape[-1:]
+    if type(normalized_shape) is int and last == (normalized_shape,):
         return (normalized_shape,)
+    if type(normalized_shape) in (tuple, torch.Size) and len(normalized_shape) == 1 and last == normalized_shape:
+        return normalized_shape
     given = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"{op}: {name} must be an int or a sequence of ints, got {type(normalized_shape).__name__}")
