@@ -6,10 +6,10 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full bench verify golden inspect tune check format clean
+.PHONY: help install build demo test test-full bench verify performance golden inspect tune check format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install:  ## the environment .venv with this checkout in it, native code built
 	@$(PYTHON) bench/tools/install.py
@@ -35,6 +35,10 @@ verify: install  ## OP=attention: the tests of an op, then, if they pass, its ti
 	$(BIN)/python bench/tools/verify.py $(OP) $(ARGS)
 
 CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
+
+performance: install  ## run the suite and all else that docs/performance.md tells (25 minutes), then write it and README's table
+	@$(PYTHON) bench/tools/install.py --extras bench,models,hf
+	$(BIN)/python bench/tools/performance.py --run
 
 golden: install  ## measure every op's error norms beside naive code and PyTorch, and write docs/accuracy.md's tables
 	$(BIN)/python bench/tools/golden.py --run

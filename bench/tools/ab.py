@@ -26,13 +26,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
-    parser.add_argument("bench", nargs="*", metavar="...", help="after --: what `pytransformer bench` gets")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default %(default)s)")
     parser.add_argument(
         "--threshold", default="0.1", metavar="X", help="a change counts from this share on (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the runs are kept (default: a new folder in /tmp)")
-    options = parser.parse_args()
+    words = sys.argv[1:]
+    middle = words.index("--") if "--" in words else len(words)  # what follows is for `pytransformer bench`
+    options, bench = parser.parse_args(words[:middle]), words[middle + 1 :]
     for checkout in (options.old, options.new):
         if not (checkout / "pytransformer" / "__init__.py").is_file():
             parser.error(f"{checkout} holds no pytransformer")
@@ -41,7 +42,7 @@ def main() -> int:
         pair = [("old", options.old), ("new", options.new)]
         for name, checkout in pair if turn % 2 == 0 else reversed(pair):
             out = str((folder / name / str(turn)).resolve())
-            if pytransformer(checkout, "bench", *options.bench, "--no-memory", "--no-plots", "--out", out) > 1:
+            if pytransformer(checkout, "bench", *bench, "--no-memory", "--no-plots", "--out", out) > 1:
                 return 2
     ends = (str(folder / "old"), str(folder / "new"))
     return pytransformer(options.new, "bench", "compare", *ends, "--threshold", options.threshold)

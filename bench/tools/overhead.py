@@ -1,6 +1,7 @@
 """What a call costs before any arithmetic: each op on a tiny problem beside PyTorch's own function for it.
 
     python bench/tools/overhead.py             # microseconds a call, forward and forward + backward
+    python bench/tools/overhead.py --out FILE.json
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
 Calls are interleaved in one process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that
@@ -11,14 +12,17 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import pytransformer as pt
+from pytransformer.cli.benchmark import results
 
 Function = Callable[..., torch.Tensor]
 
@@ -89,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--repeat", type=int, default=10, help="calls a round")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -99,6 +104,7 @@ def main() -> None:
         profile.runcall(lambda: [ours() for _ in range(2000)])
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
+    rows = []
     print(f"{'op':14}{'mode':10}{'ours µs':>9}{'torch µs':>10}{'beyond':>8}")
     for name in problems():
         for mode in ("fwd", "fwd+bwd"):
@@ -106,6 +112,10 @@ def main() -> None:
             microseconds(contenders, 2, 20)
             ours, theirs = microseconds(contenders, options.rounds, options.repeat)
             print(f"{name:14}{mode:10}{ours:9.1f}{theirs:10.1f}{ours - theirs:8.1f}", flush=True)
+            rows.append({"op": name, "mode": mode, "ours_us": ours, "torch_us": theirs})
+    if options.out is not None:
+        where = results.environment("cpu", "python bench/tools/overhead.py")
+        options.out.write_text(json.dumps({"environment": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

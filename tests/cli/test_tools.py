@@ -1,0 +1,175 @@
+"""The tools of bench/tools: documents that are made of committed results are current, and the tools say what is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from pytransformer.cli.benchmark import plan, report, results
+
+pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "tools" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- performance
+
+
+def test_performance_document_is_made_of_the_committed_results() -> None:
+    performance = tool("performance")
+    again = "run: python bench/tools/performance.py --write"
+    assert performance.text() == performance.DOCUMENT.read_text(), again
+    old = performance.README.read_text()
+    assert performance.readme(old) == old, again
+
+
+def test_every_committed_results_file_fits_its_schema() -> None:
+    for path in (ROOT / "bench" / "results").rglob("results.json"):
+        assert results.validate(json.loads(path.read_text())) == [], path
+
+
+def _rows(ours: dict[str, float], peer: dict[str, float], **more) -> list[dict]:
+    shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
+    base = {"op": "attention", "case": "full", "shape": shape, "dtype": "bfloat16", "device": "cpu", "note": "", **more}
+    return [
+        {
+            **base,
+            "mode": mode,
+            "backend": backend,
+            "median_ms": ms[mode],
+            "speedup_torch": peer[mode] / ms[mode],
+            "speedup_naive": None,
+        }
+        for backend, ms in (("cpu", ours), ("torch", peer))
+        for mode in ms
+    ]
+
+
+def test_backward_is_the_difference_and_losses_are_told() -> None:
+    performance = tool("performance")
+    found = performance.pairs({"rows": _rows({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 11.0})})
+    (modes,) = performance.by_mode(found).values()
+    assert [performance.ratio_of(modes, mode) for mode in ("fwd", "bwd", "fwd+bwd")] == [5.0, 3.0, 11 / 3]
+    told = performance.aims({}, found, None)
+    assert "| attention bf16, forward, L >= 1024 | 4.3 | 5.00 | 1 of 1 |" in told
+    assert "| attention bf16, backward, L >= 1024 | 2.7 | 3.00 | 1 of 1 |" in told
+    assert "| key padding, forward + backward | 4 | – | – |" in told, "what was not measured is not claimed"
+    assert performance.losses(found) == "0 of 2 measurements are slower than PyTorch's own."
+    slow = performance.pairs({"rows": _rows({"fwd": 2.0}, {"fwd": 1.0})})
+    assert performance.losses(slow).startswith("1 of 1 measurements are slower") and "**0.50**" in performance.losses(slow)
+    assert performance.times(0.999) == "1.00" and performance.times(0.99) == "**0.99**" and performance.times(None) == "–"
+
+
+def test_what_was_not_run_is_told_as_missing(tmp_path: Path) -> None:
+    performance = tool("performance")
+    folder = performance.ROOT / "bench" / "results"  # a path below the root, where links start
+    lone = tmp_path / "results.json"
+    lone.write_text((performance.FOLDER / "results.json").read_text())
+    shown = [performance.models(None), performance.overhead(None), performance.held(None), performance.step(None)]
+    assert shown == [performance.MISSING] * 4
+    assert performance.images(folder, ["none.png"], performance.DOCUMENT.parent) == ""
+
+
+# ---- golden
+
+
+def test_accuracy_document_is_made_of_the_committed_errors() -> None:
+    golden = tool("golden")
+    document = json.loads(golden.RESULTS.read_text())
+    old = golden.DOCUMENT.read_text()
+    assert golden.written(old, document) == old, "run: python bench/tools/golden.py --write"
+    measured = {(row["op"], row["case"], row["dtype"]) for row in document["rows"]}
+    assert measured == {(case.op, case.name, dtype) for case, dtype in golden.problems()}
+
+
+def test_errors_are_of_every_tensor_and_backend() -> None:
+    golden = tool("golden")
+    found = golden.errors(plan.case("bias", "small"), "float32")
+    assert {"naive", "torch"} <= set(found)
+    assert all(set(errors) == {"out", "query", "key", "value", "bias"} for errors in found.values())
+    assert all(0 < error < 1e-5 for errors in found.values() for error in errors.values())
+    assert "torch" not in golden.errors(plan.case("dropout", "small"), "float32"), "whose mask is its own"
+    row = {"errors": {"cpu": {"out": 2.0, "key": 1.0}, "torch": {"out": 1.0, "key": 0.0}}, "op": "attention"}
+    assert golden.ratios(row, "torch") == [2.0] and golden.ratios(row, "naive") == []
+    assert golden._norms(row, "cpu") == "2.0e+00 / 1.0e+00"
+
+
+# ---- verify, inspect, ab, overhead
+
+
+def test_verify_runs_the_tests_first_and_stops_at_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, ran = tool("verify"), []
+
+    def run(command: list[str], **_) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=int(len(ran) == 2))
+
+    monkeypatch.setattr(verify.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["verify", "add_norm", "--size", "small"])
+    assert verify.main() == 1 and len(ran) == 2
+    assert "tests/ops/test_layer_norm.py" in ran[0] and "tests/test_fuzz_norm_ffn.py" in ran[1]
+    assert verify.commands("attention", ["--size", "small"])[2][-3:] == ["attention", "--size", "small"]
+    assert all((ROOT / word).exists() for word in ran[0] + ran[1] if word.startswith("tests/"))
+    with pytest.raises(SystemExit, match="no op 'softmax'"):
+        verify.stem_of("softmax")
+
+
+def test_inspect_shows_the_committed_tables() -> None:
+    inspect = tool("inspect_kernels")
+    script = ROOT / "bench" / "tools" / "inspect_kernels.py"
+
+    def shown(*arguments: str) -> str:
+        done = subprocess.run([sys.executable, str(script), "--table", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    everything = shown()
+    for backend in inspect.BACKENDS:
+        kernels = json.loads((ROOT / "tests" / backend / "resources.json").read_text())["kernels"]
+        assert all(key.partition(" ")[2] in everything for key in kernels)
+    few = shown("--op", "layer_norm", "--arch", "80", "--backend", "cuda")
+    assert "norm_fwd_kernel" in few and "sm_90a" not in few and "registers" in few
+    assert [inspect.stem_of(k) for k in ("ffn relu 3 rows", "add_norm N4096", "cross_entropy 200 classes", "causal D64 fwd")] == [
+        "feed_forward", "layer_norm", "cross_entropy", "attention",
+    ]  # fmt: skip
+
+
+def test_ab_takes_turns_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ab, ran = tool("ab"), []
+    monkeypatch.setattr(ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0)
+    for name in ("old", "new"):
+        (tmp_path / name / "pytransformer").mkdir(parents=True)
+        (tmp_path / name / "pytransformer" / "__init__.py").touch()
+    ends = [str(tmp_path / "old"), str(tmp_path / "new")]
+    monkeypatch.setattr(
+        sys, "argv", ["ab", *ends, "--repeat", "2", "--out", str(tmp_path / "runs"), "--", "attention", "--size", "small"]
+    )
+    assert ab.main() == 0
+    assert [name for name, words in ran if words[1] == "attention"] == ["old", "new", "new", "old"]
+    assert ran[-1][1][:4] == ("bench", "compare", str(tmp_path / "runs" / "old"), str(tmp_path / "runs" / "new"))
+
+
+def test_overhead_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    overhead = tool("overhead")
+    file = tmp_path / "overhead.json"
+    monkeypatch.setattr(sys, "argv", ["overhead", "--rounds", "2", "--repeat", "1", "--out", str(file)])
+    overhead.main()
+    document = json.loads(file.read_text())
+    assert {(r["op"], r["mode"]) for r in document["rows"]} == {
+        (op, m) for op in overhead.problems() for m in ("fwd", "fwd+bwd")
+    }
+    assert all(r["ours_us"] > 0 and r["torch_us"] > 0 for r in document["rows"])
+    assert "µs" in tool("performance").overhead(document) and report.environment_text(document["environment"])
