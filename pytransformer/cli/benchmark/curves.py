@@ -99,7 +99,7 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
     columns = min(4 if len(groups) % 4 == 0 else 3, len(groups))
     lines = -(-len(groups) // columns)
     figure = figure_of(1.0 + 3.9 * columns, 1.2 + 3.1 * lines)
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     for axis in axes[len(groups) :]:
         axis.set_visible(False)
     for axis, members in zip(axes, groups):
@@ -150,14 +150,18 @@ def _roofline(path: Path, document: Row) -> None:
         corner = roof / slope
         xs = sorted({low, high, min(max(corner, low), high)})
         axis.plot(xs, [min(roof, slope * x) for x in xs], color="0.2", linewidth=1.5, label="measured peak")
-        axis.text(high, roof, f"{roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", fontsize=8)
-        axis.text(low, slope * low, f" {peaks['gbps']:.0f} GB/s", ha="left", va="bottom", fontsize=8)
+        told = dict(fontsize=8, zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+        top = max([roof, *(s[1] for s in spots)])  # above every mark
+        axis.text(high, 1.35 * top, f"peak {roof * 1e3:.0f} GFLOP/s", ha="right", va="bottom", **told)
+        axis.text(low, 0.45 * slope * low, f"copy {peaks['gbps']:.0f} GB/s", ha="left", va="bottom", **told)
+        axis.set_ylim(0.4 * min([slope * low, *(s[1] for s in spots)]), 2.2 * top)
+        size = 36 if len(spots) < 60 else 16
         for backend, (colour, mark) in STYLES.items():
             mine = [s for s in spots if s[2] == backend]
             if mine:
                 axis.scatter(
-                    [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=36, label=backend, edgecolors="white",
-                    linewidths=0.4, zorder=3,
+                    [s[0] for s in mine], [s[1] for s in mine], c=colour, marker=mark, s=size, label=backend,
+                    edgecolors="white", linewidths=0.4, zorder=3, alpha=0.8,
                 )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")

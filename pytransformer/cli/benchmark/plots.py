@@ -118,7 +118,7 @@ def _memory(row: Row) -> tuple[float, float, float]:
 def _label(row: Row) -> str:
     # A case named after its op ("layer_norm") needs no op beside it.
     name = row["case"] if row["case"].startswith(row["op"].split("_varlen")[0]) else f"{row['op']}: {row['case']}"
-    return escape_plot(f"{name} {SHORT[row['dtype']]} ({shape_text(row['shape'])})")
+    return escape_plot(f"{name} {SHORT[row['dtype']]} ({shape_text(row['shape'])}){' cold' * (row.get('cache') == 'cold')}")
 
 
 def _by_case(
@@ -178,7 +178,7 @@ def _error_against_speed(path: Path, document: Row, rows: list[Row]) -> None:
             members = [r for r in rows if r["mode"] == mode and r["backend"] == backend and torch_error.get(_key(r))]
             axis.scatter(
                 [r["speedup_torch"] for r in members], [r["error"] / torch_error[_key(r)] for r in members],
-                c=colour, marker=mark, s=40, label=backend, edgecolors="white", linewidths=0.4, zorder=3,
+                c=colour, marker=mark, s=40 if len(rows) < 120 else 18, label=backend, edgecolors="white", linewidths=0.4, zorder=3,
             )  # fmt: skip
         axis.set_xscale("log")
         axis.set_yscale("log")
