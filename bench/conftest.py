@@ -19,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--dtype", default="float32", choices=sorted(plan.DTYPES), help="dtype of the inputs")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("these are timed by pytest-benchmark, which is not installed: pip install pytest-benchmark")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "step" not in metafunc.fixturenames:
         return

@@ -107,6 +107,26 @@ def test_errors_are_of_every_tensor_and_backend() -> None:
     assert golden._norms(row, "cpu") == "2.0e+00 / 1.0e+00"
 
 
+# ---- pytest-benchmark
+
+
+def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pytest_benchmark") is None:
+        pytest.skip("pytest-benchmark is not installed")
+    out = tmp_path / "timed.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "bench" / "ops" / "layer_norm.py")]
+    command += ["--size", "small", "-k", "rms_norm and fwd and (reference or naive or torch)", f"--benchmark-json={out}"]
+    done = subprocess.run(
+        [*command, "--benchmark-max-time=0.01", "--benchmark-min-rounds=1"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    timed = json.loads(out.read_text())["benchmarks"]
+    assert {(b["params"]["backend"], "bwd" in b["name"]) for b in timed} == {
+        (backend, backwards) for backend in ("reference", "naive", "torch") for backwards in (False, True)
+    }
+    assert all(b["extra_info"]["error"] <= b["extra_info"]["error_bound"] for b in timed)
+
+
 # ---- verify, inspect, ab, overhead
 
 
