@@ -171,3 +171,14 @@ def test_names_are_escaped_in_every_report():
     assert console.escape_csv("=1+1") == "'=1+1"
     assert console.escape_plot("$x$") == r"\$x\$"
     assert report.figure(0.000123) == "1.2e-04" and report.figure(12.345) == "12.3" and report.figure(None) == "-"
+
+
+def test_a_report_shows_kernel_times_and_regimes_where_they_were_measured():
+    step = plan.Step(plan.case("full", "small"), torch.float32, "fwd")
+    runs = runner.Runner(runner.Options(memory=False, min_time=0.0, sustained=0.01, backends=("naive",)), memory.MemoryProbe())
+    runs.run(step)
+    (row,) = runs.rows
+    assert row["kernel_ms"] is None and row["burst_ms"] > 0 and row["sustained_ms"] > 0 and row["cache"] == "warm"
+    assert report.kernel_rows(runs.rows) == [] and len(report.regime_rows(runs.rows)) == 1
+    (line,) = report.kernel_rows([{**row, "kernel_ms": row["median_ms"] / 2}])
+    assert line[:5] == report.table_row(row)[:5] and line[-1] == "0.500"

@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +179,20 @@ def test_burst_and_sustained_are_told_apart() -> None:
 
     burst, sustained = clock.regimes(clock.Contender(tired, contextlib.nullcontext), 0.1)
     assert burst < 0.5 * sustained
+
+
+def test_kernel_time_is_the_sum_of_what_the_profiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Profile(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def key_averages(self):
+            return [SimpleNamespace(self_device_time_total=us) for us in (1000.0, 4000.0)]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[int] = []
+    assert clock.kernel_ms(clock.Contender(lambda: calls.append(1), contextlib.nullcontext)) == 1.0 and len(calls) == 6
 
 
 def test_saved_bytes_are_what_backward_needs_beyond_the_inputs() -> None:

@@ -4,8 +4,9 @@ all alike.
 One sample is `repeats` calls, enough to last SAMPLE_SECONDS, and gives one figure (seconds a call); the
 figures of a contender are summed up by their median and their 20 % and 80 % quantiles. On CUDA the calls of a
 sample are enclosed by events, and a buffer larger than the L2 cache is overwritten before each, so that no
-contender finds its inputs there. On the CPU the tensors are as warm as a loop leaves them, unless the caches are asked to
-be `cold`: then a buffer larger than the last of them is overwritten before each call.
+contender finds its inputs there; `kernel_ms` tells the kernels' own time beside it. On the CPU the tensors are as
+warm as a loop leaves them, unless the caches are asked to be `cold`: then a buffer larger than the last of them
+is overwritten before each call.
 """
 
 from __future__ import annotations
@@ -158,6 +159,18 @@ def interleaved(
 def _summary(rounds: dict[int, float]) -> Timing:
     ordered = sorted(1e3 * s for s in rounds.values())
     return Timing(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered), rounds)
+
+
+def kernel_ms(contender: Contender, calls: int = 5) -> float:
+    """Milliseconds that a call's kernels run on the GPU, by torch's profiler: without launches and the gaps between them."""
+    with contender.context():
+        contender.call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(calls):
+                contender.call()
+            torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / calls * 1e-3
 
 
 def regimes(contender: Contender, seconds: float, device: str = "cpu") -> tuple[float, float]:

@@ -124,6 +124,18 @@ def regime_rows(rows: Iterable[Row]) -> list[list[str]]:
     ]
 
 
+KERNEL_COLUMNS = ("case", "shape", "dtype", "mode", "backend", "ms", "kernel ms", "kernel/all")
+
+
+def kernel_rows(rows: Iterable[Row]) -> list[list[str]]:
+    """On GPUs: the time of the kernels alone beside that of the call."""
+    return [
+        [*table_row(row)[:6], figure(row["kernel_ms"]), figure(row["kernel_ms"] / row["median_ms"])]
+        for row in rows
+        if row.get("kernel_ms")
+    ]
+
+
 def verdict(entry: Row) -> str:
     if entry["status"] == "wrong":
         return f"WRONG, not timed: {entry['reason']}"
@@ -236,6 +248,8 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
         parts += [f"## {escape_markdown(op)}", markdown_table(COLUMNS, map(table_row, members), RIGHT)]
     if regimes := regime_rows(rows):
         parts += ["## Burst and sustained", markdown_table(REGIME_COLUMNS, regimes, REGIME_COLUMNS[5:])]
+    if kernels := kernel_rows(rows):
+        parts += ["## Kernels alone", markdown_table(KERNEL_COLUMNS, kernels, KERNEL_COLUMNS[5:])]
     if document["not_run"]:
         columns = ("op", "case", "dtype", "mode", "backend", "why")
         lines = [[entry["op"], *refusal_row(entry)] for entry in document["not_run"]]

@@ -60,6 +60,7 @@ ROW_LATER: dict[str, _Field] = {
     "cache": (str, False),  # warm | cold
     "time_over_torch": (list, True),  # [p20, median, p80] of our time over PyTorch's, round by round
     "saved_bytes": (int, True),  # tensors kept from forward to backward beyond the inputs; null without a gradient
+    "kernel_ms": (_NUMBER, True),  # of the kernels alone, on GPUs
     "burst_ms": (_NUMBER, True),  # a call after a rest
     "sustained_ms": (_NUMBER, True),  # a call of many without one
 }

@@ -79,13 +79,14 @@ class Runner:
         timings = clock.interleaved(contenders, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold)
         long = 0.0 if late else step.sustained or self.options.sustained
         regimes = {name: clock.regimes(contender, long, device) for name, contender in contenders.items()} if long else {}
+        kernels = {name: self._kernel_ms(step, name, contender) for name, contender in contenders.items()}
         del contenders
         for entry in entries:
             name = entry.provider.name
             peak = self._peak(step, entry) if with_memory else None
             saved = saved_bytes(problem, entry.prepared) if problem.grad else None
             row = self._row(step, entry, timings, entries) | {"peak_bytes": peak, "saved_bytes": saved}
-            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None))))
+            row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {"kernel_ms": kernels[name]}
             self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
 
     # ---- before the clock
@@ -155,6 +156,15 @@ class Runner:
         })  # fmt: skip
 
     # ---- after it
+
+    def _kernel_ms(self, step: Step, name: str, contender: clock.Contender) -> float | None:
+        if self.options.device != "cuda":
+            return None
+        try:
+            return clock.kernel_ms(contender)
+        except RuntimeError as error:  # a profiler that may not count on this machine
+            self._refuse(step, name, "failed", f"kernel time: {error}")
+            return None
 
     def _peak(self, step: Step, entry: _Entry) -> int | None:
         if memory.why_not() is not None:
