@@ -2,6 +2,8 @@
 
     python bench/tools/step_time.py                     # print
     python bench/tools/step_time.py --out FILE.json     # and write
+    python bench/tools/step_time.py --bf16              # under bfloat16 autocast, as `pytransformer train --bf16`
+    python bench/tools/step_time.py --profile           # which ops of ours the step spends its time in
 
 4 layers of encoder and decoder, d_model 128, 512 hidden, 8 heads, vocabularies of 7,000 and 7,800 tokens, batch 64, dropout
 0.1, label smoothing 0.1. Sentence lengths are drawn from a log-normal distribution like that of spoken sentences (median 20
@@ -103,22 +105,43 @@ def typical_batch(config, generator: torch.Generator) -> dict[str, torch.Tensor]
     return translation_collate(0, 2, 3)(pairs, generator)
 
 
-def stepper(model: nn.Module, loss_of: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def stepper(
+    model: nn.Module, loss_of: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor], bf16: bool
+) -> Callable[[], None]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
     model.train()
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss_of(**batch).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = loss_of(**batch)
+        loss.backward()
         optimizer.step()
 
     return step
+
+
+def profile(step: Callable[[], None], steps: int = 5) -> None:
+    """Print the shares of the ops that take most of the step, themselves without what they call."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for _ in range(steps):
+            step()
+    found = sorted(seen.key_averages(), key=lambda e: e.self_cpu_time_total, reverse=True)
+    total = sum(e.self_cpu_time_total for e in found)
+    print(f"{total / steps / 1e3:.1f} ms a step")
+    for e in found[:20]:
+        print(
+            f"{e.self_cpu_time_total / total:6.1%} {e.self_cpu_time_total / steps / 1e3:8.2f} ms  {e.count // steps:4} x  {e.key}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=5.0, help="of timing for each (default %(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
+    parser.add_argument("--profile", action="store_true", help="instead of timing, print where our step's time goes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -128,12 +151,14 @@ def main() -> None:
     twins = Twin(ours.config), Twin(ours.config)
     assert sum(p.numel() for p in twins[0].parameters()) == ours.num_parameters(), "not the same network"
     steps = {
-        "pytransformer": Contender(stepper(ours, lambda **b: ours(**b).loss, batch), nullcontext),
-        "torch": Contender(stepper(twins[0], twins[0], batch), nullcontext),
-        "eager": Contender(stepper(twins[1], twins[1], batch), eager),
+        "pytransformer": Contender(stepper(ours, lambda **b: ours(**b).loss, batch, options.bf16), nullcontext),
+        "torch": Contender(stepper(twins[0], twins[0], batch, options.bf16), nullcontext),
+        "eager": Contender(stepper(twins[1], twins[1], batch, options.bf16), eager),
     }
     with trace() as record:
         steps["pytransformer"].call()
+    if options.profile:
+        return profile(steps["pytransformer"].call)
     timed = interleaved(steps, min_time=options.seconds)
     fastest = timed["pytransformer"].median_ms
     rows = {
@@ -156,7 +181,14 @@ def main() -> None:
     print(f"source {shapes['input_ids']}, target {shapes['labels']}; {', '.join(backends)}")
     if options.out is not None:
         environment = results.environment("cpu", "python bench/tools/step_time.py")
-        facts = {"environment": environment, "model": "notes-small", "shapes": shapes, "backends": backends, "rows": rows}
+        facts = {
+            "environment": environment,
+            "model": "notes-small",
+            "bf16": options.bf16,
+            "shapes": shapes,
+            "backends": backends,
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(facts, indent=2) + "\n")
         print(f"wrote {options.out}")
 

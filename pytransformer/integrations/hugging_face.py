@@ -9,6 +9,7 @@ bool (B, 1, Lq, Lk)                a mask like any other; where its query stride
                                    one row of it goes to the kernel
 uint8 (B, 1, 1, Lk)                key padding *and* causality, last query on last key, (Lq, Lk) never built
 int8 (B, 1, 1, Lk)                 the same, and the causal sliding window of the model's config
+int64 (B + 1,)                     the batch is one row of B sequences that start there: encoders converted to leave padding out
 =================================  ===================================================================================
 
 Why not take causality from the module when the mask is mere key padding: some models give ``is_causal=True`` modules
@@ -26,12 +27,14 @@ from typing import Any
 
 import torch
 from transformers import masking_utils as masking
+from transformers.utils import output_capturing
 
 from ..ops.attention import attention
+from ..ops.attention_varlen import attention_varlen
 from ..ops.attention_weights import attention_weights
 from ..ops.masks import RelativePositionBias, buckets_of
 
-CAUSAL, CAUSAL_WINDOW = torch.uint8, torch.int8  # dtypes of lowered masks, see above
+CAUSAL, CAUSAL_WINDOW, PACKED = torch.uint8, torch.int8, torch.int64  # dtypes of lowered masks, see above
 
 
 # ---- the mask, once per forward pass
@@ -158,10 +161,12 @@ def attention_forward(
             others do not concern attention.
 
     Returns:
-        The output, (B, Lq, Hq, Dv) contiguous, and None, or the weights where ``output_attentions`` asks for them: (B, Hq, Lq, Lk),
-        before dropout, without gradient, computed from the kernel's log-sum-exp.
+        The output, (B, Lq, Hq, Dv) contiguous, and None, or the weights where they are asked for: (B, Hq, Lq, Lk), before
+        dropout, without gradient, computed from the kernel's log-sum-exp.
     """
     _refuse_unsupported(kwargs)
+    if attention_mask is not None and attention_mask.dtype == PACKED and attention_mask.dim() == 1:
+        return _packed(query, key, value, attention_mask, dropout, scaling), None
     causal, window, mask = None, None, attention_mask
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -184,11 +189,31 @@ def attention_forward(
     elif getattr(module, "position_bias_is_zero", False):
         bias = None
     terms = dict(attn_mask=mask, causal=causal, window=window, bias=bias, softcap=kwargs.get("softcap"), scale=scaling)
-    if not kwargs.get("output_attentions"):
+    if not weights_wanted(kwargs):
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
     weights = attention_weights(query.detach(), key.detach(), lse.detach(), **terms)
     return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    """Attention of each sequence to itself, (1, H, total, D) to (1, total, H, Dv)."""
+    longest = int(offsets.diff().max())
+    rows = [t[0].transpose(0, 1) for t in (query, key, value)]
+    return attention_varlen(*rows, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
+
+
+def weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of the model asked for attention weights. Not every model passes that on to its attention (GPT-2 does
+    not), so that transformers' list of what it is to collect from this forward pass counts too."""
+    return bool(kwargs.get("output_attentions")) or any(name.endswith("attentions") for name in collected())
+
+
+def collected() -> tuple[str, ...]:
+    """What transformers is to collect from its modules in this forward pass."""
+    return tuple(output_capturing._active_collector.get() or ())
 
 
 def _table_bias(

@@ -12,13 +12,12 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward
-from ..nn.heads import Classifier, learned
-from ..nn.masks import causal, padding
+from ..nn.heads import Classifier
+from ..nn.masks import padding
 from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
 from . import _hugging_face
-from ._base import Model
-from ._output import Output, shifted_right
+from ._encoder_decoder import EncoderDecoder
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def _v1_1(d_model: int, hidden: int, num_layers: int, num_heads: int) -> T5Confi
     )  # fmt: skip
 
 
-class T5(Model):
+class T5(EncoderDecoder):
     """Encoder-decoder, pre-norm with RMS norms, no biases, scores not scaled, one relative-position table a stack.
 
     Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer" (2020).
@@ -133,36 +132,16 @@ class T5(Model):
         visible = padding(attention_mask, *input_ids.shape, queries=True)
         return self._finish(self.encoder(self.embedding(input_ids), {**visible, "bias": self.encoder_bias()}))
 
-    def forward(
+    def decode(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.Tensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        *,
-        encoder_outputs: Any = None,
-        past_key_values: KeyValueCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Output:
-        """Args: those of :meth:`pytransformer.models.Transformer.forward`; there are no position ids."""
-        if encoder_outputs is None:
-            if input_ids is None:
-                raise ValueError("give input_ids, or encoder_outputs")
-            encoder_outputs = self.encode(input_ids, attention_mask)
-        memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
-        if decoder_input_ids is None:
-            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
-        batch, length = decoder_input_ids.shape
-        cached = 0 if past_key_values is None else past_key_values.length
-        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
-        visible["bias"] = self.decoder_bias()
-        hidden = self.decoder(
-            self.embedding(decoder_input_ids), visible, memory, padding(attention_mask, *memory.shape[:2]), past_key_values,
-            learned(labels),
-        )  # fmt: skip
-        hidden = self._finish(hidden)
-        return Output(
-            hidden, None if labels is None else self.head.loss(hidden, labels), encoder_last_hidden_state=memory,
-            past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
-        )  # fmt: skip
+        ids: torch.Tensor,
+        visible: dict[str, Any],
+        context: tuple[torch.Tensor, dict[str, Any]],
+        cache: KeyValueCache | None,
+        at: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if at is not None:
+            raise ValueError("T5 knows relative positions only: decoder_position_ids must be None")
+        visible = {**visible, "bias": self.decoder_bias()}
+        return self._finish(self.decoder(self.embedding(ids), visible, *context, cache, wanted))

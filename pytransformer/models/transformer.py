@@ -13,13 +13,12 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
-from ..nn.heads import Classifier, learned
-from ..nn.masks import causal, padding
+from ..nn.heads import Classifier
+from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
 from . import _hugging_face
-from ._base import Model
-from ._output import Output, shifted_right
+from ._encoder_decoder import EncoderDecoder
 
 POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 
@@ -56,7 +55,7 @@ class TransformerConfig:
     balance_weight: float = 0.01
 
 
-class Transformer(Model):
+class Transformer(EncoderDecoder):
     """Encoder-decoder of Vaswani et al., "Attention Is All You Need" (2017).
 
     The small translation model ``"notes-small"`` has two vocabularies and an output layer of its own.
@@ -145,48 +144,18 @@ class Transformer(Model):
         x = self._embed(input_ids, self.source_embedding, self.source_positions)
         return self.encoder(x, padding(attention_mask, *input_ids.shape, queries=True))
 
-    def forward(
+    def decode(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.Tensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        *,
-        encoder_outputs: Any = None,
-        past_key_values: KeyValueCache | None = None,
-        decoder_position_ids: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> Output:
-        """
-        Args:
-            input_ids: (B, Ls) int64, the source; not needed with encoder_outputs.
-            attention_mask: (B, Ls), 0 = padding on any side; or lengths (B,).
-            decoder_input_ids: (B, L); None: labels shifted right. With a cache only the new tokens.
-            decoder_attention_mask: (B, cached + L) or lengths (B,).
-            labels: (B, L), -100 is ignored.
-            encoder_outputs: what :meth:`encode` returned, or an output with ``last_hidden_state``.
-            past_key_values: from :meth:`make_cache`; gets the new tokens and, in its first call, the source's keys.
-            decoder_position_ids: (B, L); None: counted from 0.
-            logits_to_keep: logits of the last so many positions only; 0: all.
-        """
-        if encoder_outputs is None:
-            if input_ids is None:
-                raise ValueError("give input_ids, or encoder_outputs")
-            encoder_outputs = self.encode(input_ids, attention_mask)
-        memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
-        if decoder_input_ids is None:
-            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
-        batch, length = decoder_input_ids.shape
-        cached = 0 if past_key_values is None else past_key_values.length
-        x = self._embed(decoder_input_ids, self.target_embedding, self.target_positions, cached, decoder_position_ids)
-        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
-        context_visible = padding(attention_mask, batch, memory.shape[1])
-        hidden = self.decoder(x, visible, memory, context_visible, past_key_values, learned(labels))
-        loss = None if labels is None else self.head.loss(hidden, labels)
-        if loss is not None and self.training and self.config.num_experts:
-            loss = loss + self.config.balance_weight * balance_loss(self)
-        return Output(
-            hidden, loss, encoder_last_hidden_state=memory, past_key_values=past_key_values,
-            compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
-        )  # fmt: skip
+        ids: torch.Tensor,
+        visible: dict[str, Any],
+        context: tuple[torch.Tensor, dict[str, Any]],
+        cache: KeyValueCache | None,
+        at: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x = self._embed(ids, self.target_embedding, self.target_positions, 0 if cache is None else cache.length, at)
+        return self.decoder(x, visible, *context, cache, wanted)
+
+    def extra_loss(self) -> torch.Tensor | float:
+        """The weighted balance of the experts, if there are any."""
+        return self.config.balance_weight * balance_loss(self) if self.config.num_experts else 0.0

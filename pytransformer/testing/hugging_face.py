@@ -135,3 +135,24 @@ def real_tokens(family: Family, inputs: dict[str, torch.Tensor]) -> torch.Tensor
     if family.kind == "audio":
         return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
     return inputs["decoder_attention_mask" if family.kind == "seq2seq" else "attention_mask"].bool()
+
+
+def run(
+    model: Any, family: Family, inputs: dict[str, torch.Tensor], real: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The logits of real tokens, and the gradients, by parameter, of a loss that only they enter."""
+    model.zero_grad()
+    logits = model(**inputs).logits[real_tokens(family, inputs) if real is None else real]
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    (logits * weights).sum().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative 2-norm of the difference."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All gradients as one vector."""
+    return torch.cat([g.flatten() for _, g in sorted(grads.items())])

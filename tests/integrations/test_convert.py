@@ -14,7 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pytransformer as pt
 from pytransformer.integrations.convert import rules
 from pytransformer.ops._registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, Family, inputs_of, model_distance_limit, real_tokens
+from pytransformer.testing.hugging_face import (
+    FAMILIES,
+    Family,
+    distance,
+    flat,
+    inputs_of,
+    model_distance_limit,
+    real_tokens,
+    run,
+)
 
 PADDED = [
     (name, padding)
@@ -35,23 +44,6 @@ def converted(family: Family) -> nn.Module:
     conversion = pt.integrations.convert(model)
     assert conversion.converted
     return model
-
-
-def run(model: Any, family: Family, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits of real tokens, and the gradients of a loss that only they enter."""
-    model.zero_grad()
-    logits = model(**inputs).logits[real_tokens(family, inputs)]
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    (logits * weights).sum().backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
-def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([g.flatten() for _, g in sorted(grads.items())])
 
 
 @pytest.mark.parametrize(("name", "padding"), PADDED)
@@ -296,13 +288,18 @@ def test_changed_code_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
         (
             lambda m: m.bert.encoder.layer[0].output.dense.register_forward_hook(lambda *a: None),
             "layer.0",
-            "linear layer with hooks",
+            "has a Linear with hooks",
         ),
         (lambda m: setattr(m.bert.encoder.layer[0].output, "dense", nn.Bilinear(2, 2, 2)), "layer.0", "a Bilinear where"),
         (
             lambda m: m.bert.encoder.layer[1].output.LayerNorm.register_forward_hook(lambda *a: None),
             "layer.1",
-            "norm with hooks",
+            "has a LayerNorm with hooks",
+        ),
+        (
+            lambda m: m.bert.encoder.layer[1].intermediate.register_forward_hook(lambda *a: None),
+            "layer.1",
+            "has a BertIntermediate with hooks",
         ),
     ],
 )
@@ -321,5 +318,5 @@ def test_the_report_reads(hugging_face: Any) -> None:
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         pt.integrations.convert({})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown kind 'norms'; the kinds are norm, feed_forward, attention, block"):
+    with pytest.raises(ValueError, match="unknown kind 'norms'; the kinds are norm, feed_forward, attention, block, padding"):
         pt.integrations.convert(nn.Linear(2, 2), kinds=["norms"])

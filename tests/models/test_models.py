@@ -288,6 +288,9 @@ def test_a_sequence_longer_than_the_positions(name: str):
 def test_missing_inputs_and_heads():
     with pytest.raises(ValueError, match="input_ids, or encoder_outputs"):
         build("T5")(labels=torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="relative positions only"):
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        build("T5")(ids, decoder_input_ids=ids, decoder_position_ids=ids)
     with pytest.raises(ValueError, match="decoder_input_ids, or labels"):
         build("Transformer")(torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="without the head 'nsp'"):

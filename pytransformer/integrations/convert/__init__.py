@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .rules import KINDS, Converted, candidate, find_rule
+from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]
 
@@ -48,7 +48,8 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
     Args:
         model: a built model of torch.nn modules or of Hugging Face transformers; on any device, in any dtype.
         kinds: which of ``"norm"``, ``"feed_forward"``, ``"attention"`` and ``"block"`` (residual connection, dropout and norm
-            in one op) to convert.
+            in one op) to convert; ``"padding"``, which is not among those converted by default, makes the encoders of BERT and
+            its kin leave out padding at the end of sequences on the CPU: hidden states there become zeros.
 
     Returns:
         A :class:`Conversion`; ``print`` shows it.
@@ -64,8 +65,8 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = tuple(kinds)
-    if unknown := [k for k in wanted if k not in KINDS]:
-        raise ValueError(f"convert: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
+    if unknown := [k for k in wanted if k not in (*KINDS, *ON_REQUEST)]:
+        raise ValueError(f"convert: unknown kind {unknown[0]!r}; the kinds are {', '.join((*KINDS, *ON_REQUEST))}")
     result = Conversion(model)
     for name, module in model.named_modules():
         if isinstance(module, Converted):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...ops.layer_norm import rms_norm
-from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability
+from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
 from .rules import Rule
 
 RULES: dict[str, Rule] = {}
@@ -115,6 +115,18 @@ _rule(
 )  # fmt: skip
 
 
+class OnePassGelu:
+    """What remains of GPT-2's network to be gained: transformers computes this gelu in seven passes, PyTorch's op in one."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(input, approximate="tanh")
+
+
+RULES["transformers.activations.NewGELUActivation"] = Rule(
+    "feed_forward", "PyTorch's gelu, in one pass", OnePassGelu, digests=("f7fc71a61c5b",)
+)
+
+
 # ---- post-norm blocks in pieces: BERT and its kin
 
 
@@ -139,7 +151,8 @@ _rule(
     Rule(
         "block", "feed_forward and add_norm", FeedForwardChunk,
         lambda m: first_reason(
-            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense), fusable_norm(m.output.LayerNorm)
+            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense), fusable_norm(m.output.LayerNorm),
+            unhooked(m.intermediate, m.output),
         ),
         ("ef0dc32604fb",), "feed_forward_chunk",
     ),

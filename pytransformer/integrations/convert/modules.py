@@ -13,8 +13,13 @@ from ...ops import layer_norm as norms
 from .rules import find_rule
 
 _FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
-# Classes of transformers.activations: its GELUActivation may compute erf in Python, which is the same function.
-_HUGGING_FACE = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu"}
+# Classes by module. transformers' GELUActivation may compute erf in Python, which is the same function.
+_CLASSES = {
+    "transformers.activations": {
+        "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
+    },
+    "timm.layers.activations": {"GELU": "gelu", "GELUTanh": "gelu_tanh"},
+}  # fmt: skip
 
 
 def activation_name(activation: Any) -> str | None:
@@ -26,8 +31,8 @@ def activation_name(activation: Any) -> str | None:
         return "silu"
     if cls is nn.GELU:
         return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    if cls.__module__ == "transformers.activations":
-        return _HUGGING_FACE.get(cls.__name__)
+    if cls.__module__ in _CLASSES:
+        return _CLASSES[cls.__module__].get(cls.__name__)
     try:
         return _FUNCTIONS.get(activation)
     except TypeError:  # not hashable
@@ -39,8 +44,14 @@ def unfusable(*linears: nn.Module) -> str | None:
     for linear in linears:
         if type(linear) is not nn.Linear:
             return f"has a {type(linear).__name__} where a torch.nn.Linear was expected"
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-            return "has a linear layer with hooks, which a fused op would not call"
+    return unhooked(*linears)
+
+
+def unhooked(*modules: nn.Module) -> str | None:
+    """Why these modules must be called as such, or None."""
+    for m in modules:
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return f"has a {type(m).__name__} with hooks, which a fused op would not call"
     return None
 
 
@@ -97,20 +108,20 @@ def fusable_norm(*candidates: nn.Module) -> str | None:
     """The condition of a rule that takes a block's norms into add_norm. They may be converted already."""
     for norm in candidates:
         cls = getattr(type(norm), "converted_from", type(norm))
-        if cls is nn.LayerNorm:
+        if is_norm(cls, "layer_norm"):
             if norm.weight is None or norm.weight.dim() != 1:
                 return "its norm has no weight, or is over more than one dimension"
-        elif not is_scaled_norm(cls):
+            if (reason := find_rule(cls).condition(norm)) is not None:
+                return f"its norm {reason}"
+        elif cls is nn.RMSNorm or not is_norm(cls, "rms_norm"):
             return f"has a {type(norm).__name__} where a LayerNorm or a known RMS norm was expected"
-        if norm._forward_hooks or norm._forward_pre_hooks:
-            return "has a norm with hooks, which a fused op would not call"
-    return None
+    return unhooked(*candidates)
 
 
-def is_scaled_norm(cls: type) -> bool:
-    """Whether the class is an RMS norm that has a rule, in a version that the rule knows."""
+def is_norm(cls: type, what: str) -> bool:
+    """Whether the class has a rule that makes it this op, and has the code that the rule knows."""
     rule = find_rule(cls)
-    return rule is not None and rule.what == "rms_norm" and rule.checked(cls) and cls is not nn.RMSNorm
+    return rule is not None and rule.what == what and rule.checked(cls)
 
 
 def probability(dropout: nn.Dropout | float, training: bool) -> float:

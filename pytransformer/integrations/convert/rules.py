@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 KINDS = ("norm", "feed_forward", "attention", "block")
+ON_REQUEST = ("padding",)  # what changes results that nobody should read
 
 
 class Converted:
@@ -84,11 +85,11 @@ def digest(cls: type, method: str = "forward") -> str:
 @functools.cache
 def find_rule(cls: type) -> Rule | None:
     """The rule for exactly this class, or None."""
-    from . import hugging_face_rules, t5_rules, torch_rules
+    from . import hugging_face_rules, padding_rules, t5_rules, timm_rules, torch_rules
 
-    rule = torch_rules.RULES.get(cls)
-    assert t5_rules  # its rules are among those of Hugging Face
-    return hugging_face_rules.RULES.get(f"{cls.__module__}.{cls.__qualname__}") if rule is None else rule
+    assert t5_rules and padding_rules  # whose rules are among those of Hugging Face
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return torch_rules.RULES.get(cls) or hugging_face_rules.RULES.get(name) or timm_rules.RULES.get(name)
 
 
 # Words in a class's name that make a module worth a line in the report. Names never decide what is converted.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .hugging_face_rules import _is_half, _rule
-from .modules import add_norm, fusable_norm, probability
+from .modules import add_norm, first_reason, fusable_norm, probability, unhooked
 from .rules import Rule
 
 
@@ -23,7 +23,7 @@ class BiasTable:
         self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> torch.Tensor:
         by_lengths = isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
-        if by_lengths and _runs_on_ours(self):
+        if by_lengths and runs_on_ours(self):
             return self.relative_attention_bias.weight
         return super().compute_bias(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)  # type: ignore[misc]
 
@@ -51,7 +51,14 @@ class UMT5Attention(BiasTable):
     position_bias_is_zero = property(lambda self: not self.has_relative_attention_bias)
 
 
-def _runs_on_ours(module: Any) -> bool:
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    from ..hugging_face import weights_wanted
+
+    return weights_wanted(kwargs)
+
+
+def runs_on_ours(module: Any) -> bool:
+    """Whether the module's model was told to use our attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from ..hugging_face import attention_forward
@@ -78,7 +85,9 @@ class T5Block:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if _is_half(hidden_states):
+        if _is_half(hidden_states) or _weights_wanted(
+            kwargs
+        ):  # weights are collected from the sublayers that are left out here
             return super().forward(  # type: ignore[misc]
                 hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
                 encoder_decoder_position_bias, past_key_values, **kwargs,
@@ -114,7 +123,8 @@ def _add_norm(out: torch.Tensor, stream: torch.Tensor, sublayer: Any, norm: Any)
 
 _rule(
     Rule(
-        "block", "add_norm", T5Block, lambda m: fusable_norm(*(sub.layer_norm for sub in m.layer[1:])), ("0e84a344af41",)
+        "block", "add_norm", T5Block, lambda m: first_reason(unhooked(*m.layer), fusable_norm(*(sub.layer_norm for sub in m.layer[1:]))),
+        ("0e84a344af41",),
     ),
     t5="T5Block", mt5="MT5Block",
 )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Modules of timm, by the full name of their class, which is not imported here. Attention goes through :func:`pytransformer.activate`.
+
+Written against timm 1.0.31, whose code each rule knows by its digest (see :func:`.rules.digest`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ops.layer_norm import layer_norm
+from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
+from .rules import Rule
+
+
+class LayerNorm:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Mlp:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.drop2(feed_forward(x, self.fc1, self.fc2, self.act, dropout=probability(self.drop1, self.training)))
+
+
+class PreNormBlock:
+    """The sum after attention with the norm before the network; the last sum stays alone."""
+
+    def forward(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        normed, stream = add_norm(self.drop_path1(self.ls1(attended)), x, self.norm2, 0.0)
+        return stream + self.drop_path2(self.ls2(self.mlp(normed)))
+
+
+def _fast_norm(m: Any) -> str | None:
+    return "uses timm's fast norm, whose dtypes under autocast are its own" if m._fast_norm else None
+
+
+def _plain_network(m: Any) -> str | None:
+    normed = None if isinstance(m.norm, nn.Identity) else "has a norm between its linear layers, which our op has not"
+    return first_reason(normed, needs(m.act, m.fc1, m.fc2), unhooked(m.act, m.drop1))
+
+
+RULES: dict[str, Rule] = {
+    "timm.layers.norm.LayerNorm": Rule("norm", "layer_norm", LayerNorm, _fast_norm, ("9f2d83f483c7",)),
+    "timm.layers.mlp.Mlp": Rule("feed_forward", "feed_forward", Mlp, _plain_network, ("b7e91f5baac3",)),
+    "timm.models.vision_transformer.Block": Rule(
+        "block", "add_norm", PreNormBlock, lambda m: first_reason(unhooked(m.norm2), fusable_norm(m.norm2)), ("84a9c173f350",)
+    ),
+}

@@ -1,0 +1,92 @@
+"""What encoder-decoders share: the calling convention, teacher forcing, the cache's bookkeeping and the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..nn.cache import KeyValueCache
+from ..nn.heads import Classifier, learned
+from ..nn.masks import causal, padding
+from ._base import Model
+from ._output import Output, shifted_right
+
+
+class EncoderDecoder(Model):
+    """A model with :meth:`encode`, :meth:`decode` and a head; its config names the tokens for padding and the start."""
+
+    head: Classifier
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
+        raise NotImplementedError
+
+    def decode(
+        self,
+        ids: torch.Tensor,
+        visible: dict[str, Any],
+        context: tuple[torch.Tensor, dict[str, Any]],
+        cache: KeyValueCache | None,
+        at: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states (B, L, d_model) of the target.
+
+        Args:
+            ids: (B, L), after what the cache holds.
+            visible: masks of self-attention.
+            context: what :meth:`encode` returned, and the masks of cross-attention.
+            at: position ids; None: counted from 0.
+            wanted: where the result is read, see :meth:`pytransformer.nn.Stack.forward`.
+        """
+        raise NotImplementedError
+
+    def extra_loss(self) -> torch.Tensor | float:
+        """What is added to the cross entropy in training."""
+        return 0.0
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        encoder_outputs: Any = None,
+        past_key_values: KeyValueCache | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Output:
+        """
+        Args:
+            input_ids: (B, Ls) int64, the source; not needed with encoder_outputs.
+            attention_mask: (B, Ls), 0 = padding on any side; or lengths (B,).
+            decoder_input_ids: (B, L); None: labels shifted right. With a cache only the new tokens.
+            decoder_attention_mask: (B, cached + L) or lengths (B,).
+            labels: (B, L), -100 is ignored.
+            encoder_outputs: what :meth:`encode` returned, or an output with ``last_hidden_state``.
+            past_key_values: from :meth:`make_cache`; gets the new tokens and, in its first call, the source's keys.
+            decoder_position_ids: (B, L), of a model with positions; None: counted from 0.
+            logits_to_keep: logits of the last so many positions only; 0: all.
+        """
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("give input_ids, or encoder_outputs")
+            encoder_outputs = self.encode(input_ids, attention_mask)
+        memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
+        if decoder_input_ids is None:
+            decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
+        batch, length = decoder_input_ids.shape
+        cached = 0 if past_key_values is None else past_key_values.length
+        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
+        context = memory, padding(attention_mask, batch, memory.shape[1])
+        hidden = self.decode(decoder_input_ids, visible, context, past_key_values, decoder_position_ids, learned(labels))
+        loss = None if labels is None else self.head.loss(hidden, labels)
+        if loss is not None and self.training:
+            loss = loss + self.extra_loss()
+        return Output(
+            hidden, loss, encoder_last_hidden_state=memory, past_key_values=past_key_values,
+            compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
+        )  # fmt: skip

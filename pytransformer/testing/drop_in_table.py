@@ -1,0 +1,270 @@
+"""The table of docs/drop-in.md: what each Hugging Face architecture gets from us, found by trying it against eager code.
+
+    python -m pytransformer.testing.drop_in_table            # print it
+    python -m pytransformer.testing.drop_in_table --write    # put it between the markers of docs/drop-in.md
+
+Every cell is one comparison of a tiny model, registered and converted, with its own eager code: the same logits, gradients,
+weights or tokens, *and* every attention of the model traced to our op. It reads "ours", or "refused" with the reason, or "–" where
+the architecture has no such thing. A difference raises: nothing is silently wrong. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pytransformer as pt
+from pytransformer.ops._registry import trace
+from pytransformer.testing.hugging_face import (
+    FAMILIES,
+    Family,
+    distance,
+    flat,
+    inputs_of,
+    model_distance_limit,
+    real_tokens,
+    run,
+)
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
+START, END = (
+    "<!-- table of architectures: start, written by pytransformer.testing.drop_in_table -->",
+    "<!-- table of architectures: end -->",
+)
+OURS, NOTHING = "ours", "–"
+LIMIT = model_distance_limit(torch.float32)
+TOKENS = 7
+
+
+class Different(AssertionError):
+    """Ours and eager code do not agree, or part of the model ran past us."""
+
+
+def expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise Different(what)
+
+
+def build(family: Family, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = family.build(implementation, dtype)
+    if implementation != "eager":
+        pt.integrations.convert(model)
+    return model
+
+
+def same_as_eager(family: Family, inputs: dict[str, torch.Tensor], real: torch.Tensor | None = None) -> str:
+    logits, grads = run(build(family, "eager"), family, inputs, real)
+    with trace() as ran:
+        ours, our_grads = run(build(family, "pytransformer"), family, inputs, real)
+    calls = [op for op, _ in ran if op.startswith("attention")]
+    expect(calls == ["attention_fwd"] * family.attentions + ["attention_bwd"] * family.attentions, f"attention ran as {calls}")
+    expect(distance(ours, logits) < LIMIT, f"logits differ by {distance(ours, logits):.1e}")
+    expect(our_grads.keys() == grads.keys(), "gradients reach other parameters")
+    off = distance(flat(our_grads), flat(grads))
+    expect(off < LIMIT, f"gradients differ by {off:.1e}")
+    return OURS
+
+
+# ---- the features, each (family) -> cell
+
+
+def padded(side: str) -> Callable[[Family], str]:
+    def cell(family: Family) -> str:
+        if side != "none" and family.kind in ("image", "audio"):
+            return NOTHING
+        return same_as_eager(family, inputs_of(family, side))
+
+    return cell
+
+
+def generated(cache: str | None) -> Callable[[Family], str]:
+    """The same tokens, from prompts (or sources) padded on either side.
+
+    Right padding of a decoder asks for the token after padding. Where that sees nothing (all its sliding window is padding), eager
+    code gives a mean of everything and ours zeros: such sequences are left out.
+    """
+
+    def cell(family: Family) -> str:
+        if family.kind not in ("decoder", "seq2seq", "audio"):
+            return NOTHING
+        settings: dict[str, Any] = dict(max_new_tokens=TOKENS, do_sample=False, use_cache=cache is not None)
+        if cache == "static":
+            settings.update(cache_implementation="static", disable_compile=True)
+        for side in ("none",) if family.kind == "audio" else ("left", "right"):
+            inputs = {k: v for k, v in inputs_of(family, side).items() if not k.startswith("decoder_")}
+            if side == "right" and (window := family.settings.get("sliding_window")):
+                sees = inputs["attention_mask"][:, -window:].any(1)
+                expect(int(sees.sum()) >= 2, "too few sequences to compare")
+                inputs = {k: v[sees] for k, v in inputs.items()}
+            tokens = build(family, "eager").generate(**inputs, **settings)
+            with trace() as ran:
+                ours = build(family, "pytransformer").generate(**inputs, **settings)
+            expect(torch.equal(ours, tokens), f"other tokens, padding {side}")
+            expect(sum(op == "attention_fwd" for op, _ in ran) >= 2 * TOKENS, "attention ran past us")
+        return OURS
+
+    return cell
+
+
+def attention_weights(family: Family) -> str:
+    inputs = inputs_of(family, "right")
+    with torch.no_grad():
+        eager = build(family, "eager")(**inputs, output_attentions=True)
+        ours = build(family, "pytransformer")(**inputs, output_attentions=True)
+    names = [n for n in eager if n.endswith("attentions") and eager[n]]
+    expect(bool(names), "eager code returned no weights")
+    for n in names:
+        expect(len(ours[n]) == len(eager[n]), f"{len(ours[n])} {n} of {len(eager[n])}")
+        key = "decoder_attention_mask" if n != "encoder_attentions" and family.kind == "seq2seq" else "attention_mask"
+        queries = inputs.get(key)
+        for theirs, weights in zip(eager[n], ours[n], strict=True):
+            if queries is not None and theirs.shape[2] == queries.shape[1]:  # a row of padding may see nothing: zeros
+                theirs, weights = (t.transpose(1, 2)[queries.bool()] for t in (theirs, weights))
+            expect(distance(weights, theirs) < LIMIT, f"{n} differ by {distance(weights, theirs):.1e}")
+    return OURS
+
+
+def own_mask(family: Family) -> str:
+    """A 4-dimensional additive mask in place of the padding mask: the whole mask, nothing is added to it."""
+    if family.kind in ("image", "audio"):
+        return NOTHING
+    inputs = inputs_of(family, "none")
+    queries = inputs["decoder_input_ids" if family.kind == "seq2seq" else "input_ids"].shape[1]
+    allowed = torch.rand(3, 1, queries, queries, generator=torch.Generator().manual_seed(5)) < 0.5
+    allowed |= torch.eye(queries, dtype=torch.bool)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    name = "decoder_attention_mask" if family.kind == "seq2seq" else "attention_mask"
+    return same_as_eager(family, {**inputs, name: mask}, real_tokens(family, inputs))
+
+
+def bfloat16(family: Family) -> str:
+    """As close to float32 as eager code is in bfloat16."""
+    # A classifier's few logits of few images are too few to tell a rounding from another.
+    inputs = inputs_of(family, "right", batch=64 if family.kind == "image" else 3)
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    exact, _ = run(build(family, "eager"), family, inputs)
+    eager, _ = run(build(family, "eager", torch.bfloat16), family, half)
+    ours, _ = run(build(family, "pytransformer", torch.bfloat16), family, half)
+    expect(distance(ours, exact) < 1.25 * distance(eager, exact), "less exact than eager code")
+    return OURS
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """In training mode, where checkpoints act, with every probability 0."""
+    for module in model.modules():
+        for name in ("p", "dropout", "activation_dropout", "attention_dropout", "layerdrop", "encoder_layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    if hasattr(model.config, "apply_spec_augment"):
+        model.config.apply_spec_augment = False
+    return model.train()
+
+
+def checkpointing(family: Family) -> str:
+    inputs = inputs_of(family, "left")
+    _, grads = run(build(family, "eager"), family, inputs)
+    model = without_dropout(build(family, "pytransformer"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with trace() as ran:
+        _, ours = run(model, family, inputs)
+    forward = sum(op == "attention_fwd" for op, _ in ran)
+    expect(forward == 2 * family.attentions, f"{forward} forward calls of attention, not twice {family.attentions}")
+    off = distance(flat(ours), flat(grads))
+    expect(off < LIMIT, f"gradients differ by {off:.1e}")
+    return OURS
+
+
+def compiled(family: Family) -> str:
+    """torch.compile with fullgraph=True: no graph break."""
+    inputs = inputs_of(family, "right")
+    real = real_tokens(family, inputs)
+    with torch.no_grad():
+        logits = build(family, "eager")(**inputs).logits[real]
+        torch._dynamo.reset()
+        model = torch.compile(build(family, "pytransformer"), backend="aot_eager", fullgraph=True)
+        with trace() as ran:
+            ours = model(**inputs).logits[real]
+    expect(sum(op == "attention_fwd" for op, _ in ran) == family.attentions, "attention ran past us")
+    expect(distance(ours, logits) < LIMIT, f"logits differ by {distance(ours, logits):.1e}")
+    return OURS
+
+
+def converted(*words: str) -> Callable[[Family], str]:
+    """What convert() makes of the modules whose class has one of these words in its name."""
+
+    def cell(family: Family) -> str:
+        done = pt.integrations.convert(family.build("pytransformer"))
+        mine = [what for _, of, what in done.converted if any(w in of for w in words)]
+        left = sorted({reason for _, of, reason in done.skipped if any(w in of for w in words)})
+        if left:
+            return f"refused: {left[0]}"
+        return OURS if mine else NOTHING
+
+    return cell
+
+
+FEATURES: dict[str, Callable[[Family], str]] = {
+    "no padding": padded("none"),
+    "left": padded("left"),
+    "right": padded("right"),
+    "tokens": generated("dynamic"),
+    "no cache": generated(None),
+    "static cache": generated("static"),
+    "weights": attention_weights,
+    "own mask": own_mask,
+    "bfloat16": bfloat16,
+    "checkpoints": checkpointing,
+    "compiled": compiled,
+    "norms": converted("Norm"),
+    "networks and blocks": converted("MLP", "Dense", "Layer", "Block", "Output"),
+}
+
+
+def row(name: str) -> dict[str, str]:
+    """The cells of one architecture, by feature. Raises :class:`Different` where ours and eager code differ."""
+    cells = {}
+    for feature, cell in FEATURES.items():
+        try:
+            cells[feature] = cell(FAMILIES[name])
+        except Different as problem:
+            raise Different(f"{name}, {feature}: {problem}") from problem
+    return cells
+
+
+def lines(rows: dict[str, dict[str, str]]) -> list[str]:
+    """A Markdown table of rows, and a numbered reason for each refusal below it."""
+    reasons: list[str] = []
+
+    def short(cell: str) -> str:
+        kind, _, reason = cell.partition(": ")
+        if not reason:
+            return kind
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"{kind} ({reasons.index(reason) + 1})"
+
+    table = ["| | " + " | ".join(FEATURES) + " |", "|---" * (1 + len(FEATURES)) + "|"]
+    table += [f"| {name} | " + " | ".join(short(cells[f]) for f in FEATURES) + " |" for name, cells in rows.items()]
+    return [*table, "", *(f"({i}) {reason}." for i, reason in enumerate(reasons, 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="rewrite docs/drop-in.md instead of printing")
+    write = parser.parse_args().write
+    pt.integrations.transformers.register()
+    text = "\n".join(lines({name: row(name) for name in FAMILIES}))
+    if write:
+        before, rest = DOC.read_text().split(START)
+        DOC.write_text(f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

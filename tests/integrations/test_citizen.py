@@ -1,0 +1,255 @@
+"""Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast, torch.func, DDP, forks, threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pytransformer as pt
+from pytransformer.integrations import proof_memory
+from pytransformer.ops._registry import trace
+from pytransformer.testing.drop_in_table import build
+from pytransformer.testing.hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, real_tokens
+from pytransformer.testing.hugging_face import run as results
+from pytransformer.testing.memory_subjects import HEADS
+from pytransformer.testing.models import assert_same_gradient
+
+LIMIT = model_distance_limit(torch.float32)
+
+
+def run(model: Any, family: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and all gradients as one vector."""
+    logits, grads = results(model, family, inputs)
+    return logits, flat(grads)
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """PyTorch raises where an operation has no deterministic algorithm."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])
+def test_deterministic_algorithms(hugging_face: Any, deterministic: None, name: str) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(5)  # of the dropout masks
+        return run(model, family, inputs)
+
+    (logits, grads), (again, grads_again) = step(), step()
+    assert torch.equal(logits, again) and torch.equal(grads, grads_again)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
+def test_a_replay_draws_the_same_dropout(hugging_face: Any, name: str, reentrant: bool) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, "pytransformer").train(), inputs_of(family, "right")
+    for module in model.modules():
+        if isinstance(getattr(module, "layerdrop", None), float):
+            module.layerdrop = 0.0
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(5)
+        return run(model, family, inputs)
+
+    logits, grads = step()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with trace() as ran:
+        replayed, replayed_grads = step()
+    assert sum(op == "attention_fwd" for op, _ in ran) == 2 * family.attentions
+    assert torch.equal(replayed, logits)
+    assert distance(replayed_grads, grads) < LIMIT  # a replay may add them up in another order
+    assert not torch.equal(run(model, family, inputs)[0], logits), "there was no dropout to replay"
+
+
+@pytest.mark.unpoisoned
+def test_peak_memory(hugging_face: Any) -> None:
+    """Checkpoints save what they should, and T5 at length 4,096 has room for no (H, L, L) tensor: measured in fresh processes."""
+    if (reason := proof_memory.why_not()) is not None:
+        pytest.skip(reason)
+    asked = [("bert checkpointed", "kept"), ("bert checkpointed", "checkpointed"),
+             ("t5 2048", "converted"), ("t5 4096", "converted"), ("t5 2048", "sdpa")]  # fmt: skip
+    peaks = dict(zip(asked, proof_memory.peaks(asked, "pytransformer.testing.memory_subjects").values()))
+    assert peaks["bert checkpointed", "checkpointed"] < 0.5 * peaks["bert checkpointed", "kept"]
+
+    def bias_bytes(length: int) -> int:
+        return 4 * HEADS * length**2
+
+    assert peaks["t5 2048", "sdpa"] > 2 * bias_bytes(2048), "PyTorch's holds the bias and its gradient"
+    assert peaks["t5 4096", "converted"] < 0.5 * bias_bytes(4096)
+    assert peaks["t5 4096", "converted"] < 2.5 * peaks["t5 2048", "converted"], "quadratic would be 4 times as much"
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-gated"])
+def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) -> None:
+    """Against eager code, which builds the bias; buckets and distances as in the published models."""
+    family = FAMILIES[name]
+    ids = torch.randint(3, 50, (1, 512), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids.flip(1), "decoder_attention_mask": torch.ones_like(ids)}
+    tables = []
+    for implementation in ("eager", "pytransformer"):
+        model = build(family, implementation)
+        run(model, family, inputs)
+        tables.append({n: p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n})
+    assert len(tables[0]) == 2
+    for name, grad in tables[0].items():
+        assert_same_gradient(tables[1][name], grad)
+
+
+# ---- autocast, torch.func, compiled training
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "right")
+    real = real_tokens(family, inputs)
+    with torch.no_grad():
+        exact = family.build("eager")(**inputs).logits[real]
+        with torch.autocast("cpu", torch.bfloat16):
+            eager = family.build("eager")(**inputs).logits[real]
+            ours = build(family, "pytransformer")(**inputs).logits[real]
+    assert distance(ours, exact) < 1.25 * distance(eager, exact)
+
+
+def test_gradients_of_each_example_by_vmap() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    pt.integrations.convert(layer)
+    parameters = {n: p.detach() for n, p in layer.named_parameters()}
+    x = torch.randn(3, 5, 16)
+
+    def loss(parameters: dict[str, torch.Tensor], example: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, parameters, (example[None],)).square().sum()
+
+    with trace() as ran:
+        grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    assert {op for op, _ in ran} >= {"attention_bwd", "add_norm_bwd", "feed_forward_bwd"}
+    for i in range(3):
+        one = torch.func.grad(loss)(parameters, x[i])
+        for name, grad in one.items():
+            if grad.norm() > 1e-4:  # the keys' bias has none but rounding
+                assert distance(grads[name][i], grad) < LIMIT, name
+
+
+@pytest.mark.slow  # inductor calls the C++ compiler
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_compiled_training_step(hugging_face: Any, name: str) -> None:
+    """Inductor, forward and backward, without a graph break."""
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "right")
+    logits, grads = run(family.build("eager"), family, inputs)
+    torch._dynamo.reset()
+    model = build(family, "pytransformer")
+    compiled = torch.compile(model, fullgraph=True)
+    compiled.named_parameters = model.named_parameters
+    with trace() as ran:
+        ours, our_grads = run(compiled, family, inputs)
+    assert sum(op == "attention_bwd" for op, _ in ran) == family.attentions
+    assert distance(ours, logits) < LIMIT and distance(our_grads, grads) < LIMIT
+
+
+# ---- processes and threads
+
+
+def test_threads_share_a_model(hugging_face: Any) -> None:
+    family = FAMILIES["bert"]
+    model = build(family, "pytransformer")
+    batches = [{k: v.roll(i, 0) for k, v in inputs_of(family, "right").items()} for i in range(8)]
+
+    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**batch).logits
+
+    expected = [logits(b) for b in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(logits, batches), expected):
+            assert torch.equal(got, want)
+
+
+def test_a_forked_process_computes() -> None:
+    """After the parent's threads have run: a child has none of them, and must not wait for them."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
+    pt.integrations.convert(layer)
+    x = torch.randn(4, 64, 64)
+
+    def work(connection: Any) -> None:
+        torch.set_num_threads(1)  # PyTorch's own threads do not survive a fork
+        connection.send_bytes(layer(x).detach().numpy().tobytes())
+
+    with torch.no_grad():
+        expected = layer(x)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=work, args=(there,))
+    child.start()
+    try:
+        assert here.poll(60), "the forked process hangs"
+        assert here.recv_bytes() == expected.numpy().tobytes()
+    finally:
+        child.kill()
+        child.join()
+
+
+DDP = """
+import sys, torch
+import pytransformer as pt
+from pytransformer.testing.drop_in_table import build
+from pytransformer.testing.hugging_face import FAMILIES, inputs_of
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+pt.integrations.transformers.register()
+family = FAMILIES[sys.argv[1]]
+model = build(family, "pytransformer")
+inputs = {k: v[2 * rank : 2 * rank + 2] for k, v in inputs_of(family, "right", batch=4).items()}
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+parallel(**inputs).logits.square().mean().backward()
+if rank == 0:
+    torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[2])
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_data_parallel_gradients_are_those_of_the_whole_batch(hugging_face: Any, name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model, inputs = build(family, "eager"), inputs_of(family, "right", batch=4)
+    model(**inputs).logits.square().mean().backward()
+    script = tmp_path / "script.py"
+    script.write_text(DDP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    paths = [str(Path(pt.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [*command, name, str(tmp_path / "grads.pt")],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    grads = torch.load(tmp_path / "grads.pt", weights_only=True)
+    compare: Callable[[dict[str, Any]], torch.Tensor] = lambda g: torch.cat([g[n].flatten() for n in sorted(g)])
+    assert distance(compare(grads), compare({n: p.grad for n, p in model.named_parameters()})) < LIMIT

@@ -1,0 +1,58 @@
+"""docs/drop-in.md's table of architectures and features is what comes out when each is tried against eager code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytransformer.testing import drop_in_table
+from pytransformer.testing.drop_in_table import FEATURES, Different, lines, row
+from pytransformer.testing.hugging_face import FAMILIES
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_strict(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
+
+
+def without_numbers(line: str) -> str:
+    """A row without the numbers of its reasons, which depend on the rows before it."""
+    return "".join(c for c in line if c not in "()0123456789")
+
+
+@pytest.mark.unpoisoned  # compiles
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_row_is_true(hugging_face: Any, name: str) -> None:
+    """Raises where a cell says "ours" and differs; and what the cells say is what the document says."""
+    made = lines({name: row(name)})
+    written = DOC.read_text().splitlines()
+    assert made[0] in written, "run: python -m pytransformer.testing.drop_in_table --write"
+    (documented,) = [line for line in written if line.startswith(f"| {name} |")]
+    assert without_numbers(documented) == without_numbers(made[2])
+    for reason in made[4:]:
+        assert any(line.endswith(reason.partition(" ")[2]) for line in written), reason
+
+
+def test_a_difference_is_no_cell(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way in which a model may go wrong silently raises."""
+    bert = FAMILIES["bert"]
+    same = drop_in_table.FEATURES["right"]
+    with monkeypatch.context() as patch:
+        patch.setattr(drop_in_table, "build", lambda family, implementation, *a: family.build("eager"))
+        with pytest.raises(Different, match="attention ran as"):
+            same(bert)
+    with monkeypatch.context() as patch:
+        from transformers import AttentionMaskInterface
+
+        from pytransformer.integrations import hugging_face as ours
+
+        blind = lambda *args, attention_mask=None, **more: ours.attention_mask(*args, **more)
+        patch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", blind)
+        with pytest.raises(Different, match="logits differ"):
+            same(bert)
+        with pytest.raises(Different, match="other tokens"):
+            FEATURES["tokens"](FAMILIES["t5"])
