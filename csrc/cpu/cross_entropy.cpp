@@ -36,19 +36,22 @@ pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const 
   return p;
 }
 
-void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor lse, int64_t ignore_index,
-                              double label_smoothing) {
+void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor lse, MaybeTensor product,
+                              int64_t ignore_index, double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
-  PT_SELECT(cross_entropy_kernels).forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows)});
+  PT_SELECT(cross_entropy_kernels)
+      .forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), edge.vector(product, "product", p.rows * p.classes)});
 }
 
-void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse, MaybeTensor dx,
-                              MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index, double label_smoothing) {
+void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse,
+                              MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
+                              double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   pt::CrossEntropyBackward f;
   f.lse = edge.vector(lse, "lse", p.rows);
+  f.product = edge.vector(product, "product", p.rows * p.classes);
   f.upstream = edge.vector(upstream, "upstream", p.rows);
   f.dx = edge.target(dx, "dx", p.rows, p.depth);
   f.dweight = edge.target(dweight, "dweight", p.classes, p.depth);
@@ -60,11 +63,11 @@ void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor t
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) lse, int ignore_index, "
-      "float label_smoothing) -> ()");
+      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) lse, "
+      "Tensor(c!)? product, int ignore_index, float label_smoothing) -> ()");
   m.def(
-      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, Tensor(a!)? dx, "
-      "Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
+      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+      "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("linear_cross_entropy_fwd", TORCH_BOX(&linear_cross_entropy_fwd));

@@ -23,11 +23,13 @@ struct CrossEntropyProblem {
 // z = x weight^T + bias, lse = log(sum exp z), loss = lse - (1 - s) z[target] - s mean(z); 0 where target is ignored.
 struct CrossEntropyForward {
   void *loss, *lse;  // (rows,) of acc
+  void* product;     // (rows, classes) of acc: x weight^T, kept for backward; or null
 };
 
 // dz = upstream (exp(z - lse) - (1 - s) [c = target] - s / classes), dx = dz weight, dweight = dz^T x, dbias = sum of dz.
 struct CrossEntropyBackward {
   const void *lse, *upstream;  // (rows,) of acc; upstream of ignored rows is not read
+  const void* product;         // what forward kept, or null: computed again
   void *dx, *dweight;          // of dtype, null where not wanted
   void* dbias;                 // (classes,) of acc, null where not wanted
 };

@@ -1,5 +1,5 @@
-// Linear cross entropy, backward. The logits are computed again, a block of classes times a chunk of rows at a time; a tile of them turns
-// into dz in cache, and the block of dz is multiplied with the weights and with x at once.
+// Linear cross entropy, backward. The logits are computed again unless forward kept them, a block of classes times a chunk of rows at a
+// time; a tile of them turns into dz in cache, and the block of dz is multiplied with the weights and with x at once.
 #pragma once
 
 #include "column_sums.h"
@@ -8,8 +8,16 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockClasses = 512;               // columns of the block of dz
+constexpr int64_t kBlockBytes = int64_t(4) << 20;    // of a block of dz and of the weights that belong to it, in acc, about
+constexpr int64_t kLeastBlock = 512;                 // classes of a block
 constexpr int64_t kSumBytes = int64_t(8) << 20;      // of float sums of dx for 16-bit dtypes, kept at a time
+
+// Classes of a block. Few blocks: at the end of each of its products all threads wait for one another.
+template <class T>
+int64_t block_classes(const CrossEntropyProblem& p, int64_t rows) {
+  const int64_t fit = kBlockBytes / (most(rows, p.depth) * int64_t(sizeof(typename T::acc)));
+  return least(most(fit / kPanel<T> * kPanel<T>, kLeastBlock), round_up(p.classes, kPanel<T>));
+}
 
 // z of a tile -> dz, stored in the block.
 template <class T>
@@ -45,6 +53,24 @@ struct LogitGradient {
   }
 };
 
+// The same from what forward kept: tiles of it, `rows` x `columns`, to the epilogue that a product would hand them to.
+template <class T>
+void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* product, int64_t rows, int64_t columns) {
+  using acc = typename T::acc;
+  const int64_t panels = ceil_div(columns, kPanel<T>), stride = epilogue.p.classes;
+  for_each_task(panels * ceil_div(rows, kPart), epilogue.p.threads, [&](int64_t task) {
+    const FlushSubnormals flush;
+    const int64_t m = task / panels * kPart, n = task % panels * kPanel<T>;
+    const int64_t count = least(kPart, rows - m), width = least<int64_t>(kPanel<T>, columns - n);
+    local_arena.reset(Arena::bytes_for<acc>(kPart * kPanel<T>));
+    acc* tile = local_arena.take<acc>(kPart * kPanel<T>);
+    for (int64_t r = 0; r < count; r++)
+      for (int64_t j = 0; j < width; j += T::width)
+        store(tile + r * kPanel<T> + j, VectorOf<T>::load(product + (m + r) * stride + n + j, width - j));
+    epilogue(&tile, kPanel<T>, m, count, n, width, local_arena);
+  });
+}
+
 // What the rows [first, first + count) add to: dx of theirs, if wanted, and dweight and dbias, if wanted, which they must be all of.
 template <class T>
 void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBackward& f, const uint8_t* live, int64_t first, int64_t count,
@@ -53,7 +79,7 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
   using elem = typename T::elem;
   constexpr bool sums_in_place = std::is_same_v<elem, acc>;
   const int64_t step = least(count, chunk_rows(p)), d = p.depth;
-  const int64_t block = least(kBlockClasses, round_up(p.classes, kPanel<T>));
+  const int64_t block = block_classes<T>(p, step);
   const bool one_chunk = count <= step;
   size_t bytes = Arena::bytes_for<elem>(step * block) + 2 * Arena::bytes_for<acc>(block);
   if (want_dx && !sums_in_place) bytes += Arena::bytes_for<acc>(count * d);
@@ -74,8 +100,13 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
     for (int64_t r = 0; r < count; r += step) {
       const int64_t rows = least(step, count - r), row = first + r;
       const elem* x = elements<T>(p.x) + row * d;
-      const Product<T> logits[1] = {{rows_of<T>(x, d, false), rows_of<T>(weight, d, false)}};
-      Matmul<T, 1, false>(logits, rows, n, d, p.threads).run(LogitGradient<T>{p, f, row, c, n, dz});
+      const LogitGradient<T> to_dz{p, f, row, c, n, dz};
+      if (f.product) {
+        logit_gradients<T>(to_dz, static_cast<const acc*>(f.product) + row * p.classes + c, rows, n);
+      } else {
+        const Product<T> logits[1] = {{rows_of<T>(x, d, false), rows_of<T>(weight, d, false)}};
+        Matmul<T, 1, false>(logits, rows, n, d, p.threads).run(to_dz);
+      }
       if (want_dx) {
         const Product<T> by_class[1] = {{rows_of<T>(dz, n, false), rows_of<T>(weight, d, true)}};
         Matmul<T, 1, false>(by_class, rows, d, n, p.threads).run(AddEpilogue<T>{dx + r * d, d, c == 0});

@@ -1,5 +1,5 @@
 // Linear cross entropy, forward. A tile of logits turns, while it is in cache, into the maximum and the sum of exponentials of each of
-// its rows; these are merged panel by panel in order. No logit is stored but those of the targets.
+// its rows; these are merged panel by panel in order. No logit is stored but those of the targets, unless backward wants them kept.
 #pragma once
 
 #include <cmath>
@@ -46,9 +46,23 @@ struct LogitEpilogue {
   const RowSums<T>& panels;  // panel's rows at panel * rows
   int64_t first_row, rows, first_class;
   acc* picked;  // (rows,)
+  acc* product;  // (rows, classes), or null
 
   size_t scratch_bytes() const { return 0; }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
+    const int64_t c0 = first_class + n0;
+    if (n == kPanel<T> && p.label_smoothing == 0) summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());
+    else summarize<false>(tiles[0], ld, m0, count, n0, n);
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t c = p.target[first_row + m0 + r] - c0;
+      if (p.target[first_row + m0 + r] != p.ignore_index && c >= 0 && c < n) picked[m0 + r] = tiles[0][r * ld + c];
+    }
+  }
+
+ private:
+  // The tile's rows to their places in panels. PLAIN: a whole panel, and the sums of the logits are not needed.
+  template <bool PLAIN, class Columns>
+  INLINE void summarize(acc* tile, int64_t ld, int64_t m0, int64_t count, int64_t n0, Columns n) const {
     constexpr int64_t vectors = kPanel<T> / T::width;
     const int64_t c0 = first_class + n0;
     const Bias<T> bias(p.bias, c0, n);
@@ -58,34 +72,34 @@ struct LogitEpilogue {
     for (int64_t r0 = 0; r0 < count; r0 += T::width) {
       vec top[T::width], sum[T::width], plain[T::width];
       for (int i = 0; i < T::width; i++) {  // rows at or past count hold what an earlier tile left, and are not stored
-        acc* row = tiles[0] + (r0 + i) * ld;
+        acc* row = tile + (r0 + i) * ld;
+        acc* kept = product && r0 + i < count ? product + (m0 + r0 + i) * p.classes + c0 : nullptr;
         top[i] = lowest, plain[i] = vec{};
         for (int64_t j = 0; j < vectors; j++) {
-          const mask in = mask_n<vec>(n - j * T::width);
-          const vec z = load(row + j * T::width) + bias.at(j * T::width);
-          plain[i] = plain[i] + select(in, z, vec{});
-          store(row + j * T::width, select(in, z, lowest));
-          top[i] = vmax(top[i], select(in, z, lowest));
+          const vec xw = load(row + j * T::width);
+          vec z = xw + bias.at(j * T::width);
+          if (kept) VectorOf<T>::store(kept + j * T::width, n - j * T::width, xw);
+          if constexpr (!PLAIN) {
+            const mask in = mask_n<vec>(n - j * T::width);
+            plain[i] = plain[i] + select(in, z, vec{});
+            z = select(in, z, lowest);
+          }
+          store(row + j * T::width, z);
+          top[i] = vmax(top[i], z);
         }
       }
       const vec m = reduce_rows(top, op_max);
       const vec base = m > lowest ? m : vec{};  // all -inf: exp(-inf - 0) = 0; NaN: the sum is NaN all the same
       for (int i = 0; i < T::width; i++) {
-        const acc* row = tiles[0] + (r0 + i) * ld;
+        const acc* row = tile + (r0 + i) * ld;
         sum[i] = vec{};
         for (int64_t j = 0; j < vectors; j++) sum[i] = sum[i] + exp_of(vec(load(row + j * T::width) - set1<vec>(base[i])));
       }
       VectorOf<T>::store(at[0] + r0, count - r0, m);
       VectorOf<T>::store(at[1] + r0, count - r0, reduce_rows(sum, op_add));
-      if (p.label_smoothing > 0) VectorOf<T>::store(at[2] + r0, count - r0, reduce_rows(plain, op_add));
-    }
-    for (int64_t r = 0; r < count; r++) {
-      const int64_t c = p.target[first_row + m0 + r] - c0;
-      if (p.target[first_row + m0 + r] != p.ignore_index && c >= 0 && c < n) picked[m0 + r] = tiles[0][r * ld + c];
+      if constexpr (!PLAIN) VectorOf<T>::store(at[2] + r0, count - r0, reduce_rows(plain, op_add));
     }
   }
-
- private:
   int64_t panels_rows() const { return round_up(rows, T::width); }
 };
 
@@ -117,6 +131,7 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
   entropy_arena.reset(RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) + Arena::bytes_for<acc>(size));
   const RowSums<T> rows(size, entropy_arena), panels(kBlockPanels * size, entropy_arena);
   acc* picked = entropy_arena.take<acc>(size);
+  acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
   for (int64_t r = 0; r < size; r++) rows.maximum[r] = -kInfinity<acc>, rows.sum[r] = 0, rows.logits[r] = 0, picked[r] = 0;
   for (int64_t i = 0; i < panels.size; i++) panels.maximum[i] = -kInfinity<acc>, panels.sum[i] = 0, panels.logits[i] = 0;
 
@@ -124,7 +139,7 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
   for (int64_t c = 0; c < p.classes; c += step) {
     const int64_t n = least(step, p.classes - c);
     const Product<T> logits[1] = {{x, rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
-    Matmul<T, 1, false>(logits, count, n, p.depth, p.threads).run(LogitEpilogue<T>{p, panels, first, count, c, picked});
+    Matmul<T, 1, false>(logits, count, n, p.depth, p.threads).run(LogitEpilogue<T>{p, panels, first, count, c, picked, product});
     merge<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
   }
 

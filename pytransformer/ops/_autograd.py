@@ -24,6 +24,13 @@ def transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether a backward may follow a call with these tensors. A guess: what is kept for it may be missing or in vain."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return not torch.compiler.is_compiling() and transforming()
+
+
 def compiling_a_derivative() -> bool:
     """Whether torch.compile traces through torch.func.grad or the like. It sees no need for a gradient there, leaves the
     Function out and would return zeros."""

@@ -23,15 +23,15 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         if a.x.numel() == 0:
             return op.backends["reference"].forward(a)
         check_values(a)
-        loss, lse = op.empty_outputs(a)
+        loss, lse, product = op.empty_outputs(a)
         losses = loss if a.reduction == "none" else torch.empty_like(lse)
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
-            *_operands(a), losses.view(-1), lse.view(-1), a.ignore_index, a.label_smoothing
+            *_operands(a), losses.view(-1), lse.view(-1), _kept(product), a.ignore_index, a.label_smoothing
         )
         if a.reduction != "none":
             total = losses.double().sum()
             loss.copy_(total / _valid(a) if a.reduction == "mean" else total)
-        return loss, lse
+        return loss, lse, product
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
@@ -55,6 +55,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
             upstream,
             *_operands(a),
             lse.view(-1),
+            _kept(saved[1]),
             *(targets[n] for n in ("x", "weight", "bias")),
             a.ignore_index,
             a.label_smoothing,
@@ -66,6 +67,10 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         return [results[n] for n in op.differentiable]
 
     return Backend("cpu", forward, backward, why_not, lambda a: SCRATCH_BYTES)
+
+
+def _kept(product: torch.Tensor) -> torch.Tensor | None:
+    return product.contiguous().view(-1) if product.numel() else None
 
 
 def _operands(a: Any) -> tuple[torch.Tensor | None, ...]:

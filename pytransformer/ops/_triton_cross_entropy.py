@@ -18,19 +18,21 @@ from ._triton_attention import unavailable
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """The backend of linear_cross_entropy."""
 
-    def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
         from pytransformer.kernels.cross_entropy.fwd import forward as run
 
         if a.x.device.type == "cpu":
             check_values(a)
-        loss, lse = op.empty_outputs(a)
+        loss, lse, product = op.empty_outputs(a)
+        if product.numel():  # promised for tensors on the CPU, where these kernels are only interpreted
+            product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
         losses = loss if a.reduction == "none" else torch.empty_like(lse)
         run(_flat(a), losses.view(-1), lse.view(-1))
         if a.reduction != "none":
             torch.sum(losses.view(-1), 0, out=loss)
         if a.reduction == "mean":
             loss /= _count(a)
-        return loss, lse
+        return loss, lse, product
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
@@ -38,7 +40,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         from pytransformer.kernels.cross_entropy.bwd import backward as run
 
         results = op.empty_gradients(a, wanted)
-        (grad,), (lse,) = grads, saved
+        (grad,), (lse, _) = grads, saved
         if grad is None or a.target.numel() == 0:
             return [None if r is None else r.zero_() for r in results]
         grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()

@@ -10,16 +10,28 @@ import torch
 from ..reference.cross_entropy import cross_entropy_forward
 from . import _cpu_cross_entropy as cpu
 from . import _triton_cross_entropy as triton
+from ._autograd import needs_gradient
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
 
-ARGUMENTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction"
+ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
+)
+KEPT_BYTES = 8 << 20  # x weightᵀ is kept for backward up to this size, which saves backward the first of three products
 
 
-def _empty(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     shape = a.target.shape if a.reduction == "none" else ()
-    return torch.empty(shape, dtype=work, device=a.x.device), torch.empty(a.target.shape, dtype=work, device=a.x.device)
+    kept = (*a.target.shape, a.weight.shape[0]) if _keeps(a) else (0,)
+    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in (shape, a.target.shape, kept))
+
+
+def _keeps(a: Any) -> bool:
+    """Whether forward leaves x weightᵀ for backward: on the CPU only, the others' backward computes it again. So does that of
+    bfloat16, whose product on tiles takes less time than 4 bytes an element to memory and back."""
+    size = math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
+    return a.save and a.x.device.type == "cpu" and a.x.dtype != torch.bfloat16 and size <= KEPT_BYTES
 
 
 def _flops(a: Any) -> int:
@@ -29,13 +41,13 @@ def _flops(a: Any) -> int:
 linear_cross_entropy_op = Op(
     "linear_cross_entropy",
     arguments=ARGUMENTS,
-    outputs=("loss", "lse"),
+    outputs=("loss", "lse", "product"),
     differentiable_outputs=1,
     differentiable=("x", "weight", "bias"),
-    saved=("lse",),
+    saved=("lse", "product"),
     empty_outputs=_empty,
     flops=_flops,
-    flops_backward=lambda a: 3 * _flops(a),  # the logits again, and one product for x and for weight each
+    flops_backward=lambda a: (2 if _keeps(a) else 3) * _flops(a),  # for x, for weight, and the logits again
 )
 
 
@@ -117,7 +129,9 @@ def _prepare(
     check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
     check_backend(op, backend)
     return (
-        linear_cross_entropy_op.Arguments(x, weight, target, bias, ignore_index, smoothing, reduction),
+        linear_cross_entropy_op.Arguments(
+            x, weight, target, bias, ignore_index, smoothing, reduction, needs_gradient(x, weight, bias)
+        ),
         backend,
         bool(strict),
     )
@@ -135,11 +149,16 @@ def _check_values(a: Any) -> None:
         )
 
 
+def _reference(a: Any) -> tuple[torch.Tensor, ...]:
+    loss, lse, product = cross_entropy_forward(a)
+    return loss, lse, product if _keeps(a) else product.new_empty(0)
+
+
 def _reference_bytes(a: Any) -> int:
     """The logits and their exponentials."""
     return 2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
 
 
-linear_cross_entropy_op.add_reference(cross_entropy_forward, extra_bytes=_reference_bytes, check_values=_check_values)
+linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=_check_values)
 linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, _check_values))
 linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, _check_values))

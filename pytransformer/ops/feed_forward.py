@@ -10,7 +10,7 @@ import torch
 from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
 from . import _cpu_feed_forward as cpu
 from . import _triton_feed_forward as triton
-from ._autograd import transforming
+from ._autograd import needs_gradient
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 
@@ -153,7 +153,7 @@ def _prepare(
     check_choice(op, "activation", activation, tuple(ACTIVATIONS))
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, x.device)
     check_backend(op, backend)
-    save = not recompute and _needs_gradient(x, w1, b1, w2, b2, gate_weight, gate_bias)
+    save = not recompute and needs_gradient(x, w1, b1, w2, b2, gate_weight, gate_bias)
     return (
         feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, p, save),
         backend,
@@ -162,13 +162,6 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
-
-
-def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a backward may follow; if one does although this said no, it computes again what was not kept."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return not torch.compiler.is_compiling() and transforming()
 
 
 # ---- backends

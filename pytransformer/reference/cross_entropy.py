@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 
-def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, lse) of the arguments of the op linear_cross_entropy: loss in target's shape for "none", else a number; lse, the
+def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, lse, x weight^T) of the arguments of the op linear_cross_entropy: loss in target's shape for "none", else a number; lse, the
     logarithm of each row's sum of exponentials, is what a fused backward needs besides the inputs.
 
     "mean" divides by the number of targets that are not ignored: NaN if there is none, as in PyTorch.
@@ -26,7 +26,8 @@ def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     valid = a.target != a.ignore_index
     rows = torch.where(valid.unsqueeze(-1), a.x.to(work), 0.0)  # select, not multiply: an ignored row may hold NaN
-    logits = F.linear(rows, a.weight.to(work), None if a.bias is None else a.bias.to(work))
+    product = F.linear(rows, a.weight.to(work))
+    logits = product if a.bias is None else product + a.bias.to(work)
     picked = logits.gather(-1, torch.where(valid, a.target, 0).unsqueeze(-1)).squeeze(-1)
     lse = torch.logsumexp(logits, -1)
     loss = lse - (1.0 - a.label_smoothing) * picked
@@ -35,4 +36,4 @@ def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     loss = torch.where(valid, loss, 0.0)
     if a.reduction != "none":
         loss = loss.sum()
-    return loss / valid.sum() if a.reduction == "mean" else loss, lse.detach()
+    return loss / valid.sum() if a.reduction == "mean" else loss, lse.detach(), product.detach()
