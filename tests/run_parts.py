@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import re
 import signal
@@ -37,6 +38,7 @@ PYTEST = [
     "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
 ]
 REST = "cpu"
+OURS = ("reference", "cpu", "triton", "cuda")
 
 
 class Part(NamedTuple):
@@ -59,7 +61,7 @@ PARTS = (
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
-SANITIZE = "sanitize"
+SANITIZE, BENCH = "sanitize", "bench"
 FULL_PARTS = (
     Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu")),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
@@ -67,6 +69,7 @@ FULL_PARTS = (
     Part("triton-3.6", "triton 3.6", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_6"),
     Part("triton-3.9", "triton 3.9", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_9"),
     Part("peers", "timm and diffusers", 0, ("integrations/test_other_libraries.py",), needs="PYTRANSFORMER_TEST_PEERS"),
+    Part(BENCH, "the benchmark suite", 0),
 )
 
 
@@ -176,7 +179,27 @@ def test_with_other_packages(part: Part) -> Result:
     return test(part._replace(environment=(*part.environment, ("PYTHONPATH", path))), True)
 
 
+def bench(part: Part) -> Result:
+    """`pytransformer bench`, every contender checked: rows count as passed, our wrong or failed ones as failed."""
+    print(f"\n---- {part.title} (no budget)", flush=True)
+    folder = RESULTS / "bench"
+    document = folder / "results.json"
+    document.unlink(missing_ok=True)
+    code, seconds = timed([PYTEST[0], "-m", "pytransformer", "bench", "--no-plots", "--out", str(folder)], None)
+    if not document.is_file():
+        return Result(part, seconds, f"exit code {code}, no results")
+    found = json.loads(document.read_text())
+    why = Counter(f"{e['backend']}: {e['reason']}" for e in found["not_run"])
+    faults = sum(e["status"] in ("wrong", "failed") and e["backend"] in OURS for e in found["not_run"])
+    reasons = tuple(f"{count} x {reason}" for reason, count in why.most_common())
+    return Result(
+        part, seconds, f"exit code {code}" if code else None, len(found["rows"]), faults, sum(why.values()) - faults, reasons
+    )
+
+
 def run(part: Part, full: bool) -> Result:
+    if part.name == BENCH:
+        return bench(part)
     if part.name == SANITIZE:
         return test_sanitized(part)
     return test_with_other_packages(part) if part.needs else test(part, full)
@@ -250,7 +273,7 @@ def main() -> int:
     before, results = commit(), [install(arguments.full)]
     if results[0].problem is None:
         known = (*PARTS, *FULL_PARTS) if arguments.full else PARTS
-        wanted = [part for part in known if part.name in (arguments.parts or parts) and paths(part)]
+        wanted = [part for part in known if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))]
         results += [run(part, arguments.full) for part in wanted]
     print("\n" + summary(results), flush=True)
     if arguments.summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +32,27 @@ def test_every_test_belongs_to_exactly_one_part(run_parts: ModuleType) -> None:
 def test_parts_of_the_full_run_find_their_tests(run_parts: ModuleType) -> None:
     names = [part.name for part in (*run_parts.PARTS, *run_parts.FULL_PARTS)]
     assert len(names) == len(set(names))
-    assert all(run_parts.paths(part) for part in run_parts.FULL_PARTS)
+    assert all(run_parts.paths(part) for part in run_parts.FULL_PARTS if part.name != run_parts.BENCH)
+
+
+def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monkeypatch) -> None:
+    not_run = [
+        {"backend": b, "status": s, "reason": r} for b, s, r in (("cpu", "wrong", "off"), ("triton", "unsupported", "no GPU"))
+    ]
+
+    def timed(command, limit) -> tuple[int, float]:
+        folder = run_parts.RESULTS / "bench"
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"rows": [{}, {}], "not_run": not_run}))
+        assert "bench" in command and limit is None
+        return 1, 7.0
+
+    monkeypatch.setattr(run_parts, "RESULTS", tmp_path)
+    monkeypatch.setattr(run_parts, "timed", timed)
+    (part,) = [part for part in run_parts.FULL_PARTS if part.name == run_parts.BENCH]
+    result = run_parts.run(part, True)
+    assert (result.passed, result.failed, result.skipped, result.problem) == (2, 1, 1, "exit code 1")
+    assert set(result.reasons) == {"1 x cpu: off", "1 x triton: no GPU"}
 
 
 def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Path) -> None:

@@ -158,12 +158,12 @@ class Progress:
 
     def time_left(self) -> str:
         elapsed = time.monotonic() - self.start
-        if self.seconds is not None:
-            left = self.seconds - elapsed
-        elif self.done:
-            left = elapsed / sum(self.weights[: self.done]) * sum(self.weights[self.done :])
-        else:
+        guesses = [] if self.seconds is None else [self.seconds - elapsed]
+        if self.done:
+            guesses.append(elapsed / sum(self.weights[: self.done]) * sum(self.weights[self.done :]))
+        if not guesses:
             return ""
+        left = min(guesses)
         return f"about {max(1, round(left))} s left" if left > 0 else "nearly done"
 
     def step(self, text: str) -> None:

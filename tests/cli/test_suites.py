@@ -80,15 +80,16 @@ def test_a_blank_reason_is_no_reason() -> None:
     assert results.validate(document) == ["not_run[0].reason is blank: who does not take part says why"]
 
 
-@pytest.mark.parametrize("isa", command.ISAS)
-def test_an_instruction_set_holds_every_library(isa: str, environment: dict[str, str]) -> None:
-    held = command.held_to(isa)
-    assert set(held) == {"PYTRANSFORMER_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"}
-    code = f"import torch; from pytransformer.cli.benchmark.command import held_to; assert held_to({isa!r}) == {{}}"
+def test_an_instruction_set_holds_every_library(environment: dict[str, str]) -> None:
+    for isa in command.ISAS:
+        names = {"PYTRANSFORMER_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"}
+        assert set(command.held_to(isa)) == names
+    code = "import torch; from pytransformer.cli.benchmark.command import held_to; assert held_to('generic') == {}"
     tell = "; print(torch.backends.cpu.get_cpu_capability())"
-    done = subprocess.run([sys.executable, "-c", code + tell], env={**environment, **held}, capture_output=True, text=True)
+    held = {**environment, **command.held_to("generic")}
+    done = subprocess.run([sys.executable, "-c", code + tell], env=held, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().lower() == {"generic": "default"}.get(isa, isa) or isa == "avx512"  # a CPU may lack it
+    assert done.stdout.strip() == "DEFAULT"
 
 
 # ---- large problems, checked in part
@@ -232,7 +233,7 @@ def _slowed(factor: float):
 
 def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(tmp_path: Path, monkeypatch, capsys) -> None:
     what = ["bench", "attention", "--case", "full,causal", "--size", "small", "--mode", "fwd", "--min-time", "0.1"]
-    what += ["--backends", "cpu,reference,torch", "--no-memory", "--no-plots", "--shape", "L=256"]
+    what += ["--backends", "cpu,reference,torch", "--no-memory", "--no-plots", "--no-peaks", "--shape", "L=256"]
     for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
