@@ -89,6 +89,25 @@ def test_noise_and_small_changes_are_not_flagged() -> None:
     assert kinds(document(row("cpu", 1.08), row("torch", 2.0)), threshold=0.05) == ["slower"]
 
 
+def test_what_did_not_change_tells_the_noise() -> None:
+    old = document(row("cpu", 1.0), row("torch", 2.0), row("naive", 4.0))
+    for naive in (8.0, 2.0):  # twice as slow, or as fast, though nothing in it had changed
+        new = document(row("cpu", 1.8), row("torch", 2.0), row("naive", naive))
+        assert compare.noise(old, new) == pytest.approx(1.9), "between no change at all and the one row's"
+        assert compare.compare(old, new) == []
+        worse = document(row("cpu", 2.5), row("torch", 2.0), row("naive", naive))
+        assert [c.kind for c in compare.compare(old, worse)] == ["slower"]
+    assert compare.noise(old, old) == 1.0 == compare.noise(document(row("cpu", 1.0)), document(row("cpu", 3.0)))
+
+
+def test_several_runs_are_taken_together() -> None:
+    runs = [document(row("cpu", ms), row("torch", 2.0)) for ms in (0.9, 1.0, 1.6)]
+    together = compare.merged(runs)
+    assert [(r["p20_ms"], r["median_ms"], r["p80_ms"]) for r in together["rows"][:1]] == [(0.98 * 0.9, 1.0, 1.02 * 1.6)]
+    assert compare.compare(together, document(row("cpu", 1.5), row("torch", 2.0))) == [], "one of the runs was as slow"
+    assert [c.kind for c in compare.compare(together, document(row("cpu", 2.0), row("torch", 2.0)))] == ["slower"]
+
+
 def test_a_faster_kernel_is_told_and_no_regression() -> None:
     changes = compare.compare(BEFORE, document(row("cpu", 0.5), row("torch", 2.0)))
     assert [(c.kind, c.worse) for c in changes] == [("faster", False)]

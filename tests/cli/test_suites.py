@@ -233,12 +233,12 @@ def _slowed(factor: float):
 
 def test_the_same_code_twice_is_no_change_and_a_slowed_kernel_is_flagged(tmp_path: Path, monkeypatch, capsys) -> None:
     what = ["bench", "attention", "--case", "full,causal", "--size", "small", "--mode", "fwd", "--min-time", "0.1"]
-    what += ["--backends", "cpu,reference,torch", "--no-memory", "--no-plots", "--no-peaks", "--shape", "L=256"]
+    what += ["--backends", "cpu,reference,naive,torch", "--no-memory", "--no-plots", "--no-peaks", "--shape", "L=256"]
     for name in ("a/0", "b/0", "a/1", "b/1"):  # in turns, so that what drifts drifts for both
         assert main([*what, "--out", str(tmp_path / name)]) == OK
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["bench", "compare", a, b]) == OK == main(["bench", "compare", a, b]), capsys.readouterr().out
-    monkeypatch.setattr(command, "Runner", partial(runner.Runner, find=_slowed(5)))
+    monkeypatch.setattr(command, "Runner", partial(runner.Runner, find=_slowed(12)))
     assert main([*what, "--out", str(tmp_path / "slow")]) == OK
     capsys.readouterr()
     for _ in range(2):

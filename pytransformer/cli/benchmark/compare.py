@@ -5,6 +5,10 @@ PyTorch's own op in the same line-up of the same run, taken round by round, or a
 that figure grew by more than the threshold and if the intervals from p20 to p80 of the two runs do not meet either. A row is less
 exact if its error, relative to its bound, grew to more than twice. Rows that A has and B has not, though B ran the line-up, are lost.
 
+How far two runs differ when nothing changed is taken from the code that did not change: naive code and the other peers, whose times
+relative to PyTorch's should be the same in both. What nine of ten of their rows stay within is the noise of this pair of runs, and
+our rows have to leave it too.
+
 A and B may be folders of several runs each, best taken in turns (bench/tools/ab.py): then the median counts, and the intervals are as
 wide as all runs together. What one run cannot know, how far a process differs from the next, is in them.
 
@@ -21,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from pytransformer.cli import OK, WRONG, UsageError
-from pytransformer.cli.benchmark import report, results
+from pytransformer.cli.benchmark import clock, report, results
 from pytransformer.cli.console import Console
 from pytransformer.cli.providers import PEERS, TORCH
 
@@ -46,7 +50,8 @@ class Change:
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) -> list[Change]:
     """The changes of our own backends from one results document to another, the worst first."""
-    before, after = ({results.row_key(row): row for row in document["rows"]} for document in (old, new))
+    before, after = (_by_key(document) for document in (old, new))
+    threshold = max(threshold, noise(old, new) - 1)
     line_ups = {results.step_key(row) for row in new["rows"]}
     refused = {
         (e["op"], e["case"], e["dtype"], e["mode"], e["backend"]): e
@@ -66,6 +71,22 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) ->
         elif results.step_key(row) in line_ups:
             changes.append(Change("lost", row, None, "was timed before and is not any more"))
     return sorted(changes, key=lambda c: (not c.worse, -(c.ratio or float("inf"))))
+
+
+def noise(old: dict[str, Any], new: dict[str, Any]) -> float:
+    """The factor that nine of ten peers' rows stay within from one run to the other; 1 without such rows."""
+    before, after = (_by_key(document) for document in (old, new))
+    factors = [1.0]
+    for key, row in before.items():
+        peers = [_yardstick(rows, key) for rows in (before, after)]
+        if row["backend"] in PEERS and row["backend"] != TORCH and key in after and None not in peers:
+            was, now = (_quantiles(r, peer)[1] for r, peer in zip((row, after[key]), peers))
+            factors.append(max(was / now, now / was))
+    return clock.quantile(sorted(factors), 0.9)
+
+
+def _by_key(document: dict[str, Any]) -> dict[tuple[str, ...], Row]:
+    return {results.row_key(row): row for row in document["rows"]}
 
 
 def _yardstick(rows: dict[tuple[str, ...], Row], key: tuple[str, ...]) -> Row | None:
@@ -148,10 +169,17 @@ def run(argv: Sequence[str]) -> int:
     if old["environment"]["device_name"] != new["environment"]["device_name"]:
         console.print("The two ran on different devices: only figures relative to PyTorch mean something.")
     changes = compare(old, new, arguments.threshold)
-    common = {results.row_key(r) for r in old["rows"]} & {results.row_key(r) for r in new["rows"]}
+    common = _by_key(old).keys() & _by_key(new).keys()
     console.print(
         f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better."
     )
+    peers = {key[-1] for key in common} & set(PEERS) - {TORCH}
+    if not peers:
+        console.print("No peer beside PyTorch in both runs: how far two runs differ when nothing changed, is not known.")
+    if (factor := noise(old, new)) > 1 + arguments.threshold:
+        console.print(
+            f"Noise: peers, which did not change, differ by a factor of up to {report.figure(factor)}; what is less does not count."
+        )
     columns = ("change", "op", "case", "shape", "dtype", "mode", "backend", "new/old", "what")
     console.table(columns, [_line(c) for c in changes], right=("new/old",)) if changes else None
     return WRONG if any(c.worse for c in changes) else OK
