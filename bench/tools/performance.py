@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,13 +28,13 @@ DOCUMENT, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 START, END = "<!-- performance: start, written by bench/tools/performance.py -->", "<!-- performance: end -->"
 OURS, PEER = "cpu", "torch"
 AVX2 = "isa-avx2"
-# What fills the folder, in order. "{out}" is a folder that is copied there at the end: a run's record of its commit stays clean.
+# What fills the folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
 COMMANDS = (
-    "-m pytransformer bench --suite aims --out {out}",
-    f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --out {{out}}/{AVX2}",
-    "-m pytransformer bench models --layers 2 --no-memory --out {out}",
-    "bench/tools/step_time.py --out {out}/step-time.json",
-    "bench/tools/overhead.py --out {out}/overhead.json",
+    "-m pytransformer bench --suite aims --out .",
+    f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --out {AVX2}",
+    "-m pytransformer bench models --layers 2 --no-memory --out .",
+    "{tools}/step_time.py --out step-time.json",
+    "{tools}/overhead.py --out overhead.json",
 )
 Row = dict[str, Any]
 GRID, MISSING = ("full", "causal"), "Not in the committed results."
@@ -419,11 +420,13 @@ def readme(old: str, folder: Path = FOLDER) -> str:
 
 def run_all() -> None:
     """Every command, in a folder of its own, whose files then replace those of FOLDER."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as made:
         for command in COMMANDS:
-            print(f"python {command.format(out='DIR')}", flush=True)
-            done = subprocess.run([sys.executable, *command.format(out=made).split()], cwd=ROOT)
-            if done.returncode > 1:
+            print(f"\n---- python {command.format(tools='bench/tools')}", flush=True)
+            words = command.format(tools=ROOT / "bench" / "tools").split()
+            done = subprocess.run([sys.executable, *words], cwd=made, env=environment)
+            if done.returncode > 1:  # 1: one of ours was wrong, which the document tells
                 raise SystemExit(f"exit code {done.returncode}: {command}")
         for path in FOLDER.glob("*.png"):
             path.unlink()

@@ -83,6 +83,30 @@ def test_what_was_not_run_is_told_as_missing(tmp_path: Path) -> None:
     assert performance.images(folder, ["none.png"], performance.DOCUMENT.parent) == ""
 
 
+def test_the_whole_run_fills_the_folder_with_what_the_document_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    performance, ran = tool("performance"), []
+
+    def run(command: list[str], cwd: str, env: dict[str, str]) -> SimpleNamespace:
+        ran.append(command[1:])
+        assert env["PYTHONSAFEPATH"] == "1" and Path(cwd) != ROOT
+        out = Path(cwd) / command[command.index("--out") + 1]
+        out.mkdir(exist_ok=True) if out.suffix == "" else out.write_text("{}")
+        return SimpleNamespace(returncode=1)
+
+    (tmp_path / "old.png").touch()
+    monkeypatch.setattr(performance, "FOLDER", tmp_path)
+    monkeypatch.setattr(performance.subprocess, "run", run)
+    performance.run_all()
+    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json", "overhead.json"}, "and no old picture"
+    for words in ran:
+        assert words[0] == "-m" or Path(words[0]).is_file()
+        if words[0] == "-m":
+            assert words[:3] == ["-m", "pytransformer", "bench"]
+    monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+    with pytest.raises(SystemExit, match="exit code 2"):
+        performance.run_all()
+
+
 # ---- golden
 
 
