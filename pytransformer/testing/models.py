@@ -13,6 +13,12 @@ GRADIENT = 5e-5
 AUTOCAST = 2e-2
 # Relative difference of two float64 losses after 50 steps of training: rounding only; 4e-15 was seen.
 CURVE = 1e-12
+# Elements of one attention in float32, of size about 1, relative and absolute; gradients add up more terms.
+ELEMENT = 32 * torch.finfo(torch.float32).eps
+OUTPUT_SIZE, GRADIENT_SIZE = 4.0, 8.0
+# Weights, relative and absolute, and losses after a few steps of training in float32, added up in another order: Adam
+# divides small gradients by their own size, and so their rounding too.
+TRAINED, TRAINED_LEAST = 1e-4, 1e-5
 
 
 def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -29,3 +35,18 @@ def assert_same_gradient(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert theirs.norm() > 0
     worst = ((ours - theirs).norm() / theirs.norm()).item()
     assert worst <= GRADIENT, f"gradients differ by {worst:.2e}, allowed {GRADIENT:.2e}"
+
+
+def assert_same_elements(ours: torch.Tensor, theirs: torch.Tensor, *, gradient: bool = False) -> None:
+    """AssertionError unless each element of these attention outputs, or gradients, is within :data:`ELEMENT`."""
+    size = GRADIENT_SIZE if gradient else OUTPUT_SIZE
+    torch.testing.assert_close(ours, theirs, rtol=ELEMENT, atol=size * ELEMENT)
+
+
+def assert_same_training(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """AssertionError unless these are the weights of the same training, within :data:`TRAINED`."""
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(
+            weight, theirs[name], rtol=TRAINED, atol=TRAINED_LEAST, msg=lambda m, name=name: f"{name}: {m}"
+        )

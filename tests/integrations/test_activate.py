@@ -14,9 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import pytransformer as pt
 from pytransformer import drop_in
 from pytransformer.ops._registry import trace
+from pytransformer.testing.hugging_face import model_distance_limit
+from pytransformer.testing.models import assert_same_elements
 
-# Largest difference between two correct float32 results of size about 1.
-LIMIT = 32 * torch.finfo(torch.float32).eps
+LIMIT = model_distance_limit(torch.float32)
 
 
 def tensors(*shape: int, heads: int = 4, keys: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,7 +71,7 @@ def test_same_as_pytorch(backend: str, name: str) -> None:
     assert {b for _, b in ran} == {backend}
     assert got.shape == want.shape
     assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want, rtol=LIMIT, atol=4 * LIMIT)
+    assert_same_elements(got, want)
 
 
 @pytest.mark.parametrize("name", masks())
@@ -88,7 +89,7 @@ def test_gradients_with_masks(backend: str, name: str) -> None:
         got = gradients()
     assert ran == [("attention_fwd", backend), ("attention_bwd", backend)]
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=LIMIT, atol=8 * LIMIT)
+        assert_same_elements(mine, theirs, gradient=True)
 
 
 def test_mask_and_causal_intersect(backend: str) -> None:
@@ -96,7 +97,7 @@ def test_mask_and_causal_intersect(backend: str) -> None:
     mask = masks()["bool"][..., :7] | torch.eye(7, dtype=torch.bool)
     want = sdpa(q, k, v, attn_mask=mask & torch.ones(7, 7, dtype=torch.bool).tril())
     with pt.activate():
-        torch.testing.assert_close(sdpa(q, k, v, attn_mask=mask, is_causal=True), want, rtol=LIMIT, atol=4 * LIMIT)
+        assert_same_elements(sdpa(q, k, v, attn_mask=mask, is_causal=True), want)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -135,7 +136,7 @@ def test_compiled_code_runs_our_op(backend: str) -> None:
             compiled(*inputs)
         assert ran[2:] == [("attention_fwd", backend)]
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=LIMIT, atol=8 * LIMIT)
+        assert_same_elements(mine, theirs, gradient=True)
 
 
 def test_dropout_follows_the_seed(backend: str) -> None:
@@ -150,7 +151,7 @@ def test_dropout_follows_the_seed(backend: str) -> None:
     assert not torch.equal(outs[0], outs[2])
     kept = outs[0] != 0
     assert 0.35 < kept.float().mean() < 0.65
-    torch.testing.assert_close(outs[0][kept], 2 * sdpa(q, k, eye)[kept], rtol=LIMIT, atol=LIMIT)
+    assert_same_elements(outs[0][kept], 2 * sdpa(q, k, eye)[kept])
 
 
 # ---- modules of torch.nn
@@ -186,7 +187,7 @@ def test_multihead_attention(backend: str, training: bool, need_weights: bool, w
     assert len(ran) == (0 if need_weights else 1 + training)
     assert {b for _, b in ran} <= {backend}
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=LIMIT, atol=8 * LIMIT)
+        assert_same_elements(mine, theirs, gradient=True)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -370,7 +371,7 @@ def test_threads() -> None:
         try:
             for _ in range(20):
                 with pt.activate():
-                    torch.testing.assert_close(sdpa(q, k, v), want, rtol=LIMIT, atol=4 * LIMIT)
+                    assert_same_elements(sdpa(q, k, v), want)
         except BaseException as error:
             errors.append(error)
 

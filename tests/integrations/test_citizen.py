@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
 from pytransformer.integrations import proof_memory
@@ -253,3 +255,39 @@ def test_data_parallel_gradients_are_those_of_the_whole_batch(hugging_face: Any,
     grads = torch.load(tmp_path / "grads.pt", weights_only=True)
     compare: Callable[[dict[str, Any]], torch.Tensor] = lambda g: torch.cat([g[n].flatten() for n in sorted(g)])
     assert distance(compare(grads), compare({n: p.grad for n, p in model.named_parameters()})) < LIMIT
+
+
+# ---- what a step allocates
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the operations that make new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        old = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.numel() and t.untyped_storage().data_ptr() not in old:
+                self.calls[function.overloadpacket.__name__] += 1
+                break
+        return out
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart", "vit"])
+def test_nothing_is_copied_on_the_way(hugging_face: Any, name: str) -> None:
+    """A training step hands views to our ops and takes views from them; no dense mask is made."""
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "right")
+    if family.kind != "image":
+        inputs["use_cache"] = False  # a cache concatenates keys and values, whose gradients then lie otherwise
+    model = build(family, "pytransformer")
+    run(model, family, inputs)
+    with Allocated() as seen:
+        run(model, family, inputs)
+    assert seen.calls["attention_fwd"] == family.attentions, "the counter saw nothing"
+    assert seen.calls["clone"] == seen.calls["where"] == 0, seen.calls

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from pytransformer.testing.models import TRAINED, assert_same_training
 from pytransformer.training import read_metrics
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
 
@@ -55,13 +56,11 @@ def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_pa
     alone.fit()
     torchrun(toy, subprocess_environment, tmp_path / "two", 1, 12)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same_training(two, one)
     first, second = (read_metrics(tmp_path / n / "metrics.jsonl") for n in ("one", "two"))
     assert [row["step"] for row in second] == [4, 8, 12], "one process writes the metrics"
     for a, b in zip(first, second):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4), "the loss logged is that of all processes"
+        assert b["loss"] == pytest.approx(a["loss"], rel=TRAINED), "the loss logged is that of all processes"
 
 
 @pytest.mark.slow
