@@ -27,11 +27,13 @@ LIMITS: dict[torch.dtype, dict[str, tuple[float, float]]] = {
     torch.float64: {"zero_mean": (2.0, 6.0), "any": (6.0, 8.0), "repeated": (6.0, 16.0)},
 }
 
-# The same for ops whose bounds follow errors through more than one product. PyTorch's own kernels stay within these in 1,000 problems
-# each, but for the 16-bit losses, which they round to that dtype (docs/accuracy.md). In float64 the exact result errs as much as
-# ours: attention's constants hold there.
+# The same for the norms, and for ops whose bounds follow errors through more than one product. PyTorch's own kernels stay within
+# these in 1,000 problems each, but for the 16-bit losses and norms, which they round on the way, and long sums of equal terms
+# (docs/accuracy.md). In float64 the exact result errs as much as ours: attention's constants hold there.
 _HALF = {"zero_mean": (1.0, 1.0), "any": (1.0, 1.0)}
+_NORM = {**LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 8.0)}}
 LIMITS_OF: dict[str, dict[torch.dtype, dict[str, tuple[float, float]]]] = {
+    **dict.fromkeys(("layer_norm", "rms_norm", "add_norm"), _NORM),
     "feed_forward": {
         **LIMITS,
         **dict.fromkeys((torch.bfloat16, torch.float16), _HALF),
@@ -69,7 +71,7 @@ LONG = 96
 
 
 def limit(dtype: torch.dtype, gradient: bool, data: str = "any", head_dim: int = 1, op: str = "") -> float:
-    """c for a result of this dtype; of attention and the norms if op has no constants of its own."""
+    """c for a result of this dtype; attention's if op has no constants of its own."""
     c = LIMITS_OF.get(op, LIMITS)[dtype][data][gradient]
     wide = dtype in (torch.float32, torch.float64)
     return c * max(1.0, head_dim / LONG) ** 0.5 if wide and data != "zero_mean" else c

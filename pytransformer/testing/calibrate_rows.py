@@ -1,11 +1,12 @@
-"""How near to float64 PyTorch's own kernels come for feed_forward and linear_cross_entropy, in units of the bound: where the
-constants come from.
+"""How near to float64 PyTorch's own kernels come for the norms, feed_forward and linear_cross_entropy, in units of the bound:
+where the constants come from.
 
     python -m pytransformer.testing.calibrate_rows --cases 1000 --backend cpu > table.md
 
 Draws problems as the fuzzers do, without dropout and with contiguous tensors of one dtype, and prints for plain PyTorch code
-(F.linear, activation, F.linear; F.linear, F.cross_entropy), each dtype and kind of data the 50th and 99th percentile and the maximum
-of c (bounds.coefficients), as the tables of docs/accuracy.md. "ours" are backends of this package on the same problems.
+(F.layer_norm, F.rms_norm; F.linear, activation, F.linear; F.linear, F.cross_entropy), each dtype and kind of data the 50th and 99th
+percentile and the maximum of c (bounds.coefficients), as the tables of docs/accuracy.md. "ours" are backends of this package on
+the same problems.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import bounds, fuzz_cross_entropy, fuzz_ffn, oracle
+from . import bounds, fuzz_cross_entropy, fuzz_ffn, fuzz_norm, oracle
 
 Table = dict[tuple[str, str, str, str], list[float]]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,7 +31,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
+DRAW: dict[str, Callable[[int, int], Any]] = {
+    "norm": fuzz_norm.draw,
+    "feed_forward": fuzz_ffn.draw,
+    "linear_cross_entropy": fuzz_cross_entropy.draw,
+}
+SOLVE: dict[str, Callable[[Any], dict[str, oracle.Result]]] = {
+    "norm": lambda p: fuzz_norm.solve(p, None),
+    "feed_forward": fuzz_ffn.solve,
+    "linear_cross_entropy": fuzz_cross_entropy.solve,
+}
 NAMES = {
+    "norm": ("out", "x", "weight", "bias"),
     "feed_forward": ("out", "x", "w1", "w2", "b1", "b2", "gate_weight", "gate_bias"),
     "linear_cross_entropy": ("loss", "x", "weight", "bias"),
 }
@@ -38,18 +50,28 @@ NAMES = {
 
 def problem(op: str, seed: int, case: int) -> Any:
     """A problem that plain PyTorch code can do; None if drawn otherwise."""
-    p = (fuzz_ffn if op == "feed_forward" else fuzz_cross_entropy).draw(seed, case)
+    p = DRAW[op](seed, case)
+    if op == "norm" and p.op == "add_norm":  # the norm of a sum as stored: nothing new
+        return None
     for name in ("dropout_p", "dropout_seed", "recompute"):
         p.keywords.pop(name, None)
     p.tensors = {
-        n: t.contiguous() if n == "target" or (n == "grad_out" and op != "feed_forward") else t.to(p.dtype).contiguous()
+        n: t.contiguous()
+        if n == "target" or (n == "grad_out" and op == "linear_cross_entropy")
+        else t.to(p.dtype).contiguous()
         for n, t in p.tensors.items()
     }
     return None if not p.wanted or p.tensors["x"].numel() == 0 or "ignored_nan" in p.features else p
 
 
-def pytorch(op: str, t: dict[str, Tensor], keywords: dict[str, Any]) -> Tensor:
+def pytorch(op: str, p: Any, t: dict[str, Tensor]) -> Tensor:
     """Plain PyTorch code, in the dtype of the tensors."""
+    keywords = p.keywords
+    if op == "norm":
+        shape = t["x"].shape[t["x"].dim() - p.dims :]
+        if p.op == "rms_norm":
+            return F.rms_norm(t["x"], shape, t.get("weight"), **keywords)
+        return F.layer_norm(t["x"], shape, t.get("weight"), t.get("bias"), **keywords)
     if op == "feed_forward":
         act = ACTIVATIONS[keywords["activation"]]
         hidden = F.linear(t["x"], t["w1"], t.get("b1"))
@@ -60,11 +82,13 @@ def pytorch(op: str, t: dict[str, Tensor], keywords: dict[str, Any]) -> Tensor:
     return losses.view(t["target"].shape) if keywords["reduction"] == "none" else losses
 
 
-def ours(op: str, backend: str, t: dict[str, Tensor], keywords: dict[str, Any]) -> Tensor:
+def ours(op: str, backend: str, p: Any, t: dict[str, Tensor]) -> Tensor:
     """The same from a backend of this package."""
     import pytransformer as pt
 
-    forced = {"backend": backend, "strict": True}
+    if op == "norm":
+        return fuzz_norm.call(p, t, backend)["out"]
+    keywords, forced = p.keywords, {"backend": backend, "strict": True}
     if op == "feed_forward":
         gate = {n: t.get(n) for n in ("gate_weight", "gate_bias")}
         return pt.feed_forward(*(t.get(n) for n in ("x", "w1", "b1", "w2", "b2")), **gate, **keywords, **forced)
@@ -73,15 +97,14 @@ def ours(op: str, backend: str, t: dict[str, Tensor], keywords: dict[str, Any]) 
 
 def calibrate(op: str, seed: int, cases: int, backends: list[str]) -> Table:
     """c of every result, by (kernel, dtype, data, result)."""
-    runs: dict[str, Callable[..., Tensor]] = {"PyTorch": lambda t, k: pytorch(op, t, k)}
-    runs |= {f"ours, {name}": lambda t, k, name=name: ours(op, name, t, k) for name in backends}
-    solve = (fuzz_ffn if op == "feed_forward" else fuzz_cross_entropy).solve
+    runs: dict[str, Callable[..., Tensor]] = {"PyTorch": lambda p, t: pytorch(op, p, t)}
+    runs |= {f"ours, {name}": lambda p, t, name=name: ours(op, name, p, t) for name in backends}
     table: Table = defaultdict(list)
     for case in range(cases):
         p = problem(op, seed, case)
         if p is None:
             continue
-        solution = oracle.Solution(solve(p), 1, torch.empty(0), torch.empty(0))
+        solution = oracle.Solution(SOLVE[op](p), 1, torch.empty(0), torch.empty(0))
         first = NAMES[op][0]
         if solution.results[first].value.isnan().any():
             continue  # the mean over no target
@@ -90,12 +113,12 @@ def calibrate(op: str, seed: int, cases: int, backends: list[str]) -> Table:
             leaves = {
                 n: t.detach().requires_grad_() if t.is_floating_point() else t for n, t in p.tensors.items() if n != "grad_out"
             }
-            out = run(leaves, p.keywords)
+            out = run(p, leaves)
             grads = torch.autograd.grad(out, [leaves[n] for n in p.wanted], p.tensors["grad_out"].to(out.dtype))
             # PyTorch's loss has the dtype of its logits, and is judged in its eps
             stored = solution.results[first]
             judged = {first: out.to(stored.dtype), **dict(zip(p.wanted, grads))}
-            for check in bounds.check(solution, judged, p.dtype, data, op):
+            for check in bounds.check(solution, judged, p.dtype, data, p.op if op == "norm" else op):
                 table[name, str(p.dtype)[6:], data, check.name].append(check.reached)
     return table
 
@@ -119,9 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--backend", action="append", default=[], help="also measure this backend of ours")
+    parser.add_argument("--op", action="append", default=[], choices=list(NAMES), help="only this op")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for op in NAMES:
+    for op in options.op or NAMES:
         started = time.monotonic()
         print(markdown(op, calibrate(op, options.seed, options.cases, options.backend)), end="\n\n")
         seconds = time.monotonic() - started

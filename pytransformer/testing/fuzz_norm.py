@@ -275,7 +275,7 @@ def judge(
         coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
         # for float64 the exact result is float64 itself, and errs as much
         data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-        checks = bounds.check(solution, results, coarse, data)
+        checks = bounds.check(solution, results, coarse, data, problem.op)
         wrong = [str(c) for c in checks if not c.ok]
         if {b for _, b in record} != {backend}:
             wrong.append(f"ran {record}, {backend} was forced")

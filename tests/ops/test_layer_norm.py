@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._registry import OPS
+from pytransformer.testing import fuzz_norm
 
 BACKENDS = ("reference", "cpu")
 KINDS = ("layer", "rms")
@@ -34,22 +37,22 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opinfo_samples(kind: str, dtype: torch.dtype, norm_backend: str) -> None:
-    """PyTorch's own samples of the op: outputs and gradients."""
+    """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the bound."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     info = next(o for o in op_db if o.name == f"nn.functional.{kind}_norm")
-    count = 0
+    ours, count = getattr(pt, f"{kind}_norm"), 0
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         arguments = (sample.input, *sample.args)
-        ours = getattr(pt, f"{kind}_norm")(*arguments, **sample.kwargs, backend=norm_backend)
         theirs = getattr(F, f"{kind}_norm")(*arguments, **sample.kwargs)
-        torch.testing.assert_close(ours, theirs)
-        leaves = [t for t in (*arguments, *sample.kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
-        grad = torch.randn_like(theirs)
-        # One column has variance 0: its exact gradient is 0, the rounding of g times rstd = 1 / sqrt(eps) = 316.
-        close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 2e-2}
-        for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
-            torch.testing.assert_close(a, b, **close)
+        torch.testing.assert_close(ours(*arguments, **sample.kwargs, backend=norm_backend), theirs)
+        named = inspect.signature(ours).bind(*arguments, **sample.kwargs).arguments
+        tensors = {n: t.detach() for n, t in named.items() if isinstance(t, torch.Tensor)}
+        problem = fuzz_norm.Problem(
+            f"{kind}_norm", dtype, len(named["normalized_shape"]), "any", tensors | {"grad_out": torch.randn_like(theirs)},
+            dict.fromkeys((*tensors, "grad_out"), "contiguous"), {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
+        )  # fmt: skip
+        assert fuzz_norm.judge(problem, norm_backend, repeat=False)[1] == []
         count += 1
     assert count >= 6
 
@@ -58,6 +61,25 @@ def test_rms_eps_is_that_of_torch(norm_backend: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(4, 16, dtype=dtype) * 1e-4
         torch.testing.assert_close(pt.rms_norm(x, 16, backend=norm_backend), F.rms_norm(x, (16,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, norm_backend: str) -> None:
+    """Without one the kernel is called another way where nothing has to be converted: parameters of the work dtype."""
+    x, _, weight, bias = (t.detach() for t in _inputs(9, 70, dtype=dtype))
+    parameters = [t if dtype == torch.float64 else t.float() for t in (weight, bias)]
+    plain = functools.partial(pt.layer_norm, bias=parameters[1]) if kind == "layer" else pt.rms_norm
+    for leading in (x, x.T.contiguous().T, x.view(9, 7, 10).transpose(0, 1)):  # plain, and two that need another layout
+        size = leading.shape[-1]
+        outputs = []
+        for grad in (False, True):
+            h = leading.clone(memory_format=torch.preserve_format).requires_grad_(grad)
+            added = pt.add_norm(h, h, parameters[0][:size], kind=kind, dropout_p=0.3, dropout_seed=5, backend=norm_backend)
+            outputs.append([*added, pt.rms_norm(h, size, backend=norm_backend)])
+            if size == 70:
+                outputs[-1].append(plain(h, 70, weight=parameters[0], backend=norm_backend))
+        assert all(torch.equal(a, b) for a, b in zip(*outputs)) and outputs[1][0].requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
