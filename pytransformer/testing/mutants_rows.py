@@ -117,8 +117,8 @@ def _shifted(keep: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _mean_over_all_targets(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
-    loss, lse = forward(a)
-    return (loss if a.reduction != "mean" else loss * (a.target != a.ignore_index).sum() / a.target.numel()), lse
+    loss, *rest = forward(a)
+    return (loss if a.reduction != "mean" else loss * (a.target != a.ignore_index).sum() / a.target.numel()), *rest
 
 
 def _largest_logit_not_subtracted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
