@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,3 +59,17 @@ def hide(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str,
         return {"PYTHONPATH": os.pathsep.join([str(folder), environment["PYTHONPATH"]])}
 
     return changes
+
+
+@pytest.fixture
+def tool() -> Callable[[str], ModuleType]:
+    """`tool("performance")`: the module bench/tools/performance.py, loaded anew."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "tools" / f"{name}.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import time
@@ -266,3 +267,45 @@ def test_a_case_of_several_shapes_is_drawn_once_by_case_and_against_the_length(t
     many = [{**r, "case": f"c{i}", "mode": mode} for i in range(8) for mode in results.MODES for r in document["rows"]]
     assert set(curves._figures(curves.sweeps(many)["L"])) == {"_f32_fwd", "_f32_bwd", "_f32_fwd_bwd"}
     assert "speed_by_l_f32_fwd.png" in curves.draw_all(tmp_path, {**document, "rows": many})
+
+
+@pytest.mark.slow
+def test_the_suite_from_the_command_line_to_the_document(tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the suite at small shapes: checked, timed, drawn, and told by docs/performance.md's tool."""
+    whole, steps = suites.aims, {}
+    limits = {"B": 1, "Hq": 2, "Hkv": 2, "D": 64, "rows": 32, "d": 64, "hidden": 128, "classes": 100}
+    wanted = ("full", "causal", "key_padding", "varlen", "add_norm", "feed_forward_gelu", "linear_cross_entropy", "decode")
+
+    def small() -> list[plan.Step]:
+        for step in whole():
+            shape = {name: min(size, limits.get(name, size)) for name, size in step.case.shape.items()}
+            shape |= {name: max(1, step.case.shape[name] // 32) for name in ("Lq", "Lk") if name in shape}
+            smaller = dataclasses.replace(step, case=plan.resized(step.case, shape), sustained=step.sustained / 100)
+            if step.case.name in wanted and step.dtype == torch.bfloat16:
+                steps.setdefault((smaller.case.name, tuple(smaller.case.shape.items()), step.dtype, step.mode), smaller)
+        return list(steps.values())
+
+    monkeypatch.setitem(suites.SUITES, "aims", small)
+    monkeypatch.setattr(clock, "evicting_bytes", lambda: 1 << 20)
+    folder = tmp_path / "bench" / "results" / "here"
+    assert main(["bench", "--min-time", "0", "--threads", "1", "--no-memory", "--out", str(folder)]) == OK
+    document = report.load(folder / "results.json")
+    assert {"fwd", "fwd+bwd"} == {row["mode"] for row in document["rows"]} and {"warm", "cold"} == {
+        row["cache"] for row in document["rows"]
+    }
+    run = {
+        (r["case"], tuple(r["shape"].items()), plan.DTYPES[r["dtype"]], r["mode"])
+        for r in document["rows"]
+        if r["backend"] == "torch"
+    }
+    refused = {e["case"] for e in document["not_run"] if e["backend"] == "torch"}
+    assert {key for key in steps if key[0] not in refused} <= run
+    assert {"roofline.png", "speed.png", "speed_by_l.png"} <= {path.name for path in folder.iterdir()}
+    performance = tool("performance")
+    monkeypatch.setattr(performance, "ROOT", tmp_path)
+    monkeypatch.setattr(performance, "SHORTEST", 512 // 32)
+    monkeypatch.setattr(performance, "DOCUMENT", tmp_path / "docs" / "performance.md")
+    text = performance.text(folder)
+    assert "L = 16 | L = 32 | L = 64 | L = 128 |" in text and "![roofline](../bench/results/here/roofline.png)" in text
+    assert "decode cold" not in text and "| decode |" in text and "fwd cold" in text
+    assert "speed_by_l.png" in text and "attention, decoding, bf16" in performance.summary(folder)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,18 +17,10 @@ pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "tools" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # ---- performance
 
 
-def test_performance_document_is_made_of_the_committed_results() -> None:
+def test_performance_document_is_made_of_the_committed_results(tool) -> None:
     performance = tool("performance")
     again = "run: python bench/tools/performance.py --write"
     assert performance.text() == performance.DOCUMENT.read_text(), again
@@ -58,7 +50,7 @@ def _rows(ours: dict[str, float], peer: dict[str, float], **more) -> list[dict]:
     ]
 
 
-def test_backward_is_the_difference_and_losses_are_told() -> None:
+def test_backward_is_the_difference_and_losses_are_told(tool) -> None:
     performance = tool("performance")
     found = performance.pairs({"rows": _rows({"fwd": 1.0, "fwd+bwd": 3.0}, {"fwd": 5.0, "fwd+bwd": 11.0})})
     (modes,) = performance.by_mode(found).values()
@@ -73,7 +65,7 @@ def test_backward_is_the_difference_and_losses_are_told() -> None:
     assert performance.times(0.999) == "1.00" and performance.times(0.99) == "**0.99**" and performance.times(None) == "–"
 
 
-def test_what_was_not_run_is_told_as_missing(tmp_path: Path) -> None:
+def test_what_was_not_run_is_told_as_missing(tool, tmp_path: Path) -> None:
     performance = tool("performance")
     folder = performance.ROOT / "bench" / "results"  # a path below the root, where links start
     lone = tmp_path / "results.json"
@@ -83,7 +75,9 @@ def test_what_was_not_run_is_told_as_missing(tmp_path: Path) -> None:
     assert performance.images(folder, ["none.png"], performance.DOCUMENT.parent) == ""
 
 
-def test_the_whole_run_fills_the_folder_with_what_the_document_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
+    tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     performance, ran = tool("performance"), []
 
     def run(command: list[str], cwd: str, env: dict[str, str]) -> SimpleNamespace:
@@ -110,7 +104,7 @@ def test_the_whole_run_fills_the_folder_with_what_the_document_reads(monkeypatch
 # ---- golden
 
 
-def test_accuracy_document_is_made_of_the_committed_errors() -> None:
+def test_accuracy_document_is_made_of_the_committed_errors(tool) -> None:
     golden = tool("golden")
     document = json.loads(golden.RESULTS.read_text())
     old = golden.DOCUMENT.read_text()
@@ -119,7 +113,7 @@ def test_accuracy_document_is_made_of_the_committed_errors() -> None:
     assert measured == {(case.op, case.name, dtype) for case, dtype in golden.problems()}
 
 
-def test_errors_are_of_every_tensor_and_backend() -> None:
+def test_errors_are_of_every_tensor_and_backend(tool) -> None:
     golden = tool("golden")
     found = golden.errors(plan.case("bias", "small"), "float32")
     assert {"naive", "torch"} <= set(found)
@@ -154,7 +148,7 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
 # ---- verify, inspect, ab, overhead
 
 
-def test_verify_runs_the_tests_first_and_stops_at_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_runs_the_tests_first_and_stops_at_a_failure(tool, monkeypatch: pytest.MonkeyPatch) -> None:
     verify, ran = tool("verify"), []
 
     def run(command: list[str], **_) -> SimpleNamespace:
@@ -171,7 +165,7 @@ def test_verify_runs_the_tests_first_and_stops_at_a_failure(monkeypatch: pytest.
         verify.stem_of("softmax")
 
 
-def test_inspect_shows_the_committed_tables() -> None:
+def test_inspect_shows_the_committed_tables(tool) -> None:
     inspect = tool("inspect_kernels")
     script = ROOT / "bench" / "tools" / "inspect_kernels.py"
 
@@ -191,7 +185,7 @@ def test_inspect_shows_the_committed_tables() -> None:
     ]  # fmt: skip
 
 
-def test_ab_takes_turns_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ab_takes_turns_and_compares(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ab, ran = tool("ab"), []
     monkeypatch.setattr(ab, "pytransformer", lambda checkout, *words: ran.append((checkout.name, words)) or 0)
     for name in ("old", "new"):
@@ -206,7 +200,7 @@ def test_ab_takes_turns_and_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert ran[-1][1][:4] == ("bench", "compare", str(tmp_path / "runs" / "old"), str(tmp_path / "runs" / "new"))
 
 
-def test_overhead_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_overhead_writes_what_it_measured(tool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     overhead = tool("overhead")
     file = tmp_path / "overhead.json"
     monkeypatch.setattr(sys, "argv", ["overhead", "--rounds", "2", "--repeat", "1", "--out", str(file)])
