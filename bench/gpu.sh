@@ -70,7 +70,7 @@ bench() { # NAME SECONDS ARGUMENTS…
     --out "$work/bench/$name"
 }
 
-peers=triton,torch,flash,efficient,cudnn
+peers=triton,cuda,torch,torch_flash,torch_efficient,torch_cudnn
 norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
 bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
 bench norms_1024 60 "${norms[@]}" rows=65536,d=1024

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from pytransformer.cli import OK, USAGE, main, providers
-from pytransformer.cli.benchmark import curves, memory, plan, report
+from pytransformer.cli import OK, USAGE, build_parser, main, providers
+from pytransformer.cli.benchmark import command, curves, memory, plan, report
 from pytransformer.cli.benchmark.runner import Options, Runner
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
@@ -110,3 +113,18 @@ def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
         code = stop.code
     assert code == USAGE
     assert said in capsys.readouterr().err
+
+
+def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
+    """Each `pytransformer bench` that bench/gpu.sh would run is understood: on a GPU there is no time to find out."""
+    script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
+    environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
+    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    commands = [
+        line.partition("-m pytransformer ")[2].split() for line in said.splitlines() if " -m pytransformer bench" in line
+    ]
+    assert len(commands) >= 6
+    for words in commands:
+        arguments = build_parser().parse_args(words)
+        steps = command._steps(arguments, command._ops(arguments.ops))
+        assert steps and arguments.device == "cuda", words
