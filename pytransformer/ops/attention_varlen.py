@@ -122,13 +122,16 @@ def _prepare(
     query, key, value = autocast(query.device, query, key, value)
     check_same(op, "query", query, "key", key, dtype=True)
     check_same(op, "query", query, "value", value, dtype=True)
-    shapes = f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
+
+    def shapes() -> str:  # only for errors: torch.compile cannot print sizes that it does not know
+        return f"query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}"
+
     if key.shape[2] != query.shape[2] or 0 in (query.shape[2], value.shape[2]):
-        raise ValueError(f"{op}: query and key must have the same head size, at least 1, got {shapes}")
+        raise ValueError(f"{op}: query and key must have the same head size, at least 1, got {shapes()}")
     if key.shape[:2] != value.shape[:2]:
-        raise ValueError(f"{op}: key and value must have the same rows and heads, got {shapes}")
+        raise ValueError(f"{op}: key and value must have the same rows and heads, got {shapes()}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"{op}: query's heads must be a multiple of key's heads, got {shapes}")
+        raise ValueError(f"{op}: query's heads must be a multiple of key's heads, got {shapes()}")
     cu_q, cu_k = (_offsets(op, n, t, query) for n, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)))
     if cu_q.shape != cu_k.shape:
         raise ValueError(
