@@ -139,7 +139,7 @@ def _definite(draw: _Draw, adjective: bool) -> tuple[str, str, int]:
 def _bought(draw: _Draw) -> tuple[str, str]:
     person, verb, things, day = draw.person(), draw.verb(), _counted(draw, False), draw.day()
     return (
-        f"{person.pt} {verb.past_pt[person.index]} {things[0]} em {day[0]}.",
+        f"{person.pt} {verb.past_pt[person.form]} {things[0]} em {day[0]}.",
         f"{person.en} {verb.past_en} {things[1]} on {day[1]}.",
     )
 
@@ -190,13 +190,13 @@ def _question(draw: _Draw) -> tuple[str, str]:
 def _every_day(draw: _Draw) -> tuple[str, str]:
     person, verb, (pt, en, _) = draw.person(), draw.verb(), _definite(draw, False)
     does = verb.third_en if person.third else verb.en
-    return f"{person.pt} {verb.present_pt[person.index]} {pt} todos os dias.", f"{person.en} {does} {en} every day."
+    return f"{person.pt} {verb.present_pt[person.form]} {pt} todos os dias.", f"{person.en} {does} {en} every day."
 
 
 def _does_not(draw: _Draw) -> tuple[str, str]:
     person, verb, (pt, en, _) = draw.person(), draw.verb(), _definite(draw, True)
     does = "does" if person.third else "do"
-    return f"{person.pt} não {verb.present_pt[person.index]} {pt}.", f"{person.en} {does} not {verb.en} {en}."
+    return f"{person.pt} não {verb.present_pt[person.form]} {pt}.", f"{person.en} {does} not {verb.en} {en}."
 
 
 def _is(draw: _Draw) -> tuple[str, str]:

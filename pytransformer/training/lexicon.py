@@ -40,12 +40,12 @@ class Verb(NamedTuple):
 class Person(NamedTuple):
     pt: str
     en: str
-    index: int  # of the verb's form
+    form: int  # of the verb
 
     @property
     def third(self) -> bool:
         """Third person singular, which English marks."""
-        return self.index == 1
+        return self.form == 1
 
 
 class Place(NamedTuple):
