@@ -121,7 +121,7 @@ def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) 
         assert_same_gradient(tables[1][name], grad)
 
 
-# ---- autocast, torch.func, compiled training
+# ---- autocast, torch.func
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
@@ -154,22 +154,6 @@ def test_gradients_of_each_example_by_vmap() -> None:
         for name, grad in one.items():
             if grad.norm() > 1e-4:  # the keys' bias has none but rounding
                 assert distance(grads[name][i], grad) < LIMIT, name
-
-
-@pytest.mark.slow  # inductor calls the C++ compiler
-@pytest.mark.unpoisoned
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_a_compiled_training_step(hugging_face: Any, name: str) -> None:
-    """Inductor, forward and backward, without a graph break."""
-    family = FAMILIES[name]
-    inputs = inputs_of(family, "right")
-    logits, grads = run(family.build("eager"), family, inputs)
-    torch._dynamo.reset()
-    compiled = torch.compile(build(family, "pytransformer"), fullgraph=True)
-    with trace() as ran:
-        ours, our_grads = run(compiled, family, inputs)
-    assert sum(op == "attention_bwd" for op, _ in ran) == family.attentions
-    assert distance(ours, logits) < LIMIT and distance(our_grads, grads) < LIMIT
 
 
 # ---- processes and threads
