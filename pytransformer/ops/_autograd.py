@@ -69,7 +69,8 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
     :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference.
 
     The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
-    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs.
+    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,
+    as one tuple, all else, since PyTorch looks at each input and asks a gradient of each.
     """
     fwd, bwd, name, positions = op.fwd, op.bwd, op.name, op.positions
     num_args, num_tensors, num_grads = op.num_args, op.num_tensors, len(op.grad_names)
@@ -94,19 +95,21 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
             inputs = tuple(other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others))
             return _second_order(name, inputs, cotangents)
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:num_tensors], *(output[i] for i in saved_places))
-        ctx.others = inputs[num_tensors:]
+    def remember(ctx: Any, tensors: Sequence[Any], others: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.save_for_backward(*tensors, *[output[i] for i in saved_places])
+        ctx.others = others
         ctx.mark_non_differentiable(*output[num_grads:])
         ctx.set_materialize_grads(False)
 
-    def first_order(ctx: Any, grads: tuple[torch.Tensor | None, ...], run: Any) -> tuple[torch.Tensor | None, ...]:
-        wanted = [ctx.needs_input_grad[i] for i in positions]
-        by_position: list[torch.Tensor | None] = [None] * (num_args + 2)
+    def first_order(
+        ctx: Any, grads: tuple[torch.Tensor | None, ...], run: Any, num_inputs: int
+    ) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad  # a new tuple each time it is asked for
+        wanted = [needed[i] for i in positions]
+        by_position: list[torch.Tensor | None] = [None] * num_inputs
         if any(wanted) and any(g is not None for g in grads[:num_grads]):
             tensors, others = ctx.saved_tensors, ctx.others
-            args, forced = (*tensors[:num_tensors], *others[:-2]), others[-2:]
-            inputs = (*grads[:num_grads], *args, *tensors[num_tensors:], wanted, *forced)
+            inputs = (*grads[:num_grads], *tensors[:num_tensors], *others[:-2], *tensors[num_tensors:], wanted, *others[-2:])
             # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
             once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
             results = run(*inputs) if once else Backward.apply(*inputs)
@@ -124,22 +127,23 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-            remember(ctx, inputs, output)
+            remember(ctx, inputs[:num_tensors], inputs[num_tensors:], output)
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            return first_order(ctx, grads, bwd)
+            return first_order(ctx, grads, bwd, num_args + 2)
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-            output = op.run_forward(*inputs)
-            remember(ctx, inputs, output)
+            tensors, others = inputs[:-1], inputs[-1]
+            output = op.run_forward(*tensors, *others)
+            remember(ctx, tensors, others, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            return first_order(ctx, grads, op.backward)
+            return first_order(ctx, grads, op.backward, num_tensors + 1)
 
     # Where nothing needs a gradient, torch.compile tells from the number of parameters that forward takes no ctx.
     Forward.forward.__signature__ = inspect.Signature(

@@ -41,7 +41,11 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     ) -> list[torch.Tensor | None]:
         out, lse = saved
         grad_out, grad_lse = grads
-        grad_out = torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif grad_out.dtype != out.dtype:
+            grad_out = grad_out.to(out.dtype)
+        grad_out = last_contiguous(grad_out)
         results = op.empty_gradients(a, wanted)
         work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
         # Gradients of terms that are added to scores are summed in float32 whatever their dtype: the kernel adds into zeros.

@@ -298,14 +298,15 @@ class Op:
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
-                    f"{self.name}: torch.compile of a function that calls torch.func.grad, vjp or jvp is not supported; compile "
-                    "the function inside the transform instead"
+                    f"{self.name}: torch.func.grad, vjp and jvp cannot be traced into one graph with this op: without fullgraph=True they "
+                    "run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
             return self.function.apply(*a, backend, strict)
         if not unwatched(a[0], a):
             return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):
-            return self.direct_function.apply(*a, backend, strict)
+            n = self.num_tensors
+            return self.direct_function.apply(*a[:n], (*a[n:], backend, strict))
         return self.run(a, backend, strict, save=False)
 
     def _needs_gradient(self, a: Any) -> bool:

@@ -126,6 +126,19 @@ def test_opcheck_of_the_raw_ops(variant: str, backend: str) -> None:
 
 
 @pytest.mark.unpoisoned
+def test_compiled_derivatives_are_right_or_refused() -> None:
+    """torch.compile leaves autograd Functions out of torch.func.grad, which would make the gradient zero."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    loss = lambda q: pt.attention(q, k, v).sin().sum()
+    want = torch.func.grad(loss)(q)
+    assert torch.equal(torch.func.grad(torch.compile(loss, backend="aot_eager"))(q), want)
+    assert torch.equal(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), want)
+    torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
+    with pytest.raises(Exception, match=r"without fullgraph=True they run eagerly"):
+        torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)(q)
+
+
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("variant", ("plain", "masked", "t5"))
 def test_compiles_whole_without_recompiling(variant: str) -> None:
     """One graph, no break, forward and backward; use_backend changes the backend without a recompilation."""
