@@ -229,14 +229,21 @@ class AttentionBackward {
   void write_keys(elem* out, int64_t stride, const acc* sum, int64_t columns, int64_t rows, const uint8_t* live, int64_t d,
                   double scale) const {
     const vec factor = set1<vec>(acc(scale));
-    for (int64_t r = 0; r < rows; r += T::width)
-      for (int64_t c = 0; c < d; c += T::width) {
-        vec x[T::width];
-        for (int64_t i = 0; i < T::width; i++) x[i] = load(T::pack == 1 ? sum + (r + i) * columns + c : sum + (c + i) * z.BK + r);
-        if constexpr (T::pack > 1) transpose(x);
-        for (int64_t i = 0; i < least<int64_t>(T::width, rows - r); i++)
-          T::store(out + (r + i) * stride + c, d - c, live && !live[r + i] ? vec{} : x[i] * factor);
-      }
+    const auto put = [&](int64_t r, int64_t c, vec x) {
+      T::store(out + r * stride + c, d - c, live && !live[r] ? vec{} : x * factor);
+    };
+    if constexpr (T::pack == 1) {  // row by row: often the first touch of fresh pages
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < d; c += T::width) put(r, c, load(sum + r * columns + c));
+    } else {
+      for (int64_t r = 0; r < rows; r += T::width)
+        for (int64_t c = 0; c < d; c += T::width) {
+          vec x[T::width];
+          for (int64_t i = 0; i < T::width; i++) x[i] = load(sum + (c + i) * z.BK + r);
+          transpose(x);
+          for (int64_t i = 0; i < least<int64_t>(T::width, rows - r); i++) put(r + i, c, x[i]);
+        }
+    }
   }
 
   // ---- sums over items, in their order

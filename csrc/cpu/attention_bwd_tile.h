@@ -84,7 +84,7 @@ class BackwardTile {
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
            TileTerms<T>* terms) {
     if (!find_visible(q, k)) return false;
-    score_products(q, k);
+    score_products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
     const bool general = q.extreme || !scores.plain();
     if (general && z.table) scores.diagonals(h, q.q0, q.rows, k.k0, k.n, diagonals);
@@ -125,12 +125,15 @@ class BackwardTile {
   }
 
   // S = Q K^T and dP = dO V^T; a panel of keys stays in the first cache over all rows.
-  void score_products(const QueryBlock<T>& q, const KeyBlock<T>& k) {
+  void score_products(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
     constexpr int64_t panel = kPanel<T>;
+    const bool plain = scores.plain();
     for (int64_t j = clo / panel * panel; j < chi; j += panel)
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
         if (glo[g] >= j + panel || ghi[g] <= j) continue;
-        const auto f = pick<T>(least(kGroup, q.rows - r), panel, kStore);
+        const int64_t rows = least(kGroup, q.rows - r);
+        for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, least(panel, k.n - j));
+        const auto f = pick<T>(rows, panel, kStore);
         f(z.du, q.Q + r * z.du, z.du, 1, k.Kt + j * z.du, S + r * z.BK + j, z.BK, nullptr);
         if (z.ds) f(z.dvu, q.G + r * z.dvu, z.dvu, 1, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK, nullptr);
       }

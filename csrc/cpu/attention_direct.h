@@ -1,4 +1,4 @@
-// The two products of attention for one query row, from K and V where they lie: with so few rows, packing would cost more than it saves.
+// The two products of attention for a few query rows, from K and V where they lie: with so few rows, packing would cost more than it saves.
 // Reading is the limit. The hardware's prefetch does it best: asking for rows ahead gained nothing with AVX-512 and cost a fifth with AVX2.
 #pragma once
 
@@ -9,38 +9,63 @@ namespace PT_ISA {
 
 constexpr int64_t kMaxHead = 512;
 
-// x[i] = q . K[i] before the sum over lanes, for T::width rows of d columns; q is padded with zeros to whole vectors.
-template <class T>
+// x[i] = q . K[i] before the sum over lanes, for T::width rows of d columns; q is padded with zeros to whole vectors. STEPS: whole vectors
+// of a row if known, so that there is no loop within a row, else 0.
+template <class T, int STEPS>
 INLINE void direct_dots(const typename T::unit* q, const typename T::elem* const* rows, int64_t d, typename T::vec* x) {
   using uvec = typename T::uvec;
   constexpr int64_t step = T::width * T::pack;
-  const int64_t whole = d / step * step;
+  const int64_t whole = STEPS ? STEPS * step : d / step * step;
+  const auto at = [&](int64_t c) { return *reinterpret_cast<const uvec*>(q + c / T::pack); };
   UNROLL for (int i = 0; i < T::width; i++) {
     typename T::vec sum{};
-    for (int64_t c = 0; c < whole; c += step)
-      sum = T::dot(sum, *reinterpret_cast<const uvec*>(q + c / T::pack), T::load_units(rows[i] + c, step));
-    if (whole < d) sum = T::dot(sum, *reinterpret_cast<const uvec*>(q + whole / T::pack), T::load_units(rows[i] + whole, d - whole));
+    if constexpr (STEPS > 0) {
+      UNROLL for (int c = 0; c < STEPS; c++) sum = T::dot(sum, at(c * step), T::load_units(rows[i] + c * step, step));
+    } else {
+      for (int64_t c = 0; c < whole; c += step) sum = T::dot(sum, at(c), T::load_units(rows[i] + c, step));
+      if (whole < d) sum = T::dot(sum, at(whole), T::load_units(rows[i] + whole, d - whole));
+    }
     x[i] = sum;
   }
 }
 
-// s[j] = q . K[j], j in [0, n); s is aligned and written in whole vectors. Keys with live[j] == 0 (live may be null) count as zeros.
+// Keys and queries of direct_scores().
 template <class T>
-void direct_scores(const typename T::unit* q, const typename T::elem* K, int64_t stride, int64_t n, int64_t d, const uint8_t* live,
-                   typename T::acc* s) {
-  using vec = typename T::vec;
-  alignas(64) typename T::unit padded[kMaxHead] = {};
-  for (int64_t u = 0; u < ceil_div(d, T::pack); u++) padded[u] = q[u];
-  for (int64_t j = 0; j < n; j += T::width) {
-    vec x[T::width];
+struct DirectRows {
+  const typename T::elem* K;
+  int64_t stride, n, d;
+  const uint8_t* live;        // keys with live[j] == 0 count as zeros; may be null
+  const typename T::unit* q;  // queries, `units` apart, each padded with zeros to whole vectors
+  int64_t units, rows;
+};
+
+template <class T, int STEPS>
+void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
+  for (int64_t j = 0; j < x.n; j += T::width) {
     const typename T::elem* rows[T::width];
-    for (int64_t i = 0; i < T::width; i++) rows[i] = K + least(j + i, n - 1) * stride;
-    direct_dots<T>(padded, rows, d, x);
-    if (live)
-      for (int i = 0; i < T::width; i++)
-        if (!live[least(j + i, n - 1)]) x[i] = vec{};
-    store(s + j, reduce_rows(x, op_add));
+    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K + least(j + i, x.n - 1) * x.stride;
+    for (int64_t r = 0; r < x.rows; r++) {
+      typename T::vec dots[T::width];
+      direct_dots<T, STEPS>(x.q + r * x.units, rows, x.d, dots);
+      if (x.live)
+        for (int i = 0; i < T::width; i++)
+          if (!x.live[least(j + i, x.n - 1)]) dots[i] = typename T::vec{};
+      store(s + r * ld + j, reduce_rows(dots, op_add));
+    }
   }
+}
+
+// s[r][j] = q[r] . K[j], j in [0, n); the rows of s are aligned and written in whole vectors.
+template <class T>
+void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
+  constexpr int64_t step = T::width * T::pack;
+  const auto f = x.d % step                ? direct_scores<T, 0>
+                 : x.d == step             ? direct_scores<T, 1>
+                 : x.d == 2 * step         ? direct_scores<T, 2>
+                 : x.d == 4 * step         ? direct_scores<T, 4>
+                 : x.d == 8 * step         ? direct_scores<T, 8>
+                                           : direct_scores<T, 0>;
+  f(x, s, ld);
 }
 
 // o = alpha o + sum over keys of p[j] V[j], for NC vectors of columns of which `columns` exist.
@@ -64,7 +89,18 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
       const bool there = j < keys.hi && (!live || live[j]);
       return there ? T::load_units(V + j * stride + c, columns - c) : uvec{};
     };
-    for (int64_t j = keys.lo; j < keys.hi; j += 2) {
+    int64_t j = keys.lo;
+    if (!live && columns == NC * T::width && NC > 1)  // nothing to look at
+      for (; j + 2 <= keys.hi; j += 2) {
+        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::unit*>(p + j));
+        UNROLL for (int c = 0; c + 1 < NC; c += 2) {
+          const typename T::elem* at = V + j * stride + c / 2 * step;
+          uvec lo, hi;
+          interleave(T::load_units(at, step), T::load_units(at + stride, step), &lo, &hi);
+          acc[c] = T::dot(acc[c], w, lo), acc[c + 1] = T::dot(acc[c + 1], w, hi);
+        }
+      }
+    for (; j < keys.hi; j += 2) {
       const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::unit*>(p + j));
       UNROLL for (int c = 0; c < NC; c += 2) {
         uvec lo, hi;

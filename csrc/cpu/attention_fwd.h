@@ -20,7 +20,7 @@ namespace PT_ISA {
 
 constexpr int64_t kBlockRows = 96;                  // queries of a block: a multiple of every kRows
 constexpr int64_t kBlockKeys = 512;                 // keys of a tile: a multiple of every kPanel
-constexpr int64_t kDirectRows = 2;                  // up to here K and V are not packed at all
+constexpr int64_t kDirectRows = 4;                  // up to here K and V are not packed at all
 constexpr int64_t kFewRows = 16;                    // up to here keys are split finely: there is little else to share out
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed operands at once, unless a few heads alone need more
 constexpr int64_t kUnitsAtOnce = 4096;
@@ -136,16 +136,26 @@ class RowBlock {
   void direct_tile(int64_t hkv, int64_t k0, int64_t n) {
     uint8_t marks[kBlockKeys];
     const uint8_t* live = nullptr;
+    const int64_t given = ceil_div(p_.D, T::pack), units = round_up(given, T::width);
+    alignas(64) unit queries[kDirectRows * kMaxHead];
+    for (int64_t r = 0; r < rows_; r++)
+      for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : unit(0);
     const auto scores = [&] {
       live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
-      for (int64_t r = 0; r < rows_; r++)
-        direct_scores<T>(Q_ + r * f_.du, f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, S_ + r * ld_);
+      const DirectRows<T> x{f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, queries, units, rows_};
+      direct_scores<T>(x, S_, ld_);
     };
     const auto output = [&] {
-      for (int64_t r = 0; r < rows_; r++)
-        if (reach_[r].size() > 0)
-          direct_output<T>(P_ + r * ld_, reach_[r], f_.at(p_.v, p_.vs, s_.b, hkv, s_.k_first + k0), p_.vs.l, p_.Dv, live,
-                           started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0), O_ + r * f_.dv);
+      // one row: all keys at once; several: pieces that stay in the first cache
+      const int64_t piece = rows_ > 1 ? 32 : kBlockKeys;
+      for (int64_t j = 0; j < n; j += piece)
+        for (int64_t r = 0; r < rows_; r++) {
+          const Range k{most(reach_[r].lo, j), least(reach_[r].hi, j + piece)};
+          if (k.size() <= 0) continue;
+          const bool begins = k.lo == reach_[r].lo;
+          const A alpha = !begins ? A(1) : started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0);
+          direct_output<T>(P_ + r * ld_, k, f_.at(p_.v, p_.vs, s_.b, hkv, s_.k_first + k0), p_.vs.l, p_.Dv, live, alpha, O_ + r * f_.dv);
+        }
     };
     step(k0, n, scores, output);
   }

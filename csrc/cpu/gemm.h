@@ -45,19 +45,22 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
   constexpr int width = kWidth<vec>;
   vec acc[MR][NV];
   UNROLL for (int r = 0; r < MR; r++) UNROLL for (int j = 0; j < NV; j++) acc[r][j] = vec{};
-  const auto step = [&](const typename Dot::unit* at) {
+  const auto step = [&](const typename Dot::unit* at, int64_t u) {
     uvec bv[NV];
-    UNROLL for (int j = 0; j < NV; j++) bv[j] = *reinterpret_cast<const uvec*>(b + width * j);
+    UNROLL for (int j = 0; j < NV; j++) bv[j] = *reinterpret_cast<const uvec*>(b + width * (NV * u + j));
     UNROLL for (int r = 0; r < MR; r++) {
       const uvec av = Dot::broadcast(at + r * a_row);
       UNROLL for (int j = 0; j < NV; j++) acc[r][j] = Dot::dot(acc[r][j], av, bv[j]);
     }
-    b += width * NV;
   };
-  if (a_k == 1)
-    for (const auto* e = a + k; a != e; a++) step(a);
-  else
-    for (; k > 0; k--, a += a_k) step(a);
+  // Four steps a turn where it counts: the loop's own additions compete with the products for ports.
+  constexpr int turn = MR == kMR && kVecBytes == 64 ? 4 : 1;
+  const auto steps = [&](auto along_k) {
+    for (; k >= turn; k -= turn, a += turn * along_k, b += turn * width * NV) UNROLL for (int u = 0; u < turn; u++) step(a + u * along_k, u);
+    for (; k > 0; k--, a += along_k, b += width * NV) step(a, 0);
+  };
+  if (a_k == 1) steps(std::integral_constant<int64_t, 1>());
+  else steps(a_k);
   UNROLL for (int r = 0; r < MR; r++) {
     UNROLL for (int j = 0; j < NV; j++) {
       typename Dot::acc* p = c + r * ldc + width * j;
