@@ -63,6 +63,8 @@ cd "$work"
 step conformance 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_ptx_conformance.py"
 step test_cuda 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py"
 
+step test_cuda_attention 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_attention.py"
+
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
   shift 2
@@ -70,7 +72,7 @@ bench() { # NAME SECONDS ARGUMENTS…
     --out "$work/bench/$name"
 }
 
-peers=triton,cuda,torch,torch_flash,torch_efficient,torch_cudnn
+peers=cuda,triton,torch,torch_flash,torch_efficient,torch_cudnn
 norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
 bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
 bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
@@ -88,7 +90,7 @@ step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
-    -k "test_every_path or test_case"
+    "$root/tests/cuda/test_gpu_attention.py" -k "test_every_path or test_case"
   step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
 fi
 

@@ -8,6 +8,7 @@
 
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
 #include "cpu/isa.h"
+#include "cuda/attention/kernels.h"
 #include "cuda/layer_norm/plan.h"
 
 namespace py = pybind11;
@@ -44,6 +45,19 @@ py::dict cuda_norm_plan(int64_t rows, int columns, const std::string& x, const s
                   "smem_bytes"_a = plan.smem_bytes);
 }
 
+py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool plain, bool diagonals) {
+  static const std::map<std::string, pt::cuda::Pass> kPasses = {{"forward", pt::cuda::Pass::Forward},
+                                                               {"queries", pt::cuda::Pass::Queries},
+                                                               {"keys", pt::cuda::Pass::Keys},
+                                                               {"dense", pt::cuda::Pass::Dense}};
+  const auto found = kPasses.find(pass);
+  if (found == kPasses.end()) throw py::value_error("pass must be forward, queries, keys or dense, got " + pass);
+  const auto plan = pt::cuda::plan_attention(found->second, dtype_of(dtype), head_dim, value_dim, plain, diagonals);
+  using namespace py::literals;
+  return py::dict("head_class"_a = plan.head_class, "general"_a = plan.general, "rows"_a = plan.tile.rows(),
+                  "columns"_a = plan.tile.columns, "threads"_a = plan.tile.threads(), "smem_bytes"_a = plan.smem_bytes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -56,6 +70,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("usable_isas", [] { return isas(true); }, "Those of built_isas() that this CPU runs.");
   m.def("cuda_norm_plan", &cuda_norm_plan, py::arg("rows"), py::arg("columns"), py::arg("x"), py::arg("stream"), py::arg("aligned"),
         py::arg("backward"), py::arg("multiprocessors"), "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
+  m.def("cuda_attention_plan", &cuda_attention_plan, py::arg("pass_"), py::arg("dtype"), py::arg("head_dim"), py::arg("value_dim"),
+        py::arg("plain"), py::arg("diagonals"), "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

@@ -32,8 +32,8 @@ def why_not() -> str | None:
     return None
 
 
-def library(directory: Path = DIRECTORY, csrc: Path = CSRC) -> Path:
-    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here.
+def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*") -> Path:
+    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here, and `stem` the only op in it.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -41,8 +41,8 @@ def library(directory: Path = DIRECTORY, csrc: Path = CSRC) -> Path:
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = [path for path in csrc.glob("cuda/**/*.cu") if path.name != "device.cu"]  # host.cpp stands in for that
-    edges = [*csrc.glob("cuda/**/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    kernels = list(csrc.glob(f"cuda/{stem}/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    edges = [*csrc.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
     flags = [*FLAGS, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]

@@ -6,14 +6,13 @@ for what a problem does not have.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from pytransformer.ops.masks import bucket_starts, buckets_of
+from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
 from .. import tuned
@@ -242,7 +241,7 @@ def _dense(t: torch.Tensor | None) -> Dense | None:
 
 def _diagonals(a: Any, tile: Config) -> Diagonals:
     pad = tile.BM + tile.BN
-    bucket, before, after = _bucket_row(a.table.shape[0], a.bidirectional, a.max_distance, pad, a.table.device)
+    bucket, before, after = bucket_row(a.table.shape[0], a.bidirectional, a.max_distance, pad, a.table.device)
     return Diagonals(
         bias=a.table.float().t()[:, bucket].contiguous(),
         bucket=bucket,
@@ -251,14 +250,3 @@ def _diagonals(a: Any, tile: Config) -> Diagonals:
         least=-before - tile.BN,
         most=after + tile.BM,
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _bucket_row(
-    buckets: int, bidirectional: bool, max_distance: int, pad: int, device: torch.device
-) -> tuple[torch.Tensor, int, int]:
-    """The bucket of d = -before - pad … after + pad, where the bucket changes no more beyond -before and after."""
-    before = bucket_starts(buckets, bidirectional, max_distance)[-1]
-    after = before if bidirectional else 0
-    distance = torch.arange(-before - pad, after + pad + 1)
-    return buckets_of(distance, buckets, bidirectional, max_distance).to(device=device, dtype=torch.int32), before, after

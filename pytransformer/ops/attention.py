@@ -13,6 +13,7 @@ import torch
 
 from ..reference.attention import attention_forward
 from . import _cpu_attention as cpu_attention
+from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
 from ._registry import Op, check_backend
 from ._tensors import (
@@ -378,3 +379,4 @@ def _reference_bytes(a: Any) -> int:
 attention_op.add_reference(attention_forward, extra_bytes=_reference_bytes, check_values=check_values)
 attention_op.backend(cpu_attention.backend(attention_op, check_values))
 attention_op.backend(triton_attention.backend(attention_op, check_values))
+attention_op.backend(cuda_attention.backend(attention_op, check_values))

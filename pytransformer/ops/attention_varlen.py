@@ -9,6 +9,7 @@ import torch
 
 from ..reference.attention import attention_varlen_forward
 from . import _cpu_attention as cpu_attention
+from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
@@ -188,3 +189,4 @@ attention_varlen_op.prepare = _prepare
 attention_varlen_op.add_reference(attention_varlen_forward, check_values=check_values)
 attention_varlen_op.backend(cpu_attention.backend(attention_varlen_op, check_values))
 attention_varlen_op.backend(triton_attention.backend(attention_varlen_op, check_values))
+attention_varlen_op.backend(cuda_attention.backend(attention_varlen_op, check_values))

@@ -63,3 +63,14 @@ def buckets_of(relative: torch.Tensor, buckets: int, bidirectional: bool, max_di
     distance = relative.abs() if bidirectional else (-relative).clamp_min(0)
     bucket = torch.searchsorted(starts, distance.contiguous(), right=True) - 1
     return bucket + (relative > 0) * (buckets // 2) if bidirectional else bucket
+
+
+@functools.lru_cache(maxsize=64)
+def bucket_row(
+    buckets: int, bidirectional: bool, max_distance: int, pad: int, device: torch.device
+) -> tuple[torch.Tensor, int, int]:
+    """The bucket of d = -before - pad … after + pad, int32, where the bucket changes no more beyond -before and after; before, after."""
+    before = bucket_starts(buckets, bidirectional, max_distance)[-1]
+    after = before if bidirectional else 0
+    distance = torch.arange(-before - pad, after + pad + 1)
+    return buckets_of(distance, buckets, bidirectional, max_distance).to(device=device, dtype=torch.int32), before, after

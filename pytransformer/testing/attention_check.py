@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -40,3 +41,56 @@ def check_attention(
     wrong = [str(c) for c in bounds.check(solution, results, query.dtype, data) if not c.ok]
     assert not wrong, "\n".join(wrong)
     return results
+
+
+def check_starts(backend: str, causal: str) -> None:
+    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward."""
+    from pytransformer.ops.attention import attention_op
+    from pytransformer.ops.masks import RelativePositionBias
+
+    query, key, value = (torch.randn(2, 2, n, 24, requires_grad=True) for n in (45, 70, 70))
+    table = torch.randn(8, 2, requires_grad=True)
+    bias = RelativePositionBias(table, bidirectional=True, max_distance=20)
+    lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
+    results = {}
+    for name in ("reference", backend):
+        a, _, _ = attention_op.prepare(query, key, value, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40))
+        a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
+        out, lse = attention_op(a, name, True)
+        lse = lse.masked_fill(lse.isinf(), 0.0)
+        results[name] = [out, lse, *torch.autograd.grad([out.square().sum() + lse.sum()], [query, key, value, table])]
+    for ours, want in zip(results[backend], results["reference"]):
+        assert bounds.relative_error(ours, want) < 3e-6
+
+
+def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> None:
+    """Assert that packed sequences give the bits that padded ones with lengths give: output and gradients of query, key and value."""
+    import pytransformer as pt
+
+    query, key, value, *offsets, longest_q, longest_k = args
+    ends = [o.tolist() for o in offsets]
+
+    def padded(t: Tensor, ends: list[int], longest: int) -> Tensor:
+        out = t.new_zeros(len(ends) - 1, t.shape[1], longest, t.shape[2])
+        for b, (start, end) in enumerate(itertools.pairwise(ends)):
+            out[b, :, : end - start] = t[start:end].transpose(0, 1)
+        return out
+
+    def packed(t: Tensor, ends: list[int]) -> Tensor:
+        return torch.cat([t[b, :, : end - start].transpose(0, 1) for b, (start, end) in enumerate(itertools.pairwise(ends))])
+
+    sides = ((ends[0], longest_q), (ends[1], longest_k), (ends[1], longest_k))
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(*query.shape[:2], value.shape[2], generator=generator).to(query)
+    with torch.no_grad():
+        inputs = [t.clone() for t in (query, key, value)]
+        wide = [padded(t, *side) for t, side in zip(inputs, sides)]
+    for t in (*inputs, *wide):
+        t.requires_grad_()
+    out = pt.attention_varlen(*inputs, *args[3:], **kwargs, backend=backend, strict=True)
+    lengths = {"query_lengths": offsets[0].diff(), "key_lengths": offsets[1].diff()}
+    want = pt.attention(*wide, **lengths, **kwargs, backend=backend, strict=True)
+    ours = [out, *torch.autograd.grad(out, inputs, grad)]
+    theirs = [want, *torch.autograd.grad(want, wide, padded(grad, *sides[0]))]
+    for name, a, b, (end, _) in zip(("out", "query", "key", "value"), ours, theirs, (sides[0], *sides)):
+        assert torch.equal(a, packed(b, end)), f"{name}: packed and padded differ"

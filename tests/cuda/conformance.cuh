@@ -64,6 +64,8 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   auto* halves = reinterpret_cast<uint16_t*>(out + 512 + 4 * t + 3);
   ptx::st_global_u16(halves, uint16_t(pair >> 32));
   ptx::st_global_u16(halves + 1, ptx::ld_global_u16(reinterpret_cast<const uint16_t*>(in) + t));
+  ptx::st_global_v4(out + 1024 + 4 * t, ptx::ld_shared_v4(shared + 16 * (t ^ 1)));
+  ptx::st_global_u32(out + 1536 + t, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + t));
 }
 
 // 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.

@@ -24,6 +24,7 @@ TABLE = Path(__file__).with_name("resources.json")
 LIBRARY = _native.PACKAGE / _cuda.LIBRARY_NAME
 COUNTED = {
     "wide": r"\b(?:LDG|STG)\.E(?:\.\w+)*\.128\b",  # accesses of 16 bytes
+    "copies": r"\bLDGSTS\.E(?:\.\w+)*\.128\b",  # of 16 bytes into shared memory
     "narrow": r"\b(?:LDG|STG)\.E(?!(?:\.\w+)*\.128\b)",
     "products": r"\b(?:HMMA|HGMMA)\b",
 }
@@ -91,11 +92,16 @@ def measure() -> dict[str, dict[str, int]]:
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not do: keep anything in local memory; and a kernel of typed rows must access them 16 bytes at a time."""
+    """What a kernel must not do: keep anything in local memory. A kernel of typed rows must access them 16 bytes at a time; attention in
+    16 bits must copy so, and multiply on the tensor cores."""
     found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
     for key, used in table.items():
         if re.search(r"norm_(fwd|bwd)_kernel", key) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")
+        if re.search(r"attention_(fwd|bwd_queries|bwd_keys|bwd_dense)_kernel<b?f16", key) and not (
+            used["products"] >= 16 and used["copies"]
+        ):
+            found.append(f"{key}: {used['products']} matrix products and {used['copies']} copies of 16 bytes")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -144,6 +145,40 @@ def test_every_row_fits_its_kernel(backward: bool) -> None:
             assert chosen["smem_bytes"] <= 48 * 1024
             vectors = {"lanes": 4, "block": 2 if backward else 4, "any": 2**31}[chosen["kernel"]]
             assert columns <= chosen["lanes"] * 8 * vectors
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("pass_", "dtype", "head_dim", "plain", "head_class", "general"),
+    [
+        ("forward", "bfloat16", 40, True, 64, False),
+        ("forward", "float16", 65, True, 128, False),
+        ("forward", "float16", 160, False, 256, True),
+        ("forward", "float32", 65, True, 256, True),  # no kernel of float32 is plain, nor of 128
+        ("queries", "bfloat16", 128, True, 128, False),
+        ("queries", "bfloat16", 256, True, 256, True),
+        ("keys", "bfloat16", 64, True, 64, False),
+        ("keys", "bfloat16", 128, True, 128, True),
+        ("keys", "float16", 64, True, 64, True),
+        ("dense", "bfloat16", 64, False, 256, True),
+    ],
+)
+def test_which_attention_kernel(pass_: str, dtype: str, head_dim: int, plain: bool, head_class: int, general: bool) -> None:
+    from pytransformer import _C
+
+    chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, 8, plain, False)
+    assert (chosen["head_class"], chosen["general"]) == (head_class, general)
+
+
+@needs_bindings
+def test_every_attention_kernel_fits_every_gpu() -> None:
+    """Of sm_80 and later: sm_120 gives a block 99 KB."""
+    from pytransformer import _C
+
+    for pass_, dtype in itertools.product(("forward", "queries", "keys", "dense"), ("float32", "bfloat16", "float16")):
+        for head_dim, plain in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
+            chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, head_dim, plain, True)
+            assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
 
 
 @needs_bindings

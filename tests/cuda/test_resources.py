@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from types import ModuleType
@@ -44,15 +45,16 @@ def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
 def test_few_instantiations(resources: ModuleType) -> None:
     """At most 24 for each op, direction and architecture."""
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
-    for direction in ("fwd", "bwd"):
+    for stem, direction in itertools.product(("norm", "attention"), ("fwd", "bwd")):
         for arch in {key.split()[0] for key in kernels}:
-            assert 1 <= sum(f"{arch} norm_{direction}" in key for key in kernels) <= 24
+            assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
 
 
 def test_faults_are_found(resources: ModuleType) -> None:
-    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0}
+    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "copies": 8, "narrow": 1, "products": 0}
     assert resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used}) == []
     assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
     assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
+    assert "0 matrix products" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

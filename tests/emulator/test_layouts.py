@@ -188,7 +188,11 @@ def test_cp_async(answers: Answers) -> None:
 
 def test_memory_and_meetings(answers: Answers) -> None:
     words = answers["in:memory"].view(128, 4)
-    assert torch.equal(answers["memory"][:512].view(128, 4), words ^ words.flip(0))
+    mixed = words ^ words.flip(0)
+    assert torch.equal(answers["memory"][:512].view(128, 4), mixed)
+    assert torch.equal(answers["memory"][1024:1536].view(128, 4), mixed[torch.arange(128) ^ 1])
+    single = words.flatten()[:32, None] >> torch.arange(0, 32, 8) & 0xFF
+    assert torch.equal(answers["memory"][1536:], single.flatten())
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
     t = torch.arange(64)

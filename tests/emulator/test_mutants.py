@@ -1,30 +1,12 @@
-"""Faults planted in the norm kernels' source, each of which must be caught: compiled apart, run by norms.py in a process of its own."""
+"""Faults planted in the norm kernels' source, each of which must be caught by norms.py."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
-SCHEDULES = (1, 2)
-
-
-class Fault(NamedTuple):
-    name: str
-    file: str  # below csrc/cuda
-    old: str  # wherever it occurs
-    new: str
-    message: str = ""  # that the emulator must give; empty: a wrong number will do
-    slow: bool = True
-
+from planted import Fault, check_caught, check_texts, parameters
 
 REDUCE, PHILOX = "tile/reduce.cuh", "tile/philox.cuh"
 FWD, BWD, EDGE = "layer_norm/fwd.cuh", "layer_norm/bwd.cuh", "layer_norm/layer_norm.cpp"
@@ -81,25 +63,9 @@ FAULTS = (
 
 
 def test_a_fault_changes_what_it_says() -> None:
-    """Each text to be replaced is in its file, or the fault would be none."""
-    for fault in FAULTS:
-        assert fault.old in (CSRC / "cuda" / fault.file).read_text(), fault.name
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    check_texts(FAULTS)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=f.name.replace(" ", "-")) for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
-    shutil.copytree(CSRC / "cuda", tmp_path / "cuda")
-    changed = tmp_path / "cuda" / fault.file
-    changed.write_text(changed.read_text().replace(fault.old, fault.new))
-    library = builder.library(tmp_path / "build", tmp_path)
-    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library)}
-    told = []
-    for schedule in SCHEDULES:
-        command = [sys.executable, str(Path(__file__).with_name("norms.py")), str(schedule)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-        told.append(done.stdout)
-    assert all(fault.message in text for text in told), told
+    check_caught(fault, "norms.py", "layer_norm", builder, tmp_path)

@@ -9,6 +9,7 @@ import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds, oracle
+from pytransformer.testing.attention_check import check_starts
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
@@ -65,20 +66,7 @@ def test_dropout_mask(query_start: int, key_start: int) -> None:
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_starts(causal: str) -> None:
-    """A piece of a longer sequence: absolute indices decide visibility, biases and dropout, forward and backward."""
-    query, key, value = (torch.randn(2, 2, n, 24, requires_grad=True) for n in (45, 70, 70))
-    table = torch.randn(8, 2, requires_grad=True)
-    bias = pt.RelativePositionBias(table, bidirectional=True, max_distance=20)
-    lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
-    results = {}
-    for backend in ("reference", "triton"):
-        a, _, _ = attention_op.prepare(query, key, value, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40))
-        a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
-        out, lse = attention_op(a, backend, True)
-        lse = lse.masked_fill(lse.isinf(), 0.0)
-        results[backend] = [out, lse, *torch.autograd.grad([out.square().sum() + lse.sum()], [query, key, value, table])]
-    for ours, want in zip(results["triton"], results["reference"]):
-        assert bounds.relative_error(ours, want) < 3e-6
+    check_starts("triton", causal)
 
 
 def test_zero_sizes() -> None:

@@ -46,6 +46,17 @@ PT_DEVICE uint16_t ld_global_u16(const void* p) {
 #endif
   return v;
 }
+PT_DEVICE uint8_t ld_global_u8(const void* p) {
+#if defined(PT_EMULATE)
+  uint8_t v;
+  emu::ld_global(p, &v, 1);
+  return v;
+#else
+  uint32_t v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return uint8_t(v);
+#endif
+}
 PT_DEVICE uint64_t ld_global_u64(const void* p) {
   uint64_t v;
 #if defined(PT_EMULATE)
@@ -163,6 +174,15 @@ PT_DEVICE void ld_shared_v2_f32(uint32_t addr, float& a, float& b) {
 #else
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(addr) : "memory");
 #endif
+}
+PT_DEVICE Words4 ld_shared_v4(uint32_t addr) {
+  Words4 v;
+#if defined(PT_EMULATE)
+  emu::ld_shared(addr, v.w, 16);
+#else
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(addr) : "memory");
+#endif
+  return v;
 }
 
 PT_DEVICE void st_shared_f32(uint32_t addr, float value) { st_shared_u32(addr, float_bits(value)); }

@@ -21,12 +21,14 @@
 #define PT_DEVICE inline
 #define PT_HOST_DEVICE inline
 #define PT_UNROLL
+#define PT_NO_UNROLL
 #else
 #include <cuda.h>
 #include <cuda_runtime.h>
 #define PT_DEVICE __device__ __forceinline__
 #define PT_HOST_DEVICE __host__ __device__ __forceinline__
 #define PT_UNROLL _Pragma("unroll")
+#define PT_NO_UNROLL _Pragma("unroll 1")
 #endif
 
 // 1 where wgmma and setmaxnreg exist. A kernel that needs them has an empty body elsewhere; it is never launched there.

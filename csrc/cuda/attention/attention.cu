@@ -1,0 +1,50 @@
+#include "cuda/attention/bwd_queries.cuh"
+#include "cuda/attention/kernels.h"
+#include "cuda/launch.cuh"
+
+namespace pt::cuda {
+
+namespace {
+
+// Calls run(T{}) for the type of the problem's elements.
+template <class F>
+void with_dtype(const AttentionProblem& p, F run) {
+  switch (p.dtype) {
+    case DType::f32: return run(float{});
+    case DType::bf16: return run(ptx::bf16{});
+    case DType::f16: return run(ptx::f16{});
+  }
+}
+
+}  // namespace
+
+void attention_forward(const AttentionForward& f, void* stream) {
+  const AttentionPlan plan = plan_attention(Pass::Forward, f.p, false);
+  with_dtype(f.p, [&](auto t) { attention_forward_as<decltype(t)>(f, plan, stream); });
+}
+
+void attention_backward_rows(const AttentionRows& r, void* stream) {
+  const int64_t rows = int64_t(r.p.sequences) * r.p.heads * r.p.num_queries;
+  launch(attention_bwd_rows_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (rows + 3) / 4)), 128, 0, stream, r);
+}
+
+void attention_backward_queries(const AttentionBackward& g, void* stream) {
+  const AttentionPlan plan = plan_attention(Pass::Queries, g.p, g.diagonal_parts);
+  with_dtype(g.p, [&](auto t) { attention_queries_as<decltype(t)>(g, plan, stream); });
+}
+
+void attention_backward_keys(const AttentionBackward& g, void* stream) {
+  const AttentionPlan plan = plan_attention(Pass::Keys, g.p, false);
+  with_dtype(g.p, [&](auto t) { attention_keys_as<decltype(t)>(g, plan, stream); });
+}
+
+void attention_backward_dense(const AttentionDense& f, void* stream) {
+  const AttentionPlan plan = plan_attention(Pass::Dense, f.b.p, false);
+  with_dtype(f.b.p, [&](auto t) { attention_dense_as<decltype(t)>(f, plan, stream); });
+}
+
+void attention_backward_sums(const AttentionSums& f, void* stream) {
+  launch(attention_bwd_sums_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.heads, (f.outputs + 3) / 4)), 128, 0, stream, f);
+}
+
+}  // namespace pt::cuda

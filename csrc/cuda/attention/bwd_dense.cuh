@@ -1,0 +1,93 @@
+// Attention backward, masks and biases: a block computes one tile of the gradient in the tensor's own shape, and so goes over all
+// sequences, heads, queries and keys that share it, in order.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+
+namespace pt::cuda {
+
+template <class T, class K>
+__global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeof(T), K::general).threads(), 1)
+    attention_bwd_dense_kernel(const __grid_constant__ AttentionDense f) {
+  constexpr AttentionTile kTile = attention_tile(Pass::Dense, K::head_dim, sizeof(T), K::general);
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8, kStride = BN + kDiagonalPad;
+  using M = Products<T>;
+  const AttentionBackward& g = f.b;
+  const AttentionProblem& p = g.p;
+
+  const int origin = key_origin(p), key_tiles = (p.num_keys - origin + BN - 1) / BN, query_tiles = (p.num_queries + BM - 1) / BM;
+  const bool shared[4] = {f.sizes[0] == 1, f.sizes[1] == 1, f.sizes[2] == 1, f.sizes[3] == 1};
+  const int all[4] = {p.sequences, p.heads, query_tiles, key_tiles};
+  Range mine[4];  // what this block sums over
+  int rest = int(blockIdx.x);
+  for (int d = 3; d >= 0; --d) {
+    mine[d] = shared[d] ? Range{0, all[d]} : Range{rest % all[d], rest % all[d] + 1};
+    if (!shared[d]) rest /= all[d];
+  }
+
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow}, v{k.base + BN * kRow};
+  const int own = 16 * (int(threadIdx.x) / 32);
+  float sum[NB][4];
+  PT_UNROLL
+  for (int n = 0; n < NB; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.0f;
+  for (int b = mine[0].lo; b < mine[0].hi; ++b) {
+    const Sequence s(p, b);
+    for (int h = mine[1].lo; h < mine[1].hi; ++h) {
+      const Terms<false> terms(p, s, b, h);
+      for (int i_tile = mine[2].lo; i_tile < mine[2].hi; ++i_tile) {
+        const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0);
+        const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
+        const int first = most(range.first, mine[3].lo), last = least(range.last, mine[3].hi);
+        if (first >= last) continue;
+        const Place rows_at(i0 + own, 0);
+        Range bounds[2];
+        RowNumbers numbers[2];
+        PT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int i = rows_at.row_of(2 * half);
+          numbers[half] = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i < s.num_q);
+          bounds[half] = i < s.num_q ? s.keys_of(p, i) : Range{0, 0};
+        }
+        ptx::syncthreads();  // nobody reads the tiles before any more
+        copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
+        copy_rows<BM>(d_out, head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, 0, s.num_q, p.value_dim, M::chunks(p.value_dim));
+        for (int t = first; t < last; ++t) {
+          if (t > first) ptx::syncthreads();
+          const int j0 = origin + t * BN;
+          copy_rows<BN>(k, head_of<T>(p.k, b, h / p.group, s.row_k), p.k.stride.row, j0, range.start, range.end, p.head_dim,
+                        M::chunks(p.head_dim));
+          copy_rows<BN>(v, head_of<T>(p.v, b, h / p.group, s.row_k), p.v.stride.row, j0, range.start, range.end, p.value_dim,
+                        M::chunks(p.value_dim));
+          ptx::cp_async_commit();
+          ptx::cp_async_wait<0>();
+          ptx::syncthreads();
+          float x[NB][4], dp[NB][4], weights[NB][4];
+          M::scores(x, q, own, k, p.head_dim);
+          M::scores(dp, d_out, own, v, p.value_dim);
+          const Place at(i0 + own, j0);
+          gradients<K, false>(p, terms, x, dp, weights, at, within<NB>(at, bounds), true, [&](int, int r) { return numbers[r / 2]; });
+          each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
+        }
+      }
+    }
+  }
+
+  // Sum what is shared within the tile, and write the tile, a row, a column or one number.
+  const uint32_t tile = ptx::dynamic_smem();
+  ptx::syncthreads();
+  const Place at(own, 0);
+  each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), sum[n][r]); });
+  ptx::syncthreads();
+  const int rows = shared[2] ? 1 : BM, columns = shared[3] ? 1 : BN;
+  for (int x = int(threadIdx.x); x < rows * columns; x += int(blockDim.x)) {
+    const int r = x / columns, c = x % columns, i = mine[2].lo * BM + r, j = shared[3] ? 0 : origin + mine[3].lo * BN + c;
+    if (i >= p.num_queries || j < 0 || j >= p.num_keys) continue;
+    float total = 0.0f;
+    for (int y = r; y < (shared[2] ? BM : r + 1); ++y)
+      for (int z = c; z < (shared[3] ? BN : c + 1); ++z) total += ptx::ld_shared_f32(tile + 4 * (y * kStride + z));
+    const int64_t to = mine[0].lo * f.batch + mine[1].lo * f.head + i * f.query + j * f.key;
+    with_type(f.dtype, [&](auto t) { store_one(static_cast<decltype(t)*>(f.data) + to, total); });
+  }
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,107 @@
+// Attention backward, the pass over keys: d_key and d_value of a tile of keys, summed over the query heads that share them, in order.
+//
+// Rows are keys here: scores are k.q, so that weights and dX lie as the next products' operands, and nothing goes through shared memory.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+
+namespace pt::cuda {
+
+template <class T, class K>
+__global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof(T), K::general).threads(), 1)
+    attention_bwd_keys_kernel(const __grid_constant__ AttentionBackward g) {
+  constexpr AttentionTile kTile = attention_tile(Pass::Keys, K::head_dim, sizeof(T), K::general);
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow + 3 * 4 * BN;
+  using M = Products<T>;
+  const AttentionProblem& p = g.p;
+
+  const int origin = key_origin(p), tiles = (p.num_keys - origin + BM - 1) / BM, heads = p.heads / p.group;
+  const int bh = int(blockIdx.x) / tiles, b = bh / heads, hk = bh % heads;
+  const Sequence s(p, b);
+  const int j0 = origin + int(blockIdx.x) % tiles * BM, from = most(j0, 0), rows = least(j0 + BM, s.num_k) - from;
+  const Tiles range(rows, s.queries_of(p, from), s.queries_of(p, from + rows - 1), 0, BN);
+
+  const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
+  const uint32_t streamed = v.base + BM * kRow;
+  // Step n does tile n % count of query head n / count.
+  const int count = range.count(), steps = count * p.group;
+  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + n % kTile.stages * kStage}; };
+  const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
+  const auto numbers_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // top, log, delta: BN words each
+  const auto copy_tile = [&](int n) {
+    const int h = hk * p.group + n / count, i0 = (range.first + n % count) * BN;
+    copy_rows<BN>(q_tile(n), head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
+    copy_rows<BN>(do_tile(n), head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, range.start, range.end, p.value_dim,
+                  M::chunks(p.value_dim));
+    ptx::cp_async_commit();
+    for (int c = int(threadIdx.x); c < BN; c += int(blockDim.x)) {
+      const int i = i0 + c;
+      const RowNumbers row = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i >= range.start && i < range.end);
+      ptx::st_shared_f32(numbers_of(n) + 4 * c, row.top);
+      ptx::st_shared_f32(numbers_of(n) + 4 * (BN + c), row.log);
+      ptx::st_shared_f32(numbers_of(n) + 4 * (2 * BN + c), row.delta);
+    }
+  };
+
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(j0 + own, 0);
+  Range bounds[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int j = rows_at.row_of(2 * half);
+    bounds[half] = j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0};
+  }
+  float dk[DB][4], dv[DB][4];
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d)
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) dk[d][r] = dv[d][r] = 0.0f;
+
+  if (steps > 0) {
+    copy_rows<BM>(k, head_of<T>(p.k, b, hk, s.row_k), p.k.stride.row, j0, 0, s.num_k, p.head_dim, M::chunks(p.head_dim));
+    copy_rows<BM>(v, head_of<T>(p.v, b, hk, s.row_k), p.v.stride.row, j0, 0, s.num_k, p.value_dim, M::chunks(p.value_dim));
+    copy_tile(0);
+  }
+  for (int n = 0; n < steps; ++n) {
+    ptx::cp_async_wait<0>();
+    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (kTile.stages == 2 && n + 1 < steps) copy_tile(n + 1);
+
+    const int t = range.first + n % count;
+    float x[NB][4], dp[NB][4], weights[NB][4];
+    M::scores(x, k, own, q_tile(n), p.head_dim);
+    M::scores(dp, v, own, do_tile(n), p.value_dim);
+    const Place at(j0 + own, t * BN);
+    const bool cut = (K::general && p.looks_up()) || range.cut(t);
+    uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
+    const Terms<true> terms(p, s, b, hk * p.group + n / count);
+    const uint32_t numbers = numbers_of(n) + 4 * 2 * (lane_id() % 4);
+    seen = gradients<K, true>(p, terms, x, dp, weights, at, seen, cut, [&](int c, int r) {
+      const uint32_t word = numbers + 4 * (8 * c + r % 2);
+      return RowNumbers{ptx::ld_shared_f32(word), K::general ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f, ptx::ld_shared_f32(word + 8 * BN)};
+    });
+    const uint32_t columns = K::general && p.looks_up() ? columns_seen<NB>(seen) : kAllColumns;
+    M::product(dv, weights, do_tile(n), part, p.value_dim, columns);
+    M::product(dk, x, q_tile(n), part, p.head_dim, columns);
+    if (kTile.stages == 1) {
+      ptx::syncthreads();
+      if (n + 1 < steps) copy_tile(n + 1);
+    }
+  }
+
+  const int written = p.cu_keys ? s.num_k : p.num_keys;
+  float dk_factor[2], dv_factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int j = rows_at.row_of(2 * half);
+    const bool nobody = bounds[half].empty() || steps == 0;
+    dk_factor[half] = nobody ? 0.0f : p.scale, dv_factor[half] = nobody ? 0.0f : p.keep_scale;
+    index[half] = j >= 0 && j < written ? s.row_k + j : -1;
+  }
+  if (g.dk.data) store_rows<T>(g.dk, b, hk, dk, dk_factor, index, part);
+  if (g.dv.data) store_rows<T>(g.dv, b, hk, dv, dv_factor, index, part);
+}
+
+}  // namespace pt::cuda

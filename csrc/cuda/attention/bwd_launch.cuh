@@ -1,0 +1,56 @@
+// The backward kernels of one dtype: included by the files that compile them.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention/bwd_dense.cuh"
+#include "cuda/attention/bwd_keys.cuh"
+#include "cuda/attention/bwd_queries.cuh"
+#include "cuda/attention/kernels.h"
+#include "cuda/launch.cuh"
+
+namespace pt::cuda {
+
+// Calls run(kind) for the plan's kernel; see plan_attention.
+template <class T, Pass pass, class F>
+void with_kind(const AttentionPlan& plan, F run) {
+  if constexpr (std::is_same_v<T, ptx::bf16>) {
+    if (!plan.general && plan.head_class == 64) return run(Kind<64, false>{});
+    if constexpr (pass == Pass::Queries) {
+      if (!plan.general) return run(Kind<128, false>{});
+    }
+  }
+  if (plan.head_class == 64) return run(Kind<64, true>{});
+  if constexpr (sizeof(T) == 2) {
+    if (plan.head_class == 128) return run(Kind<128, true>{});
+  }
+  run(Kind<256, true>{});
+}
+
+template <class T>
+void attention_queries_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
+  const dim3 grid(attention_blocks(g.p.sequences, g.p.heads, tiles_of(g.p.num_queries, plan.tile)));
+  with_kind<T, Pass::Queries>(plan, [&](auto kind) {
+    launch(attention_bwd_queries_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes, stream, g);
+  });
+}
+
+template <class T>
+void attention_keys_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
+  const dim3 grid(attention_blocks(g.p.sequences, g.p.heads / g.p.group, tiles_of(g.p.num_keys + g.p.key_start % 32, plan.tile)));
+  with_kind<T, Pass::Keys>(plan, [&](auto kind) {
+    launch(attention_bwd_keys_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes, stream, g);
+  });
+}
+
+template <class T>
+void attention_dense_as(const AttentionDense& f, const AttentionPlan& plan, void* stream) {
+  const AttentionProblem& p = f.b.p;
+  const int64_t query_tiles = tiles_of(p.num_queries, plan.tile);
+  const int64_t key_tiles = (p.num_keys + p.key_start % 32 + plan.tile.columns - 1) / plan.tile.columns;
+  const auto of = [&](int d, int64_t n) { return f.sizes[d] == 1 ? 1 : n; };
+  const dim3 grid(attention_blocks(of(0, p.sequences), of(1, p.heads), of(2, query_tiles) * of(3, key_tiles)));
+  launch(attention_bwd_dense_kernel<T, Kind<256, true>>, grid, plan.tile.threads(), plan.smem_bytes, stream, f);
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,186 @@
+// Attention backward, the pass over queries: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
+// table. And what comes before all passes: D.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+#include "cuda/tile/reduce.cuh"
+
+namespace pt::cuda {
+
+// Adds a tile of dS, rows of `stride` words at `tile`, into this block's sums by diagonal. A thread adds a diagonal; those beyond where the
+// bias changes belong to the first or last sum, and are kept in the thread until the end.
+template <int BM, int BN>
+struct DiagonalSums {
+  static constexpr int kStride = BN + kDiagonalPad;
+  uint32_t tile;
+  float* sums;  // this block's, before + after + 1
+  float below = 0.0f, above = 0.0f;
+
+  template <int NB>
+  PT_DEVICE void put(const float (&ds)[NB][4], int row) const {
+    const Place at(row, 0);
+    each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), ds[n][r]); });
+  }
+  // `first`: j - i - offset of the tile's first element.
+  PT_DEVICE void add(int first, const AttentionProblem& p) {
+    for (int c = int(threadIdx.x); c < BM + BN - 1; c += int(blockDim.x)) {
+      const int d = c - (BM - 1);
+      float sum = 0.0f;
+      for (int r = most(0, -d); r < least(BM, BN - d); ++r) sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
+      if (first + d <= -p.before) below += sum;
+      else if (first + d >= p.after) above += sum;
+      else store_one(sums + first + d + p.before, load_one(sums + first + d + p.before) + sum);
+    }
+  }
+  PT_DEVICE void finish(BlockTeam& team, const AttentionProblem& p) {
+    const Sum2 far = team.sum({below, above});
+    if (threadIdx.x != 0) return;
+    store_one(sums, far.a);
+    if (p.before + p.after > 0) store_one(sums + p.before + p.after, far.b);
+    else store_one(sums, far.a + far.b);
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general).threads(), 1)
+    attention_bwd_queries_kernel(const __grid_constant__ AttentionBackward g) {
+  constexpr AttentionTile kTile = attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general);
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits;
+  using M = Products<T>;
+  const AttentionProblem& p = g.p;
+
+  const int tiles = (p.num_queries + BM - 1) / BM, bh = int(blockIdx.x) / tiles, b = bh / p.heads, h = bh % p.heads;
+  const int i_tile = p.causal ? tiles - 1 - int(blockIdx.x) % tiles : int(blockIdx.x) % tiles;
+  const Sequence s(p, b);
+  const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0), origin = key_origin(p);
+  const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
+
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow};
+  const uint32_t streamed = d_out.base + BM * kRow;
+  DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
+  const int64_t block = int64_t(bh) * tiles + i_tile;
+  if (g.diagonal_parts) diagonals.sums = g.diagonal_parts + block * (p.before + p.after + 1);
+  const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + (t - range.first) % kTile.stages * 2 * BN * kRow}; };
+  const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
+  const T *k_head = head_of<T>(p.k, b, h / p.group, s.row_k), *v_head = head_of<T>(p.v, b, h / p.group, s.row_k);
+  const auto copy_tile = [&](int t) {
+    copy_rows<BN>(k_tile(t), k_head, p.k.stride.row, origin + t * BN, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
+    copy_rows<BN>(v_tile(t), v_head, p.v.stride.row, origin + t * BN, range.start, range.end, p.value_dim, M::chunks(p.value_dim));
+    ptx::cp_async_commit();
+  };
+
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(i0 + own, 0);
+  Range bounds[2];
+  RowNumbers numbers[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    numbers[half] = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i < s.num_q);
+    bounds[half] = numbers[half].top < infinity() || numbers[half].top != numbers[half].top ? s.keys_of(p, i) : Range{0, 0};
+  }
+  const Terms<false> terms(p, s, b, h);
+  float dq[DB][4], slope_sum = 0.0f;
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d) dq[d][0] = dq[d][1] = dq[d][2] = dq[d][3] = 0.0f;
+
+  if (range.count() > 0) {
+    copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
+    copy_rows<BM>(d_out, head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, 0, s.num_q, p.value_dim, M::chunks(p.value_dim));
+    copy_tile(range.first);
+  }
+  for (int t = range.first; t < range.last; ++t) {
+    ptx::cp_async_wait<0>();
+    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (kTile.stages == 2 && t + 1 < range.last) copy_tile(t + 1);
+
+    float x[NB][4], dp[NB][4], weights[NB][4];
+    M::scores(x, q, own, k_tile(t), p.head_dim);
+    M::scores(dp, d_out, own, v_tile(t), p.value_dim);
+    const Place at(i0 + own, origin + t * BN);
+    // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
+    const bool lookup = K::general && (p.looks_up() || g.slope_parts || g.diagonal_parts), cut = lookup || range.cut(t);
+    uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
+    seen = gradients<K, false>(p, terms, x, dp, weights, at, seen, cut, [&](int, int r) { return numbers[r / 2]; });
+    const uint32_t columns = K::general && p.looks_up() ? columns_seen<NB>(seen) : kAllColumns;
+    M::product(dq, x, k_tile(t), part, p.head_dim, columns);
+
+    if (K::general && g.slope_parts && part == 0)
+      each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * terms.distance(at, n, r); });
+    if (K::general && g.diagonal_parts) {
+      if (part == 0) diagonals.put(dp, own);
+      ptx::syncthreads();
+      diagonals.add(origin + t * BN - i0 - s.shift, p);
+    }
+    if (kTile.stages == 1) {
+      ptx::syncthreads();
+      if (t + 1 < range.last) copy_tile(t + 1);
+    }
+  }
+
+  if (K::general && (g.slope_parts || g.diagonal_parts)) {
+    ptx::syncthreads();  // the sums' buffers are where tiles were
+    BlockTeam team(0);
+    if (g.slope_parts) {
+      const float sum = team.sum({slope_sum, 0.0f}).a;
+      if (threadIdx.x == 0) store_one(g.slope_parts + block, sum);
+    }
+    if (g.diagonal_parts) diagonals.finish(team, p);
+  }
+  if (!g.dq.data) return;
+  const int written = p.cu_queries ? s.num_q : p.num_queries;
+  float factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    factor[half] = bounds[half].empty() ? 0.0f : p.scale;
+    index[half] = i < written ? s.row_q + i : -1;
+  }
+  store_rows<T>(g.dq, b, h, dq, factor, index, part);
+}
+
+// D and lse of each query, a warp for each.
+template <class K>
+__global__ void __launch_bounds__(128) attention_bwd_rows_kernel(const __grid_constant__ AttentionRows r) {
+  const AttentionProblem& p = r.p;
+  const int64_t row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32, per_sequence = int64_t(p.heads) * p.num_queries;
+  if (row >= p.sequences * per_sequence) return;
+  const int b = int(row / per_sequence), h = int(row % per_sequence / p.num_queries), i = int(row % p.num_queries);
+  const Sequence s(p, b);
+  if (i >= s.num_q) return;
+  const int64_t at = number_at(r.at, b, h, s.row_q + i);
+  const float lse = load_one(r.lse + at);
+  float sum = 0.0f;
+  if (lse != minus_infinity())
+    with_type(p.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T *out = head_of<T>(r.out, b, h, s.row_q + i), *d_out = head_of<T>(r.d_out, b, h, s.row_q + i);
+      for (int c = lane_id(); c < r.columns; c += 32) sum += load_one(out + c) * load_one(d_out + c);
+    });
+  sum = LaneTeam(32).sum({sum, 0.0f}).a;
+  if (lane_id() != 0) return;
+  const bool dead = lse == minus_infinity();
+  store_one(r.delta + at, dead ? 0.0f : sum - (r.d_lse ? load_one(r.d_lse + at) : 0.0f));
+  store_one(r.top + at, dead ? infinity() : lse);
+}
+
+// The second stage of the gradients of slopes and table: a warp for each number.
+template <class K>
+__global__ void __launch_bounds__(128) attention_bwd_sums_kernel(const __grid_constant__ AttentionSums f) {
+  const int number = int(blockIdx.x) * 4 + int(threadIdx.x) / 32;
+  if (number >= f.outputs * f.heads) return;
+  const int u = number / f.heads, h = number % f.heads;
+  const auto bound = [&](int i) { return f.ranges ? int(ptx::ld_global_u32(f.ranges + 2 * u + i)) : i; };
+  const int lo = bound(0), hi = bound(1);
+  float sum = 0.0f;
+  for (int x = lane_id(); x < f.sequences * f.tiles; x += 32) {
+    const float* part = f.parts + ((int64_t(x / f.tiles) * f.heads + h) * f.tiles + x % f.tiles) * f.width;
+    for (int w = lo; w < hi; ++w) sum += load_one(part + w);
+  }
+  sum = LaneTeam(32).sum({sum, 0.0f}).a;
+  if (lane_id() == 0) store_one(f.sums + number, sum);
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,53 @@
+// Attention backward: what its passes share. Each sum belongs to one block, which adds in a fixed order: no atomics.
+//
+//   P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ value^T)
+//   dS = P * (dP - D);  d_value = (keep * keep_scale * P)^T @ d_out;  dX = dS * (1 - tanh^2) with softcap, else dS
+//   d_query = scale * dX @ key;  d_key = scale * dX^T @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
+#pragma once
+
+#include "cuda/attention/config.h"
+#include "cuda/attention/terms.cuh"
+
+namespace pt::cuda {
+
+// Of a query: its maximum in natural units (or lse; +inf if it sees nothing), log2 of the sum, and D.
+struct RowNumbers {
+  float top, log, delta;
+};
+PT_DEVICE RowNumbers row_numbers(const AttentionBackward& g, int64_t at, bool here) {
+  return {here ? load_one(g.top + at) : infinity(), here && g.log ? load_one(g.log + at) : 0.0f, here ? load_one(g.delta + at) : 0.0f};
+}
+
+// Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. numbers(n, r): of the
+// query of an element. Returns the pairs that are visible.
+template <class K, bool Transposed, int NB, class F>
+PT_DEVICE uint32_t gradients(const AttentionProblem& p, const Terms<Transposed>& terms, float (&x)[NB][4], float (&dp)[NB][4],
+                             float (&weights)[NB][4], const Place& at, uint32_t seen, bool cut, F numbers) {
+  if constexpr (K::general) {
+    float slope[NB][4];
+    seen = terms.apply(x, slope, at, seen);
+    const uint32_t kept = p.drop_threshold ? terms.template kept<NB>(at) : 0xffffffffu;
+    each<NB>([&](int n, int r, uint32_t bit) {
+      const RowNumbers row = numbers(n, r);
+      const float w = seen & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.top, kLog2e, -row.log)) : 0.0f;
+      const float down = kept & bit ? dp[n][r] * p.keep_scale : 0.0f;
+      const float ds = seen & bit ? w * (down - row.delta) : 0.0f;
+      weights[n][r] = kept & bit ? w : 0.0f;
+      dp[n][r] = ds;
+      x[n][r] = p.softcap != 0.0f && seen & bit ? ds * slope[n][r] : ds;
+    });
+  } else {
+    const float unit = p.scale * kLog2e;
+    each<NB>([&](int n, int r, uint32_t bit) {
+      const RowNumbers row = numbers(n, r);
+      float w = ptx::exp2(ptx::fma_rn(x[n][r], unit, -row.top * kLog2e));
+      float ds = w * (dp[n][r] - row.delta);
+      if (cut && !(seen & bit)) w = ds = 0.0f;
+      weights[n][r] = w;
+      x[n][r] = ds;
+    });
+  }
+  return seen;
+}
+
+}  // namespace pt::cuda

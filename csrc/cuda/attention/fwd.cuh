@@ -1,0 +1,172 @@
+// Attention forward: online softmax over tiles of keys, 16 queries a warp.
+//
+//   m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m');  o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
+//   out = o / l * keep_scale;  lse = m + ln l
+//
+// Tiling by Dao, "FlashAttention-2" (2023): scores and sums stay in registers, weights become the next product's operand there, and the
+// copy of K or V that comes next runs under the product with the other. A row that sees nothing has l = 0 and gives 0 and -inf.
+#pragma once
+
+#include "cuda/attention/config.h"
+#include "cuda/attention/terms.cuh"
+#include "cuda/tile/reduce.cuh"
+
+namespace pt::cuda {
+
+// Beyond it lse, rounded, loses digits of the log of the sum.
+constexpr float kLargeLse = 1024.0f;
+
+// Statistics are wanted only where the lse of some row of the block is large; elsewhere they are lse and 0. True if nothing is left to do.
+PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s, int b, int h, int first, int rows) {
+  float large = 0.0f;
+  const int i = first + int(threadIdx.x);
+  const bool here = int(threadIdx.x) < rows && i < s.num_q;
+  const int64_t at = number_at(f.at, b, h, s.row_q + i);
+  const float lse = here ? load_one(f.lse + at) : 0.0f;
+  if (lse > kLargeLse || (lse < -kLargeLse && lse != minus_infinity())) large = 1.0f;
+  BlockTeam team(0);
+  large = team.sum({large, 0.0f}).a;
+  ptx::syncthreads();  // its buffers are where tiles go
+  if (large != 0.0f) return false;
+  if (here) {
+    store_one(f.top + at, lse == minus_infinity() ? infinity() : lse);
+    store_one(f.log + at, 0.0f);
+  }
+  return true;
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::general).threads(), 1)
+    attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
+  constexpr AttentionTile kTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::general);
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits;
+  constexpr bool kKeepQ = sizeof(T) == 2 && K::head_dim <= (K::general ? 64 : 128);  // its fragments in registers
+  using M = Products<T>;
+  const AttentionProblem& p = f.p;
+
+  const int tiles = (p.num_queries + BM - 1) / BM, bh = int(blockIdx.x) / tiles, b = bh / p.heads, h = bh % p.heads;
+  // With causality those with the most keys come first.
+  const int i_tile = p.causal ? tiles - 1 - int(blockIdx.x) % tiles : int(blockIdx.x) % tiles;
+  const Sequence s(p, b);
+  const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0), origin = key_origin(p);
+  const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
+  if (K::general && !f.out.data && statistics_from_lse(f, s, b, h, i0, BM)) return;
+
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
+  const T *k_head = head_of<T>(p.k, b, h / p.group, s.row_k), *v_head = head_of<T>(p.v, b, h / p.group, s.row_k);
+  const auto copy_keys = [&](int t) {
+    copy_rows<BN>(k, k_head, p.k.stride.row, origin + t * BN, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
+    ptx::cp_async_commit();
+  };
+  // The warp's first row in the tile, and the first eight columns of its sums.
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(i0 + own, 0);
+  Range bounds[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    bounds[half] = i < s.num_q ? s.keys_of(p, i) : Range{0, 0};
+  }
+
+  float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.0f;
+  uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
+  const Terms<false> terms(p, s, b, h);
+  const float unit = K::general ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+
+  if (range.count() > 0) {
+    copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
+    copy_keys(range.first);
+  }
+  for (int t = range.first; t < range.last; ++t) {
+    ptx::cp_async_wait<0>();
+    ptx::syncthreads();  // K is there, and nobody reads V any more
+    if (!K::general || f.out.data) {
+      copy_rows<BN>(v, v_head, p.v.stride.row, origin + t * BN, range.start, range.end, p.value_dim, M::chunks(p.value_dim));
+      ptx::cp_async_commit();
+    }
+    float x[NB][4];
+    if constexpr (kKeepQ) {
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+      PT_UNROLL
+      for (int step = 0; step < K::head_dim / 16; ++step) {
+        if (step >= M::steps(p.head_dim)) continue;
+        if (t == range.first) M::load_a(fragments[step], q, own, step);
+        M::step(x, fragments[step], k, step);
+      }
+    } else {
+      M::scores(x, q, own, k, p.head_dim);
+    }
+    ptx::cp_async_wait<0>();
+    ptx::syncthreads();  // V is there, and nobody reads K any more
+    if (t + 1 < range.last) copy_keys(t + 1);
+
+    const Place at(i0 + own, origin + t * BN);
+    uint32_t columns = kAllColumns;
+    if constexpr (K::general) {
+      float unused[NB][4];
+      const bool lookup = p.looks_up();
+      const uint32_t seen = terms.apply(x, unused, at, lookup || range.cut(t) ? within<NB>(at, bounds) : kAllColumns);
+      if (lookup) columns = columns_seen<NB>(seen);
+    } else if (range.cut(t)) {
+      const uint32_t seen = within<NB>(at, bounds);
+      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = seen & bit ? x[n][r] : minus_infinity(); });
+    }
+
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float top = m[half];
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) top = fmaxf(top, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
+      top = row_max(top);
+      const float safe = top == minus_infinity() ? 0.0f : top;
+      const float decay = ptx::exp2((m[half] - safe) * unit);
+      m[half] = top;
+      l[half] *= decay;
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n)
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& w = x[n][2 * half + e];
+          // Folding the scale is one instruction less; where terms may be as large as finfo.max the difference comes first.
+          w = ptx::exp2(K::general ? (w - safe) * unit : ptx::fma_rn(w, unit, -safe * unit));
+          l[half] += w;
+        }
+      PT_UNROLL
+      for (int d = 0; d < DB; ++d) o[d][2 * half] *= decay, o[d][2 * half + 1] *= decay;
+    }
+    if (K::general && p.drop_threshold) {
+      const uint32_t kept = terms.template kept<NB>(at);
+      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
+    }
+    if (!K::general || f.out.data) M::product(o, x, v, part, p.value_dim, columns);
+  }
+
+  const int written = p.cu_queries ? s.num_q : p.num_queries;
+  float factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    l[half] = row_sum(l[half]);
+    if (i >= s.num_q) l[half] = 0.0f;
+    const bool dead = l[half] == 0.0f;
+    factor[half] = dead ? 0.0f : ptx::div_rn(p.keep_scale, l[half]);
+    index[half] = i < written ? s.row_q + i : -1;
+    if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
+    const int64_t number = number_at(f.at, b, h, index[half]);
+    const float top = K::general ? m[half] : m[half] * p.scale, log = ptx::log2(l[half]);
+    if (K::general && !f.out.data) {
+      store_one(f.top + number, dead ? infinity() : top);
+      store_one(f.log + number, dead ? 0.0f : log);
+    } else {
+      store_one(f.lse + number, dead ? minus_infinity() : ptx::fma_rn(log, kLn2, top));
+    }
+  }
+  if (!K::general || f.out.data) store_rows<T>(f.out, b, h, o, factor, index, part);
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,113 @@
+// Attention on a GPU: the problem as plain data. No torch and no CUDA header here.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile/dtype.h"
+
+namespace pt::cuda {
+
+// Positions stay below 2^28, so that sums of four stay in 32 bits.
+constexpr int kUnbounded = 1 << 29;
+
+// A tensor of rows, strides in elements; the last dimension is contiguous. Packed tensors have batch 0.
+struct HeadRows {
+  int64_t batch = 0, head = 0, row = 0;
+};
+struct In {
+  const void* data = nullptr;
+  HeadRows stride;
+};
+struct Out {
+  void* data = nullptr;
+  HeadRows stride;
+  int columns = 0;     // at most those of the rows it is made from, which may have been widened to a multiple of 16 bytes
+  bool pairs = false;  // two neighbouring columns lie in one word
+};
+
+enum class Term : int { f32, bf16, f16, f64, boolean };
+
+// A mask or bias of (B, Hq, Lq, Lk), strides 0 where it is broadcast. A boolean one shows where to attend; others are added, -inf hides.
+struct Dense {
+  const void* data = nullptr;
+  int64_t batch = 0, head = 0, query = 0, key = 0;
+  Term type = Term::f32;
+};
+
+// See pytransformer/ops/attention.py, ARGUMENTS.
+struct AttentionProblem {
+  DType dtype;  // of query, key, value, out and their gradients
+  int sequences, heads, group, num_queries, num_keys, head_dim, value_dim;
+  int64_t total_queries, total_keys;  // rows of packed tensors
+  int64_t query_start, key_start;
+  bool causal, bottom_right;
+  int left, right;  // of the window; kUnbounded
+  const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
+  Dense mask, bias;
+  const float* slopes;     // (Hq,)
+  const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
+  int before, after;
+  const uint64_t* seed;
+  uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout
+  float scale, softcap, keep_scale;
+  In q, k, v;  // rows begin at multiples of 16 bytes
+
+  constexpr bool looks_up() const { return mask.data || bias.data || query_segments; }  // pairs are hidden one by one
+  // Terms that are data beside q.k may be so large that lse loses the log of the sum.
+  constexpr bool extreme() const { return (mask.data && mask.type != Term::boolean) || bias.data; }
+  // Nothing but bounds: scores are scale q.k.
+  constexpr bool plain() const { return !looks_up() && !slopes && !diagonals && !drop_threshold && softcap == 0 && scale > 0; }
+};
+
+// Indices of numbers of a query: lse and its kin.
+struct PerQuery {
+  int64_t batch, head, row;
+};
+
+struct AttentionForward {
+  AttentionProblem p;
+  Out out;  // data null: only statistics
+  float* lse;
+  PerQuery at;
+  // Statistics: each row's maximum in natural units and log2 of the sum; where no lse of a tile is large, lse itself and 0.
+  float *top, *log;
+};
+
+struct AttentionBackward {
+  AttentionProblem p;
+  In d_out;
+  PerQuery at;
+  const float *delta, *top, *log;  // top +inf for a row that sees nothing; log null where it is 0
+  Out dq, dk, dv;                  // data null where not wanted
+  float* slope_parts;              // (B, Hq, tiles of queries), or null
+  float* diagonal_parts;           // (B, Hq, tiles of queries, before + after + 1), zeros, or null
+};
+
+// sums[u, h] = the sum of parts[:, h, :, lo:hi] with lo, hi = ranges[u]; (0, 1) if null.
+struct AttentionSums {
+  const float* parts;  // (sequences, heads, tiles, width)
+  const int32_t* ranges;
+  float* sums;
+  int sequences, heads, tiles, width, outputs;
+};
+
+// delta = rows of (out * d_out) - d_lse, and top = lse.
+struct AttentionRows {
+  AttentionProblem p;
+  In out, d_out;
+  int columns;  // of out
+  const float *lse, *d_lse;  // d_lse may be null
+  PerQuery at;
+  float *delta, *top;
+};
+
+// A dense term's gradient, in its own shape: each element is the sum over what shares it.
+struct AttentionDense {
+  AttentionBackward b;
+  void* data;
+  DType dtype;
+  int64_t batch, head, query, key;  // strides
+  int sizes[4];                     // of the gradient: each 1 or the full size
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,86 @@
+// Where a sequence lies, and which pairs its bounds leave visible. Positions are local to the sequence: query i sits on the diagonal of key
+// i + shift.
+#pragma once
+
+#include "cuda/attention/problem.h"
+#include "cuda/ptx/memory.cuh"
+
+namespace pt::cuda {
+
+PT_DEVICE int least(int a, int b) { return a < b ? a : b; }
+PT_DEVICE int most(int a, int b) { return a > b ? a : b; }
+PT_DEVICE int64_t clamp64(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; }
+PT_DEVICE int64_t load_i64(const int64_t* p) { return int64_t(ptx::ld_global_u64(p)); }
+
+struct Range {
+  int lo, hi;
+  PT_DEVICE bool has(int x) const { return x >= lo && x < hi; }
+  PT_DEVICE bool empty() const { return lo >= hi; }
+};
+
+struct Sequence {
+  int64_t row_q = 0, row_k = 0;  // first rows in the tensors
+  int num_q, num_k, shift, prefix;
+
+  // Lengths are clamped to the tensors.
+  PT_DEVICE Sequence(const AttentionProblem& p, int b) {
+    int64_t end_q = p.query_start + p.num_queries, end_k = p.key_start + p.num_keys;
+    if (p.cu_queries) {
+      row_q = clamp64(load_i64(p.cu_queries + b), 0, p.total_queries), row_k = clamp64(load_i64(p.cu_keys + b), 0, p.total_keys);
+      end_q = clamp64(load_i64(p.cu_queries + b + 1), row_q, p.total_queries) - row_q;
+      end_k = clamp64(load_i64(p.cu_keys + b + 1), row_k, p.total_keys) - row_k;
+      if (end_q > p.num_queries) end_q = p.num_queries;
+      if (end_k > p.num_keys) end_k = p.num_keys;
+    }
+    if (p.query_lengths) end_q = clamp64(load_i64(p.query_lengths + b), 0, end_q);
+    if (p.key_lengths) end_k = clamp64(load_i64(p.key_lengths + b), 0, end_k);
+    prefix = p.prefix_lengths ? int(clamp64(load_i64(p.prefix_lengths + b) - p.key_start, 0, p.num_keys)) : 0;
+    shift = int(p.query_start - p.key_start) + (p.bottom_right ? int(end_k - end_q) : 0);
+    num_q = int(clamp64(end_q - p.query_start, 0, p.num_queries));
+    num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
+  }
+
+  // The keys that query i may see. Both ends rise with i.
+  PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
+    Range r{most(0, i + shift - p.left), least(num_k, i + shift + p.right + 1)};
+    if (p.causal) r.hi = least(r.hi, most(i + shift + 1, prefix));
+    return r;
+  }
+  // The queries that may see key j: the same read the other way.
+  PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
+    Range r{most(0, j - shift - p.right), least(num_q, j - shift + p.left + 1)};
+    if (p.causal && j >= prefix) r.lo = most(r.lo, j - shift);
+    return r;
+  }
+};
+
+// Tiles of `size` columns from `origin` on: [first, last) have a visible pair, all pairs of [whole, whole_end) are visible. Columns outside
+// [start, end) are visible to no row.
+struct Tiles {
+  int first = 0, whole = 0, whole_end = 0, last = 0, start = 0, end = 0;
+
+  // Of the rows from r0 to r1 - 1, whose bounds are these; both ends rise from row to row.
+  PT_DEVICE Tiles(int rows, Range of_first, Range of_last, int origin, int size) {
+    start = of_first.lo, end = of_last.hi;
+    if (rows <= 0 || start >= end) {
+      start = end = 0;
+      return;
+    }
+    first = (start - origin) / size, last = (end - origin + size - 1) / size;
+    whole = least((of_last.lo - origin + size - 1) / size, last);
+    whole_end = of_first.hi <= origin ? whole : least(most((of_first.hi - origin) / size, whole), last);
+  }
+  PT_DEVICE int count() const { return last - first; }
+  PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end; }
+};
+
+// Where the first key tile starts: at or before key 0, at an absolute multiple of 32, the size of dropout's groups.
+PT_DEVICE int key_origin(const AttentionProblem& p) { return -int(p.key_start % 32); }
+
+template <class T>
+PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
+  return static_cast<const T*>(t.data) + b * t.stride.batch + h * t.stride.head + row * t.stride.row;
+}
+PT_DEVICE int64_t number_at(const PerQuery& at, int b, int h, int64_t row) { return b * at.batch + h * at.head + row * at.row; }
+
+}  // namespace pt::cuda

@@ -1,0 +1,250 @@
+// What stands between q.k and the softmax, on the fragments of one tile: softcap, segments, masks, biases, ALiBi, T5, dropout.
+//
+// A fragment's rows are queries and its columns keys, or, Transposed, the other way. Bit 4 n + r of a set stands for element r of the
+// eight columns n.
+#pragma once
+
+#include "cuda/attention/sequence.cuh"
+#include "cuda/tile/matrix_tile.cuh"
+#include "cuda/tile/philox.cuh"
+
+namespace pt::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kFloatMax = 3.4028234663852886e38f;
+
+PT_DEVICE float minus_infinity() { return ptx::bits_float(0xff800000u); }
+PT_DEVICE float infinity() { return ptx::bits_float(0x7f800000u); }
+
+// To 2e-7 relative: an odd polynomial below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above.
+PT_DEVICE float tanh_of(float x) {
+  const float z = x * x, size = x < 0 ? -x : x;
+  float p = ptx::fma_rn(z, -0.005894480914075617f, 0.020795446692862346f);
+  p = ptx::fma_rn(p, z, -0.05378369286235975f);
+  p = ptx::fma_rn(p, z, 0.1333192275238217f);
+  p = ptx::fma_rn(p, z, -0.3333329796161276f);
+  const float large = 1.0f - ptx::div_rn(2.0f, 1.0f + ptx::exp2(size * (2 * kLog2e)));
+  return size < 0.6f ? ptx::fma_rn(x * z, p, x) : x < 0 ? -large : large;
+}
+
+// Where a fragment lies: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
+struct Place {
+  int row, column;
+  PT_DEVICE Place(int first_row, int first_column) : row(first_row + lane_id() / 4), column(first_column + 2 * (lane_id() % 4)) {}
+  PT_DEVICE int row_of(int r) const { return row + 8 * (r / 2); }
+  PT_DEVICE int column_of(int n, int r) const { return column + 8 * n + r % 2; }
+};
+
+// For f(n, r, bit) of a fragment of 8 NB columns.
+template <int NB, class F>
+PT_DEVICE void each(F f) {
+  PT_UNROLL
+  for (int n = 0; n < NB; ++n)
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) f(n, r, 1u << (4 * n + r));
+}
+
+// The pairs that the rows' bounds leave visible.
+template <int NB>
+PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
+  uint32_t seen = 0;
+  each<NB>([&](int n, int r, uint32_t bit) { seen |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0; });
+  return seen;
+}
+
+// A finite number stays finite: float64's finfo.min is data for float32 scores too.
+PT_DEVICE float narrow_f64(uint64_t bits) {
+#if defined(PT_EMULATE)
+  double x;
+  std::memcpy(&x, &bits, 8);
+#else
+  const double x = __longlong_as_double((long long)bits);
+#endif
+  const float y = float(x);
+  const bool finite = (bits >> 52 & 0x7ff) != 0x7ff;
+  return finite && y > kFloatMax ? kFloatMax : finite && y < -kFloatMax ? -kFloatMax : y;
+}
+
+// Calls f with a function that reads element `at` of a floating term.
+template <class F>
+PT_DEVICE void with_reader(const Dense& d, F f) {
+  switch (d.type) {
+    case Term::f32: return f([&](int64_t at) { return load_one(static_cast<const float*>(d.data) + at); });
+    case Term::bf16: return f([&](int64_t at) { return load_one(static_cast<const ptx::bf16*>(d.data) + at); });
+    case Term::f16: return f([&](int64_t at) { return load_one(static_cast<const ptx::f16*>(d.data) + at); });
+    default: return f([&](int64_t at) { return narrow_f64(ptx::ld_global_u64(static_cast<const uint64_t*>(d.data) + at)); });
+  }
+}
+
+// Of one sequence and head.
+template <bool Transposed>
+class Terms {
+ public:
+  PT_DEVICE Terms(const AttentionProblem& p, const Sequence& s, int b, int h)
+      : p_(p),
+        s_(s),
+        b_(b),
+        h_(h),
+        slope_(p.slopes ? load_one(p.slopes + h) : 0.0f),
+        seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
+
+  // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what is visible of `seen`. With softcap, slope
+  // gets the derivative 1 - tanh^2.
+  template <int NB>
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t seen) const {
+    if (p_.softcap != 0.0f) {
+      const float to_cap = p_.scale / p_.softcap;
+      each<NB>([&](int n, int r, uint32_t) {
+        const float t = tanh_of(s[n][r] * to_cap);
+        s[n][r] = t * p_.softcap;
+        slope[n][r] = 1.0f - t * t;
+      });
+    } else {
+      each<NB>([&](int n, int r, uint32_t) { s[n][r] *= p_.scale; });
+    }
+    if (p_.query_segments)
+      each<NB>([&](int n, int r, uint32_t bit) {
+        if (!(seen & bit)) return;
+        const int64_t q = load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
+        if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) seen &= ~bit;
+      });
+    if (p_.mask.data) add(p_.mask, s, at, seen);
+    if (p_.bias.data) add(p_.bias, s, at, seen);
+    if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
+    if (p_.diagonals) {
+      const float* row = p_.diagonals + int64_t(h_) * (p_.before + p_.after + 1);
+      each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row + cell(relative(at, n, r))); });
+    }
+    each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = seen & bit ? s[n][r] : minus_infinity(); });
+    return seen;
+  }
+
+  // The pairs that dropout keeps.
+  template <int NB>
+  PT_DEVICE uint32_t kept(const Place& at) const {
+    if (p_.drop_threshold >= 65536) return 0;
+    if constexpr (Transposed) return kept_transposed<NB>(at);
+    else return kept_rows<NB>(at);
+  }
+
+  PT_DEVICE int relative(const Place& at, int n, int r) const { return key(at, n, r) - query(at, n, r) - s_.shift; }
+  PT_DEVICE float distance(const Place& at, int n, int r) const {
+    const int d = relative(at, n, r);
+    return float(d < 0 ? -d : d);
+  }
+  // Where T5's value for this j - i - offset is.
+  PT_DEVICE int cell(int relative) const { return most(-p_.before, least(relative, p_.after)) + p_.before; }
+
+ private:
+  static PT_DEVICE int query(const Place& at, int n, int r) { return Transposed ? at.column_of(n, r) : at.row_of(r); }
+  static PT_DEVICE int key(const Place& at, int n, int r) { return Transposed ? at.row_of(r) : at.column_of(n, r); }
+
+  // Takes in a mask or bias; hidden pairs are not read.
+  template <int NB>
+  PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const Place& at, uint32_t& seen) const {
+    const int64_t head = b_ * d.batch + h_ * d.head;
+    const auto index = [&](int n, int r) { return head + query(at, n, r) * d.query + key(at, n, r) * d.key; };
+    if (d.type == Term::boolean) {
+      each<NB>([&](int n, int r, uint32_t bit) {
+        if (seen & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r))) seen &= ~bit;
+      });
+      return;
+    }
+    with_reader(d, [&](auto read) {
+      each<NB>([&](int n, int r, uint32_t bit) {
+        if (!(seen & bit)) return;
+        const float term = read(index(n, r)), sum = s[n][r] + term;
+        if (term == minus_infinity()) seen &= ~bit;
+        s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // two terms of -finfo.max are still a number
+      });
+    });
+  }
+
+  PT_DEVICE Draws draws(int i, int j) const {  // those of key j's group for query i
+    const uint32_t key = uint32_t(p_.key_start + j);
+    return philox(4 * (key / 32) + key % 8 / 2, uint32_t(p_.query_start + i), uint32_t(h_), uint32_t(b_), seed_);
+  }
+  PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
+
+  // A call decides the eight keys that a lane has of 32 in a row.
+  template <int NB>
+  PT_DEVICE uint32_t kept_rows(const Place& at) const {
+    static_assert(NB % 4 == 0);
+    uint32_t bits = 0;
+    PT_UNROLL
+    for (int n = 0; n < NB; n += 4)
+      PT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const Draws d = draws(at.row_of(2 * half), at.column + 8 * n);
+        PT_UNROLL
+        for (int m = 0; m < 4; ++m)
+          PT_UNROLL
+          for (int e = 0; e < 2; ++e) bits |= keeps(d.w[m], e) ? 1u << (4 * (n + m) + 2 * half + e) : 0;
+      }
+    return bits;
+  }
+
+  // Keys j and j + 8 of a lane are in one group, and so are those of the lane four further, whose key is j ^ 1: the two make a call for one
+  // of their two queries each, and trade words.
+  template <int NB>
+  PT_DEVICE uint32_t kept_transposed(const Place& at) const {
+    const uint32_t key = uint32_t(p_.key_start + at.row);
+    const int odd = key & 1;
+    const bool upper = key % 32 / 16;
+    uint32_t bits = 0;
+    PT_UNROLL
+    for (int n = 0; n < NB; ++n) {
+      const Draws d = draws(at.column_of(n, odd), at.row);
+      const uint32_t mine[2] = {upper ? d.w[2] : d.w[0], upper ? d.w[3] : d.w[1]};
+      PT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t theirs = ptx::shfl_xor_u32(mine[half], 4);
+        bits |= keeps(mine[half], odd) ? 1u << (4 * n + 2 * half + odd) : 0;
+        bits |= keeps(theirs, odd) ? 1u << (4 * n + 2 * half + 1 - odd) : 0;
+      }
+    }
+    return bits;
+  }
+
+  const AttentionProblem& p_;
+  const Sequence& s_;
+  int b_, h_;
+  float slope_;
+  uint64_t seed_;
+};
+
+// Bits 2 n + e of the columns that some row of the warp's 16 sees.
+template <int NB>
+PT_DEVICE uint32_t columns_seen(uint32_t seen) {
+  uint32_t columns = 0;
+  each<NB>([&](int n, int r, uint32_t bit) { columns |= seen & bit ? 1u << (2 * n + r % 2) : 0; });
+  for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
+  return columns;
+}
+
+// Writes the warp's 16 rows of a result times `factor[half]`, columns 8 first on, to rows row_index[half] of the tensor, if not negative.
+template <class T, int DB>
+PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4], const float (&factor)[2], const int64_t (&row_index)[2],
+                          int first) {
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    if (row_index[half] < 0) continue;
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head + row_index[half] * out.stride.row;
+    PT_UNROLL
+    for (int d = 0; d < DB; ++d) {
+      const int column = 8 * (first + d) + 2 * (lane_id() % 4);
+      // A factor of zero is for rows that see nothing, whatever their sums hold.
+      const float x = factor[half] == 0.0f ? 0.0f : acc[d][2 * half] * factor[half];
+      const float y = factor[half] == 0.0f ? 0.0f : acc[d][2 * half + 1] * factor[half];
+      if constexpr (sizeof(T) == 2) {
+        if (out.pairs && column < out.columns) {
+          ptx::st_global_u32(row + column, Element<T>::pack(x, y));
+          continue;
+        }
+      }
+      if (column < out.columns) store_one(row + column, x);
+      if (column + 1 < out.columns) store_one(row + column + 1, y);
+    }
+  }
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,174 @@
+// Tiles of rows in shared memory, and the products of a warp with them: 16 rows times rows, and 16 rows of weights times a tile.
+//
+// Every product has its sums in the m16n8 layout (fragments.cuh) whatever the dtype: bf16 and f16 by mma.sync; f32 by fused
+// multiply-adds, each in true float32.
+#pragma once
+
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/tile/vectors.cuh"
+
+namespace pt::cuda {
+
+PT_DEVICE int lane_id() { return int(threadIdx.x) % 32; }
+
+// Rows of RowBytes; the 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that eight rows of one chunk use all banks.
+template <int RowBytes>
+struct SmemTile {
+  static_assert(RowBytes % 128 == 0);
+  static constexpr int kChunks = RowBytes / 16;
+  uint32_t base;
+  PT_DEVICE uint32_t at(int row, int chunk) const { return base + uint32_t(row * RowBytes + ((chunk ^ (row & 7)) << 4)); }
+};
+
+// Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes) at `head`, `stride` apart. Rows outside [lo, hi)
+// are not read: zeros. So are columns past `columns`, up to `used` chunks.
+template <int Rows, int RowBytes, class T>
+PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
+  constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
+  for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
+    const int row = x / C, chunk = x % C, r = first + row;
+    if (chunk >= used) continue;
+    const bool there = r >= lo && r < hi && chunk * kPer < columns;
+    ptx::cp_async_16(tile.at(row, chunk), there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
+  }
+}
+
+// Which of a lane's columns of a tile take part: bit 2 n + e for its column e of the eight columns n.
+constexpr uint32_t kAllColumns = 0xffffffffu;
+
+template <class T>
+struct Products {
+  static constexpr int kStep = 16;  // columns a step of a product takes
+  // Chunks and steps that `columns` columns need.
+  static PT_DEVICE int steps(int columns) { return (columns + 15) / 16; }
+  static PT_DEVICE int chunks(int columns) { return 2 * steps(columns); }
+
+  // A fragment: rows [row, row + 16), columns of one step.
+  template <int RowBytes>
+  static PT_DEVICE void load_a(uint32_t (&a)[4], SmemTile<RowBytes> tile, int row, int step) {
+    const int lane = lane_id();
+    ptx::ldmatrix_x4(tile.at(row + lane % 16, 2 * step + lane / 16), a);
+  }
+
+  // acc += A times 8 NB rows of `b`, transposed; one step.
+  template <int NB, int RowBytes>
+  static PT_DEVICE void step(float (&acc)[NB][4], const uint32_t (&a)[4], SmemTile<RowBytes> b, int step) {
+    const int lane = lane_id();
+    PT_UNROLL
+    for (int n = 0; n < NB; n += 2) {
+      uint32_t m[4];
+      ptx::ldmatrix_x4(b.at(8 * n + lane % 8 + 8 * (lane / 16), 2 * step + lane / 8 % 2), m);
+      const uint32_t b0[2] = {m[0], m[1]}, b1[2] = {m[2], m[3]};
+      ptx::mma_m16n8k16(acc[n], a, b0, T{});
+      ptx::mma_m16n8k16(acc[n + 1], a, b1, T{});
+    }
+  }
+
+  // acc = rows [row, row + 16) of `a` times 8 NB rows of `b`, transposed.
+  template <int NB, int RowBytes>
+  static PT_DEVICE void scores(float (&acc)[NB][4], SmemTile<RowBytes> a, int row, SmemTile<RowBytes> b, int columns) {
+    PT_UNROLL
+    for (int n = 0; n < NB; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    for (int s = 0; s < steps(columns); ++s) {
+      uint32_t fragment[4];
+      load_a(fragment, a, row, s);
+      step(acc, fragment, b, s);
+    }
+  }
+
+  // acc += weights (16 x 8 NB, as sums lie, rounded to T) times `b`, its columns from 8 first on; `columns` in all. `seen`: rows of b whose
+  // bit is not set count as zero.
+  template <int NB, int DB, int RowBytes>
+  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns, uint32_t seen) {
+    static_assert(NB % 2 == 0 && DB % 2 == 0);
+    const int lane = lane_id();
+    PT_UNROLL
+    for (int k = 0; k < NB; k += 2) {
+      const uint32_t a[4] = {Element<T>::pack(p[k][0], p[k][1]), Element<T>::pack(p[k][2], p[k][3]),
+                             Element<T>::pack(p[k + 1][0], p[k + 1][1]), Element<T>::pack(p[k + 1][2], p[k + 1][3])};
+      const uint32_t keep[2] = {half_words(seen >> 2 * k), half_words(seen >> (2 * k + 2))};
+      PT_UNROLL
+      for (int d = 0; d < DB; d += 2) {
+        if (8 * (first + d) >= columns) continue;
+        uint32_t m[4];
+        ptx::ldmatrix_x4_trans(b.at(8 * k + lane % 16, first + d + lane / 16), m);
+        const uint32_t b0[2] = {m[0] & keep[0], m[1] & keep[1]}, b1[2] = {m[2] & keep[0], m[3] & keep[1]};
+        ptx::mma_m16n8k16(acc[d], a, b0, T{});
+        ptx::mma_m16n8k16(acc[d + 1], a, b1, T{});
+      }
+    }
+  }
+
+ private:
+  static PT_DEVICE uint32_t half_words(uint32_t bits) { return (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u); }
+};
+
+template <>
+struct Products<float> {
+  static constexpr int kStep = 4;
+  static PT_DEVICE int steps(int columns) { return (columns + 3) / 4; }
+  static PT_DEVICE int chunks(int columns) { return 2 * ((columns + 7) / 8); }
+
+  template <int NB, int RowBytes>
+  static PT_DEVICE void scores(float (&acc)[NB][4], SmemTile<RowBytes> a, int row, SmemTile<RowBytes> b, int columns) {
+    const int g = lane_id() / 4, q = lane_id() % 4;
+    PT_UNROLL
+    for (int n = 0; n < NB; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    for (int s = 0; s < steps(columns); ++s) {
+      const ptx::Words4 a0 = ptx::ld_shared_v4(a.at(row + g, s)), a1 = ptx::ld_shared_v4(a.at(row + g + 8, s));
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n)
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const ptx::Words4 x = ptx::ld_shared_v4(b.at(8 * n + 2 * q + e, s));
+          PT_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            acc[n][e] += ptx::bits_float(a0.w[i]) * ptx::bits_float(x.w[i]);
+            acc[n][2 + e] += ptx::bits_float(a1.w[i]) * ptx::bits_float(x.w[i]);
+          }
+        }
+    }
+  }
+
+  // A lane has two of eight weights of a row; the four lanes of the row pass theirs around.
+  template <int NB, int DB, int RowBytes>
+  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns, uint32_t seen) {
+    const int q = lane_id() % 4;
+    PT_NO_UNROLL  // all at once would take more registers than there are
+    for (int x = 0; x < 4; ++x) {
+      const uint32_t theirs = ptx::shfl_xor_u32(seen, x);
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n)
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          const float p0 = ptx::shfl_xor(p[n][e], x), p1 = ptx::shfl_xor(p[n][2 + e], x);
+          const bool here = theirs >> (2 * n + e) & 1;
+          PT_UNROLL
+          for (int d = 0; d < DB; ++d) {
+            const int column = 8 * (first + d) + 2 * q;
+            if (8 * (first + d) >= columns || !here) continue;
+            float v0, v1;
+            ptx::ld_shared_v2_f32(b.at(8 * n + 2 * (q ^ x) + e, column / 4) + column % 4 * 4, v0, v1);
+            acc[d][0] += p0 * v0, acc[d][1] += p0 * v1;
+            acc[d][2] += p1 * v0, acc[d][3] += p1 * v1;
+          }
+        }
+    }
+  }
+};
+
+// The largest, and the sum, of a number of the four lanes that have a row.
+PT_DEVICE float row_max(float x) {
+  x = fmaxf(x, ptx::shfl_xor(x, 1));
+  return fmaxf(x, ptx::shfl_xor(x, 2));
+}
+PT_DEVICE float row_sum(float x) {
+  x += ptx::shfl_xor(x, 1);
+  return x + ptx::shfl_xor(x, 2);
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,143 @@
+"""The backend ``cuda`` of attention and attention_varlen: csrc/cuda/attention called with tensors allocated here."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _cuda
+from ._cpu_attention import ALIGN
+from ._registry import Backend, Op
+from ._tensors import last_contiguous
+from .masks import bucket_row
+
+MAX_HEAD_DIM = 256
+LARGEST_POSITION = 1 << 28
+WIDTH = 8  # columns are widened to multiples of it
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+
+
+def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+    """The backend for an op with attention's argument names."""
+
+    def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if a.query.device.type == "cpu":
+            check_values(a)
+        out, lse = op.empty_outputs(a)
+        if hasattr(a, "cu_seqlens_q") or _nothing(a):  # rows of no sequence are never visited
+            out.zero_()
+            lse.fill_(-math.inf)
+        if not _nothing(a):
+            _cuda.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
+        return out, lse
+
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        out, lse = saved
+        grad_out, grad_lse = grads
+        results = op.empty_gradients(a, wanted)
+        if _nothing(a):
+            return [None if r is None else r.zero_() for r in results]
+        if hasattr(a, "cu_seqlens_q"):
+            for rows in (r for r in results[:3] if r is not None):
+                rows.zero_()
+        by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
+        # Sums over sequences are float32 whatever their dtype; dense gradients go where they belong if the kernel can write them.
+        sums = {
+            n: torch.empty(r.shape, dtype=torch.float32, device=r.device)
+            for n, r in by_name.items()
+            if n in ("slopes", "table")
+        }
+        sums |= {n: r if r.dtype in DTYPES else r.float() for n, r in by_name.items() if n in ("mask", "bias")}
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
+        ranges = None if "table" not in sums else _bucket_ranges(*_buckets(a), a.query.device)
+        _cuda.call(
+            "attention_bwd", a.query.device, whole_rows(grad_out), None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
+            last_contiguous(out), lse.contiguous(), *_shared(a), *map(by_name.get, ("query", "key", "value")),
+            *map(sums.get, ("mask", "bias", "slopes", "table")), ranges,
+        )  # fmt: skip
+        for name, total in sums.items():
+            if total is not by_name[name]:
+                by_name[name].copy_(total)
+        return results
+
+    return Backend("cuda", forward, backward, why_not, _extra_bytes)
+
+
+def why_not(a: Any) -> str | None:
+    """Why the kernels cannot do the problem, or None."""
+    if (reason := _cuda.why_not("attention_fwd", a.query.device)) is not None:
+        return reason
+    if a.query.dtype not in DTYPES:
+        return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
+    if (widest := max(a.query.shape[-1], a.value.shape[-1])) > MAX_HEAD_DIM:
+        return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
+    longest = max(_longest(a))
+    if longest + max(getattr(a, "query_start", 0), getattr(a, "key_start", 0)) >= LARGEST_POSITION:
+        return f"positions below {LARGEST_POSITION:,}, got {longest:,} rows"
+    return None
+
+
+def whole_rows(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes: itself, or a copy with zeros behind
+    its columns."""
+    per, columns = 16 // t.element_size(), t.shape[-1]
+    strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
+    if columns % per == 0 and strided and (t.stride(-1) == 1 or columns == 1) and t.data_ptr() % 16 == 0:
+        return t
+    padded = t.new_zeros((*t.shape[:-1], -(-columns // WIDTH) * WIDTH))
+    padded[..., :columns] = t
+    return padded
+
+
+def _nothing(a: Any) -> bool:
+    return a.query.numel() == 0 or a.key.numel() == 0 or 0 in _longest(a)
+
+
+def _longest(a: Any) -> tuple[int, int]:
+    return (a.max_seqlen_q, a.max_seqlen_k) if hasattr(a, "cu_seqlens_q") else (a.query.shape[2], a.key.shape[2])
+
+
+def _rows(a: Any) -> list[torch.Tensor]:
+    return [whole_rows(t) for t in (a.query, a.key, a.value)]
+
+
+def _shared(a: Any) -> list[Any]:
+    """What forward and backward get alike: ATTENTION_PARAMETERS of csrc/cuda/attention/attention.cpp."""
+    packed = hasattr(a, "cu_seqlens_q")
+    diagonals, before = None, 0
+    if a.table is not None:
+        row, before, _ = bucket_row(*_buckets(a), 0, a.query.device)
+        diagonals = a.table.float().t()[:, row].contiguous()
+    starts = (0, 0) if packed else (a.query_start, a.key_start)
+    return [
+        None if packed else a.mask, None if packed else a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
+        *(getattr(a, name, None) for name in LENGTHS), a.cu_seqlens_q if packed else None, a.cu_seqlens_k if packed else None,
+        a.dropout_seed, before, ALIGN[a.causal], a.left, a.right, *starts, *_longest(a), a.scale, a.softcap, a.dropout_p,
+    ]  # fmt: skip
+
+
+def _buckets(a: Any) -> tuple[int, bool, int]:
+    return a.table.shape[0], a.bidirectional, a.max_distance
+
+
+@functools.lru_cache(maxsize=64)
+def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> torch.Tensor:
+    """(buckets, 2) int32: the diagonals lo … hi - 1 of bucket_row that have each bucket, which follow one another."""
+    row, _, _ = bucket_row(buckets, bidirectional, max_distance, 0, torch.device("cpu"))
+    places = [(row == u).nonzero().flatten().tolist() for u in range(buckets)]
+    return torch.tensor([(p[0], p[-1] + 1) if p else (0, 0) for p in places], dtype=torch.int32, device=device)
+
+
+def _extra_bytes(a: Any) -> int:
+    """Copies of operands whose rows are not aligned, and three float32 numbers for each row in backward."""
+    copies = sum(
+        4 * t.numel() if t.dtype == torch.float32 else 2 * t.numel() for t in (a.query, a.key, a.value) if t.shape[-1] % WIDTH
+    )
+    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1])

@@ -1,0 +1,139 @@
+"""attention and attention_varlen by the CUDA C++ tier on a GPU: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.testing import bounds, oracle
+from pytransformer.testing.attention_check import check_packed
+from pytransformer.testing.cases import Case, cases, leaves
+from pytransformer.testing.draw_attention import draw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+RANDOM, SEED = 200, 17
+HEAD_DIMS = (16, 40, 64, 72, 80, 96, 128, 160, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _to(x: Any, device: str) -> Any:
+    """Tensors, also those inside a bias, on a device, with leaves of their own."""
+    if isinstance(x, torch.Tensor):
+        moved = x.detach().to(device)
+        return moved.requires_grad_() if moved.dtype.is_floating_point else moved
+    if isinstance(x, pt.AlibiBias):
+        return pt.AlibiBias(_to(x.slopes, device))
+    if isinstance(x, pt.RelativePositionBias):
+        return pt.RelativePositionBias(_to(x.table, device), x.bidirectional, x.max_distance)
+    return x
+
+
+def check(args: Any, keywords: dict[str, Any]) -> None:
+    """Two runs on the GPU give equal bits, within the bounds of float64."""
+    on_gpu = tuple(_to(t, "cuda") for t in args), {k: _to(v, "cuda") for k, v in keywords.items()}
+    inputs = leaves("attention", *on_gpu)
+    runs = []
+    for _ in range(2):
+        out, lse = pt.attention(*on_gpu[0], **on_gpu[1], return_lse=True, backend="cuda", strict=True)
+        generator = torch.Generator("cuda").manual_seed(1)
+        grads = [torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype) for t in (out, lse)]
+        runs.append([out, lse, *torch.autograd.grad([out, lse], list(inputs.values()), grads)])
+    for first, second in zip(*runs):
+        assert torch.equal(first, second), "two runs differ"
+    results = dict(zip(("out", "lse", *inputs), (t.detach().cpu() for t in runs[0])))
+    on_cpu = tuple(_to(t, "cpu") for t in args), {k: _to(v, "cpu") for k, v in keywords.items()}
+    with torch.no_grad():
+        exact = oracle.solve(*on_cpu[0], *(g.cpu() for g in grads), **on_cpu[1])
+    wrong = [str(c) for c in bounds.check(exact, results, args[0].dtype, "zero_mean") if not c.ok]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_path() -> None:
+    """The problems that reach every path of the kernels."""
+    spec = importlib.util.spec_from_file_location(
+        "emulator_attention", Path(__file__).parents[1] / "emulator" / "attention.py"
+    )
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    for _, args, keywords in script.problems():
+        check(args, keywords)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", cases("attention"), ids=lambda c: c.name)
+def test_case(case: Case, dtype: torch.dtype) -> None:
+    check(*case.make("cpu", dtype, seed=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", cases("attention_varlen"), ids=lambda c: c.name)
+def test_packed_case(case: Case, dtype: torch.dtype) -> None:
+    check_packed(*case.make("cuda", dtype, seed=0), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
+    for case in cases("attention"):
+        if case.name in ("causal", "everything"):
+            check(*case.resize(D=head_dim, Lq=300, Lk=333).make("cpu", dtype, seed=0))
+
+
+def test_random_problems() -> None:
+    numbers = [n for n in range(RANDOM) if not (p := draw(SEED, n)).packed and p.dtype != torch.float64]
+    failed = []
+    for number in numbers:
+        problem = draw(SEED, number)
+        arguments = problem.public_keywords(problem.tensors)
+        keywords = {n: v for n, v in arguments.items() if n != "return_lse"}
+        try:
+            check([problem.tensors[n] for n in ("query", "key", "value")], keywords)
+        except AssertionError as error:
+            failed.append(f"case {number}: {problem}\n    {error}")
+    assert not failed, "\n".join(failed[:5])
+
+
+def test_addresses_beyond_32_bits() -> None:
+    """More than 2^31 elements, forward and backward: the last sequence is as if it were alone."""
+    batch, heads, length, head_dim = 2**31 // (64 * 4096 * 64) + 4, 64, 4096, 64
+    query = torch.zeros(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+    query[-1].normal_()
+    query.requires_grad_()
+    out = pt.attention(query, query, query, window=(32, 0), backend="cuda")
+    (grad,) = torch.autograd.grad(out, query, out.detach())
+    alone = query.detach()[-1:].clone().requires_grad_()
+    want = pt.attention(alone, alone, alone, window=(32, 0), backend="cuda")
+    assert torch.equal(out[-1:], want)
+    assert torch.equal(grad[-1:], torch.autograd.grad(want, alone, want.detach())[0])
+
+
+def test_more_heads_than_a_grid_has_rows() -> None:
+    query = torch.randn(300, 256, 16, 32, device="cuda", dtype=torch.bfloat16)
+    out = pt.attention(query, query, query, backend="cuda")
+    assert torch.equal(out[-1:], pt.attention(query[-1:], query[-1:], query[-1:], backend="cuda"))
+
+
+def test_cuda_graph() -> None:
+    """A captured call draws a new dropout mask at each replay, since its seed is a tensor."""
+    query, seed = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
+    call = lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda")
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    first = out.clone()
+    seed.fill_(2)
+    graph.replay()
+    assert not torch.equal(first, out) and torch.equal(out, call())

@@ -1,0 +1,53 @@
+"""Faults planted in the kernels' sources: compiled apart, and run by a script of problems in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+SCHEDULES = (1, 2)
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str  # below csrc/cuda
+    old: str  # wherever it occurs
+    new: str
+    message: str = ""  # that the emulator must give; empty: a wrong number will do
+    slow: bool = True
+
+
+def parameters(faults: Sequence[Fault]) -> list[Any]:
+    return [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=f.name.replace(" ", "-")) for f in faults]
+
+
+def check_texts(faults: Sequence[Fault]) -> None:
+    """Each text to be replaced is in its file, or the fault would be none."""
+    for fault in faults:
+        assert fault.old in (CSRC / "cuda" / fault.file).read_text(), fault.name
+    assert len({fault.name for fault in faults}) == len(faults)
+
+
+def check_caught(fault: Fault, script: str, stem: str, builder: ModuleType, directory: Path) -> None:
+    """The script of problems beside this file finds the fault in a library of that op alone, whatever the schedule."""
+    shutil.copytree(CSRC / "cuda", directory / "cuda")
+    changed = directory / "cuda" / fault.file
+    changed.write_text(changed.read_text().replace(fault.old, fault.new))
+    library = builder.library(directory / "build", directory, stem)
+    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library)}
+    told = []
+    for schedule in SCHEDULES:
+        command = [sys.executable, str(Path(__file__).with_name(script)), str(schedule)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        told.append(done.stdout)
+    assert all(fault.message in text for text in told), told

@@ -1,0 +1,176 @@
+"""attention and attention_varlen by the backend "cuda", the kernels run in the emulator, through the public API."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops.attention import attention_op
+from pytransformer.reference.philox import keep_mask
+from pytransformer.testing.attention_check import check_attention, check_packed, check_starts
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.draw_attention import draw
+from pytransformer.testing.fuzz import fuzz
+
+FUZZ_CASES, FUZZ_SEED = 30, 23
+SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+CASES = [c.resize(B=min(c.shape["B"], 2), Hq=2) for c in cases("attention", "small")]
+PACKED = list(cases("attention_varlen", "small"))
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emulator_attention", Path(__file__).with_name("attention.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
+    """The order in which the emulator runs threads: what a test finds with one it finds again with the same."""
+    pt.explain("attention", *[torch.zeros(1, 1, 1, 8)] * 3)  # loads the library
+    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
+def test_every_path(schedule: int, script: ModuleType) -> None:
+    for _, args, keywords in script.problems():
+        check_attention(args, keywords, "cuda")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
+def test_random_problems(schedule: int) -> None:
+    """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
+    cases = [n for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES) if draw(FUZZ_SEED, n).dtype != torch.float64]
+    report = fuzz("attention", ["cuda"], FUZZ_SEED, cases, stop_after=3)
+    print(report.table())
+    assert not report.failures, "\n".join(report.failures)
+
+
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_case(case: Case, schedule: int) -> None:
+    """The named cases that tests and benchmarks share, in turn in each dtype."""
+    args, keywords = case.make("cpu", DTYPES[CASES.index(case) % 3], seed=0)
+    check_attention(args, keywords, "cuda")
+
+
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+@pytest.mark.parametrize("case", PACKED, ids=lambda c: c.name)
+def test_packed_case(case: Case, schedule: int) -> None:
+    dtype = DTYPES[PACKED.index(case) % 3]
+    check_packed(*case.make("cpu", dtype, seed=0), "cuda")
+
+
+@pytest.mark.parametrize("query_start, key_start", [(0, 0), (70, 45), (2**27, 2**27 - 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+def test_dropout_mask(dtype: torch.dtype, query_start: int, key_start: int) -> None:
+    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence.
+
+    With zero queries all weights of a row are equal: value the identity shows them in out, a gradient of ones in d_value, and as
+    their share of delta in d_query, whose keys are the identity too.
+    """
+    heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
+    eye = torch.eye(num_keys, dtype=dtype).expand(2, heads, -1, -1)
+    query = torch.zeros(2, heads, num_queries, num_keys, dtype=dtype)
+    a, _, _ = attention_op.prepare(query, eye, eye, dropout_p=p, dropout_seed=seed)
+    a = a._replace(query_start=query_start, key_start=key_start)
+    keep = keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start)
+    out, lse = attention_op.fwd(*a, "cuda", True)
+    assert torch.equal(out != 0, keep)
+    # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in column c.
+    grad = torch.eye(num_queries, num_keys, dtype=dtype).expand(2, heads, -1, -1)
+    gradients = attention_op.bwd(grad, None, *a, out, lse, [True, True, True, False, False, False, False], "cuda", True)
+    assert torch.equal(gradients[2][..., :num_queries].mT != 0, keep)
+    # With delta taken off by a gradient of lse, d_query[i, j] = scale * weight * keep * keep_scale * grad[i, j].
+    ones = torch.ones_like(query)
+    delta = (out.double() * ones.double()).sum(-1).float()
+    gradients = attention_op.bwd(ones, delta, *a, out, lse, [True, True, True, False, False, False, False], "cuda", True)
+    assert torch.equal(gradients[0].abs() > 1e-4, keep)
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_starts(causal: str) -> None:
+    check_starts("cuda", causal)
+
+
+def test_a_sequence_gives_the_same_bits_alone() -> None:
+    torch.manual_seed(0)
+    query, key, value, grad = (torch.randn(2, 2, 45, 40, dtype=torch.bfloat16) for _ in range(4))
+    keywords = {"causal": "bottom_right", "bias": pt.AlibiBias(torch.tensor([0.1, 0.3])), "backend": "cuda"}
+    results = []
+    for sequences in (slice(2), slice(1)):
+        inputs = [t[sequences].clone().requires_grad_() for t in (query, key, value)]
+        out = pt.attention(*inputs, **keywords)
+        results.append([t[:1] for t in (out, *torch.autograd.grad(out, inputs, grad[sequences]))])
+    for both, alone in zip(*results):
+        assert torch.equal(both, alone)
+
+
+def test_what_hidden_rows_hold_reaches_nothing() -> None:
+    """NaN in keys and values that a mask hides, in padding, and in rows of queries and gradients that see nothing."""
+    torch.manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 1, 40, 64, dtype=torch.bfloat16) for _ in range(4))
+    mask = torch.rand(1, 1, 40, 40) > 0.3
+    mask[..., 11] = mask[..., 9, :] = False
+    lengths = torch.tensor([35])
+    results = []
+    for hidden in (0.0, torch.nan):
+        inputs = [t.clone() for t in (query, key, value)]
+        for t, row in zip(inputs, (9, 11, 11)):
+            t[..., row, :] = t[..., 35:, :] = hidden
+        upstream = grad.clone()
+        upstream[..., 9, :] = upstream[..., 35:, :] = hidden
+        inputs = [t.requires_grad_() for t in inputs]
+        out = pt.attention(*inputs, attn_mask=mask, query_lengths=lengths, key_lengths=lengths, backend="cuda")
+        results.append([out, *torch.autograd.grad(out, inputs, upstream)])
+    for clean, poisoned in zip(*results):
+        assert torch.equal(clean, poisoned) and bool(clean.isfinite().all())
+
+
+def test_zero_sizes() -> None:
+    for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
+        query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)
+        inputs = [t.requires_grad_() for t in (query, key, torch.zeros(1, 1, 1, 1))]
+        out, lse = pt.attention(query, key, key, attn_mask=inputs[2], return_lse=True, backend="cuda")
+        assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
+        for grad in torch.autograd.grad(out.sum(), inputs):
+            assert not grad.count_nonzero()
+
+
+def test_what_it_refuses() -> None:
+    def reason(t: torch.Tensor) -> str | None:
+        return pt.explain("attention", t, t, t).reasons["cuda"]
+
+    assert reason(torch.zeros(1, 1, 1, 16)) is None
+    assert "got float64" in reason(torch.zeros(1, 1, 1, 16, dtype=torch.float64))
+    assert "head sizes up to 256, got 257" in reason(torch.zeros(1, 1, 1, 257))
+    assert "positions below" in reason(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**28, 1))
+
+
+def test_the_edge_checks_what_kernels_rely_on() -> None:
+    """A caller that bypasses the public function learns what the kernels rely on."""
+    from pytransformer.ops import _cuda
+
+    query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
+    assert _cuda.why_not("attention_fwd", query.device) is None
+    shared = [*[None] * 12, 0, 0, -1, -1, 0, 0, 5, 5, 1.0, 0.0, 0.0]
+    call = lambda q, o: _cuda.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
+    call(query, out)
+    with pytest.raises(RuntimeError, match="out has the wrong shape"):
+        call(query, torch.zeros(1, 2, 4, 8))
+    with pytest.raises(RuntimeError, match="rows of query are no multiples of 16 bytes"):
+        call(torch.zeros(1, 2, 5, 9)[..., 1:], out)
