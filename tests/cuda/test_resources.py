@@ -51,7 +51,7 @@ def test_few_instantiations(resources: ModuleType) -> None:
 
 
 def test_faults_are_found(resources: ModuleType) -> None:
-    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "copies": 8, "narrow": 1, "products": 0}
+    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0}
     assert resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used}) == []
     assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
     assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]

@@ -15,7 +15,7 @@ struct AttentionTile {
 
 enum class Pass { Forward, Queries, Keys, Dense };
 
-// bytes: of an element. Forward with terms has less room: fewer scores at a time, or fewer columns of the sums in a warp.
+// bytes: of an element. With terms there is less room: fewer scores at a time, or fewer columns of the sums in a warp.
 constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool general) {
   switch (pass) {
     case Pass::Forward:
@@ -25,11 +25,11 @@ constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool 
     case Pass::Queries:
       if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 32, 1};
       if (head_dim == 256) return {256, 2, 2, 32, 1};
-      return {head_dim, 4, 1, head_dim == 64 ? 64 : 32, 2};
+      return {head_dim, 4, 1, head_dim == 64 && !general ? 64 : 32, 2};
     case Pass::Keys:
       if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 16, 1};
       if (head_dim == 256) return {256, 4, 2, 16, 1};
-      return {head_dim, 4, 1, head_dim == 64 ? 64 : 32, 2};
+      return {head_dim, 4, 1, head_dim == 64 && !general ? 64 : 32, 2};
     default:
       if (bytes == 4) return {head_dim, 1, 1, 32, 1};
       return {head_dim, 2, 1, 32, 1};
