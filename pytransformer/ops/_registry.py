@@ -38,7 +38,7 @@ from ._tensors import empty_in_order
 
 LIBRARY = Library("pytransformer", "DEF")
 OPS: dict[str, Op] = {}
-BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference
+BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference, unless an op has one of its own
 # The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
@@ -100,7 +100,9 @@ class Op:
         empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
         flops: Callable[[Any], int] | None = None,
         flops_backward: Callable[[Any], int] | None = None,
+        order: Sequence[str] = BACKENDS,
     ) -> None:
+        self.order = tuple(order)
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
         self.backends: dict[str, Backend] = {}
@@ -189,11 +191,11 @@ class Op:
         self.backend(Backend("reference", checked_forward, backward, lambda a: None, extra_bytes))
 
     def backend(self, backend: Backend) -> Backend:
-        """Add a backend; BACKENDS gives the order in which they are tried."""
-        if backend.name not in BACKENDS:
-            raise ValueError(f"backend {backend.name!r} is not one of {', '.join(BACKENDS)}")
+        """Add a backend; the op's ``order`` is that in which they are tried."""
+        if backend.name not in self.order:
+            raise ValueError(f"backend {backend.name!r} is not one of {', '.join(self.order)}")
         self.backends[backend.name] = backend
-        self.backends = {n: self.backends[n] for n in BACKENDS if n in self.backends}
+        self.backends = {n: self.backends[n] for n in self.order if n in self.backends}
         return backend
 
     # ---- bodies of the raw ops

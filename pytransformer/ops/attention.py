@@ -38,6 +38,8 @@ Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? quer
 Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
+# Neither is measured yet. On Hopper Triton's products are wgmma and CUDA's mma.sync; for decoding Triton splits the keys.
+ORDER = ("triton", "cuda", "cpu", "reference")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +65,7 @@ attention_op = Op(
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
+    order=ORDER,
 )
 
 

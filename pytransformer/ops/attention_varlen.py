@@ -13,7 +13,7 @@ from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
-from .attention import biases, positions
+from .attention import ORDER, biases, positions
 from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
@@ -48,6 +48,7 @@ attention_varlen_op = Op(
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
+    order=ORDER,
 )
 
 

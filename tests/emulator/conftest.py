@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parent))  # for planted
 ROOT = Path(__file__).resolve().parents[2]
 
 

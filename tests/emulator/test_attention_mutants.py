@@ -20,7 +20,7 @@ FAULTS = (
     Fault("another swizzle for products with rows", TILE, "b.at(8 * n + lane % 8", "b.at(8 * n + (lane ^ 1) % 8"),
     Fault("no swizzle where tiles are written", TILE, "cp_async_16(tile.at(row, chunk)", "cp_async_16(tile.at(row, chunk ^ (row & 7))"),
     Fault("a chunk past the columns", TILE, "chunk * kPer < columns;", "chunk * kPer <= columns;"),
-    Fault("a row past the last", TILE, "r >= lo && r < hi &&", "r >= lo && r <= hi &&", slow=False),
+    Fault("a row past the last", TILE, "r >= lo && r < hi &&", "r >= lo && r <= hi &&"),
     Fault("no wait for keys", FWD, WAIT + SYNC + THERE, SYNC + THERE, slow=False),
     Fault("no barrier after keys have come", FWD, SYNC + THERE, "    //"),
     Fault("no barrier after values have come", FWD, SYNC + "V is there, and nobody reads K any more\n", "    //"),

@@ -16,7 +16,7 @@ CONTINUE = "      if (!inside(v)) continue;\n"
 OUTSIDE, LATE = "outside global memory", "not ordered after the"
 
 FAULTS = (
-    Fault("no barrier in a block's sum", REDUCE, SYNC, "", "ld.shared", slow=False),
+    Fault("no barrier in a block's sum", REDUCE, SYNC, "", "ld.shared"),
     Fault("one buffer for a block's sums", REDUCE, "turn ^= 1;", "", LATE),
     Fault("a warp left out of a block's sum", REDUCE, "for (int w = 0; w < warps", "for (int w = 1; w < warps"),
     Fault("a step left out of a row's sum", REDUCE, "if (d < lanes)", "if (2 * d < lanes)"),
@@ -33,9 +33,7 @@ FAULTS = (
         "a row past the last, backward", BWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE
     ),
     Fault("no barrier before a part is summed", BWD, SYNC + "\n  for (int column", "  for (int column", "ld.shared"),
-    Fault(
-        "a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", LATE, slow=False
-    ),
+    Fault("a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", LATE),
     Fault("no barrier in the second stage", BWD, SYNC + "\n  if (warp != 0", "  if (warp != 0", "ld.shared"),
     Fault("a block's part left out", BWD, "b < r.blocks;", "b < r.blocks - 1;"),
     Fault("parts of the wrong block", BWD, "part = int64_t(blockIdx.x) * p.columns;", "part = 0;"),
