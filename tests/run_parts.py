@@ -51,11 +51,13 @@ class Part(NamedTuple):
     needs: str = ""  # an environment variable: a folder whose packages come before the installed ones; without it: skipped
 
 
-INSTALL = Part("install", "install and build", 5)
+INSTALL = Part("install", "install and CPU build", 5)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 4)
+BUILDS = (INSTALL, CUDA_BUILD)
 PARTS = (
     Part(REST, "reference and cpu", 10),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), (("TRITON_INTERPRET", "1"),)),
-    Part("cuda", "CUDA build and resources", 6, ("cuda",)),
+    Part("cuda", "CUDA resources", 2, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
 )
@@ -119,8 +121,17 @@ def install(full: bool) -> Result:
     if not full:  # all five instruction sets and three GPU architectures would take longer to compile than the budget
         os.environ.setdefault("PYTRANSFORMER_CPU_ISAS", "native")
         os.environ.setdefault("PYTRANSFORMER_CUDA_ARCHS", "sm_90a")
-    code, seconds = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None)
-    return Result(INSTALL, seconds, f"exit code {code}" if code else over_budget(INSTALL, seconds, full))
+    return build(INSTALL, full, (("PYTRANSFORMER_CUDA", "0"),))
+
+
+def failed(result: Result) -> bool:
+    """Whether a build did not succeed, rather than take too long: then there is nothing to test."""
+    return (result.problem or "").startswith("exit code")
+
+
+def build(part: Part, full: bool, environment: tuple[tuple[str, str], ...] = ()) -> Result:
+    code, seconds = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None, environment)
+    return Result(part, seconds, f"exit code {code}" if code else over_budget(part, seconds, full))
 
 
 def counts(report: Path) -> tuple[int, int, int, tuple[str, ...]]:
@@ -208,7 +219,7 @@ def run(part: Part, full: bool) -> Result:
 def summary(results: list[Result]) -> str:
     lines = [f"{'part':34} {'time':>8} {'budget':>8}  {'passed':>6} {'failed':>6} {'skipped':>7}"]
     for r in results:
-        counted = f"{r.passed:6} {r.failed:6} {r.skipped:7}" if r.part is not INSTALL else " " * 21
+        counted = f"{r.passed:6} {r.failed:6} {r.skipped:7}" if r.part not in BUILDS else " " * 21
         budget = f"{60 * r.part.minutes:6.0f} s" if r.part.minutes else "       -"
         lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {budget}  {counted}  {verdict(r)}")
         lines += [f"    skipped: {reason}" for reason in r.reasons]
@@ -219,7 +230,7 @@ def summary(results: list[Result]) -> str:
 def verdict(result: Result) -> str:
     if result.problem:
         return result.problem
-    return "ok" if result.passed or result.part is INSTALL else "skipped"
+    return "ok" if result.passed or result.part in BUILDS else "skipped"
 
 
 # ---- the table of docs/test-results.md
@@ -240,7 +251,7 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
         cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), "yes" if full else "no", commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    order = {part.title: place for place, part in enumerate((INSTALL, *PARTS, *FULL_PARTS))}
+    order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *FULL_PARTS))}
     body = [lines[title] for title in sorted(lines, key=lambda title: order.get(title, len(order)))]
     return f"{before}{START}\n" + "\n".join([*head, *body]) + f"\n{END}{after}"
 
@@ -271,16 +282,18 @@ def main() -> int:
         parser.error(f"{', '.join(sorted(early))}: a part of --full")
     RESULTS.mkdir(parents=True, exist_ok=True)
     before, results = commit(), [install(arguments.full)]
-    if results[0].problem is None:
+    if not failed(results[0]):
+        results.append(build(CUDA_BUILD, arguments.full))  # nothing, in a moment, where nvcc is not
+    if not any(map(failed, results)):
         known = (*PARTS, *FULL_PARTS) if arguments.full else PARTS
         wanted = [part for part in known if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))]
         results += [run(part, arguments.full) for part in wanted]
     print("\n" + summary(results), flush=True)
     if arguments.summary:
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        text = recorded(arguments.summary.read_text(), results[1:], arguments.full, before, today)
+        text = recorded(arguments.summary.read_text(), results[len(BUILDS) :], arguments.full, before, today)
         arguments.summary.write_text(text)
-    return 1 if any(result.problem for result in results) or len(results) == 1 else 0
+    return 1 if any(result.problem for result in results) or len(results) <= len(BUILDS) else 0
 
 
 if __name__ == "__main__":
