@@ -59,7 +59,7 @@ PARTS = (
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), (("TRITON_INTERPRET", "1"),)),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
-    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
+    Part("models", "models, integrations, commands", 6, ("nn", "models", "integrations", "training", "viz", "cli")),
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
