@@ -52,14 +52,15 @@ class Part(NamedTuple):
 
 
 INSTALL = Part("install", "install and CPU build", 5)
-CUDA_BUILD = Part("cuda-build", "CUDA build", 4)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 3)
 BUILDS = (INSTALL, CUDA_BUILD)
 PARTS = (
     Part(REST, "reference and cpu", 10),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), (("TRITON_INTERPRET", "1"),)),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
-    Part("models", "models, integrations, commands", 6, ("nn", "models", "integrations", "training", "viz", "cli")),
+    Part("emulator", "CUDA kernels emulated", 4, ("emulator",)),
+    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
+    Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
