@@ -64,9 +64,10 @@ PARTS = (
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 SANITIZE, BENCH = "sanitize", "bench"
 FULL_PARTS = (
-    Part("generic", "cpu, generic instruction set", 0, OPS, (("PYTRANSFORMER_CPU_ISA", "generic"),), ("-k", "cpu")),
+    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), ("-k", "cpu")) for isa in ISAS),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_6"),
@@ -184,9 +185,7 @@ def test_with_other_packages(part: Part) -> Result:
     """The part with the packages of the folder that `part.needs` names in place of the installed ones."""
     folder = Path(os.environ.get(part.needs) or "")
     if not os.environ.get(part.needs) or not folder.is_dir():
-        reason = f"{part.needs} names no folder of packages"
-        print(f"\n---- {part.title}: skipped, {reason}", flush=True)
-        return Result(part, 0.0, None, reasons=(reason,))
+        return skipped(part, f"{part.needs} names no folder of packages")
     path = os.pathsep.join(filter(None, (str(folder.resolve()), os.environ.get("PYTHONPATH"))))
     return test(part._replace(environment=(*part.environment, ("PYTHONPATH", path))), True)
 
@@ -209,7 +208,23 @@ def bench(part: Part) -> Result:
     )
 
 
+def skipped(part: Part, reason: str) -> Result:
+    print(f"\n---- {part.title}: skipped, {reason}", flush=True)
+    return Result(part, 0.0, None, reasons=(reason,))
+
+
+def test_with_instruction_set(part: Part) -> Result:
+    """The part with the kernels of one instruction set, where this CPU has it."""
+    ask = "import pytransformer._C as C; print(*C.usable_isas())"
+    usable = subprocess.check_output([PYTEST[0], "-c", ask], cwd=ROOT, text=True).split()
+    if part.name not in usable:
+        return skipped(part, f"this CPU and build run {', '.join(usable)}")
+    return test(part, True)
+
+
 def run(part: Part, full: bool) -> Result:
+    if part.name in ISAS:
+        return test_with_instruction_set(part)
     if part.name == BENCH:
         return bench(part)
     if part.name == SANITIZE:

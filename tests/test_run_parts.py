@@ -74,6 +74,14 @@ def test_a_part_without_its_packages_is_skipped_with_the_reason(run_parts, monke
     assert part.needs in result.reasons[0] and part.needs in capsys.readouterr().out
 
 
+def test_an_instruction_set_that_cannot_run_is_skipped_with_the_reason(run_parts, monkeypatch, capsys) -> None:
+    part = next(part for part in run_parts.FULL_PARTS if part.name == "avx512")
+    monkeypatch.setattr(run_parts.subprocess, "check_output", lambda *_, **__: "avx2 generic\n")
+    result = run_parts.run(part, True)
+    assert (result.passed, run_parts.verdict(result)) == (0, "skipped")
+    assert "avx2, generic" in result.reasons[0] and "avx2, generic" in capsys.readouterr().out
+
+
 def test_the_table_keeps_other_parts_and_escapes_reasons(run_parts: ModuleType) -> None:
     cpu, triton = run_parts.PARTS[:2]
     text = f"# Results\n\n{run_parts.START}\n{run_parts.END}\n\nMore.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from ._base import Model
 from ._output import Output, shifted_right
 
 
-class EncoderDecoder(Model):
+class EncoderDecoder(Model, abc.ABC):
     """A model with :meth:`encode`, :meth:`decode` and a head; its config names the tokens for padding and the start."""
 
     head: Classifier
 
+    @abc.abstractmethod
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(
         self,
         ids: torch.Tensor,
@@ -40,7 +42,6 @@ class EncoderDecoder(Model):
             at: position ids; None: counted from 0.
             wanted: where the result is read, see :meth:`pytransformer.nn.Stack.forward`.
         """
-        raise NotImplementedError
 
     def extra_loss(self) -> torch.Tensor | float:
         """What is added to the cross entropy in training."""
