@@ -93,7 +93,7 @@ def test_what_did_not_change_tells_the_noise() -> None:
     old = document(row("cpu", 1.0), row("torch", 2.0), row("naive", 4.0))
     for naive in (8.0, 2.0):  # twice as slow, or as fast, though nothing in it had changed
         new = document(row("cpu", 1.8), row("torch", 2.0), row("naive", naive))
-        assert compare.noise(old, new) == pytest.approx(1.9), "between no change at all and the one row's"
+        assert compare.noise(old, new) == pytest.approx(1.95), "between no change at all and the one row's"
         assert compare.compare(old, new) == []
         worse = document(row("cpu", 2.5), row("torch", 2.0), row("naive", naive))
         assert [c.kind for c in compare.compare(old, worse)] == ["slower"]
@@ -113,9 +113,29 @@ def test_a_faster_kernel_is_told_and_no_regression() -> None:
     assert [(c.kind, c.worse) for c in changes] == [("faster", False)]
 
 
-def test_without_pytorch_times_count_as_they_are() -> None:
-    old, new = document(row("cpu", 1.0)), document(row("cpu", 1.5))
-    assert [c.kind for c in compare.compare(old, new)] == ["slower"]
+def test_quantiles_of_few_samples_are_not_trusted() -> None:
+    few = {"samples": 3, "p20_ms": 1.1, "p80_ms": 1.3}
+    assert kinds(document(row("cpu", 1.2, **few), row("torch", 2.0))) == [], "widened, the intervals meet"
+    assert kinds(document(row("cpu", 1.2, **few | {"samples": 200}), row("torch", 2.0))) == ["slower"]
+
+
+def test_without_pytorch_naive_code_is_the_measure() -> None:
+    old = document(row("cpu", 1.0), row("naive", 4.0))
+    assert compare.compare(old, document(row("cpu", 1.5), row("naive", 6.0))) == []
+    (change,) = compare.compare(old, document(row("cpu", 1.5), row("naive", 4.0)))
+    assert (change.kind, change.detail) == ("slower", "0.250 before, 0.375 now of naive code's time")
+
+
+def test_without_peers_times_count_as_they_are() -> None:
+    (change,) = compare.compare(document(row("cpu", 1.0)), document(row("cpu", 1.5)))
+    assert (change.kind, change.detail) == ("slower", "1.00 ms before, 1.50 ms now")
+
+
+def test_the_reference_is_judged_by_its_errors_alone() -> None:
+    old = document(row("reference", 1.0), row("torch", 2.0))
+    assert compare.compare(old, document(row("reference", 9.0), row("torch", 2.0))) == []
+    (change,) = compare.compare(old, document(row("reference", 1.0, bound_used=0.9), row("torch", 2.0)))
+    assert change.kind == "less exact"
 
 
 def test_errors_that_grow_are_flagged() -> None:

@@ -1,12 +1,13 @@
 """`pytransformer bench compare A.json B.json`: what changed from A to B beyond noise.
 
 Times of two runs cannot be compared as they are: machines are busy, hot and different. What is compared is the time relative to
-PyTorch's own op in the same line-up of the same run, taken round by round, or as it is where PyTorch took no part. A row is slower if
-that figure grew by more than the threshold and if the intervals from p20 to p80 of the two runs do not meet either. A row is less
-exact if its error, relative to its bound, grew to more than twice. Rows that A has and B has not, though B ran the line-up, are lost.
+PyTorch's own op in the same line-up of the same run, taken round by round; where PyTorch took no part, to naive code's; and as it is
+where that did not either. A row is slower if that figure grew by more than the threshold and if the intervals from p20 to p80 of the
+two runs do not meet either. A row is less exact if its error, relative to its bound, grew to more than twice. Rows that A has and B
+has not, though B ran the line-up, are lost. The reference is there to be read: its errors are judged, its speed is not.
 
 How far two runs differ when nothing changed is taken from the code that did not change: naive code and the other peers, whose times
-relative to PyTorch's should be the same in both. What nine of ten of their rows stay within is the noise of this pair of runs, and
+relative to PyTorch's should be the same in both. What 19 of 20 of their rows stay within is the noise of this pair of runs, and
 our rows have to leave it too.
 
 A and B may be folders of several runs each, best taken in turns (bench/tools/ab.py): then the median counts, and the intervals are as
@@ -18,6 +19,7 @@ Exit code 0: nothing got worse; 1: something did.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +28,12 @@ from typing import Any
 
 from pytransformer.cli import OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, report, results
+from pytransformer.cli.benchmark.runner import REFERENCE
 from pytransformer.cli.console import Console
-from pytransformer.cli.providers import PEERS, TORCH
+from pytransformer.cli.providers import NAIVE, PEERS, TORCH
 
 Row = dict[str, Any]
+Rows = dict[tuple[str, ...], Row]  # by results.row_key
 ERROR_GROWTH = 2.0
 LEAST_ERROR = 0.05  # of the bound: below that errors are a matter of luck
 
@@ -63,7 +67,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) ->
         if row["backend"] in PEERS:
             continue
         if key in after:
-            changes += _changed(row, after[key], _yardstick(before, key), _yardstick(after, key), threshold)
+            changes += _changed(row, after[key], _yardsticks(before, after, key), threshold)
             continue
         entry = refused.get((row["op"], row["case"], row["dtype"], row["mode"], row["backend"]))
         if entry is not None:
@@ -74,34 +78,40 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) ->
 
 
 def noise(old: dict[str, Any], new: dict[str, Any]) -> float:
-    """The factor that nine of ten peers' rows stay within from one run to the other; 1 without such rows."""
+    """The factor that 19 of 20 of the peers' rows stay within from one run to the other; 1 without such rows."""
     before, after = (_by_key(document) for document in (old, new))
     factors = [1.0]
     for key, row in before.items():
-        peers = [_yardstick(rows, key) for rows in (before, after)]
-        if row["backend"] in PEERS and row["backend"] != TORCH and key in after and None not in peers:
+        peers = _yardsticks(before, after, key, (TORCH,))
+        if row["backend"] in PEERS and row["backend"] != TORCH and key in after and peers:
             was, now = (_quantiles(r, peer)[1] for r, peer in zip((row, after[key]), peers))
             factors.append(max(was / now, now / was))
-    return clock.quantile(sorted(factors), 0.9)
+    return clock.quantile(sorted(factors), 0.95)
 
 
-def _by_key(document: dict[str, Any]) -> dict[tuple[str, ...], Row]:
+def _by_key(document: dict[str, Any]) -> Rows:
     return {results.row_key(row): row for row in document["rows"]}
 
 
-def _yardstick(rows: dict[tuple[str, ...], Row], key: tuple[str, ...]) -> Row | None:
-    return rows.get((*key[:-1], TORCH))
+def _yardsticks(
+    before: Rows, after: Rows, key: tuple[str, ...], peers: Sequence[str] = (TORCH, NAIVE)
+) -> tuple[Row, Row] | None:
+    """What a row's time is relative to in each run: the first of `peers` that took part in its line-up in both."""
+    line_ups = ((*key[:-1], peer) for peer in peers)
+    return next(((before[k], after[k]) for k in line_ups if k in before and k in after), None)
 
 
-def _changed(old: Row, new: Row, old_peer: Row | None, new_peer: Row | None, threshold: float) -> list[Change]:
-    by_peer = old_peer is not None and new_peer is not None
-    of, unit = ("of PyTorch's time", "") if by_peer else ("", " ms")
+def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, threshold: float) -> list[Change]:
+    whose = {TORCH: "PyTorch's", NAIVE: "naive code's"}[peers[0]["backend"]] if peers else ""
+    of, unit = (f"of {whose} time", "") if peers else ("", " ms")
     (old_low, was, old_high), (new_low, now, new_high) = (
-        _quantiles(row, peer if by_peer else None) for row, peer in ((old, old_peer), (new, new_peer))
+        _quantiles(row, peer) for row, peer in zip((old, new), peers or (None, None))
     )
     detail = f"{report.figure(was)}{unit} before, {report.figure(now)}{unit} now {of}".rstrip()
     changes = []
-    if now > was * (1 + threshold) and new_low > old_high:
+    if old["backend"] == REFERENCE:
+        pass
+    elif now > was * (1 + threshold) and new_low > old_high:
         changes.append(Change("slower", new, now / was, detail))
     elif was > now * (1 + threshold) and new_high < old_low:
         changes.append(Change("faster", new, now / was, detail))
@@ -119,12 +129,17 @@ def _changed(old: Row, new: Row, old_peer: Row | None, new_peer: Row | None, thr
 
 
 def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
-    """p20, median and p80 of the time relative to the peer's: of each round's quotient where the file has them."""
-    if peer is not None and row.get("time_over_torch"):
-        low, middle, high = row["time_over_torch"]
-        return low, middle, high
+    """p20, median and p80 of the time relative to the peer's: of each round's quotient where the file has them.
+
+    p20 and p80 of n samples are not known better than to about 1.4 sigma / sqrt(n), the standard error of such a quantile of normal
+    samples; it is 0.84 sigma away from the median. So both are moved outwards by that share of their distance.
+    """
     unit = 1.0 if peer is None else peer["median_ms"]
-    return row["p20_ms"] / unit, row["median_ms"] / unit, row["p80_ms"] / unit
+    low, middle, high = (row[name] / unit for name in ("p20_ms", "median_ms", "p80_ms"))
+    if peer is not None and peer["backend"] == TORCH and row.get("time_over_torch"):
+        low, middle, high = row["time_over_torch"]
+    wider = 1 + 1.4 / 0.84 / math.sqrt(row["samples"])
+    return middle - wider * (middle - low), middle, middle + wider * (high - middle)
 
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -140,6 +155,7 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _merged_row(members: list[Row]) -> Row:
     row = {**members[-1], "median_ms": median(m["median_ms"] for m in members)}
     row |= {"p20_ms": min(m["p20_ms"] for m in members), "p80_ms": max(m["p80_ms"] for m in members)}
+    row["samples"] = sum(m["samples"] for m in members)
     ratios = [m["time_over_torch"] for m in members if m.get("time_over_torch")]
     if ratios:
         lows, middles, highs = zip(*ratios)
