@@ -109,6 +109,12 @@ def test_clock_interleaves():
     assert len({turn[0] for turn in rounds}) > 1
 
 
+def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "PATIENCE", 0.03)
+    timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.0)
+    assert timings["slow"].samples == 2 < clock.MIN_ROUNDS <= timings["fast"].samples
+
+
 def test_quantile_interpolates():
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.5) == 3.0
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.2) == pytest.approx(1.8)

@@ -27,6 +27,7 @@ SLOW_SECONDS = 0.05  # a call this long needs no second one to warm up
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
+PATIENCE = 20.0  # seconds after which a contender has been timed enough, however few its samples
 REST_SECONDS, BURSTS = 0.1, 5  # before each call of a burst; how many
 
 
@@ -119,7 +120,7 @@ def interleaved(
     cold: bool = False,
 ) -> dict[str, Timing]:
     """Times all contenders; each is called for about `min_time` seconds in all, and in at least `min_rounds`
-    samples.
+    samples, unless these take longer than PATIENCE (PyTorch's bf16 products held to AVX2: half a minute a call).
 
     The order changes from round to round (it rotates, and every other round runs backwards), because a
     contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
@@ -144,7 +145,7 @@ def interleaved(
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             for name in order if turn % 2 == 0 else reversed(order):
-                if spent[name] >= min_time and len(samples[name]) >= min_rounds:
+                if spent[name] >= (min_time if len(samples[name]) >= min_rounds else max(min_time, PATIENCE)):
                     continue
                 with contenders[name].context():
                     seconds = clock.sample(contenders[name].call, repeats[name])
