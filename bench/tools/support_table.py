@@ -3,8 +3,8 @@
     python bench/tools/support_table.py           # print it
     python bench/tools/support_table.py --write   # put it between README's markers
 
-A cell says which of float32, bfloat16, float16 and float64 the backend takes for that case, by `why_not`, the same
-question that every call asks.
+A cell says which of float32, bfloat16, float16 and float64 the backend takes for these cases, by `why_not`, the same
+question that every call asks. Cases of an op with the same answers share a line.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def supported(backend: str, case) -> str:
 
 def table() -> str:
     backends = [b for b in DEVICE if any(b in op.backends for op in OPS.values())]
-    lines = ["| op | case | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|"]
+    lines: dict[tuple[str, ...], list[str]] = {}
     for case in cases(size="small"):
         if case.op in OPS:
-            cells = " | ".join(supported(b, case) for b in backends)
-            lines.append(f"| {case.op} | {case.name.replace('_', ' ')} | {cells} |")
-    return "\n".join(lines)
+            answers = (case.op, *(supported(b, case) for b in backends))
+            lines.setdefault(answers, []).append(case.name.replace("_", " "))
+    rows = [f"| {op} | {', '.join(names)} | {' | '.join(cells)} |" for (op, *cells), names in lines.items()]
+    return "\n".join(["| op | cases | " + " | ".join(backends) + " |", "|---" * (2 + len(backends)) + "|", *rows])
 
 
 def written(readme: str) -> str:
