@@ -316,8 +316,27 @@ INLINE V exp2v(V x) {
 }
 
 // ---- 16-bit conversions, one per float lane; stores round to nearest even and keep NaN
-INLINE vi32 widen(const void* p) { return __builtin_convertvector(*static_cast<const vu16_half*>(p), vi32); }
-INLINE void narrow(void* p, vi32 v) { *static_cast<vu16_half*>(p) = __builtin_convertvector(v, vu16_half); }
+// Where there is one instruction that widens, GCC 12 makes four, which compete for one port.
+INLINE vi32 widen(const void* p) {
+#if defined(__AVX512F__)
+  return (vi32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (vi32)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(*static_cast<const vu16_half*>(p), vi32);
+#endif
+}
+// The lower halves, of which the upper are 0.
+INLINE void narrow(void* p, vi32 v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)v), high = _mm256_extracti128_si256((__m256i)v, 1);
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packus_epi32(low, high));
+#else
+  *static_cast<vu16_half*>(p) = __builtin_convertvector(v, vu16_half);
+#endif
+}
 
 INLINE vf to_float(const bf16* p) { return (vf)(widen(p) << 16); }
 INLINE vf to_float(const f16* p) {
@@ -335,8 +354,8 @@ INLINE void from_float(bf16* p, vf v) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
-  const vi32 x = (vi32)v, odd = (x >> 16) & 1, rounded = ((x + 0x7fff + odd) >> 16) & 0xffff;
-  narrow(p, v == v ? rounded : ((x >> 16) & 0xffff) | 0x40);
+  const vi32 x = (vi32)v, rounded = v == v ? x + 0x7fff + ((x >> 16) & 1) : x | 0x400000;
+  narrow(p, (rounded >> 16) & 0xffff);
 #endif
 }
 INLINE void from_float(f16* p, vf v) {
