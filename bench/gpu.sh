@@ -64,6 +64,9 @@ step conformance 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/te
 step test_cuda 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py"
 
 step test_cuda_attention 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_attention.py"
+# On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
+PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "$python" -m pytest -p no:cacheprovider -q -m gpu \
+  "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
@@ -83,6 +86,10 @@ bench attention_d128 90 attention --backends $peers --case full,causal --dtype b
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
 bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
+PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \
+  --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
+bench attention_long 60 attention --backends cuda,flash,cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
+bench attention_d256 45 attention --backends cuda,flash,cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 bench feed_forward 60 feed_forward --backends triton,torch --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336

@@ -9,6 +9,7 @@
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
 #include "cpu/isa.h"
 #include "cuda/attention/kernels.h"
+#include "cuda/attention/sm90_plan.h"
 #include "cuda/layer_norm/plan.h"
 
 namespace py = pybind11;
@@ -58,6 +59,36 @@ py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, 
                   "columns"_a = plan.tile.columns, "threads"_a = plan.tile.threads(), "smem_bytes"_a = plan.smem_bytes);
 }
 
+// Of tensors that are aligned and as large as the numbers say.
+py::dict cuda_sm90_attention_plan(const std::string& direction, const std::string& dtype, int sequences, int heads, int key_heads,
+                                  int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool plain, bool looks_up,
+                                  int multiprocessors) {
+  using namespace pt::cuda;
+  static const int64_t some = 0;
+  AttentionProblem p{};
+  p.dtype = dtype_of(dtype), p.sequences = sequences, p.heads = heads, p.group = key_heads > 0 ? heads / key_heads : 0;
+  if (p.group < 1 || heads % key_heads || sequences < 1 || num_queries < 1 || num_keys < 1)
+    throw py::value_error("no such attention: sizes must be positive, and heads a multiple of key_heads");
+  p.num_queries = num_queries, p.num_keys = num_keys, p.head_dim = head_dim, p.value_dim = value_dim;
+  p.left = p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = plain ? 0 : 1, p.query_segments = looks_up ? &some : nullptr;
+  const auto rows = [&](int count, int width) { return HeadRows{int64_t(count) * 8 * heads, int64_t(count) * 8, (width + 7) / 8 * 8}; };
+  p.q = {nullptr, rows(num_queries, head_dim)}, p.k = {nullptr, rows(num_keys, head_dim)}, p.v = {nullptr, rows(num_keys, value_dim)};
+  alignas(16) static char somewhere[16];
+  const auto out = [&](int count, int width) { return Out{somewhere, rows(count, width), width, true}; };
+  AttentionForward f{};
+  f.p = p, f.out = out(num_queries, value_dim);
+  AttentionBackward g{};
+  g.p = p, g.d_out = {nullptr, f.out.stride};
+  g.dq = out(num_queries, head_dim), g.dk = out(num_keys, head_dim), g.dv = out(num_keys, value_dim);
+  const bool keys = direction == "keys", forward = direction == "forward";
+  if (!keys && !forward && direction != "queries") throw py::value_error("direction must be forward, queries or keys, got " + direction);
+  const Pass pass = keys ? Pass::Keys : Pass::Queries;
+  const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors) : plan_sm90_backward(g, pass, multiprocessors);
+  using namespace py::literals;
+  return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
+                  "general"_a = plan.general, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section, "blocks"_a = plan.blocks);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -72,6 +103,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("backward"), py::arg("multiprocessors"), "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
   m.def("cuda_attention_plan", &cuda_attention_plan, py::arg("pass_"), py::arg("dtype"), py::arg("head_dim"), py::arg("value_dim"),
         py::arg("plain"), py::arg("diagonals"), "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
+  m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan, py::arg("direction"), py::kw_only(), py::arg("dtype"), py::arg("sequences"),
+        py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
+        py::arg("even") = true, py::arg("plain") = true, py::arg("looks_up") = false, py::arg("multiprocessors") = 132,
+        "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

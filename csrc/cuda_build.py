@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
@@ -99,12 +100,16 @@ def why_not() -> str | None:
     return None
 
 
-def flags() -> list[str]:
-    return [*FLAGS, *gencode()]
+def flags(source: Path) -> list[str]:
+    """Of a source's compilation. Kernels for sm_90a, in files sm90_*, are compiled for that alone; without it they are left empty."""
+    hopper = "sm_90a" in archs()
+    only = ("sm_90a",) if hopper and source.stem.startswith("sm90_") else None
+    return [*FLAGS, *(["-DPT_BUILT_SM90A"] if hopper else []), *gencode(only)]
 
 
-def gencode() -> list[str]:
-    names, flags = archs(), []
+def gencode(only: Sequence[str] | None = None) -> list[str]:
+    """nvcc's options for the architectures that are built, or for ``only`` these."""
+    names, flags = only or archs(), []
     portable = min((name for name in names if name[-1].isdigit()), key=lambda name: int(name[3:]), default=None)
     for name in names:
         number = name.removeprefix("sm_")

@@ -423,7 +423,7 @@ def _ninja_text(plan: Plan) -> str:
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
     ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
     if plan.why_not_cuda is None:
-        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(), "-I", str(CSRC)]) for source in cuda_build.sources()]
+        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
         cuda += [ninja.compile(source, edge) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
         # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -24,15 +25,29 @@ DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
-int multiprocessors() {
+// Of the current device; positive.
+template <cudaDeviceAttr Attribute>
+static int attribute() {
   constexpr int kMaxDevices = 64;
-  static int counts[kMaxDevices];  // 0: not asked yet; two threads that ask at once write the same number
-  int device, count;
+  static int values[kMaxDevices];  // 0: not asked yet; two threads that ask at once write the same number
+  int device, value;
   check(cudaGetDevice(&device));
-  if (device < kMaxDevices && counts[device]) return counts[device];
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  if (device < kMaxDevices) counts[device] = count;
-  return count;
+  if (device < kMaxDevices && values[device]) return values[device];
+  check(cudaDeviceGetAttribute(&value, Attribute, device));
+  if (device < kMaxDevices) values[device] = value;
+  return value;
+}
+
+int multiprocessors() { return attribute<cudaDevAttrMultiProcessorCount>(); }
+
+bool runs_sm90a() {
+#if defined(PT_BUILT_SM90A)
+  const char* path = std::getenv("PYTRANSFORMER_CUDA_PATH");
+  if (path && std::string(path) == "portable") return false;
+  return attribute<cudaDevAttrComputeCapabilityMajor>() == 9;  // there is no 9.x but 9.0
+#else
+  return false;
+#endif
 }
 
 Reachable::Reachable() : kept_(nullptr) {}

@@ -21,6 +21,10 @@ class DeviceGuard {
 // Of the current device.
 int multiprocessors();
 
+// Whether the current device runs the kernels for sm_90a, and this library has them. PYTRANSFORMER_CUDA_PATH=portable says no; the emulator
+// says yes to PYTRANSFORMER_CUDA_PATH=sm90 only.
+bool runs_sm90a();
+
 // Memory that the next launches may reach, for the emulator; nothing on a GPU. Holds until the object's end.
 class Reachable {
  public:

@@ -32,8 +32,9 @@ def why_not() -> str | None:
     return None
 
 
-def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*") -> Path:
-    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here, and `stem` the only op in it.
+def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*", only: str = "") -> Path:
+    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here, and `stem` the only op in it. With
+    `only`, no files but those of that pattern are compiled from `csrc`: the rest is taken from the library of the sources here.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -47,7 +48,16 @@ def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*") -> 
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
     sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]
-    return _build(directory, LIBRARY, sources, link, [_emulator()])
+    ready = []
+    if only:
+        objects = library().with_suffix(".so.d")
+        ready = [objects / _object_name(path) for path, _ in sources if not path.match(only)]
+        sources = [(path, flags) for path, flags in sources if path.match(only)]
+    return _build(directory, LIBRARY, sources, link, [*ready, _emulator()])
+
+
+def _object_name(source: Path) -> str:
+    return f"{source.parent.name}_{source.name}.o"
 
 
 def program(name: str, sources: list[Path], directory: Path = DIRECTORY) -> Path:
@@ -86,7 +96,7 @@ def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], 
     ]
     objects = []
     for path, flags in sources:
-        objects.append(f"{output}.d/{path.parent.name}_{path.name}.o")
+        objects.append(f"{output}.d/{_object_name(path)}")
         lines += [f"build {objects[-1]}: cxx {path}", f"  flags = {' '.join(flags)}"]
     rule = "archive" if output.endswith(".a") else "link"
     inputs = " ".join(map(str, (*objects, *archives)))

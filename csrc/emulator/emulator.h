@@ -62,7 +62,7 @@ struct Options {
 
 struct Report {
   std::string error;  // empty: the launch completed
-  uint64_t switches = 0, products = 0, copies = 0;
+  uint64_t switches = 0, products = 0, warpgroup_products = 0, copies = 0;
 };
 
 Report launch(dim3 grid, dim3 block, size_t smem_bytes, const std::function<void()>& kernel, const Options& options);

@@ -1,8 +1,10 @@
 // Stands in for csrc/cuda/device.cu.
 #include "emulator/host.h"
 
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cuda/device.h"
@@ -14,8 +16,12 @@ Options& options() {
   return current;
 }
 
+static uint64_t executed_products = 0;
+uint64_t products() { return executed_products; }
+
 void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>& kernel) {
   const Report report = launch(grid, {unsigned(threads)}, smem_bytes, kernel, options());
+  executed_products += report.warpgroup_products;
   const uint64_t seed = options().seed++;
   if (!report.error.empty()) throw std::runtime_error("emulator, schedule " + std::to_string(seed) + ": " + report.error);
 }
@@ -28,6 +34,11 @@ DeviceGuard::DeviceGuard(int64_t) : previous_(-1) {}
 DeviceGuard::~DeviceGuard() = default;
 
 int multiprocessors() { return 2; }  // few, so that persistent blocks have several turns
+
+bool runs_sm90a() {
+  const char* path = std::getenv("PYTRANSFORMER_CUDA_PATH");
+  return path && std::string(path) == "sm90";
+}
 
 using Kept = std::vector<std::unique_ptr<emu::GlobalMemory>>;
 Reachable::Reachable() : kept_(new Kept) {}

@@ -8,6 +8,9 @@ namespace emu {
 // The options of the next launches; the seed moves on with each.
 Options& options();
 
+// Products of warpgroups that the launches of this process have executed: tells which kernels ran.
+uint64_t products();
+
 // Runs a kernel; throws std::runtime_error with the emulator's message.
 void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>& kernel);
 

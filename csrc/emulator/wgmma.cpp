@@ -67,7 +67,7 @@ static void execute(Wgmma& op) {
     for (int k = 0; k < 16; ++k)
       for (int n = 0; n < op.n; ++n) row[n] += a[m][k] * b[k][n];
   }
-  ++report->products;
+  ++report->warpgroup_products;
 }
 
 bool can_execute(const Group& group) {

@@ -95,6 +95,15 @@ def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str
     )
 
 
+def runs_sm90a(device: torch.device) -> bool:
+    """Whether kernels for sm_90a may run there: ``pt::cuda::runs_sm90a`` of csrc/cuda/device.h."""
+    path = os.environ.get("PYTRANSFORMER_CUDA_PATH", "")
+    if emulating():
+        return path == "sm90"
+    built = (_native.build_info() or {}).get("cuda", {}).get("archs", ())
+    return path != "portable" and "sm_90a" in built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def call(op: str, device: torch.device, *arguments: Any) -> None:
     """Run the raw op in order with the device's current stream."""
     if emulating():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,7 +68,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
                 by_name[name].copy_(total)
         return results
 
-    return Backend("cuda", forward, backward, why_not, _extra_bytes)
+    return Backend("cuda", forward, backward, why_not, _extra_bytes, note=_note)
 
 
 def why_not(a: Any) -> str | None:
@@ -82,6 +83,27 @@ def why_not(a: Any) -> str | None:
     if longest + max(getattr(a, "query_start", 0), getattr(a, "key_start", 0)) >= LARGEST_POSITION:
         return f"positions below {LARGEST_POSITION:,}, got {longest:,} rows"
     return None
+
+
+def _note(a: Any) -> str | None:
+    """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned."""
+    if _nothing(a) or not _cuda.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
+        return None
+    from pytransformer import _C
+
+    terms = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
+    bounds = [getattr(a, name, None) for name in ("query_lengths", "key_lengths", "cu_seqlens_q")]
+    (num_queries, num_keys), packed = _longest(a), hasattr(a, "cu_seqlens_q")
+    problem = dict(
+        dtype=str(a.query.dtype).removeprefix("torch."), sequences=a.cu_seqlens_q.numel() - 1 if packed else a.query.shape[0],
+        heads=a.query.shape[1], key_heads=a.key.shape[1], num_queries=num_queries, num_keys=num_keys, head_dim=a.query.shape[-1],
+        value_dim=a.value.shape[-1], even=a.causal == "none" and a.left < 0 and a.right < 0 and all(b is None for b in bounds),
+        plain=a.scale > 0 and all(t is None for t in terms),
+        looks_up=not packed and any(t is not None for t in (a.mask, a.bias, a.query_segments)),
+    )  # fmt: skip
+    reasons = {name: _C.cuda_sm90_attention_plan(name, **problem)["why_not"] for name in ("forward", "queries", "keys")}
+    told = [f"{name} by the {'portable kernels: ' + why if why else 'kernels for sm_90a'}" for name, why in reasons.items()]
+    return "cuda: " + "; ".join(told).replace("queries by", "d_query by").replace("keys by", "d_key and d_value by")
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:

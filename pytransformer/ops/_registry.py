@@ -64,6 +64,7 @@ class Backend:
     why_not: Callable[[Any], str | None]
     extra_bytes: Callable[[Any], int] = lambda a: 0
     infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
+    note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
 
 
 @dataclass(frozen=True)
@@ -429,6 +430,8 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     notes = ["gradients of gradients go through the reference, in eager mode"]
     if forced:
         notes.append(f"backend {forced!r} is forced")
+    if possible and (note := target.backends[possible[0]].note(a)):
+        notes.append(note)
     extra = {n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None}
     return Explanation(op, possible[0] if possible else None, reasons, extra, tuple(notes))
 

@@ -25,7 +25,8 @@ LIBRARY = _native.PACKAGE / _cuda.LIBRARY_NAME
 COUNTED = {
     "wide": r"\b(?:LDG|STG|LDGSTS)\.E(?:\.\w+)*\.128\b",  # accesses of 16 bytes
     "narrow": r"\b(?:LDG|STG)\.E(?!(?:\.\w+)*\.128\b)",
-    "products": r"\b(?:HMMA|HGMMA)\b",
+    "products": r"\bHMMA\b",  # by a warp
+    "warpgroup_products": r"\bHGMMA\b",
 }
 
 
@@ -95,11 +96,13 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
     16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on the tensor cores."""
     found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
     for key, used in table.items():
-        attention = re.search(r"attention_(fwd|bwd_queries|bwd_keys|bwd_dense)_kernel<b?f16", key)
+        attention = re.search(r"\battention_(fwd|bwd_queries|bwd_keys|bwd_dense)_kernel<b?f16", key)
         if (attention or re.search(r"norm_(fwd|bwd)_kernel", key)) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")
         if attention and not used["products"]:
             found.append(f"{key}: no matrix product")
+        if re.search(r"sm90_attention_", key) and (used["warpgroup_products"] < 24 or used["products"] or used["wide"] < 4):
+            found.append(f"{key}: {used['warpgroup_products']} products of warpgroups, {used['products']} of warps, {used['wide']} wide")
     return found
 
 

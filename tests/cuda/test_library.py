@@ -147,6 +147,54 @@ def test_every_row_fits_its_kernel(backward: bool) -> None:
             assert columns <= chosen["lanes"] * 8 * vectors
 
 
+# ---- attention for sm_90a
+
+
+def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    given = dict(
+        dtype="bfloat16", sequences=2, heads=16, key_heads=16, num_queries=4096, num_keys=4096, head_dim=128, value_dim=128
+    )
+    return _C.cuda_sm90_attention_plan(direction, **given | changed)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("direction", "changed", "reason"),
+    [
+        ("forward", {}, None),
+        ("forward", {"dtype": "float16", "head_dim": 72, "value_dim": 96}, None),
+        ("forward", {"head_dim": 256, "value_dim": 200}, None),
+        ("forward", {"plain": False}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "plain": False}, "no registers left"),
+        ("forward", {"head_dim": 160, "value_dim": 160}, "both of one class"),
+        ("forward", {"head_dim": 64}, "both of one class"),
+        ("forward", {"value_dim": 97}, "a result is not aligned"),
+        ("forward", {"dtype": "float32"}, "float32"),
+        ("forward", {"looks_up": True}, "hide pairs one by one"),
+        ("keys", {"head_dim": 64, "value_dim": 64}, None),
+        ("queries", {"plain": False}, "are not in the backward kernels"),
+        ("keys", {"head_dim": 256, "value_dim": 256}, "head sizes to 128"),
+    ],
+)
+def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
+    found = sm90_plan(direction, **changed)["why_not"]
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@needs_bindings
+def test_how_tiles_are_shared() -> None:
+    """Equal tiles by persistent blocks, head by head; others by blocks of their own, in sections of heads that L2 holds."""
+    full, causal, long = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, num_keys=65536)
+    assert (full["tiles"], full["section"], full["blocks"]) == (32, 1, 132)
+    assert (causal["tiles"], causal["section"], causal["blocks"]) == (32, 15, 32 * 32)  # 2 MB of keys and values a head
+    assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
+    assert sm90_plan("keys", even=False, key_heads=4)["blocks"] == 32 * 8
+    assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
+    assert sm90_plan(sequences=2**20, heads=2**10, key_heads=2**10)["why_not"] == "more than 2^31 tiles"
+
+
 @needs_bindings
 @pytest.mark.parametrize(
     ("pass_", "dtype", "head_dim", "plain", "head_class", "general"),
@@ -194,7 +242,14 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.loader.exec_module(build)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_90a, sm_80")
     assert build.archs() == ["sm_90a", "sm_80"]
-    assert build.gencode() == ["-gencode=arch=compute_90a,code=[sm_90a]", "-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+    hopper, portable = "-gencode=arch=compute_90a,code=[sm_90a]", "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+    assert build.gencode() == [hopper, portable]
+    assert {hopper, portable, "-DPT_BUILT_SM90A"} < set(build.flags(Path("attention/fwd_bf16.cu")))
+    only = build.flags(Path("attention/sm90_fwd.cu"))
+    assert hopper in only and portable not in only
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_80")  # its kernels are empty there, and never asked for
+    only = build.flags(Path("attention/sm90_fwd.cu"))
+    assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
     with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):
         build.archs()

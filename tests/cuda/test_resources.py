@@ -48,13 +48,19 @@ def test_few_instantiations(resources: ModuleType) -> None:
     for stem, direction in itertools.product(("norm", "attention"), ("fwd", "bwd")):
         for arch in {key.split()[0] for key in kernels}:
             assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
+    hopper = {direction: sum(f"sm_90a sm90_attention_{direction}" in key for key in kernels) for direction in ("fwd", "bwd")}
+    assert all(1 <= count <= 24 for count in hopper.values()) and not any(" sm90_" in k for k in kernels if "sm_90a" not in k)
 
 
 def test_faults_are_found(resources: ModuleType) -> None:
-    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0}
+    used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0, "warpgroup_products": 0}
     assert resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used}) == []
     assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
     assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
     assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
+    hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true> >"
+    assert resources.faults({hopper: used | {"warpgroup_products": 24}}) == []
+    for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 24, "products": 8}, {"warpgroup_products": 24, "wide": 0}):
+        assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

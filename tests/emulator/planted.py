@@ -37,12 +37,13 @@ def check_texts(faults: Sequence[Fault]) -> None:
     assert len({fault.name for fault in faults}) == len(faults)
 
 
-def check_caught(fault: Fault, script: str, stem: str, builder: ModuleType, directory: Path) -> None:
-    """The script of problems beside this file finds the fault in a library of that op alone, whatever the schedule."""
+def check_caught(fault: Fault, script: str, stem: str, builder: ModuleType, directory: Path, only: str = "") -> None:
+    """The script of problems beside this file finds the fault in a library of that op alone, whatever the schedule. ``only``: a pattern
+    of the kernels that the fault is in."""
     shutil.copytree(CSRC / "cuda", directory / "cuda")
     changed = directory / "cuda" / fault.file
     changed.write_text(changed.read_text().replace(fault.old, fault.new))
-    library = builder.library(directory / "build", directory, stem)
+    library = builder.library(directory / "build", directory, stem, only)
     environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library)}
     told = []
     for schedule in SCHEDULES:

@@ -41,8 +41,13 @@ FAULTS = (
     Fault("the residual's gradient forgotten", BWD, "dh[i] += d[i];", "dh[i] += 0.0f * d[i];"),
     Fault("the mean taken off in an RMS norm", FWD, "shift = p.rms ? 0.0f : deviation.a / n;", "shift = deviation.a / n;"),
     Fault("dropout of another group", PHILOX, "/ 32 * 4 + lane", "/ 32 * 4 + (lane ^ 1)"),
-    Fault("dropout's words not exchanged", PHILOX, "shfl_xor_u32(upper ? a0 : b0, 2)", "shfl_xor_u32(upper ? a0 : b0, 1)"),
-    Fault("dropout's threshold too high", PHILOX, "pair[m] >> 16 >= threshold_", "pair[m] >> 16 >= threshold_ + 600"),
+    Fault(
+        "dropout's words not exchanged",
+        "tile/quad.cuh",
+        "shfl_xor_u32(upper ? a0 : b0, 2)",
+        "shfl_xor_u32(upper ? a0 : b0, 1)",
+    ),
+    Fault("dropout's threshold too high", PHILOX, "d.w[m] >> 16 >= threshold_", "d.w[m] >> 16 >= threshold_ + 600"),
     Fault(
         "dropout in a divergent warp",
         BWD,

@@ -1,5 +1,7 @@
 #include "cuda/attention/bwd_queries.cuh"
 #include "cuda/attention/kernels.h"
+#include "cuda/attention/sm90_kernels.h"
+#include "cuda/device.h"
 #include "cuda/launch.cuh"
 
 namespace pt::cuda {
@@ -19,6 +21,8 @@ void with_dtype(const AttentionProblem& p, F run) {
 }  // namespace
 
 void attention_forward(const AttentionForward& f, void* stream) {
+  if (runs_sm90a())
+    if (const Sm90Plan plan = plan_sm90_forward(f, multiprocessors()); !plan.why_not) return sm90_attention_forward(f, plan, stream);
   const AttentionPlan plan = plan_attention(Pass::Forward, f.p, false);
   with_dtype(f.p, [&](auto t) { attention_forward_as<decltype(t)>(f, plan, stream); });
 }
@@ -29,11 +33,17 @@ void attention_backward_rows(const AttentionRows& r, void* stream) {
 }
 
 void attention_backward_queries(const AttentionBackward& g, void* stream) {
+  if (runs_sm90a())
+    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Queries, multiprocessors()); !plan.why_not)
+      return sm90_attention_backward_queries(g, plan, stream);
   const AttentionPlan plan = plan_attention(Pass::Queries, g.p, g.diagonal_parts);
   with_dtype(g.p, [&](auto t) { attention_queries_as<decltype(t)>(g, plan, stream); });
 }
 
 void attention_backward_keys(const AttentionBackward& g, void* stream) {
+  if (runs_sm90a())
+    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors()); !plan.why_not)
+      return sm90_attention_backward_keys(g, plan, stream);
   const AttentionPlan plan = plan_attention(Pass::Keys, g.p, false);
   with_dtype(g.p, [&](auto t) { attention_keys_as<decltype(t)>(g, plan, stream); });
 }

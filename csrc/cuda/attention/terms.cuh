@@ -75,8 +75,8 @@ PT_DEVICE void with_reader(const Dense& d, F f) {
   }
 }
 
-// Of one sequence and head.
-template <bool Transposed>
+// Of one sequence and head. LooksUp: masks, dense biases and segments may be among them.
+template <bool Transposed, bool LooksUp = true>
 class Terms {
  public:
   PT_DEVICE Terms(const AttentionProblem& p, const Sequence& s, int b, int h)
@@ -101,14 +101,14 @@ class Terms {
     } else {
       each<NB>([&](int n, int r, uint32_t) { s[n][r] *= p_.scale; });
     }
-    if (p_.query_segments)
+    if (LooksUp && p_.query_segments)
       each<NB>([&](int n, int r, uint32_t bit) {
         if (!(seen & bit)) return;
         const int64_t q = load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
         if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) seen &= ~bit;
       });
-    if (p_.mask.data) add(p_.mask, s, at, seen);
-    if (p_.bias.data) add(p_.bias, s, at, seen);
+    if (LooksUp && p_.mask.data) add(p_.mask, s, at, seen);
+    if (LooksUp && p_.bias.data) add(p_.bias, s, at, seen);
     if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
     if (p_.diagonals) {
       const float* row = p_.diagonals + int64_t(h_) * (p_.before + p_.after + 1);

@@ -69,6 +69,14 @@ PT_DEVICE uint32_t dynamic_smem() {
 #endif
 }
 
+// The same number, which the compiler does not know: what is computed from it is computed again rather than kept in registers.
+PT_DEVICE int again(int x) {
+#if !defined(PT_EMULATE)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 PT_DEVICE uint32_t float_bits(float x) {
 #if defined(PT_EMULATE)
   uint32_t bits;

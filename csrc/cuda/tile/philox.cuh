@@ -2,7 +2,7 @@
 // pytransformer/reference/philox.py says.
 #pragma once
 
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/tile/quad.cuh"
 
 namespace pt::cuda {
 
@@ -36,18 +36,12 @@ class ColumnDropout {
   PT_DEVICE uint32_t keep(int64_t row, int column) const {
     if (threshold_ >= 65536) return 0;
     const uint32_t lane = threadIdx.x % 4;
-    const Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
-    const bool odd = lane & 1, upper = lane & 2;
-    // d.w[t] of lane m goes to lane t as pair m: first between neighbours, then between the two halves.
-    const uint32_t s0 = ptx::shfl_xor_u32(odd ? d.w[0] : d.w[1], 1), s1 = ptx::shfl_xor_u32(odd ? d.w[2] : d.w[3], 1);
-    const uint32_t a0 = odd ? s0 : d.w[0], a1 = odd ? d.w[1] : s0;  // pairs 2 (m / 2) + {0, 1} of word odd
-    const uint32_t b0 = odd ? s1 : d.w[2], b1 = odd ? d.w[3] : s1;  // and of word 2 + odd
-    const uint32_t t0 = ptx::shfl_xor_u32(upper ? a0 : b0, 2), t1 = ptx::shfl_xor_u32(upper ? a1 : b1, 2);
-    const uint32_t pair[4] = {upper ? t0 : a0, upper ? t1 : a1, upper ? b0 : t0, upper ? b1 : t1};
+    Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
+    transpose_quad(d.w);
     uint32_t bits = 0;
     PT_UNROLL
     for (int m = 0; m < 4; ++m)
-      bits |= uint32_t((pair[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(pair[m] >> 16 >= threshold_) << (2 * m + 1);
+      bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
     return bits;
   }
   // What a kept value is multiplied by.

@@ -1,0 +1,37 @@
+#include "cuda/attention/sm90_bwd_keys.cuh"
+#include "cuda/attention/sm90_bwd_queries.cuh"
+#include "cuda/attention/sm90_kernels.h"
+#include "cuda/attention/sm90_launch.cuh"
+
+namespace pt::cuda {
+namespace {
+
+// `keys`: which of the two kinds of rows a block keeps.
+Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const Sm90Tile& tile, bool keys) {
+  const AttentionProblem& p = g.p;
+  const int q_rows = keys ? tile.streamed : tile.rows(), k_rows = keys ? tile.rows() : tile.streamed;
+  return {map_rows(p, p.q, false, p.head_dim, q_rows), map_rows(p, p.k, true, p.head_dim, k_rows),
+          map_rows(p, p.v, true, p.value_dim, k_rows), map_rows(p, g.d_out, false, p.value_dim, q_rows), g, plan.order};
+}
+
+}  // namespace
+
+void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+  with_half(g.p, [&](auto t) {
+    const Sm90Tile tile = sm90_queries_tile(plan.head_class);
+    const auto kernel = plan.head_class == 64 ? sm90_attention_bwd_queries_kernel<decltype(t), Hopper<64, false>>
+                                              : sm90_attention_bwd_queries_kernel<decltype(t), Hopper<128, false>>;
+    launch(kernel, dim3(unsigned(plan.blocks)), tile.threads(), sm90_queries_smem(tile), stream, arguments(g, plan, tile, false));
+  });
+}
+
+void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+  with_half(g.p, [&](auto t) {
+    const Sm90Tile tile = sm90_keys_tile(plan.head_class);
+    const auto kernel = plan.head_class == 64 ? sm90_attention_bwd_keys_kernel<decltype(t), Hopper<64, false>>
+                                              : sm90_attention_bwd_keys_kernel<decltype(t), Hopper<128, false>>;
+    launch(kernel, dim3(unsigned(plan.blocks)), tile.threads(), sm90_keys_smem(tile), stream, arguments(g, plan, tile, true));
+  });
+}
+
+}  // namespace pt::cuda

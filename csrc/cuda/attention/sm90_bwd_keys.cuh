@@ -1,0 +1,250 @@
+// Attention backward on sm_90a, the pass over keys: d_key and d_value of a tile of keys, summed over the query heads that share them, in
+// order. As bwd_keys.cuh, with products by warpgroups and copies by TMA; for problems of nothing but bounds.
+//
+// Consumers have 64 keys each. Scores are k.q, so that weights and dS leave the accumulators as operands of the next products.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/sm90_tile.cuh"
+
+namespace pt::cuda {
+
+struct Sm90Backward {
+  ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
+  AttentionBackward g;
+  TileOrder order;
+};
+
+// P and dS of 64 rows as operands, from products x = q.k and dp = d_out.v - D. Between the two only P rounded is kept: as float it would
+// need as many registers again as S and dP. Call the first before dP is there.
+template <class T, int R>
+PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4], const float (&dp)[R]) {
+  PT_UNROLL
+  for (int i = 0; i < R / 2; ++i) {
+    const uint32_t w = weights[i / 4][i % 4];
+    ds[i / 4][i % 4] =
+        Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
+  }
+}
+
+template <class T, class K>
+struct Sm90KeysBlock {
+  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim);
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
+  static constexpr int kConsumers = kTile.consumers, kNumbers = 2 * 4 * BN;  // bytes of a stage's top and delta
+  using RingOwn = Ring<1, BM, kTile.panels()>;
+  using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
+
+  const Sm90Backward& args;
+  RingOwn k, v;
+  RingStream q, d_out;
+  uint32_t numbers;
+
+  // A tile of keys, and the tiles of queries it visits, in each of its query heads.
+  struct Work {
+    int b, hk, j0;
+    Sequence s;
+    Tiles range;
+
+    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
+    // The queries of the lane's row r of its warp's; those that some key of the sequence is seen by, or TMA leaves as zeros; and those
+    // that see all 64 keys of this consumer.
+    PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.queries_of(p, j0 + warp_row() + lane_id() / 4 + 8 * r); }
+    PT_DEVICE Range kept(const AttentionProblem& p) const {
+      const Range seen{s.queries_of(p, 0).lo, s.queries_of(p, s.num_k - 1).hi};
+      return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
+    }
+    PT_DEVICE Range whole(const AttentionProblem& p) const {
+      const int first = j0 + consumer() * 64;
+      return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
+    }
+    // For f(query head, tile), tiles from the last on.
+    template <class F>
+    PT_DEVICE void for_each_visit(const AttentionProblem& p, F f) const {
+      for (int h = hk * p.group; h < (hk + 1) * p.group; ++h)
+        for (int t = range.last - 1; t >= range.first; --t) f(h, t);
+    }
+
+   private:
+    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
+        : b(at.head / (p.heads / p.group)), hk(at.head % (p.heads / p.group)), j0((order.tiles - 1 - at.tile) * BM), s(p, b),
+          range(least(BM, s.num_k - j0), s.queries_of(p, j0), s.queries_of(p, least(j0 + BM, s.num_k) - 1), 0, BN) {}
+  };
+
+  PT_DEVICE void produce() const {
+    const AttentionProblem& p = args.g.p;
+    int visit = 0, turn = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const int batch = p.cu_queries ? 0 : w.b;
+      bool first = true;
+      w.for_each_visit(p, [&](int h, int t) {
+        if (first) k.load(turn, args.k, int(w.s.row_k) + w.j0, w.hk, batch);
+        q.load(visit, args.q, int(w.s.row_q) + t * BN, h, batch);
+        if (first) v.load(turn++, args.v, int(w.s.row_k) + w.j0, w.hk, batch);
+        d_out.load(visit++, args.d_out, int(w.s.row_q) + t * BN, h, batch);
+        first = false;
+      });
+    });
+  }
+
+  // A warp: each query's maximum in base 2, +inf for one that is not there, and -D.
+  PT_DEVICE void produce_numbers() const {
+    const AttentionBackward& g = args.g;
+    const AttentionProblem& p = g.p;
+    int visit = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      w.for_each_visit(p, [&](int h, int t) {
+        q.await_empty(visit);
+        PT_UNROLL
+        for (int c = lane_id(); c < BN; c += 32) {
+          const int i = t * BN + c;
+          const RowNumbers row = row_numbers(g, number_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
+          ptx::st_shared_f32(numbers_of(visit) + 4 * c, row.top * kLog2e);
+          ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), -row.delta);
+        }
+        ptx::syncwarp();
+        if (lane_id() == 0) q.announce(visit);
+        ++visit;
+      });
+    });
+  }
+  PT_DEVICE uint32_t numbers_of(int visit) const { return numbers + uint32_t(visit % kTile.stages * kNumbers); }
+
+  // For f(i, number): each element's query's number, of which a lane has two in eight columns.
+  template <int R, class F>
+  PT_DEVICE void each_number(float (&x)[R], uint32_t at, F f) const {
+    PT_UNROLL
+    for (int j = 0; j < R / 4; ++j) {
+      float number[2];
+      ptx::ld_shared_v2_f32(at + 4 * (8 * j + 2 * (lane_id() % 4)), number[0], number[1]);
+      PT_UNROLL
+      for (int r = 0; r < 4; ++r) f(x[4 * j + r], number[r % 2]);
+    }
+  }
+
+  PT_DEVICE void consume() const {
+    const AttentionProblem& p = args.g.p;
+    const float unit = p.scale * kLog2e;
+    int visit = 0, turn = 0;
+    for_each_tile(args.order, [&](int n) {
+      // Registers are scarce: what only cut tiles need is worked out there again.
+      const Work w(p, args.order, n);
+      const auto once_more = [&] { return Work(p, args.order, ptx::again(n)); };
+      const Range whole = w.whole(p);
+      const int first = w.range.first, last = w.range.last;
+      const bool clear = w.kept(p).lo > first * BN || w.kept(p).hi < last * BN;
+      float dk[D / 2], dv[D / 2];
+      PT_UNROLL
+      for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
+
+      int t = last;
+      for (int visits = w.range.count() * p.group; visits > 0; --visits, ++visit) {
+        t = t == first ? last - 1 : t - 1;
+        if (clear) {
+          const Range keep = once_more().kept(p);
+          clear_rows<kConsumers>(q, visit, t * BN, keep);
+          clear_rows<kConsumers>(d_out, visit, t * BN, keep);
+        }
+        const auto hide = [&](float (&x)[BN / 2]) {
+          if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) return;
+          const Work again = once_more();
+          const Range bounds[2] = {again.bounds(p, 0), again.bounds(p, 1)};
+          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+        };
+        float s[BN / 2], dp[BN / 2];
+        uint32_t weights[BN / 16][4], ds[BN / 16][4];
+        k.await_full(turn);
+        q.await_full(visit);
+        // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
+        each_number(dp, numbers_of(visit) + 4 * BN, [](float& x, float delta) {
+          x = delta;
+          ptx::pin(x);
+        });
+        multiply_rows<T, D>(s, k, turn, q, visit, false);
+        v.await_full(turn);
+        d_out.await_full(visit);
+        multiply_rows<T, D>(dp, v, turn, d_out, visit, true);
+        ptx::wgmma_wait<1>();
+        each_number(s, numbers_of(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
+        hide(s);
+        pack_weights<T>(weights, s);
+        ptx::wgmma_wait<0>();
+        hide(dp);
+        pack_gradients<T>(ds, weights, dp);
+        multiply_weights<T>(dv, weights, d_out, visit);
+        multiply_weights<T>(dk, ds, q, visit);
+        ptx::wgmma_wait<0>();
+        // A lane speaks for its warp's loads of numbers too.
+        ptx::syncwarp();
+        if (lane_id() == 0) q.release(visit), d_out.release(visit);
+      }
+      if (t != last) {
+        release_products(k, turn);
+        release_products(v, turn++);
+      }
+      finish(n, dk, dv);
+    });
+  }
+
+  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2]) const {
+    const AttentionBackward& g = args.g;
+    const AttentionProblem& p = g.p;
+    const Work w(p, args.order, ptx::again(n));
+    const int written = p.cu_keys ? w.s.num_k : p.num_keys;
+    float dk_factor[2], dv_factor[2];
+    int64_t index[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int j = w.j0 + warp_row() + lane_id() / 4 + 8 * r;
+      const bool nobody = w.range.count() <= 0 || j >= w.s.num_k || w.bounds(p, r).empty();
+      dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : 1.0f;
+      index[r] = j < written ? w.s.row_k + j : -1;
+    }
+    if (g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
+    if (g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
+  }
+
+  static PT_DEVICE void run(const Sm90Backward& args) {
+    const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kNumbersAt = 2 * kOwn + 2 * kStream;
+    constexpr uint32_t kBarriers = kNumbersAt + kTile.stages * kNumbers;
+    static_assert(kSm90Slack + kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes) == sm90_keys_smem(kTile));
+    const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
+    const Sm90KeysBlock block{args,
+                              RingOwn(base, own_bars),
+                              RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
+                              RingStream(base + 2 * kOwn, stream_bars),
+                              RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
+                              base + kNumbersAt};
+    if (threadIdx.x == 0) {
+      for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+      block.k.init(1, kConsumers, "k_full", "k_empty");
+      block.v.init(1, kConsumers, "v_full", "v_empty");
+      block.q.init(2, 4 * kConsumers, "q_full", "q_empty");
+      block.d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
+      ptx::fence_mbarrier_init();
+    }
+    ptx::syncthreads();
+    if (threadIdx.x < 128) {
+      ptx::setmaxnreg_dec<kTile.producer_registers>();
+      if (threadIdx.x == 0) block.produce();
+      if (threadIdx.x / 32 == 1) block.produce_numbers();
+    } else {
+      ptx::setmaxnreg_inc<kTile.consumer_registers>();
+      block.consume();
+    }
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim).threads(), 1)
+    sm90_attention_bwd_keys_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
+#if PT_SM90A
+  Sm90KeysBlock<T, K>::run(args);
+#endif
+}
+
+}  // namespace pt::cuda

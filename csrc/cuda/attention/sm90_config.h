@@ -1,0 +1,79 @@
+// Every compile-time choice of the attention kernels for sm_90a.
+#pragma once
+
+#include <cstdint>
+
+namespace pt::cuda {
+
+// A block is a producer warpgroup, one thread of which loads by TMA, and consumer warpgroups of 64 rows each: queries, or in the pass over
+// keys of the backward, keys. Tiles of `streamed` rows of the other kind come in stages.
+struct Sm90Tile {
+  int head_dim;  // the class: D and Dv have as many panels of 64 columns
+  int streamed, stages;
+  bool ping_pong = false;  // the products of one consumer run while the other computes its weights
+  int consumers = 2;
+  int producer_registers = 24, consumer_registers = 240;
+
+  constexpr int rows() const { return 64 * consumers; }
+  constexpr int threads() const { return 128 * (consumers + 1); }
+  constexpr int panels() const { return head_dim / 64; }
+  constexpr uint32_t own_bytes() const { return uint32_t(rows() * head_dim * 2); }
+  constexpr uint32_t streamed_bytes() const { return uint32_t(stages * streamed * head_dim * 2); }
+};
+
+constexpr bool kSm90PingPong64 = true;  // FlashAttention-3 has it to 128 columns; at 128 it was a loss of 1 to 4 % on an H200 there
+
+// Three consumers for 64 columns, 176 keys for 128 and 80 for 256 are what FlashAttention-3 has; to be timed.
+constexpr Sm90Tile sm90_forward_tile(int head_dim) {
+  return head_dim == 64 ? Sm90Tile{64, 128, 2, kSm90PingPong64} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
+}
+// More rows would need more registers than there are.
+constexpr Sm90Tile sm90_queries_tile(int head_dim) { return head_dim == 64 ? Sm90Tile{64, 128, 2} : Sm90Tile{128, 96, 2}; }
+// Its producers do more, and need more.
+constexpr Sm90Tile sm90_keys_tile(int head_dim) {
+  return head_dim == 64 ? Sm90Tile{64, 128, 2, false, 2, 40, 232} : Sm90Tile{128, 64, 2, false, 2, 40, 232};
+}
+
+constexpr uint32_t kSm90Slack = 1024;          // to begin at a multiple of 1024
+constexpr uint32_t kSm90BarrierBytes = 16;     // of a buffer
+// Forward: Q; K, V. Over queries: Q, dO; K, V. Over keys: K, V; Q, dO, two numbers a query.
+constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
+  return kSm90Slack + t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + 2 * t.stages);
+}
+constexpr uint32_t sm90_queries_smem(const Sm90Tile& t) {
+  return kSm90Slack + 2 * t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + 2 * t.stages);
+}
+constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) { return sm90_queries_smem(t) + uint32_t(t.stages * t.streamed * 2 * 4); }
+
+// sums: accumulators and fragments of a lane, all alive at once.
+constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
+  constexpr uint32_t kMostSmem = 232448;  // of a block
+  constexpr int kSpare = 8;               // registers for addresses, bounds and statistics
+  // What setmaxnreg hands out is what the block was launched with.
+  const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
+  return smem <= kMostSmem && sums + kSpare <= t.consumer_registers && t.streamed % 32 == 0 &&
+         t.producer_registers + t.consumers * t.consumer_registers <= launched;
+}
+// S, P, O.
+constexpr bool sm90_forward_fits(const Sm90Tile& t) {
+  return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+}
+static_assert(sm90_forward_fits(sm90_forward_tile(64)) && sm90_forward_fits(sm90_forward_tile(128)));
+static_assert(sm90_forward_fits(sm90_forward_tile(256)));
+// S, dP, P or dS, dQ.
+constexpr bool sm90_queries_fit(const Sm90Tile& t) {
+  return sm90_fits(t, sm90_queries_smem(t), t.streamed + t.streamed / 4 + t.head_dim / 2);
+}
+static_assert(sm90_queries_fit(sm90_queries_tile(64)) && sm90_queries_fit(sm90_queries_tile(128)));
+// S, dP, P, dK, dV.
+constexpr bool sm90_keys_fit(const Sm90Tile& t) { return sm90_fits(t, sm90_keys_smem(t), t.streamed + t.streamed / 4 + t.head_dim); }
+static_assert(sm90_keys_fit(sm90_keys_tile(64)) && sm90_keys_fit(sm90_keys_tile(128)));
+
+// What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout; else only bounds.
+template <int HeadDim, bool IsGeneral>
+struct Hopper {
+  static constexpr int head_dim = HeadDim;
+  static constexpr bool general = IsGeneral;
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,242 @@
+// Attention forward on sm_90a: as fwd.cuh, with products by warpgroups (wgmma) and copies by TMA.
+//
+// After Shah et al., "FlashAttention-3" (2024). A block has a producer warpgroup, one thread of which loads Q and rings of K and V, and
+// consumer warpgroups of 64 queries each. A consumer's scores of the next tile are computed while its weights are multiplied by this
+// tile's values; P stays in registers. Keys are visited from last to first, so that what bounds cut comes first.
+#pragma once
+
+#include "cuda/attention/sm90_tile.cuh"
+
+namespace pt::cuda {
+
+struct Sm90Forward {
+  ptx::TensorMap q, k, v;  // (D, rows, heads, sequences)
+  AttentionForward f;
+  TileOrder order;
+};
+
+template <class T, class K>
+struct Sm90ForwardBlock {
+  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
+  static constexpr int kConsumers = kTile.consumers;
+  using RingQ = Ring<1, BM, kTile.panels()>;
+  using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
+
+  const Sm90Forward& args;
+  RingQ q;
+  RingKv k, v;
+
+  using Work = QueryWork<BM, BN>;
+
+  PT_DEVICE void produce() const {
+    const AttentionProblem& p = args.f.p;
+    int visit = 0, turn = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
+      for (int t = w.range.last - 1; t >= w.range.first; --t, ++visit) {
+        k.load(visit, args.k, row + t * BN, w.h / p.group, batch);
+        if (t == w.range.last - 1) q.load(turn++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
+        v.load(visit, args.v, row + t * BN, w.h / p.group, batch);
+      }
+    });
+  }
+
+  // With ping_pong: whose turn it is to start products.
+  static PT_DEVICE void await_turn() {
+    if constexpr (!kTile.ping_pong) return;
+    if (consumer() == 0) ptx::bar_sync(1, 256);
+    else ptx::bar_sync(2, 256);
+  }
+  static PT_DEVICE void pass_turn() {
+    if constexpr (!kTile.ping_pong) return;
+    if (consumer() == 0) ptx::bar_arrive(2, 256);
+    else ptx::bar_arrive(1, 256);
+  }
+
+  // Calls f(x, at, c) on pieces of 64 columns from the tile's column `first` on: x[n][r] is s[(c + n) * 4 + r].
+  template <class F>
+  static PT_DEVICE void in_pieces(float (&s)[BN / 2], int row, int first, F f) {
+    constexpr int kPiece = 8;
+    PT_UNROLL
+    for (int c = 0; c < BN / 8; c += kPiece) {
+      float x[kPiece][4];
+      each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
+      f(x, Place(row, first + 8 * c));
+      each<kPiece>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
+    }
+  }
+
+  struct Rows {  // the lane's two
+    float max[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {0.0f, 0.0f};  // this lane's share
+    float decay[2];               // what older sums and outputs must be multiplied by
+  };
+
+  // s becomes the weights, relative to the rows' maxima.
+  static PT_DEVICE void softmax(float (&s)[BN / 2], Rows& rows, float unit) {
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float top = rows.max[r];
+      PT_UNROLL
+      for (int j = 0; j < BN / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      top = row_max(top);
+      const float safe = top == minus_infinity() ? 0.0f : top;
+      rows.decay[r] = ptx::exp2((rows.max[r] - safe) * unit);
+      rows.max[r] = top;
+      float sum = rows.sum[r] * rows.decay[r];
+      PT_UNROLL
+      for (int j = 0; j < BN / 8; ++j)
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          // Folding the scale is one instruction less; where terms may be as large as finfo.max the difference comes first.
+          x = ptx::exp2(K::general ? (x - safe) * unit : ptx::fma_rn(x, unit, -safe * unit));
+          sum += x;
+        }
+      rows.sum[r] = sum;
+    }
+  }
+
+  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  PT_DEVICE void finish(int n, const float (&o)[D / 2], const Rows& rows) const {
+    const AttentionForward& f = args.f;
+    const AttentionProblem& p = f.p;
+    const Work w(p, args.order, ptx::again(n));
+    const int written = p.cu_queries ? w.s.num_q : p.num_queries;
+    float factor[2];
+    int64_t index[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int i = w.i0 + warp_row() + lane_id() / 4 + 8 * r;
+      const float total = row_sum(rows.sum[r]), sum = i < w.s.num_q ? total : 0.0f;
+      const bool dead = sum == 0.0f;
+      factor[r] = dead ? 0.0f : ptx::div_rn(p.keep_scale, sum);
+      index[r] = i < written ? w.s.row_q + i : -1;
+      if (lane_id() % 4 != 0 || index[r] < 0) continue;
+      const float top = K::general ? rows.max[r] : rows.max[r] * p.scale;
+      store_one(f.lse + number_at(f.at, w.b, w.h, index[r]), dead ? minus_infinity() : ptx::fma_rn(ptx::log2(sum), kLn2, top));
+    }
+    store_wide<T>(f.out, w.b, w.h, o, factor, index);
+  }
+
+  PT_DEVICE void consume() const {
+    static_assert(!kTile.ping_pong || kConsumers == 2);
+    const AttentionProblem& p = args.f.p;
+    const float unit = K::general ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+    int visit = 0, turn = 0;
+    if (consumer() == 1) pass_turn();
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const int row = w.i0 + warp_row();
+      const Terms<false, false> terms(p, w.s, w.b, w.h);
+      const Range whole = w.whole(p), keep = w.kept(p);
+      float s[BN / 2], o[D / 2];
+      uint32_t weights[BN / 16][4];
+      Rows rows;
+      PT_UNROLL
+      for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
+
+      // Scores to weights; `first` is the tile's first key.
+      const auto weigh = [&](int first) {
+        if constexpr (K::general)
+          in_pieces(s, row, first, [&](float (&x)[8][4], const Place& place) {
+            float unused[8][4];
+            terms.apply(x, unused, place, kAllColumns);
+          });
+        if (first < whole.lo || first + BN > whole.hi) {
+          const Range bounds[2] = {w.bounds(p, 0), w.bounds(p, 1)};
+          each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
+        }
+        softmax(s, rows, unit);
+      };
+      const auto pack = [&](int first) {
+        if (K::general && p.drop_threshold)
+          in_pieces(s, row, first, [&](float (&x)[8][4], const Place& place) {
+            const uint32_t kept = terms.template kept<8>(place);
+            each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
+          });
+        pack_weights<T>(weights, s);
+      };
+
+      if (w.range.count() > 0) {
+        int first = w.origin + (w.range.last - 1) * BN;
+        q.await_full(turn);
+        k.await_full(visit);
+        await_turn();
+        multiply_rows<T, D>(s, q, turn, k, visit, false);
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        release_products(k, visit);
+        if (w.range.count() == 1) release_products(q, turn);
+        weigh(first);
+        pack(first);
+
+        for (int t = w.range.last - 2; t >= w.range.first; --t, ++visit) {
+          clear_rows<kConsumers>(v, visit, first, keep);
+          first -= BN;
+          k.await_full(visit + 1);
+          await_turn();
+          multiply_rows<T, D>(s, q, turn, k, visit + 1, false);
+          v.await_full(visit);
+          multiply_weights<T>(o, weights, v, visit);
+          pass_turn();
+          ptx::wgmma_wait<1>();
+          release_products(k, visit + 1);
+          if (t == w.range.first) release_products(q, turn);
+          weigh(first);
+          ptx::wgmma_wait<0>();
+          release_products(v, visit);
+          PT_UNROLL
+          for (int i = 0; i < D / 2; ++i) o[i] *= rows.decay[i / 2 % 2];
+          pack(first);
+        }
+
+        clear_rows<kConsumers>(v, visit, first, keep);
+        v.await_full(visit);
+        multiply_weights<T>(o, weights, v, visit);
+        ptx::wgmma_wait<0>();
+        release_products(v, visit);
+        ++visit, ++turn;
+      }
+      finish(n, o, rows);
+    });
+  }
+
+  static PT_DEVICE void run(const Sm90Forward& args) {
+    const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes, kBarriers = kValues + RingKv::kBufferBytes;
+    static_assert(kSm90Slack + kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes == sm90_forward_smem(kTile));
+    const uint32_t bars = base + kBarriers;
+    const Sm90ForwardBlock block{args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
+                                 RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes)};
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(args.q);
+      ptx::prefetch_tensor_map(args.k);
+      ptx::prefetch_tensor_map(args.v);
+      block.q.init(1, kConsumers, "q_full", "q_empty");
+      block.k.init(1, kConsumers, "k_full", "k_empty");
+      block.v.init(1, kConsumers, "v_full", "v_empty");
+      ptx::fence_mbarrier_init();
+    }
+    ptx::syncthreads();
+    if (threadIdx.x < 128) {
+      ptx::setmaxnreg_dec<kTile.producer_registers>();
+      if (threadIdx.x == 0) block.produce();
+    } else {
+      ptx::setmaxnreg_inc<kTile.consumer_registers>();
+      block.consume();
+    }
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim).threads(), 1)
+    sm90_attention_fwd_kernel([[maybe_unused]] const __grid_constant__ Sm90Forward args) {
+#if PT_SM90A
+  Sm90ForwardBlock<T, K>::run(args);
+#endif
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,93 @@
+// Which problems the kernels for sm_90a take, and in what order their blocks go through the tiles: pure functions of the problem.
+#pragma once
+
+#include <initializer_list>
+
+#include "cuda/attention/config.h"
+#include "cuda/attention/problem.h"
+#include "cuda/attention/sm90_config.h"
+
+namespace pt::cuda {
+
+// Tiles in sections of some heads, whose keys and values the L2 cache holds; in a section from the last tile, which with causality sees
+// the most keys, to the first.
+struct TileOrder {
+  int tiles, heads, section;  // heads: of all sequences
+};
+
+struct Sm90Plan {
+  const char* why_not;  // null: the kernels take the problem
+  int head_class;
+  bool general;
+  TileOrder order;
+  int64_t blocks;
+};
+
+// 0: none. A class has as many panels of 64 columns as the head size: TMA loads no panel that lies outside the tensor.
+inline int sm90_class(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : columns > 192 && columns <= 256 ? 256 : 0; }
+
+inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list<const In*> inputs,
+                                std::initializer_list<const Out*> outputs) {
+  if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
+  if (p.looks_up()) return "masks, dense biases and segments hide pairs one by one";
+  if (!sm90_class(p.head_dim) || sm90_class(p.head_dim) != sm90_class(p.value_dim))
+    return "head sizes to 64, to 128 or from 193 to 256, both of one class";
+  const auto aligned = [](const void* data, const HeadRows& s) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
+  };
+  // TMA wants strides that are not zero where a dimension is longer than one.
+  const auto moves = [](const HeadRows& s, int64_t sequences, int64_t heads, int64_t rows) {
+    return (sequences == 1 || s.batch) && (heads == 1 || s.head) && (rows == 1 || s.row);
+  };
+  const bool packed = p.cu_queries;
+  constexpr int64_t kMostRows = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
+  if (packed && (p.total_queries > kMostRows || p.total_keys > kMostRows)) return "more than 2^31 packed rows";
+  for (const In* t : inputs) {
+    const bool keys = t == &p.k || t == &p.v;
+    const int64_t rows = packed ? (keys ? p.total_keys : p.total_queries) : keys ? p.num_keys : p.num_queries;
+    if (!aligned(t->data, t->stride)) return "an input is not aligned to 16 bytes";
+    if (!moves(t->stride, packed ? 1 : p.sequences, keys ? p.heads / p.group : p.heads, rows)) return "an input is expanded";
+  }
+  for (const Out* t : outputs)
+    if (t->data && (t->columns % 8 || !aligned(t->data, t->stride))) return "a result is not aligned to 16 bytes";
+  return nullptr;
+}
+
+// Tiles that take equally long go to persistent blocks, which load the next tile's operands while they finish this one; others to blocks
+// of their own, which start in order as others end.
+inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  const bool even = !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys;
+  const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
+  const int64_t section = even ? 1 : kSectionBytes / bytes;
+  if (tiles * heads >= int64_t(1) << 31) plan.why_not = "more than 2^31 tiles";
+  plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads)};
+  plan.blocks = even && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
+}
+
+inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
+  const AttentionProblem& p = f.p;
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p.head_dim), !p.plain(), {}, 0};
+  if (!f.out.data) plan.why_not = "statistics alone are wanted";
+  if (plan.head_class == 256 && plan.general) plan.why_not = "softcap, biases and dropout have no registers left at head size 256";
+  if (plan.why_not) return plan;
+  const int rows = sm90_forward_tile(plan.head_class).rows();
+  order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
+  return plan;
+}
+
+inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
+  const AttentionProblem& p = g.p;
+  const bool keys = pass == Pass::Keys;
+  const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
+  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), false, {}, 0};
+  if (!p.plain()) plan.why_not = "softcap, biases and dropout are not in the backward kernels";
+  if (plan.head_class == 256) plan.why_not = "the backward kernels have head sizes to 128";
+  if (plan.why_not) return plan;
+  const int rows = keys ? sm90_keys_tile(plan.head_class).rows() : sm90_queries_tile(plan.head_class).rows();
+  const int64_t length = keys ? p.num_keys : p.num_queries, heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
+  order_tiles(plan, p, (length + rows - 1) / rows, heads, keys ? 1 : p.group, multiprocessors);
+  return plan;
+}
+
+}  // namespace pt::cuda

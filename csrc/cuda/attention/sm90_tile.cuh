@@ -1,0 +1,159 @@
+// What the sm_90a kernels share: their tiles' order, products of a warpgroup with tiles that TMA has left in shared memory, and what
+// becomes of accumulators.
+//
+// A tile is panels of 64 columns, each with rows of 128 bytes, swizzled (ring.cuh). Accumulators x[N / 2] are 64 rows, 16 a warp, by N
+// columns: element i is x[i / 4 * 4 + i % 4], laid out as in fragments.cuh.
+#pragma once
+
+#include "cuda/attention/sm90_plan.h"
+#include "cuda/attention/terms.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/quad.cuh"
+#include "cuda/tile/ring.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace pt::cuda {
+
+// ---- who does what
+
+struct TilePlace {
+  int head, tile;  // head: of all sequences
+};
+// Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
+PT_DEVICE TilePlace place_of(const TileOrder& order, int n) {
+  const int first = n / (order.section * order.tiles) * order.section;  // head of the section
+  const int heads = least(order.section, order.heads - first), rest = n - first * order.tiles;
+  return {first + rest % heads, order.tiles - 1 - rest / heads};
+}
+// For f(n), n the number of each tile of this block.
+template <class F>
+PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
+  for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += int(gridDim.x)) f(n);
+}
+
+// Of a consumer: its warpgroup's number, and its warp's first row in the tile.
+PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
+PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
+
+// `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is
+// the tensor's end.
+PT_DEVICE Range kept_rows(Range seen, bool end) { return {seen.lo == 0 ? -kUnbounded : seen.lo, end ? kUnbounded : seen.hi}; }
+
+// A tile of Rows queries, and the tiles of Streamed keys that it visits, from the last to the first.
+template <int Rows, int Streamed>
+struct QueryWork {
+  int b, h, i0, origin;
+  Sequence s;
+  Tiles range;
+
+  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : QueryWork(p, place_of(order, n)) {}
+  // The keys of the lane's row r of its warp's, and those that some row of the sequence sees, or TMA leaves as zeros.
+  PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.keys_of(p, i0 + warp_row() + lane_id() / 4 + 8 * r); }
+  PT_DEVICE Range kept(const AttentionProblem& p) const {
+    const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
+    return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);
+  }
+  // The keys that all 64 rows of this consumer see.
+  PT_DEVICE Range whole(const AttentionProblem& p) const {
+    const int first = i0 + consumer() * 64;
+    return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
+  }
+
+ private:
+  PT_DEVICE QueryWork(const AttentionProblem& p, const TilePlace& at)
+      : b(at.head / p.heads), h(at.head % p.heads), i0(at.tile * Rows), origin(key_origin(p)), s(p, b),
+        range(least(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, least(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
+};
+
+// One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
+template <class R>
+PT_DEVICE void release_products(const R& ring, int n) {
+  if (threadIdx.x % 128 == 0) ring.release(n);
+}
+
+// ---- products
+
+// A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
+PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
+  return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
+}
+
+// x (+)= A B^T; A is this consumer's 64 rows of a tile, B a tile of N rows, both K-major: a step of 16 columns is 32 bytes inside the
+// swizzle's rows.
+template <class T, int D, class RingA, class RingB, int R>
+PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
+  const uint32_t a = a_ring.buffer(a_use) + consumer() * 64 * kSwizzleRow, b = b_ring.buffer(b_use);
+  ptx::wgmma_fence();
+  PT_UNROLL
+  for (int i = 0; i < D / 16; ++i)
+    ptx::wgmma_ss<T, 2 * R, false>(x, swizzled(a + i / 4 * RingA::kPanelBytes + i % 4 * 32),
+                                   swizzled(b + i / 4 * RingB::kPanelBytes + i % 4 * 32), accumulate || i > 0);
+  ptx::wgmma_commit();
+}
+
+// x += W B; W in registers, B a tile, N-major: a step of 16 rows is two groups of eight.
+template <class T, class RingB, int R, int S>
+PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
+  ptx::wgmma_fence();
+  PT_UNROLL
+  for (int i = 0; i < S; ++i)
+    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], swizzled(b_ring.buffer(b_use) + i * 2 * kSwizzleAtom, RingB::kPanelBytes), true);
+  ptx::wgmma_commit();
+}
+
+// Two neighbouring groups of eight columns are one A fragment of 16.
+template <class T, int R>
+PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
+  PT_UNROLL
+  for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = Element<T>::pack(x[2 * i], x[2 * i + 1]);
+}
+
+// ---- what bounds hide
+
+// Calls f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first` on.
+template <int R, class F>
+PT_DEVICE void each_element(float (&x)[R], int first, F f) {
+  const int column = first + 2 * (lane_id() % 4);
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) f(x[i], i / 2 % 2, column + i / 4 * 8 + i % 2);
+}
+
+// Rows of a tile whose first is row `first`, outside `keep`, are read as zero from here on, by all consumers, each of which calls this: a
+// weight of zero would not hide NaN. They wait for the tile.
+template <int Consumers, class R>
+PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
+  constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
+  if (first >= keep.lo && first + R::kRows <= keep.hi) return;
+  ring.await_full(use);
+  for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
+    if (!keep.has(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kClearBarrier, 128 * Consumers);
+}
+
+// ---- results
+
+// The lane's two rows of a result times `factor`, 16 bytes at a time; row_index in the tensor, not written if negative. Every lane of the
+// warp calls it.
+template <class T, int R>
+PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], const float (&factor)[2], const int64_t (&row_index)[2]) {
+  PT_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head + row_index[r] * out.stride.row;
+    PT_UNROLL
+    for (int d = 0; d < R / 4; d += 4) {
+      uint32_t words[4];
+      PT_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const float low = x[4 * (d + c) + 2 * r], high = x[4 * (d + c) + 2 * r + 1];
+        // A factor of zero is for rows that see nothing, whatever their sums hold.
+        words[c] = factor[r] == 0.0f ? 0u : Element<T>::pack(low * factor[r], high * factor[r]);
+      }
+      transpose_quad(words);
+      const int column = 8 * (d + lane_id() % 4);
+      if (row_index[r] >= 0 && column < out.columns) ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
+    }
+  }
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,58 @@
+// A ring of buffers in shared memory that one thread fills by TMA and warpgroups empty.
+#pragma once
+
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+
+namespace pt::cuda {
+
+PT_DEVICE void await(uint32_t bar, uint32_t parity) {
+  while (!ptx::mbarrier_try_wait(bar, parity)) {}
+}
+
+// Uses are numbered from 0 on by both sides; use n takes buffer n % Stages. Each buffer is `Panels` panels of `Rows` rows of 128 bytes,
+// swizzled, of a tensor with 64 columns a panel, and begins at a multiple of 1024.
+template <int Stages, int Rows, int Panels>
+class Ring {
+ public:
+  static constexpr int kRows = Rows;
+  static constexpr uint32_t kPanelBytes = Rows * 128, kBytes = Panels * kPanelBytes;
+  static constexpr uint32_t kBufferBytes = Stages * kBytes, kBarrierBytes = Stages * 16;
+
+  PT_DEVICE Ring(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
+
+  // By one thread of the block, before a fence and a barrier. Of each use: `writers` announce it, load() being one of them, and `readers`
+  // call release().
+  PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty) const {
+    PT_UNROLL
+    for (int s = 0; s < Stages; ++s) {
+      ptx::mbarrier_init(full(s), uint32_t(writers));
+      ptx::mbarrier_init(empty(s), uint32_t(readers));
+      ptx::mbarrier_name(full(s), name_full, s);
+      ptx::mbarrier_name(empty(s), name_empty, s);
+    }
+  }
+
+  PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(n % Stages) * kBytes; }
+
+  // The producing thread: waits for the buffer, then loads rows [row, row + Rows) of a head.
+  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
+    await_empty(n);
+    ptx::mbarrier_arrive_expect_tx(full(n), kBytes);
+    PT_UNROLL
+    for (int p = 0; p < Panels; ++p) ptx::tma_load_4d(buffer(n) + p * kPanelBytes, map, full(n), p * 64, row, head, batch);
+  }
+  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ 1); }
+  PT_DEVICE void announce(int n) const { ptx::mbarrier_arrive(full(n)); }
+  PT_DEVICE void await_full(int n) const { await(full(n), parity(n)); }
+  PT_DEVICE void release(int n) const { ptx::mbarrier_arrive(empty(n)); }
+
+ private:
+  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
+  PT_DEVICE uint32_t empty(int n) const { return full(n) + 8; }
+  static PT_DEVICE uint32_t parity(int n) { return uint32_t(n / Stages) & 1; }
+
+  uint32_t buffers_, barriers_;
+};
+
+}  // namespace pt::cuda
