@@ -28,16 +28,27 @@ def run_attention(
 
 
 def check_attention(
-    args: tuple[Any, ...], kwargs: dict[str, Any], backend: str, *, data: str = "zero_mean", seed: int = 0
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str,
+    *,
+    data: str = "zero_mean",
+    seed: int = 0,
+    poisoned: bool = False,
 ) -> dict[str, Tensor]:
-    """Assert that a call, with random upstream gradients, keeps within the bounds; returns its results."""
+    """Assert that a call, with random upstream gradients, keeps within the bounds; returns its results. With ``poisoned`` the backend
+    gets NaN in all rows of query, key, value and upstream gradient that take part in no pair, which must reach nothing."""
     query, _, value = args
     generator = torch.Generator().manual_seed(seed)
     grad_out = torch.randn(*query.shape[:3], value.shape[3], generator=generator).to(query.dtype)
     grad_lse = torch.randn(query.shape[:3], generator=generator)
     grad_lse = grad_lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    results = run_attention(args, kwargs, backend, grad_out, grad_lse)
     solution = oracle.solve(*args, grad_out, grad_lse, **kwargs)
+    if poisoned:
+        dead, unseen = solution.dead_queries, solution.unseen_keys
+        rows = (dead, unseen, unseen, dead)
+        *args, grad_out = (t.detach().masked_fill(r[..., None], torch.nan) for t, r in zip((*args, grad_out), rows))
+    results = run_attention(tuple(args), kwargs, backend, grad_out, grad_lse)
     wrong = [str(c) for c in bounds.check(solution, results, query.dtype, data) if not c.ok]
     assert not wrong, "\n".join(wrong)
     return results

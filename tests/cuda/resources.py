@@ -102,7 +102,9 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         if attention and not used["products"]:
             found.append(f"{key}: no matrix product")
         if re.search(r"sm90_attention_", key) and (used["warpgroup_products"] < 24 or used["products"] or used["wide"] < 4):
-            found.append(f"{key}: {used['warpgroup_products']} products of warpgroups, {used['products']} of warps, {used['wide']} wide")
+            found.append(
+                f"{key}: {used['warpgroup_products']} products of warpgroups, {used['products']} of warps, {used['wide']} wide"
+            )
     return found
 
 

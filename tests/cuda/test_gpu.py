@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
+import norm_problems
 import pytest
 import torch
 
 import pytransformer as pt
 from pytransformer.testing import bounds, fuzz_norm, oracle
 from pytransformer.testing.cases import Case, cases, leaves
+from pytransformer.testing.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 RANDOM, SEED = 300, 13
-
-
-@pytest.fixture(scope="module")
-def norms() -> ModuleType:
-    """The problems that reach every path."""
-    spec = importlib.util.spec_from_file_location("emulator_norms", Path(__file__).parents[1] / "emulator" / "norms.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def wrong(problem: fuzz_norm.Problem) -> list[str]:
@@ -48,14 +35,16 @@ def wrong(problem: fuzz_norm.Problem) -> list[str]:
     return found + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})
 
 
-def test_every_path(norms: ModuleType) -> None:
-    for problem in norms.problems():
+def test_every_path() -> None:
+    for problem in norm_problems.problems():
         assert (found := wrong(problem)) == [], f"{problem}: {found}"
 
 
-def test_random_problems(norms: ModuleType) -> None:
+def test_random_problems() -> None:
     failed = [
-        f"case {case}: {problem}\n    {found}" for case, problem in norms.drawn(SEED, RANDOM) if (found := wrong(problem))
+        f"case {case}: {problem}\n    {found}"
+        for case, problem in norm_problems.drawn(SEED, RANDOM)
+        if (found := wrong(problem))
     ]
     assert not failed, "\n".join(failed[:5])
 
@@ -104,18 +93,8 @@ def test_addresses_beyond_32_bits() -> None:
 
 
 def test_cuda_graph() -> None:
-    """A captured call draws a new dropout mask at each replay, since its seed is a tensor."""
     x, seed = torch.randn(64, 768, device="cuda"), torch.tensor(1, device="cuda")
-    call = lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="cuda")[1]
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    graph.replay()
-    first = out.clone()
-    seed.fill_(2)
-    graph.replay()
-    assert not torch.equal(first, out) and torch.equal(out, call())
+    check_cuda_graph(lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="cuda")[1], seed)
 
 
 def test_another_stream_and_the_current_device() -> None:

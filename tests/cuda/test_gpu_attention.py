@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
+import attention_problems
 import pytest
+import sm90_problems
 import torch
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
 from pytransformer.testing.attention_check import check_packed
 from pytransformer.testing.cases import Case, cases, leaves
+from pytransformer.testing.cuda_graph import check_cuda_graph
 from pytransformer.testing.draw_attention import draw
 
 pytestmark = [
@@ -57,17 +57,9 @@ def check(args: Any, keywords: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_path() -> None:
-    """The problems that reach every path of the kernels."""
-    spec = importlib.util.spec_from_file_location(
-        "emulator_attention", Path(__file__).parents[1] / "emulator" / "attention.py"
-    )
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
-    for _, args, keywords in script.problems():
-        check(args, keywords)
+@pytest.mark.parametrize("problem", [*attention_problems.problems(), *sm90_problems.problems()], ids=lambda p: p.name)
+def test_every_path(problem: attention_problems.Problem) -> None:
+    check(*attention_problems.arguments(problem))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -125,15 +117,5 @@ def test_more_heads_than_a_grid_has_rows() -> None:
 
 
 def test_cuda_graph() -> None:
-    """A captured call draws a new dropout mask at each replay, since its seed is a tensor."""
     query, seed = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
-    call = lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda")
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    graph.replay()
-    first = out.clone()
-    seed.fill_(2)
-    graph.replay()
-    assert not torch.equal(first, out) and torch.equal(out, call())
+    check_cuda_graph(lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda"), seed)

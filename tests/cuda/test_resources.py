@@ -42,6 +42,11 @@ def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     assert resources.compare(table, kept["kernels"]) == []
 
 
+def test_the_table_has_no_faults(resources: ModuleType) -> None:
+    """Of no architecture, also of those that were not built here."""
+    assert resources.faults(json.loads(resources.TABLE.read_text())["kernels"]) == []
+
+
 def test_few_instantiations(resources: ModuleType) -> None:
     """At most 24 for each op, direction and architecture."""
     kernels = json.loads(resources.TABLE.read_text())["kernels"]

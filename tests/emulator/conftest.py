@@ -12,8 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # for planted
+import pytransformer as pt
+
+sys.path.append(str(Path(__file__).parent))  # for planted and the problems
 ROOT = Path(__file__).resolve().parents[2]
+SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
 
 
 def _builder() -> ModuleType:
@@ -38,7 +41,16 @@ def emulated(builder: ModuleType) -> Iterator[Path]:
     library = builder.library()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTRANSFORMER_EMULATE", str(library))
+        pt.explain("layer_norm", torch.zeros(1, 8), 8)  # loads it
         yield library
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
+    """The order in which the emulator runs threads: what a test finds with one it finds again with the same. Three of them, and 20 with
+    slow tests."""
+    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

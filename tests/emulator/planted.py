@@ -15,6 +15,7 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SCHEDULES = (1, 2)
+CAUGHT = 3  # exit code of run_problems.py
 
 
 class Fault(NamedTuple):
@@ -22,6 +23,7 @@ class Fault(NamedTuple):
     file: str  # below csrc/cuda
     old: str  # wherever it occurs
     new: str
+    problem: str = ""  # the name of one that shows it; empty: all are run
     message: str = ""  # that the emulator must give; empty: a wrong number will do
     slow: bool = True
 
@@ -37,18 +39,24 @@ def check_texts(faults: Sequence[Fault]) -> None:
     assert len({fault.name for fault in faults}) == len(faults)
 
 
-def check_caught(fault: Fault, script: str, stem: str, builder: ModuleType, directory: Path, only: str = "") -> None:
-    """The script of problems beside this file finds the fault in a library of that op alone, whatever the schedule. ``only``: a pattern
-    of the kernels that the fault is in."""
+def check_caught(
+    fault: Fault, problems: str, stem: str, builder: ModuleType, directory: Path, only: str = "", path: str = "portable"
+) -> None:
+    """A module of problems finds the fault in a library of that op alone, whatever the schedule.
+
+    only: a pattern of the files to compile, if not all of the op's; path: PYTRANSFORMER_CUDA_PATH.
+    """
     shutil.copytree(CSRC / "cuda", directory / "cuda")
     changed = directory / "cuda" / fault.file
     changed.write_text(changed.read_text().replace(fault.old, fault.new))
     library = builder.library(directory / "build", directory, stem, only)
-    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library)}
+    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": path}
+    script = str(Path(__file__).with_name("run_problems.py"))
     told = []
     for schedule in SCHEDULES:
-        command = [sys.executable, str(Path(__file__).with_name(script)), str(schedule)]
+        command = [sys.executable, script, problems, str(schedule), *filter(None, [fault.problem])]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-        told.append(done.stdout)
-    assert all(fault.message in text for text in told), told
+        assert done.returncode == CAUGHT, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        assert fault.message in done.stdout, done.stdout
+        told.append(done.stdout.splitlines()[-1])
+    print(fault.name, *told, sep="\n    ")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
+import attention_problems
 import pytest
 import torch
 
@@ -19,7 +15,6 @@ from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
 
 FUZZ_CASES, FUZZ_SEED = 30, 23
-SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 CASES = [c.resize(B=min(c.shape["B"], 2), Hq=2) for c in cases("attention", "small")]
 PACKED = list(cases("attention_varlen", "small"))
@@ -27,31 +22,11 @@ PACKED = list(cases("attention_varlen", "small"))
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emulator_attention", Path(__file__).with_name("attention.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def test_every_path(schedule: int) -> None:
+    for problem in attention_problems.problems():
+        assert (found := attention_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
-@pytest.fixture
-def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
-    """The order in which the emulator runs threads: what a test finds with one it finds again with the same."""
-    pt.explain("attention", *[torch.zeros(1, 1, 1, 8)] * 3)  # loads the library
-    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
-    return request.param
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
-def test_every_path(schedule: int, script: ModuleType) -> None:
-    for _, args, keywords in script.problems():
-        check_attention(args, keywords, "cuda")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
 def test_random_problems(schedule: int) -> None:
     """Guarded and poisoned memory, every keyword, packed and padded, equal bits twice."""
     cases = [n for n in range(schedule * 1000, schedule * 1000 + FUZZ_CASES) if draw(FUZZ_SEED, n).dtype != torch.float64]

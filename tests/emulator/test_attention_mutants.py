@@ -1,59 +1,68 @@
-"""Faults planted in the attention kernels' source, each of which must be caught by attention.py."""
+"""Faults planted in the attention kernels' source, each of which must be caught by attention_problems.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
 
+import attention_problems
 import pytest
+import torch
 from planted import Fault, check_caught, check_texts, parameters
 
 TILE, SEQUENCE, TERMS = "tile/matrix_tile.cuh", "attention/sequence.cuh", "attention/terms.cuh"
 FWD, BWD, QUERIES = "attention/fwd.cuh", "attention/bwd_tile.cuh", "attention/bwd_queries.cuh"
 KEYS, DENSE, PLAN = "attention/bwd_keys.cuh", "attention/bwd_dense.cuh", "attention/kernels.h"
 WAIT, SYNC = "    ptx::cp_async_wait<0>();\n", "    ptx::syncthreads();  // "
-LATE, EARLY = "not ordered after the", "before thread"
+LATE = "not ordered after the"
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 HERE, THERE = "this tile is there, and nobody reads the one before any more\n", "K is there, and nobody reads V any more\n"
 
 FAULTS = (
     # memory and order
-    Fault("another swizzle for products with rows", TILE, "b.at(8 * n + lane % 8", "b.at(8 * n + (lane ^ 1) % 8"),
-    Fault("no swizzle where tiles are written", TILE, "cp_async_16(tile.at(row, chunk)", "cp_async_16(tile.at(row, chunk ^ (row & 7))"),
-    Fault("a chunk past the columns", TILE, "chunk * kPer < columns;", "chunk * kPer <= columns;"),
-    Fault("a row past the last", TILE, "r >= lo && r < hi &&", "r >= lo && r <= hi &&"),
-    Fault("no wait for keys", FWD, WAIT + SYNC + THERE, SYNC + THERE, slow=False),
-    Fault("no barrier after keys have come", FWD, SYNC + THERE, "    //"),
-    Fault("no barrier after values have come", FWD, SYNC + "V is there, and nobody reads K any more\n", "    //"),
-    Fault("no barrier in the pass over queries", QUERIES, SYNC + HERE, "    //"),
-    Fault("no barrier in the pass over keys", KEYS, SYNC + HERE, "    //"),
-    Fault("the other stage", QUERIES, "(t - range.first) % kTile.stages", "(t - range.first + 1) / 2 % kTile.stages"),
-    Fault("one stage only", KEYS, "streamed + n % kTile.stages * kStage", "streamed", LATE),
-    Fault("no barrier before diagonals are added", QUERIES, "      ptx::syncthreads();\n      diagonals.add", "      diagonals.add"),
-    Fault("tiles of a mask's gradient used again too early", DENSE, "if (t > first) ptx::syncthreads();", "", LATE),
+    Fault("another swizzle for products with rows", TILE, "b.at(8 * n + lane % 8", "b.at(8 * n + (lane ^ 1) % 8", "plain 64"),
+    Fault("no swizzle where tiles are written", TILE, "cp_async_16(tile.at(row, chunk)", "cp_async_16(tile.at(row, chunk ^ (row & 7))",
+          "plain 64"),
+    Fault("a chunk past the columns", TILE, "chunk * kPer < columns;", "chunk * kPer <= columns;", "plain 128"),
+    Fault("a row past the last", TILE, "r >= lo && r < hi &&", "r >= lo && r <= hi &&", "plain 64"),
+    Fault("no wait for keys", FWD, WAIT + SYNC + THERE, SYNC + THERE, "plain 64", slow=False),
+    Fault("no barrier after keys have come", FWD, SYNC + THERE, "    //", "plain 64"),
+    Fault("no barrier after values have come", FWD, SYNC + "V is there, and nobody reads K any more\n", "    //", "plain 64"),
+    Fault("no barrier in the pass over queries", QUERIES, SYNC + HERE, "    //", "plain 64"),
+    Fault("no barrier in the pass over keys", KEYS, SYNC + HERE, "    //", "plain 64"),
+    Fault("the other stage", QUERIES, "(t - range.first) % kTile.stages", "(t - range.first + 1) / 2 % kTile.stages", "plain 64"),
+    Fault("one stage only", KEYS, "streamed + n % kTile.stages * kStage", "streamed", "plain 64", LATE),
+    Fault("no barrier before diagonals are added", QUERIES, "      ptx::syncthreads();\n      diagonals.add", "      diagonals.add",
+          "T5 of one direction, softcap"),
+    Fault("tiles of a mask's gradient used again too early", DENSE, "if (t > first) ptx::syncthreads();",
+          "", "hidden keys, segments", LATE),
     # bounds
-    Fault("one key too many", SEQUENCE, "most(i + shift + 1, prefix)", "most(i + shift + 2, prefix)"),
-    Fault("a window one too wide", SEQUENCE, "most(0, i + shift - p.left)", "most(0, i + shift - p.left - 1)"),
-    Fault("queries of a key one off", SEQUENCE, "j - shift + p.left + 1", "j - shift + p.left"),
-    Fault("a tile left out", SEQUENCE, "last = (end - origin + size - 1) / size;", "last = (end - origin) / size;"),
-    Fault("a cut tile taken whole", SEQUENCE, "tile >= whole_end", "tile > whole_end"),
-    Fault("prefix ignored by keys", SEQUENCE, "if (p.causal && j >= prefix)", "if (p.causal)"),
+    Fault("one key too many", SEQUENCE, "most(i + shift + 1, prefix)", "most(i + shift + 2, prefix)", "plain 64"),
+    Fault("a window one too wide", SEQUENCE, "most(0, i + shift - p.left)", "most(0, i + shift - p.left - 1)", "plain 128"),
+    Fault("queries of a key one off", SEQUENCE, "j - shift + p.left + 1", "j - shift + p.left", "plain 128"),
+    Fault("a tile left out", SEQUENCE, "last = (end - origin + size - 1) / size;", "last = (end - origin) / size;", "plain 64"),
+    Fault("a cut tile taken whole", SEQUENCE, "tile >= whole_end", "tile > whole_end", "plain 64"),
+    Fault("prefix ignored by keys", SEQUENCE, "if (p.causal && j >= prefix)", "if (p.causal)", "wide heads, prefix"),
     # terms
-    Fault("ALiBi forgets its offset", TERMS, "- query(at, n, r) - s_.shift;", "- query(at, n, r);"),
-    Fault("softcap's derivative", TERMS, "slope[n][r] = 1.0f - t * t;", "slope[n][r] = 1.0f - t;"),
-    Fault("terms overflow", TERMS, "s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;", "s[n][r] = sum;"),
-    Fault("dropout of another group", TERMS, "key % 8 / 2,", "key % 4,"),
-    Fault("dropout's halves exchanged between lanes", TERMS, "shfl_xor_u32(mine[half], 4)", "shfl_xor_u32(mine[half], 8)"),
-    Fault("what nobody sees is read", TERMS, "return columns;", "return kAllColumns;"),
+    Fault("ALiBi forgets its offset", TERMS, "- query(at, n, r) - s_.shift;", "- query(at, n, r);", "T5 of one direction, softcap"),
+    Fault("softcap's derivative", TERMS, "slope[n][r] = 1.0f - t * t;", "slope[n][r] = 1.0f - t;", "T5 of one direction, softcap"),
+    Fault("terms overflow", TERMS, "s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;", "s[n][r] = sum;", "rows that see nothing, finfo.min"),
+    Fault("dropout of another group", TERMS, "key % 8 / 2,", "key % 4,", "dropout and ALiBi"),
+    Fault("dropout's halves exchanged between lanes", TERMS, "shfl_xor_u32(mine[half], 4)", "shfl_xor_u32(mine[half], 8)",
+          "dropout and ALiBi"),
+    Fault("what nobody sees is read", TERMS, "return columns;", "return kAllColumns;", "hidden keys, segments"),
     # sums
-    Fault("the maximum of half a row", TILE, "return fmaxf(x, ptx::shfl_xor(x, 2));", "return x;"),
-    Fault("no decay of the sums", FWD, "o[d][2 * half] *= decay,", "o[d][2 * half] *= 1.0f,"),
-    Fault("dropped weights left out of the sum", FWD, "          l[half] += w;", "          l[half] += p.drop_threshold ? 0.5f * w : w;"),
-    Fault("lse without its maximum's scale", FWD, "m[half] : m[half] * p.scale", "m[half] : m[half]"),
-    Fault("delta forgotten", BWD, "w * (down - row.delta)", "w * down"),
-    Fault("a head of a group left out", KEYS, "steps = count * p.group;", "steps = count;"),
-    Fault("far diagonals lost", QUERIES, "store_one(sums, far.a);", "store_one(sums, 0.0f);"),
-    Fault("a sequence left out of a mask's gradient", DENSE, "shared[d] ? Range{0, all[d]}", "shared[d] ? Range{0, 1}"),
-    Fault("float32 weights not passed around", TILE, "b.at(8 * n + 2 * (q ^ x) + e,", "b.at(8 * n + 2 * q + e,"),
+    Fault("the maximum of half a row", TILE, "return fmaxf(x, ptx::shfl_xor(x, 2));", "return x;", "plain 64"),
+    Fault("no decay of the sums", FWD, "o[d][2 * half] *= decay,", "o[d][2 * half] *= 1.0f,", "plain 64"),
+    Fault("dropped weights left out of the sum", FWD, "          l[half] += w;", "          l[half] += p.drop_threshold ? 0.5f * w : w;",
+          "dropout and ALiBi"),
+    Fault("lse without its maximum's scale", FWD, "m[half] : m[half] * p.scale", "m[half] : m[half]", "plain 64"),
+    Fault("delta forgotten", BWD, "w * (down - row.delta)", "w * down", "dropout and ALiBi"),
+    Fault("a head of a group left out", KEYS, "steps = count * p.group;", "steps = count;", "plain 128"),
+    Fault("far diagonals lost", QUERIES, "store_one(sums, far.a);", "store_one(sums, 0.0f);", "T5 of one direction, softcap"),
+    Fault("a sequence left out of a mask's gradient", DENSE, "shared[d] ? Range{0, all[d]}", "shared[d] ? Range{0, 1}",
+          "wide heads, prefix"),
+    Fault("float32 weights not passed around", TILE, "b.at(8 * n + 2 * (q ^ x) + e,", "b.at(8 * n + 2 * q + e,", "float32"),
 )  # fmt: skip
 
 
@@ -63,4 +72,6 @@ def test_a_fault_changes_what_it_says() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
-    check_caught(fault, "attention.py", "attention", builder, tmp_path)
+    dtype = next(p.dtype for p in attention_problems.problems() if p.name == fault.problem)
+    direction = "fwd" if fault.file == FWD else "bwd" if "bwd" in fault.file else "?wd"
+    check_caught(fault, "attention_problems", "attention", builder, tmp_path, f"{direction}_{DTYPES[dtype]}.cu")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import sm90_problems
 import torch
 
 import pytransformer as pt
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
 
-SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
 FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
@@ -26,27 +23,10 @@ def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
 
 
-@pytest.fixture(scope="module")
-def problems() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emulator_sm90", Path(__file__).with_name("sm90.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _schedule(number: int) -> None:
-    pt.explain("layer_norm", torch.zeros(1, 8), 8)  # loads the library
-    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * number)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_path(schedule: int, problems: ModuleType) -> None:
+def test_every_path(schedule: int) -> None:
     """Each problem against float64, by kernels of warpgroups and no others."""
-    _schedule(schedule)
-    for problem in problems.problems():
-        assert (found := problems.wrong(problem)) == [], f"{problem}: {found}"
+    for problem in sm90_problems.problems():
+        assert (found := sm90_problems.wrong(problem)) == [], f"{problem.name}: {found}"
 
 
 def test_random_problems() -> None:
@@ -69,7 +49,7 @@ def test_schedules_give_equal_bits() -> None:
     inputs = [torch.randn(2, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (200, 150, 150)]
     runs = []
     for schedule in (1, 2):
-        _schedule(schedule)
+        torch.ops.pytransformer_C.emulator_schedule(schedule)
         out = pt.attention(*inputs, causal="top_left", backend="cuda")
         runs.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
     for a, b in zip(*runs):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import dataclasses
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import norm_problems
 import pytest
 import torch
 
@@ -16,41 +15,20 @@ from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.guarded import LAYOUTS, place
 
 FUZZ_CASES, FUZZ_SEED = 100, 21
-SCHEDULES = [*range(1, 4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 21))]
 
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
-@pytest.fixture(scope="module")
-def norms() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emulator_norms", Path(__file__).with_name("norms.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def test_every_path(schedule: int) -> None:
+    for problem in norm_problems.problems():
+        assert (found := norm_problems.wrong(problem)) == [], f"{problem}: {found}"
 
 
-@pytest.fixture
-def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
-    """The order in which the emulator runs threads: what a test finds with one it finds again with the same."""
-    pt.explain("layer_norm", torch.zeros(1, 8), 8)  # loads the library
-    torch.ops.pytransformer_C.emulator_schedule(1_000_000 * request.param)
-    return request.param
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
-def test_every_path(schedule: int, norms: ModuleType) -> None:
-    for problem in norms.problems():
-        assert (found := norms.wrong(problem)) == [], f"{problem}: {found}"
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, indirect=True)
-def test_random_problems(schedule: int, norms: ModuleType) -> None:
+def test_random_problems(schedule: int) -> None:
     failed = [
         f"case {case}: {problem}\n    {found}"
-        for case, problem in norms.drawn(FUZZ_SEED, FUZZ_CASES)
-        if (found := norms.wrong(problem))
+        for case, problem in norm_problems.drawn(FUZZ_SEED, FUZZ_CASES)
+        if (found := norm_problems.wrong(problem))
     ]
     assert not failed, "\n".join(failed[:5])
 
@@ -88,12 +66,12 @@ def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
         assert torch.equal(grads[0], streams[0] / 7) and torch.equal(*grads)
 
 
-def test_strides_and_alignment_change_no_bit_of_the_gradients_layout(norms: ModuleType) -> None:
+def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
     """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time, within the bound."""
-    problem = next(p for p in norms.problems() if p.tensors["x"].shape[1] == 96)
+    problem = next(p for p in norm_problems.problems() if p.tensors["x"].shape[1] == 96)
     for layout in LAYOUTS:
         laid = {n: layout if place(t, layout).shape == t.shape else "contiguous" for n, t in problem.tensors.items()}
-        assert norms.wrong(norms.replace(problem, layouts=laid)) == [], layout
+        assert norm_problems.wrong(dataclasses.replace(problem, layouts=laid)) == [], layout
 
 
 def test_nan_and_inf_stay_in_their_row() -> None:

@@ -1,4 +1,4 @@
-"""Faults planted in the norm kernels' source, each of which must be caught by norms.py."""
+"""Faults planted in the norm kernels' source, each of which must be caught by norm_problems.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CONTINUE = "      if (!inside(v)) continue;\n"
 OUTSIDE, LATE = "outside global memory", "not ordered after the"
 
 FAULTS = (
-    Fault("no barrier in a block's sum", REDUCE, SYNC, "", "ld.shared"),
-    Fault("one buffer for a block's sums", REDUCE, "turn ^= 1;", "", LATE),
+    Fault("no barrier in a block's sum", REDUCE, SYNC, "", message="ld.shared"),
+    Fault("one buffer for a block's sums", REDUCE, "turn ^= 1;", "", message=LATE),
     Fault("a warp left out of a block's sum", REDUCE, "for (int w = 0; w < warps", "for (int w = 1; w < warps"),
     Fault("a step left out of a row's sum", REDUCE, "if (d < lanes)", "if (2 * d < lanes)"),
     Fault(
@@ -25,16 +25,16 @@ FAULTS = (
         FWD,
         "column_of(team, v) < p.columns;",
         "column_of(team, v) <= p.columns;",
-        OUTSIDE,
+        message=OUTSIDE,
         slow=False,
     ),
-    Fault("a row past the last", FWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE),
+    Fault("a row past the last", FWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", message=OUTSIDE),
     Fault(
         "a row past the last, backward", BWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE
     ),
-    Fault("no barrier before a part is summed", BWD, SYNC + "\n  for (int column", "  for (int column", "ld.shared"),
-    Fault("a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", LATE),
-    Fault("no barrier in the second stage", BWD, SYNC + "\n  if (warp != 0", "  if (warp != 0", "ld.shared"),
+    Fault("no barrier before a part is summed", BWD, SYNC + "\n  for (int column", "  for (int column", message="ld.shared"),
+    Fault("a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", message=LATE),
+    Fault("no barrier in the second stage", BWD, SYNC + "\n  if (warp != 0", "  if (warp != 0", message="ld.shared"),
     Fault("a block's part left out", BWD, "b < r.blocks;", "b < r.blocks - 1;"),
     Fault("parts of the wrong block", BWD, "part = int64_t(blockIdx.x) * p.columns;", "part = 0;"),
     Fault("a part never begun", BWD, "const bool begins = row == blockIdx.x;", "const bool begins = false;"),
@@ -53,14 +53,14 @@ FAULTS = (
         BWD,
         KEEP + "  // the whole warp calls it\n" + CONTINUE,
         CONTINUE + KEEP + "\n",
-        "deadlock",
+        message="deadlock",
     ),
     Fault(
         "16 bytes of rows that are not aligned",
         EDGE,
         "aligned_ &= at_piece(r.data) &&",
         "aligned_ &= true ||",
-        "not a multiple of 16",
+        message="not a multiple of 16",
     ),
 )
 
@@ -71,4 +71,4 @@ def test_a_fault_changes_what_it_says() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
-    check_caught(fault, "norms.py", "layer_norm", builder, tmp_path)
+    check_caught(fault, "norm_problems", "layer_norm", builder, tmp_path)

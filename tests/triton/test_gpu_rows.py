@@ -9,6 +9,7 @@ import pytransformer as pt
 from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
 from pytransformer.testing import bounds, fuzz_cross_entropy, fuzz_norm
 from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.cuda_graph import check_cuda_graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,18 +63,8 @@ def test_norm_addresses_beyond_32_bits() -> None:
 
 
 def test_norm_in_a_cuda_graph() -> None:
-    """A captured call draws a new dropout mask at each replay, since its seed is a tensor."""
     x, seed = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
-    call = lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="triton")[1]
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    graph.replay()
-    first = out.clone()
-    seed.fill_(2)
-    graph.replay()
-    assert not torch.equal(first, out) and torch.equal(out, call())
+    check_cuda_graph(lambda: pt.add_norm(x, x, None, dropout_p=0.5, dropout_seed=seed, backend="triton")[1], seed)
 
 
 def _loss(problem: fuzz_cross_entropy.Problem) -> None:

@@ -4,28 +4,9 @@
 // Consumers have 64 keys each. Scores are k.q, so that weights and dS leave the accumulators as operands of the next products.
 #pragma once
 
-#include "cuda/attention/bwd_tile.cuh"
-#include "cuda/attention/sm90_tile.cuh"
+#include "cuda/attention/sm90_bwd_tile.cuh"
 
 namespace pt::cuda {
-
-struct Sm90Backward {
-  ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
-  AttentionBackward g;
-  TileOrder order;
-};
-
-// P and dS of 64 rows as operands, from products x = q.k and dp = d_out.v - D. Between the two only P rounded is kept: as float it would
-// need as many registers again as S and dP. Call the first before dP is there.
-template <class T, int R>
-PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights)[R / 8][4], const float (&dp)[R]) {
-  PT_UNROLL
-  for (int i = 0; i < R / 2; ++i) {
-    const uint32_t w = weights[i / 4][i % 4];
-    ds[i / 4][i % 4] =
-        Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
-  }
-}
 
 template <class T, class K>
 struct Sm90KeysBlock {
@@ -49,7 +30,7 @@ struct Sm90KeysBlock {
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
     // The queries of the lane's row r of its warp's; those that some key of the sequence is seen by, or TMA leaves as zeros; and those
     // that see all 64 keys of this consumer.
-    PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.queries_of(p, j0 + warp_row() + lane_id() / 4 + 8 * r); }
+    PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.queries_of(p, j0 + own_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
       const Range seen{s.queries_of(p, 0).lo, s.queries_of(p, s.num_k - 1).hi};
       return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
@@ -71,7 +52,20 @@ struct Sm90KeysBlock {
           range(least(BM, s.num_k - j0), s.queries_of(p, j0), s.queries_of(p, least(j0 + BM, s.num_k) - 1), 0, BN) {}
   };
 
+  PT_DEVICE void begin() const {
+    for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+    q.init(2, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, and numbers
+    d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
+  }
+
   PT_DEVICE void produce() const {
+    if (threadIdx.x == 0) load_tiles();
+    if (threadIdx.x / 32 == 1) load_numbers();
+  }
+
+  PT_DEVICE void load_tiles() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0, turn = 0;
     for_each_tile(args.order, [&](int n) {
@@ -89,7 +83,7 @@ struct Sm90KeysBlock {
   }
 
   // A warp: each query's maximum in base 2, +inf for one that is not there, and -D.
-  PT_DEVICE void produce_numbers() const {
+  PT_DEVICE void load_numbers() const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
     int visit = 0;
@@ -198,7 +192,7 @@ struct Sm90KeysBlock {
     int64_t index[2];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int j = w.j0 + warp_row() + lane_id() / 4 + 8 * r;
+      const int j = w.j0 + own_row(r);
       const bool nobody = w.range.count() <= 0 || j >= w.s.num_k || w.bounds(p, r).empty();
       dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : 1.0f;
       index[r] = j < written ? w.s.row_k + j : -1;
@@ -219,23 +213,7 @@ struct Sm90KeysBlock {
                               RingStream(base + 2 * kOwn, stream_bars),
                               RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
                               base + kNumbersAt};
-    if (threadIdx.x == 0) {
-      for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
-      block.k.init(1, kConsumers, "k_full", "k_empty");
-      block.v.init(1, kConsumers, "v_full", "v_empty");
-      block.q.init(2, 4 * kConsumers, "q_full", "q_empty");
-      block.d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
-      ptx::fence_mbarrier_init();
-    }
-    ptx::syncthreads();
-    if (threadIdx.x < 128) {
-      ptx::setmaxnreg_dec<kTile.producer_registers>();
-      if (threadIdx.x == 0) block.produce();
-      if (threadIdx.x / 32 == 1) block.produce_numbers();
-    } else {
-      ptx::setmaxnreg_inc<kTile.consumer_registers>();
-      block.consume();
-    }
+    run_block(block);
   }
 };
 

@@ -5,7 +5,7 @@
 // reproducible without any order between them. The two products with the next keys start behind dQ += dS K of these.
 #pragma once
 
-#include "cuda/attention/sm90_bwd_keys.cuh"
+#include "cuda/attention/sm90_bwd_tile.cuh"
 
 namespace pt::cuda {
 
@@ -23,7 +23,16 @@ struct Sm90QueriesBlock {
 
   using Work = QueryWork<BM, BN>;  // nothing is dropped: its tiles may begin anywhere
 
+  PT_DEVICE void begin() const {
+    for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+    q.init(1, kConsumers, "q_full", "q_empty");
+    d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+  }
+
   PT_DEVICE void produce() const {
+    if (threadIdx.x != 0) return;
     const AttentionProblem& p = args.g.p;
     int visit = 0, turn = 0;
     for_each_tile(args.order, [&](int n) {
@@ -49,7 +58,7 @@ struct Sm90QueriesBlock {
       float top[2], delta[2];
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const int i = w.i0 + warp_row() + lane_id() / 4 + 8 * r;
+        const int i = w.i0 + own_row(r);
         const RowNumbers numbers = row_numbers(g, number_at(g.at, w.b, w.h, w.s.row_q + i), i < w.s.num_q);
         top[r] = numbers.top * kLog2e, delta[r] = numbers.delta;
       }
@@ -121,7 +130,7 @@ struct Sm90QueriesBlock {
     int64_t index[2];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = w.i0 + warp_row() + lane_id() / 4 + 8 * r;
+      const int i = w.i0 + own_row(r);
       factor[r] = i >= w.s.num_q || w.bounds(p, r).empty() ? 0.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
@@ -136,22 +145,7 @@ struct Sm90QueriesBlock {
     const Sm90QueriesBlock block{args, RingOwn(base, own_bars), RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
                                  RingStream(base + 2 * kOwn, stream_bars),
                                  RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes)};
-    if (threadIdx.x == 0) {
-      for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
-      block.q.init(1, kConsumers, "q_full", "q_empty");
-      block.d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
-      block.k.init(1, kConsumers, "k_full", "k_empty");
-      block.v.init(1, kConsumers, "v_full", "v_empty");
-      ptx::fence_mbarrier_init();
-    }
-    ptx::syncthreads();
-    if (threadIdx.x < 128) {
-      ptx::setmaxnreg_dec<kTile.producer_registers>();
-      if (threadIdx.x == 0) block.produce();
-    } else {
-      ptx::setmaxnreg_inc<kTile.consumer_registers>();
-      block.consume();
-    }
+    run_block(block);
   }
 };
 

@@ -29,7 +29,17 @@ struct Sm90ForwardBlock {
 
   using Work = QueryWork<BM, BN>;
 
+  PT_DEVICE void begin() const {
+    ptx::prefetch_tensor_map(args.q);
+    ptx::prefetch_tensor_map(args.k);
+    ptx::prefetch_tensor_map(args.v);
+    q.init(1, kConsumers, "q_full", "q_empty");
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+  }
+
   PT_DEVICE void produce() const {
+    if (threadIdx.x != 0) return;
     const AttentionProblem& p = args.f.p;
     int visit = 0, turn = 0;
     for_each_tile(args.order, [&](int n) {
@@ -109,7 +119,7 @@ struct Sm90ForwardBlock {
     int64_t index[2];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = w.i0 + warp_row() + lane_id() / 4 + 8 * r;
+      const int i = w.i0 + own_row(r);
       const float total = row_sum(rows.sum[r]), sum = i < w.s.num_q ? total : 0.0f;
       const bool dead = sum == 0.0f;
       factor[r] = dead ? 0.0f : ptx::div_rn(p.keep_scale, sum);
@@ -211,23 +221,7 @@ struct Sm90ForwardBlock {
     const uint32_t bars = base + kBarriers;
     const Sm90ForwardBlock block{args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
                                  RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes)};
-    if (threadIdx.x == 0) {
-      ptx::prefetch_tensor_map(args.q);
-      ptx::prefetch_tensor_map(args.k);
-      ptx::prefetch_tensor_map(args.v);
-      block.q.init(1, kConsumers, "q_full", "q_empty");
-      block.k.init(1, kConsumers, "k_full", "k_empty");
-      block.v.init(1, kConsumers, "v_full", "v_empty");
-      ptx::fence_mbarrier_init();
-    }
-    ptx::syncthreads();
-    if (threadIdx.x < 128) {
-      ptx::setmaxnreg_dec<kTile.producer_registers>();
-      if (threadIdx.x == 0) block.produce();
-    } else {
-      ptx::setmaxnreg_inc<kTile.consumer_registers>();
-      block.consume();
-    }
+    run_block(block);
   }
 };
 

@@ -31,9 +31,27 @@ PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += int(gridDim.x)) f(n);
 }
 
-// Of a consumer: its warpgroup's number, and its warp's first row in the tile.
+// Of a consumer: its warpgroup's number, its warp's first row in the tile, and the lane's two.
 PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
 PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
+PT_DEVICE int own_row(int r) { return warp_row() + lane_id() / 4 + 8 * r; }
+
+// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the others.
+template <class B>
+PT_DEVICE void run_block(const B& block) {
+  if (threadIdx.x == 0) {
+    block.begin();
+    ptx::fence_mbarrier_init();
+  }
+  ptx::syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<B::kTile.producer_registers>();
+    block.produce();
+  } else {
+    ptx::setmaxnreg_inc<B::kTile.consumer_registers>();
+    block.consume();
+  }
+}
 
 // `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is
 // the tensor's end.
@@ -48,7 +66,7 @@ struct QueryWork {
 
   PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : QueryWork(p, place_of(order, n)) {}
   // The keys of the lane's row r of its warp's, and those that some row of the sequence sees, or TMA leaves as zeros.
-  PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.keys_of(p, i0 + warp_row() + lane_id() / 4 + 8 * r); }
+  PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.keys_of(p, i0 + own_row(r)); }
   PT_DEVICE Range kept(const AttentionProblem& p) const {
     const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
     return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);

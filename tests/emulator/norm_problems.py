@@ -1,12 +1,8 @@
-"""Problems that reach every path of the norm kernels, run in the emulator through the public API; also a script for planted faults.
-
-PYTRANSFORMER_EMULATE=<library> python tests/emulator/norms.py [SCHEDULE]      prints the first thing wrong, and exits with 1
-"""
+"""Problems that reach every path of the norm kernels."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +11,7 @@ import torch
 from pytransformer.testing import bounds, fuzz_norm, oracle
 from pytransformer.testing.fuzz_norm import Problem
 
+RAW_OP = "norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 # (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of one and several warps, the kernel for any
@@ -86,20 +83,3 @@ def wrong(problem: Problem) -> list[str]:
 def unaligned(problem: Problem) -> Problem:
     """The same with tensors that begin off 16 bytes: for the kernel for any rows."""
     return replace(problem, layouts=dict.fromkeys(problem.layouts, "offset"))
-
-
-def main() -> int:
-    torch.set_num_threads(1)
-    from pytransformer.ops import _cuda
-
-    assert (reason := _cuda.why_not("norm_fwd", torch.device("cpu"))) is None, reason
-    torch.ops.pytransformer_C.emulator_schedule(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
-    for problem in problems():
-        if found := wrong(problem):
-            print(f"{problem}\n{found[0]}")
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

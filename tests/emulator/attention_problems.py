@@ -1,0 +1,101 @@
+"""Problems that reach every path of the portable attention kernels."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import pytransformer as pt
+from pytransformer.testing.attention_check import check_attention
+
+RAW_OP = "attention_fwd"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Problem(NamedTuple):
+    """Shapes are (B, Hq, Hkv, Lq, Lk, D, Dv)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, int, int, int, int, int, int]
+    keywords: Callable[[Any], dict[str, Any]]  # of a function that draws normal tensors
+
+
+def alibi(draw: Any, heads: int) -> pt.AlibiBias:
+    return pt.AlibiBias(draw(heads).abs())
+
+
+def t5(draw: Any, heads: int, bidirectional: bool, distance: int = 20, buckets: int = 8) -> pt.RelativePositionBias:
+    return pt.RelativePositionBias(draw(buckets, heads), bidirectional, distance)
+
+
+# Each class of head sizes and each dtype, plain and general, forward and backward; several tiles with tails on both sides, tiles that are
+# whole, cut and left out; each kind of bound, term and gradient shape. Both of the rows that see nothing: by bounds, and by a mask.
+PROBLEMS = (
+    Problem("plain 64", BF16, (1, 2, 2, 140, 150, 64, 64), lambda n: {"causal": "top_left"}),
+    Problem("plain 128", BF16, (1, 2, 1, 70, 90, 72, 96), lambda n: {"causal": "bottom_right", "window": (30, 5)}),
+    Problem("plain 256", F16, (1, 1, 1, 40, 70, 160, 256), lambda n: {"window": (20, 40)}),
+    Problem(
+        "dropout and ALiBi", F16, (2, 2, 1, 70, 100, 40, 48),
+        lambda n: {"dropout_p": 0.3, "dropout_seed": -(2**40), "bias": alibi(n, 2), "key_lengths": torch.tensor([100, 33])},
+    ),
+    Problem(
+        "T5 of one direction, softcap", F16, (1, 2, 2, 50, 70, 80, 128),
+        lambda n: {"softcap": 3.0, "bias": t5(n, 2, False), "causal": "bottom_right", "query_lengths": torch.tensor([45])},
+    ),
+    Problem(
+        "hidden keys, segments", BF16, (1, 2, 2, 70, 130, 64, 32),
+        lambda n: {"attn_mask": n(1, 1, 1, 130) > -0.5, "bias": n(1, 2, 70, 1), "query_segments": torch.arange(70)[None] // 30,
+                   "key_segments": torch.arange(130)[None] // 50},
+    ),
+    Problem(
+        "a mask and T5 of both directions", BF16, (1, 2, 1, 40, 70, 128, 64),
+        lambda n: {"attn_mask": n(1, 1, 40, 70).masked_fill(n(1, 1, 40, 70) > 0, -torch.inf), "bias": t5(n, 2, True, 50, 16)},
+    ),
+    Problem(
+        "wide heads, prefix", BF16, (1, 2, 2, 50, 70, 256, 200),
+        lambda n: {"dropout_p": 0.2, "dropout_seed": 9, "bias": n(2, 1, 70), "causal": "top_left",
+                   "prefix_lengths": torch.tensor([21])},
+    ),
+    Problem("wide heads, T5", F16, (1, 1, 1, 50, 70, 160, 160), lambda n: {"bias": t5(n, 1, True)}),
+    Problem(
+        "float32", F32, (2, 2, 1, 40, 70, 24, 17),
+        lambda n: {"dropout_p": 0.5, "dropout_seed": 3, "bias": t5(n, 2, True), "window": (25, 30)},
+    ),
+    Problem(
+        "wide float32", F32, (1, 2, 1, 35, 50, 80, 96),
+        lambda n: {"attn_mask": n(1, 1, 1, 1), "bias": alibi(n, 2), "causal": "top_left", "softcap": 5.0},
+    ),
+    Problem(
+        "rows that see nothing, finfo.min", F16, (1, 1, 1, 40, 40, 32, 32),
+        lambda n: {"attn_mask": torch.full((40, 40), -torch.inf).masked_fill((n(40, 40) > 0) & (torch.arange(40) != 7)[:, None],
+                                                                             torch.finfo(F32).min),
+                   "bias": torch.full((1, 40), torch.finfo(F32).min)},
+    ),
+)  # fmt: skip
+
+
+def problems() -> Iterator[Problem]:
+    yield from PROBLEMS
+
+
+def arguments(problem: Problem) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Those of the call: query, key and value, (B, L, H, D) in memory if there are several sequences; and keywords."""
+    generator = torch.Generator().manual_seed(zlib.crc32(problem.name.encode()))
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    batch, heads, key_heads, num_q, num_k, head_dim, value_dim = problem.shape
+    shapes = ((batch, num_q, heads, head_dim), (batch, num_k, key_heads, head_dim), (batch, num_k, key_heads, value_dim))
+    tensors = (draw(*shape).to(problem.dtype).transpose(1, 2) for shape in shapes)
+    return tuple(t if batch > 1 else t.contiguous() for t in tensors), problem.keywords(draw)
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the backend "cuda" on this problem."""
+    try:
+        check_attention(*arguments(problem), "cuda", poisoned=True)
+    except (RuntimeError, AssertionError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []

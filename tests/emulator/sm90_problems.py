@@ -1,0 +1,67 @@
+"""Problems that reach every path of the attention kernels for sm_90a."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attention_problems
+import torch
+from attention_problems import BF16, F16, Problem, alibi, arguments, t5
+
+import pytransformer as pt
+
+RAW_OP = attention_problems.RAW_OP
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+# Blocks of 128 rows; tiles of 128 streamed rows, 64 or 96 in some passes. More tiles than the emulated GPU has multiprocessors, and full
+# attention, give persistent blocks. Head sizes of each class, whole and not.
+BOTH_WAYS = (
+    Problem("grouped", BF16, (1, 2, 1, 150, 300, 64, 64), lambda n: {}),
+    Problem("full", F16, (1, 2, 2, 200, 140, 128, 128), lambda n: {}),
+    Problem("causal", BF16, (1, 1, 1, 300, 300, 128, 128), lambda n: {"causal": "top_left"}),
+    Problem("causal, grouped", F16, (1, 4, 2, 150, 180, 40, 40), lambda n: {"causal": "bottom_right"}),
+    Problem(
+        "lengths", BF16, (3, 1, 1, 130, 300, 64, 64),
+        lambda n: {"query_lengths": integers(130, 40, 60), "key_lengths": integers(300, 77, 0)},
+    ),
+    Problem(
+        "lengths and window", BF16, (2, 1, 1, 200, 300, 96, 96),
+        lambda n: {"query_lengths": integers(200, 130), "key_lengths": integers(290, 150), "window": (40, 30),
+                   "causal": "bottom_right"},
+    ),
+    Problem("window", F16, (2, 1, 1, 140, 150, 64, 64), lambda n: {"window": (50, None)}),
+    Problem("prefix", BF16, (2, 1, 1, 150, 200, 64, 64), lambda n: {"causal": "top_left", "prefix_lengths": integers(100, 10)}),
+    Problem("one tile", BF16, (1, 1, 1, 20, 20, 72, 72), lambda n: {"scale": 0.05}),
+)  # fmt: skip
+# Those whose backward the portable kernels have.
+FORWARD = (
+    Problem("wide heads", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {}),
+    Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128), lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),
+    Problem("T5, dropout", F16, (1, 2, 2, 140, 150, 64, 64), lambda n: {"bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 77}),
+    Problem("softcap", BF16, (1, 1, 1, 40, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
+)  # fmt: skip
+
+
+def problems() -> Iterator[Problem]:
+    yield from (*BOTH_WAYS, *FORWARD)
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the kernels for sm_90a on this problem."""
+    args, keywords = arguments(problem)
+    products = [torch.ops.pytransformer_C.emulator_products()]
+    try:
+        pt.attention(*args, **keywords, backend="cuda", strict=True)
+    except RuntimeError as error:
+        return [str(error)]
+    products.append(torch.ops.pytransformer_C.emulator_products())
+    found = attention_problems.wrong(problem)
+    products.append(torch.ops.pytransformer_C.emulator_products())
+    forward, both = products[1] - products[0], products[2] - products[1]
+    if not forward or (problem in BOTH_WAYS and forward == both):
+        found.append(f"{forward} products of warpgroups in forward, {both} in forward and backward")
+    return found
