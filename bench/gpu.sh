@@ -8,7 +8,8 @@
 # and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
 #
 # In $OUT afterwards: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time), a log of each
-# step, and results.tar.gz (the benchmark's results.json and report.md, to be committed under bench/results/<gpu>/).
+# step, results.tar.gz (the benchmark's results.json and report.md, to be committed under bench/results/<gpu>/), and tuned/
+# (the Triton kernels' measured configurations, to be committed in kernels/tuned/).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -95,6 +96,7 @@ bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mod
 bench feed_forward 60 feed_forward --backends triton,torch --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336
 step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
+step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
     "$root/tests/cuda/test_gpu_attention.py" -k "test_every_path or test_case"

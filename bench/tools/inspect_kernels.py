@@ -62,10 +62,10 @@ def committed(backend: str, options: argparse.Namespace) -> Rows:
 def compiled_triton(options: argparse.Namespace) -> Rows:
     module = machinery("triton")
     for capability in map(int, options.arch or ["90"]):
-        for name, run in module.problems():
+        for name, run, kernels in module.problems():
             if not wanted(f"sm_{capability}", name, options) or (name.startswith("gluon") and capability != 90):
                 continue
-            for kernel, binary in module.compiled(capability, run):
+            for kernel, binary in module.compiled(capability, run, kernels):
                 yield f"sm_{capability}", f"{name} {kernel}", module.resources(binary)
 
 

@@ -15,11 +15,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +29,15 @@ from typing import Any
 import torch
 from pytransformer.kernels import tuned
 from pytransformer.kernels.attention import configs as attention_configs
+from pytransformer.kernels.cross_entropy import configs as cross_entropy_configs
 from pytransformer.kernels.feed_forward import configs as feed_forward_configs
+from pytransformer.kernels.layer_norm import configs as layer_norm_configs
 
+from pytransformer import AlibiBias
 from pytransformer.ops.attention import attention_op
+from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op
+from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,47 +53,97 @@ class Task:
 
     op: str
     key: str
+    kernel: str  # the name of its function
     candidates: list[Any]
     prepare: Callable[[str, bool, str], Callable[[], Results]]
 
 
 def tasks() -> Iterator[Task]:
-    for size in (2, 4):
-        dtype = torch.bfloat16 if size == 2 else torch.float32
-        for head_dim in attention_configs.HEAD_DIMS:
-            for kernel in ("forward", "decode", "keys", "queries", "dense"):
-                for per_element in (
-                    (True,) if kernel == "dense" else (False,) if kernel == "decode" or size == 4 else (False, True)
-                ):
-                    yield Task(
-                        "attention",
-                        attention_configs.key_of(kernel, head_dim, size, per_element),
-                        list(attention_configs.candidates(kernel, head_dim, size, per_element=per_element)),
-                        _attention(kernel, head_dim, dtype, per_element),
-                    )
-        for kernel in feed_forward_configs.HEURISTIC:
-            for rows in (16, 64, 8192):
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from _attention_tasks(dtype)
+        yield from _feed_forward_tasks(dtype)
+        yield from _norm_tasks(dtype)
+    yield from _cross_entropy_tasks()
+
+
+def nearest_first(candidates: Iterable[Any]) -> list[Any]:
+    """The table's choice, which comes first, then those that are fewer doublings away from it."""
+    first, *others = candidates
+    here = dataclasses.astuple(first)
+
+    def distance(candidate: Any) -> float:
+        return sum(abs(math.log2((1 + x) / (1 + y))) for x, y in zip(dataclasses.astuple(candidate), here))
+
+    return [first, *sorted(others, key=distance)]
+
+
+def _attention_tasks(dtype: torch.dtype) -> Iterator[Task]:
+    size = dtype.itemsize
+    for head_dim in attention_configs.HEAD_DIMS:
+        for kernel in ("forward", "decode", "keys", "dropped keys", "queries", "dense"):
+            for terms in (1,) if kernel in ("dense", "dropped keys") else (0,) if kernel == "decode" or size == 4 else (0, 1):
                 yield Task(
-                    "feed_forward",
-                    feed_forward_configs.key_of(kernel, rows, size),
-                    list(feed_forward_configs.candidates(kernel, rows, size)),
-                    _feed_forward(kernel, rows, dtype),
+                    "attention",
+                    attention_configs.key_of(kernel, head_dim, size, terms),
+                    "attention_forward" if kernel in ("forward", "decode") else f"attention_backward_{kernel.split()[-1]}",
+                    nearest_first(attention_configs.candidates(kernel, head_dim, size, terms=terms)),
+                    _attention(kernel, head_dim, dtype, terms),
                 )
 
 
-def _attention(kernel: str, head_dim: int, dtype: torch.dtype, per_element: bool) -> Callable[..., Callable[[], Results]]:
+def _feed_forward_tasks(dtype: torch.dtype) -> Iterator[Task]:
+    for kernel in feed_forward_configs.HEURISTIC:
+        for rows in (16, 64, 8192):
+            yield Task(
+                "feed_forward",
+                feed_forward_configs.key_of(kernel, rows, dtype.itemsize),
+                "feed_forward_" + kernel.removesuffix(" gated"),
+                nearest_first(feed_forward_configs.candidates(kernel, rows, dtype.itemsize)),
+                _feed_forward(kernel, rows, dtype),
+            )
+
+
+def _norm_tasks(dtype: torch.dtype) -> Iterator[Task]:
+    for kernel in ("forward", "backward"):
+        for columns in (*layer_norm_configs.BACKWARD, 2 * max(layer_norm_configs.BACKWARD)):
+            yield Task(
+                "layer_norm",
+                layer_norm_configs.key_of(kernel, columns, dtype.itemsize),
+                f"norm_{kernel}",
+                nearest_first(layer_norm_configs.candidates(kernel, columns)),
+                _norm(kernel, columns, dtype),
+            )
+
+
+def _cross_entropy_tasks() -> Iterator[Task]:
+    for kernel, table in cross_entropy_configs.HEURISTIC.items():
+        for classes in table if len(table) > 1 else (32768,):
+            yield Task(
+                "cross_entropy",
+                cross_entropy_configs.key_of(kernel, classes),
+                "cross_entropy_" + {"bias": "backward_bias"}.get(kernel, kernel),
+                nearest_first(cross_entropy_configs.candidates(kernel, classes)),
+                _cross_entropy(kernel, 32768 if classes == max(table) else classes),
+            )
+
+
+def _attention(kernel: str, head_dim: int, dtype: torch.dtype, terms: int) -> Callable[..., Callable[[], Results]]:
     def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
         length = 64 if small else 2048 if kernel == "dense" or dtype == torch.float32 else 4096
         queries, keys = (1, 128 if small else 32768) if kernel == "decode" else (length, length)
         make = _random(device, dtype)
-        kwargs: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 3} if per_element and kernel != "dense" else {}
+        kwargs: dict[str, Any] = {}
         if kernel == "dense":
             kwargs["bias"] = make(1, 8, length, length)
+        elif kernel == "keys" and terms:
+            kwargs["bias"] = AlibiBias(torch.linspace(0.1, 0.8, 8, device=device))
+        elif terms:
+            kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
         heads = 2 if kernel == "decode" else 8
         a, _, _ = attention_op.prepare(
             make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
         )
-        names = {"keys": ("key", "value"), "queries": ("query",), "dense": ("bias",)}.get(kernel, ())
+        names = {"keys": ("key", "value"), "queries": ("query",), "dense": ("bias",)}.get(kernel.split()[-1], ())
         return _direction(attention_op, a, names, backend)
 
     return prepare
@@ -103,6 +159,29 @@ def _feed_forward(kernel: str, rows: int, dtype: torch.dtype) -> Callable[..., C
         return _direction(
             feed_forward_op, a._replace(save=kernel == "d_hidden"), ("b1",) if kernel == "d_hidden" else (), backend
         )
+
+    return prepare
+
+
+def _norm(kernel: str, columns: int, dtype: torch.dtype) -> Callable[..., Callable[[], Results]]:
+    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
+        make = _random(device, dtype)
+        rows = 300 if small else (1 << 26) // columns
+        a, _, _ = add_norm_op.prepare(make(rows, columns), make(rows, columns), make(columns), make(columns))
+        return _direction(add_norm_op, a, () if kernel == "forward" else ("x", "residual", "weight", "bias"), backend)
+
+    return prepare
+
+
+def _cross_entropy(kernel: str, classes: int) -> Callable[..., Callable[[], Results]]:
+    """Few features, so that the library's products do not hide the kernel."""
+
+    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
+        make = _random(device, torch.bfloat16)
+        rows = 40 if small else (1 << 27) // classes
+        target = torch.arange(rows, device=device) % classes
+        a, _, _ = linear_cross_entropy_op.prepare(make(rows, 16), make(classes, 16), target, bias=make(classes))
+        return _direction(linear_cross_entropy_op, a, {"backward": ("x",), "bias": ("bias",)}.get(kernel, ()), backend)
 
     return prepare
 
@@ -127,12 +206,12 @@ def _direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callabl
 # ---- with a GPU
 
 
-def tune(task: Task) -> dict[str, Any]:
-    """The entry of the fastest right candidate."""
+def tune(task: Task, most: int | None) -> dict[str, Any]:
+    """The entry of the fastest right candidate, of the first so many."""
     exact = task.prepare("cuda", False, "reference")()
     calls: dict[Any, Callable[[], Results]] = {}
     allowed = 0.0
-    for candidate in task.candidates:
+    for candidate in task.candidates[:most]:
         try:
             with tuned.trying(task.op, {task.key: dataclasses.asdict(candidate)}):
                 call = task.prepare("cuda", False, "triton")
@@ -203,31 +282,37 @@ def dry_run(task: Task, capability: int, most: int | None) -> int:
     fitting = 0
     for candidate in task.candidates[:most]:
         with tuned.trying(task.op, {task.key: dataclasses.asdict(candidate)}):
-            # The last launch is the one of the kernel in question; a decoding call joins its parts after it.
-            compiled = [
-                k for k in ahead.compiled(capability, lambda: task.prepare("cpu", True, "triton")()) if "combine" not in k[0]
-            ]
-        used = ahead.resources(compiled[-1][1])
+            launched = ahead.compiled(capability, lambda: task.prepare("cpu", True, "triton")(), task.kernel)
+            compiled = [binary for name, binary in launched if name.removesuffix(" few") == task.kernel]
+        used = ahead.resources(compiled[-1])
         fits = used["shared"] <= ahead.SHARED_LIMIT[capability]
         fitting += fits
         print(f"  {candidate} {used}" + ("" if fits else ": too much shared memory"), flush=True)
     return fitting
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--only", default="", help="classes of problems whose name holds this")
+    found.add_argument("--op", choices=sorted({t.op for t in tasks()}), help="of one op")
+    found.add_argument("--seconds", type=float, default=float("inf"), help="start no class after so long")
+    found.add_argument("--folder", type=Path, default=ROOT / "kernels" / "tuned", help="where to write")
+    found.add_argument("--dry-run", action="store_true", help="compile the candidates instead, without a GPU")
+    found.add_argument("--arch", type=int, default=90, help="what to compile for: 80, 90, 100 or 120")
+    found.add_argument("--most", type=int, help="try so many candidates of a class, those nearest to the table's choice")
+    return found
+
+
+def chosen_by(options: argparse.Namespace) -> list[Task]:
+    return [t for t in tasks() if options.only in t.key and options.op in (None, t.op)]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="classes of problems whose name holds this")
-    parser.add_argument("--op", choices=("attention", "feed_forward"), help="of one op")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no class after so long")
-    parser.add_argument("--folder", type=Path, default=ROOT / "kernels" / "tuned", help="where to write")
-    parser.add_argument("--dry-run", action="store_true", help="compile the candidates instead, without a GPU")
-    parser.add_argument("--arch", type=int, default=90, help="what to compile for: 80, 90, 100 or 120")
-    parser.add_argument("--most", type=int, help="compile so many candidates of a class")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         print("tune: there is no GPU here; --dry-run lists and compiles the candidates without one", file=sys.stderr)
         return NO_GPU
-    chosen = [t for t in tasks() if options.only in t.key and options.op in (None, t.op)]
+    chosen = chosen_by(options)
     started = time.monotonic()
     for task in chosen:
         if time.monotonic() - started > options.seconds:
@@ -238,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not dry_run(task, options.arch, options.most):
                 return 1
         else:
-            entry = tune(task)
+            entry = tune(task, options.most)
             print(f"  {entry}\n  in {write(task.op, task.key, entry, options.folder)}", flush=True)
     return 0 if chosen else 1
 

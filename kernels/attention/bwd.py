@@ -6,7 +6,8 @@
 
 ``rows_before`` makes D and the maximum of each row; a program of ``keys`` owns a tile of keys (all query heads of its key
 head), one of ``queries`` a tile of queries, one of ``dense`` a tile of a mask's or bias's gradient, in whose own shape it
-sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap.
+sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap; ``keys``
+without dropout may have keys as rows, so that weights and dS are in place for its other two products.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from .fwd import programs
 from .problem import Problem, Rows, choose, describe, row_values, rows, sequences
 from .tiles import (
     at_head,
+    distance,
     kept,
     key_bounds,
     key_mask,
     key_origin,
     load_rows,
+    of_queries,
     power,
+    products,
     query_bounds,
     query_tile,
     scores,
@@ -124,7 +128,7 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
         m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-        m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
+        m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
         b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
         b_top = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_top == float("-inf"), 0.0, b_top)
@@ -140,18 +144,18 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
 def tile_gradients(
     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr
 ):
-    """[BM, BN] each: weights after dropout (not yet scaled), dS, dX, and visible pairs."""
+    """Tiles of the weights after dropout (not yet scaled), dS, dX, and visible pairs."""
     b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
-    b_p = power(b_s - b_top[:, None], C)
+    b_p = power(b_s - of_queries(b_top, C), C)
     if C.EXTREME:  # the sum comes apart from the maximum
-        b_p = tl.exp2((b_s - b_top[:, None]) * LOG2E - b_log[:, None])
-    b_dp = dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, tl.float32), C)
+        b_p = tl.exp2((b_s - of_queries(b_top, C)) * LOG2E - of_queries(b_log, C))
+    b_dp = products(b_do, b_v, C)
     b_pd = b_p
     if C.DROPOUT:
         keep = kept(i, j, i_b, i_h, p, C)
         b_pd = tl.where(keep, b_p, zero_of(p))
         b_dp = tl.where(keep, b_dp, zero_of(p))
-    b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - b_delta[:, None]), 0.0)
+    b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - of_queries(b_delta, C)), 0.0)
     b_dx = b_ds
     if C.SOFTCAP:
         capped = capped / p.softcap
@@ -211,13 +215,13 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                     b_q, b_do, b_top, b_log, b_delta = load_query_tile(
                         Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
                     )
-                    m_s = visible_to_keys(i, j, lo, hi, m_i, m_k, PART != 1, p, C)
+                    m_s = visible(i, j, lo, hi, m_i, m_k, PART != 1, True, p, C)
                     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                     )
-                    b_dv = dot(tl.trans(narrow(b_pd, b_do.dtype)), b_do, b_dv, C)
-                    b_dk = dot(tl.trans(narrow(b_dx, b_q.dtype)), b_q, b_dk, C)
+                    b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
+                    b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
 
     # A key that nobody sees may lie in a whole tile beside others; its sums are of nothing that is its own.
     b_dk = tl.where(m_j[:, None], b_dk * p.scale, 0.0)
@@ -230,16 +234,11 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
 
 
 @triton.jit
-def visible_to_keys(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
-    """As visible, with the bounds of the columns."""
-    m_s = tl.full([C.BM, C.BN], True, tl.int1)
-    if MASKED:
-        m_s = m_s & (i[:, None] >= lo[None, :]) & (i[:, None] < hi[None, :]) & m_i[:, None]
-    if MASKED or C.KEY_MASK:
-        m_s = m_s & m_j[None, :]
-    if p.mask is not None or p.bias is not None or p.query_segments is not None:
-        m_s = m_s & m_i[:, None] & m_j[None, :]
-    return m_s
+def by_keys(tile, C: tl.constexpr):
+    """The tile with keys as rows. As its rows are, it goes from one product to the next in registers; turned, through shared memory."""
+    if not C.KEYS_FIRST:
+        tile = tl.trans(tile)
+    return tile
 
 
 # ---- queries
@@ -273,14 +272,14 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
-                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
+                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
                     b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
                 )
                 b_dq = dot(narrow(b_dx, b_k.dtype), seen(b_k, m_s, p, C), b_dq, C)
                 if DSLOPES is not None:
-                    b_slope -= tl.sum(b_ds * tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32), 1)
+                    b_slope -= tl.sum(b_ds * distance(i, j, shift, C), 1)
                 if DTABLE is not None:
                     b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, shift, p.diagonals, C)
                     before = b_ds
@@ -353,7 +352,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                     b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
-                    m_s = visible(i, j, lo, hi, m_i, m_j, True, p, C)
+                    m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
                     segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
@@ -416,8 +415,9 @@ def backward(
         if table is not None:
             wanted["table"].copy_(table.sum((0, 2))[:, : a.table.shape[0]].t())
     if dk is not None or dv is not None:
-        tile = choose("keys", a)
+        tile = choose("dropped keys" if a.dropout_p else "keys", a)
         p, kind = describe(a, tile)
+        kind = dataclasses.replace(kind, KEYS_FIRST=not a.dropout_p and tile.BN >= 16 * tile.warps)
         count = sequences(a) * (p.heads // p.group) * _key_tiles(p, tile.BN)
         launch(
             attention_backward_keys, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,

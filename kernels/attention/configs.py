@@ -12,11 +12,15 @@ from typing import Any
 
 INTERPRETER = 0  # in place of a compute capability
 HEAD_DIMS = (64, 128, 256)  # classes of problems
+MANY_TERMS = 3  # per element: from so many on, a kernel's entry "…++" holds
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of BM queries and BN keys. BN is a multiple of 32 (dropout) and at least BM (the T5 table's gradient)."""
+    """A tile of BM queries and BN keys. BN is a multiple of 32 (dropout) and at least BM (the T5 table's gradient).
+
+    Of "keys" the tile's rows are keys if each warp has rows of its own: BN at least 16 times warps.
+    """
 
     BM: int
     BN: int
@@ -40,29 +44,51 @@ SPLIT_INTERPRETED = Split(rows=32, keys=128, most=4)
 
 
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
-# work per element: dense masks and biases, ALiBi, T5, softcap, dropout.
+# work per element (dense masks and biases, ALiBi, T5, softcap, dropout), and a third, "…++", for many such terms together.
 SIXTEEN_BIT = {
-    "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 1)},
-    "forward+": {64: Config(64, 64, 8, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 32, 8, 1)},
+    "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 1)},
+    "forward+": {64: Config(128, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)},
     "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 2), 256: Config(16, 32, 4, 2)},
-    "keys": {64: Config(32, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
-    "keys+": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(32, 32, 8, 1)},
-    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1)},
-    "queries+": {64: Config(32, 64, 4, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
-    "dense": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    "decode++": {64: Config(16, 64, 4, 3), 128: Config(16, 32, 4, 2), 256: Config(16, 32, 4, 2)},
+    "keys": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2), 256: Config(32, 32, 8, 1)},
+    "keys+": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+    "keys++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropped keys": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropped keys++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    "queries+": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
+    "queries++": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dense": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 4, 1)},
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "queries": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropped keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "queries": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dense": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+}
+# What differs on some architectures, by bytes of an element. The tiles above suit mma.sync (16 rows to a warp, none that another warp
+# has too); wgmma multiplies 64 rows by 4 warps, tcgen05 128.
+WGMMA = {
+    "forward+": {128: Config(128, 32, 8, 2)},
+    "keys": {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2)},
+    "keys+": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2)},
+}
+DIFFERENT = {
+    2: {
+        90: WGMMA,
+        100: WGMMA | {"keys": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)}},
+        120: {"keys": {128: Config(32, 64, 8, 1)}},
+    },
+    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}},
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {
     "forward": Config(32, 64, 1, 1),
     "decode": Config(16, 64, 1, 1),
     "keys": Config(32, 64, 1, 1),
+    "dropped keys": Config(32, 64, 1, 1),
     "queries": Config(32, 64, 1, 1),
     "dense": Config(32, 64, 1, 1),
 }
@@ -73,10 +99,23 @@ def split(capability: int) -> Split:
     return SPLIT_INTERPRETED if capability == INTERPRETER else SPLIT
 
 
-def key_of(kernel: str, head_dim: int, itemsize: int, per_element: bool) -> str:
+def effort(terms: int) -> int:
+    """The class of a problem with so many terms per element: 0 for none, 1 for some, 2 for many."""
+    return min(terms, 1) + (terms >= MANY_TERMS)
+
+
+def key_of(kernel: str, head_dim: int, itemsize: int, terms: int) -> str:
     """The name of a kernel and class of problems in a tuned table."""
     largest = next(n for n in HEAD_DIMS if head_dim <= n)
-    return f"{kernel}, {8 * itemsize} bit, head size {largest}" + ", work per element" * per_element
+    work = ("", ", work per element", ", much work per element")[effort(terms)]
+    return f"{kernel}, {8 * itemsize} bit, head size {largest}{work}"
+
+
+def entry_of(kernel: str, head_dim: int, itemsize: int, terms: int) -> tuple[str, int]:
+    """Where the tables have a class of problems: the nearest entry for no more terms than there are."""
+    table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
+    names = (kernel + "+" * n for n in range(effort(terms), -1, -1))
+    return next(name for name in names if name in table), next(size for size in HEAD_DIMS if head_dim <= size)
 
 
 def config(
@@ -85,24 +124,28 @@ def config(
     head_dim: int,
     itemsize: int,
     *,
-    per_element: bool,
+    terms: int,
     tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Config:
-    """The configuration of a kernel: the measured one, or the table's. capability: 80, 90, 100, 120, …, or INTERPRETER."""
+    """The configuration of a kernel for problems with so many terms per element: the measured one, or the table's.
+
+    capability: 80, 90, 100, 120, …, or INTERPRETER.
+    """
     if capability == INTERPRETER:
         return INTERPRETED[kernel]
-    if measured := tuned.get(key_of(kernel, head_dim, itemsize, per_element)):
+    if measured := tuned.get(key_of(kernel, head_dim, itemsize, terms)):
         return Config(**measured)
-    table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
-    entries = table.get(kernel + "+" * per_element, table[kernel])
-    return next(c for largest, c in entries.items() if head_dim <= largest)
+    name, size = entry_of(kernel, head_dim, itemsize, terms)
+    different = DIFFERENT[itemsize].get(capability, {}).get(name, {})
+    return different.get(size) or (SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT)[name][size]
 
 
-def candidates(kernel: str, head_dim: int, itemsize: int, *, per_element: bool) -> Iterator[Config]:
+def candidates(kernel: str, head_dim: int, itemsize: int, *, terms: int) -> Iterator[Config]:
     """What `make tune` tries: the table's choice first, then tiles around it."""
-    first = config(kernel, 90, head_dim, itemsize, per_element=per_element)
+    first = config(kernel, 90, head_dim, itemsize, terms=terms)
     yield first
-    for BM in (16,) if kernel == "decode" else (32, 64, 128) if itemsize == 2 else (16, 32, 64):
+    rows = {"decode": (16,), "keys": (16, 32, 64)}.get(kernel, (32, 64, 128) if itemsize == 2 else (16, 32, 64))
+    for BM in rows:
         for BN in (32, 64, 128):
             for warps in (4, 8):
                 for stages in (2, 3, 4) if kernel == "decode" else (1, 2, 3):

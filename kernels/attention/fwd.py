@@ -77,7 +77,7 @@ def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
                 j = origin + t * C.BN + tl.arange(0, C.BN)
                 m_j = key_mask(j, i_b, i_head, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
-                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, p, C)
+                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
 

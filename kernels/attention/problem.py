@@ -20,8 +20,6 @@ from .._lang import INTERPRETED
 from .configs import INTERPRETER, Config, Split, config, split
 
 UNBOUNDED = 1 << 29
-LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits
-LARGEST_HEAD_DIM = 256
 
 
 class Rows(NamedTuple):
@@ -130,6 +128,7 @@ class Kind:
     SUM_KEYS: bool = False
     PACKED: bool = False  # the rows of a tile are the queries of all heads of a key head: few queries
     SPLIT: bool = False  # keys are split over programs
+    KEYS_FIRST: bool = False  # the rows of a tile are keys, its columns queries
     APART: bool = False  # sequences of few queries have a launch of their own
 
 
@@ -140,12 +139,18 @@ def capability(device: torch.device) -> int:
 def choose(kernel: str, a: Any) -> Config:
     """The tile for a kernel and the op's arguments."""
     widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
-    dense = (getattr(a, "mask", None), getattr(a, "bias", None), a.slopes, a.table)
-    per_element = any(t is not None for t in dense) or bool(a.softcap or a.dropout_p)
+    mask = getattr(a, "mask", None)
+    dense = (None if hides_keys(mask) else mask, getattr(a, "bias", None), a.slopes, a.table)
+    terms = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
     return config(
-        kernel, capability(a.query.device), widest, a.query.element_size(), per_element=per_element,
+        kernel, capability(a.query.device), widest, a.query.element_size(), terms=terms,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
+
+
+def hides_keys(mask: torch.Tensor | None) -> bool:
+    """Whether the mask hides keys from every query alike: then it is no work per element."""
+    return mask is not None and mask.dtype == torch.bool and mask.shape[2] == 1
 
 
 def choose_split(a: Any) -> Split:
@@ -218,7 +223,7 @@ def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
         LEFT=a.left >= 0,
         RIGHT=a.right >= 0,
         ALIGNED=key_start % 32 == 0,
-        KEY_MASK=mask is not None and mask.dtype == torch.bool and mask.shape[2] == 1,
+        KEY_MASK=hides_keys(mask),
         SOFTCAP=bool(a.softcap),
         DROPOUT=0 < t < 65536,
         BASE2=base2,

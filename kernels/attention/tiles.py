@@ -5,7 +5,8 @@ lo <= j < hi that causality, window, lengths and prefix leave it, a column's bou
 (segments, dense masks) is looked up per element. A sequence's first key tile starts at or before key 0, at an absolute
 multiple of 32, because the dropout mask comes in such groups.
 
-Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys.
+Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys, or the other
+way round with C.KEYS_FIRST: which of both a tile's rows are is the concern of of_queries, of_keys and a few products alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,34 @@ import triton.language as tl
 from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, tanh
 
 NOWHERE = tl.constexpr(1 << 29)
+
+
+@triton.jit
+def of_queries(x, C: tl.constexpr):
+    """x [BM], something of each query, as it lies along the tile."""
+    return tl.expand_dims(x, 0 if C.KEYS_FIRST else 1)
+
+
+@triton.jit
+def of_keys(x, C: tl.constexpr):
+    """x [BN], something of each key, as it lies along the tile."""
+    return tl.expand_dims(x, 1 if C.KEYS_FIRST else 0)
+
+
+@triton.jit
+def tile_of(value, dtype: tl.constexpr, C: tl.constexpr):
+    """The tile full of one number."""
+    return tl.full([C.BN if C.KEYS_FIRST else C.BM, C.BM if C.KEYS_FIRST else C.BN], value, dtype)
+
+
+@triton.jit
+def products(b_queries, b_keys, C: tl.constexpr):
+    """The tile of products of each query's row with each key's."""
+    if C.KEYS_FIRST:
+        b = dot(b_keys, tl.trans(b_queries), tile_of(0.0, tl.float32, C), C)
+    else:
+        b = dot(b_queries, tl.trans(b_keys), tile_of(0.0, tl.float32, C), C)
+    return b
 
 
 @triton.jit
@@ -148,7 +177,7 @@ def segments_of(P, i_b, num, x, m_x):
 def dense_term(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
     p_head = at_head(dense.data, dense, i_b, column(i_h, C))
-    p_tile = p_head + i.to(tl.int64)[:, None] * dense.query + j.to(tl.int64)[None, :] * dense.key
+    p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + of_keys(j.to(tl.int64), C) * dense.key
     b_term = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
         return s, m_s & (b_term != 0)
@@ -158,17 +187,17 @@ def dense_term(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
 
 @triton.jit
 def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr):
-    """(scores [BM, BN], capped scores before any term is added, visible pairs).
+    """(tile of scores, capped scores before any term is added, visible pairs).
 
     ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
     what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
     """
-    s = dot(b_q, tl.trans(b_k), tl.full([C.BM, C.BN], 0.0, tl.float32), C) * p.score_scale
+    s = products(b_q, b_k, C) * p.score_scale
     if C.SOFTCAP:
         s = p.softcap * tanh(s / p.softcap)
     capped = s
     if p.query_segments is not None:
-        m_s = m_s & (segment_q[:, None] == segment_k[None, :])
+        m_s = m_s & (of_queries(segment_q, C) == of_keys(segment_k, C))
     if p.mask is not None and not C.KEY_MASK:
         s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask, C)
     if p.bias is not None:
@@ -176,7 +205,7 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.
     if C.EXTREME:  # two terms of -finfo.max are still a number
         s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if p.slopes is not None:
-        s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, shift)
+        s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, shift, C)
     if p.diagonals is not None:
         p_row = p.diagonals.bias + column(i_h, C) * p.diagonals.width
         s += tl.load(diagonal_pointers(p_row, i, j, shift, p.diagonals, C))
@@ -184,9 +213,9 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.
 
 
 @triton.jit
-def distance(i, j, shift):
-    """[BM, BN] float32 |j - i - offset|."""
-    return tl.abs((j - shift)[None, :] - i[:, None]).to(tl.float32)
+def distance(i, j, shift, C: tl.constexpr):
+    """float32 |j - i - offset| of the tile's pairs."""
+    return tl.abs(of_keys(j - shift, C) - of_queries(i, C)).to(tl.float32)
 
 
 @triton.jit
@@ -197,12 +226,12 @@ def first_diagonal(i, j, shift, diagonals):
 
 @triton.jit
 def diagonal_pointers(P, i, j, shift, diagonals, C: tl.constexpr):
-    """[BM, BN] pointers to the value of each pair's diagonal: one address and constant offsets, if rows are consecutive."""
+    """Pointers to the value of each pair's diagonal: one address and constant offsets, if rows are consecutive."""
     if C.PACKED:
-        d = (j - shift)[None, :] - i[:, None]
+        d = of_keys(j - shift, C) - of_queries(i, C)
         P = P + diagonals.zero + tl.minimum(tl.maximum(d, diagonals.least), diagonals.most)
     else:
-        step = tl.arange(0, C.BN)[None, :] - tl.arange(0, C.BM)[:, None]
+        step = of_keys(tl.arange(0, C.BN), C) - of_queries(tl.arange(0, C.BM), C)
         P = P + diagonals.zero + first_diagonal(i, j, shift, diagonals) + step
     return P
 
@@ -217,7 +246,8 @@ def power(x, C: tl.constexpr):
 
 @triton.jit
 def kept(i, j, i_b, i_h, p, C: tl.constexpr):
-    """[BM, BN]: what dropout keeps."""
+    """[BM, BN]: what dropout keeps. Of a tile whose rows are keys it would cost a transposition."""
+    tl.static_assert(not C.KEYS_FIRST)
     j0 = tl.min(j, 0) + p.key_start
     return keep_tile(tl.load(p.seed), (i + p.query_start)[:, None], column(i_h, C), i_b, j0, p.threshold, C.BM, C.BN)
 
@@ -229,16 +259,20 @@ def zero_of(p):
 
 
 @triton.jit
-def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, p, C: tl.constexpr):
-    """[BM, BN]: what the rows' bounds leave visible of a tile. In a whole tile that is everything, but what is looked up
-    per element may be read only where there are rows and keys."""
-    m_s = tl.full([C.BM, C.BN], True, tl.int1)
+def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """What the bounds, of the queries or BY_KEYS of the keys, leave visible of a tile. In a whole tile that is everything, but what
+    is looked up per element may be read only where there are queries and keys."""
+    m_s = tile_of(True, tl.int1, C)
     if MASKED:
-        m_s = m_s & (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]) & m_i[:, None]
+        if BY_KEYS:
+            m_s = m_s & (of_queries(i, C) >= of_keys(lo, C)) & (of_queries(i, C) < of_keys(hi, C))
+        else:
+            m_s = m_s & (of_keys(j, C) >= of_queries(lo, C)) & (of_keys(j, C) < of_queries(hi, C))
+        m_s = m_s & of_queries(m_i, C)
     if MASKED or C.KEY_MASK:
-        m_s = m_s & m_j[None, :]
+        m_s = m_s & of_keys(m_j, C)
     if p.mask is not None or p.bias is not None or p.query_segments is not None:
-        m_s = m_s & m_i[:, None] & m_j[None, :]
+        m_s = m_s & of_queries(m_i, C) & of_keys(m_j, C)
     return m_s
 
 

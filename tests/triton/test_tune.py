@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,8 +16,16 @@ import pytest
 import torch
 from pytransformer.kernels import tuned
 from pytransformer.kernels.attention import configs as attention_configs
+from pytransformer.kernels.cross_entropy import configs as cross_entropy_configs
 from pytransformer.kernels.feed_forward import configs as feed_forward_configs
+from pytransformer.kernels.layer_norm import configs as layer_norm_configs
 
+CONFIGS = {
+    "attention": attention_configs,
+    "cross_entropy": cross_entropy_configs,
+    "feed_forward": feed_forward_configs,
+    "layer_norm": layer_norm_configs,
+}
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "tools" / "tune.py"
 
 
@@ -35,15 +44,15 @@ def test_table(tmp_path: Path) -> None:
     path = tuned.path_of("attention", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "nvidia-h200" / "attention.json"
     path.parent.mkdir()
-    key = attention_configs.key_of("forward", 72, 2, False)
+    key = attention_configs.key_of("forward", 72, 2, 0)
     assert key == "forward, 16 bit, head size 128"
     path.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": {key: {**entry, "time_us": 3.0, "heuristic_us": 4.0}}}))
     table = tuned.read("attention", "NVIDIA H200", tmp_path)
     assert table == {key: entry} and tuned.read("attention", "NVIDIA A100", tmp_path) == {}
     config = attention_configs.config
-    assert config("forward", 90, 72, 2, per_element=False, tuned=table) == attention_configs.Config(**entry)
-    assert config("forward", 90, 64, 2, per_element=False, tuned=table) == config("forward", 90, 64, 2, per_element=False)
-    assert config("forward", 90, 72, 2, per_element=True, tuned=table) == config("forward", 90, 72, 2, per_element=True)
+    assert config("forward", 90, 72, 2, terms=0, tuned=table) == attention_configs.Config(**entry)
+    assert config("forward", 90, 64, 2, terms=0, tuned=table) == config("forward", 90, 64, 2, terms=0)
+    assert config("forward", 90, 72, 2, terms=1, tuned=table) == config("forward", 90, 72, 2, terms=1)
     cpu = torch.device("cpu")
     assert tuned.table("attention", cpu) == {}
     with tuned.trying("attention", table):
@@ -54,22 +63,29 @@ def test_table(tmp_path: Path) -> None:
 def test_committed_tables_are_configurations() -> None:
     for path in tuned.FOLDER.glob("*/*.json"):
         written = json.loads(path.read_text())
-        configs = {"attention": attention_configs, "feed_forward": feed_forward_configs}[path.stem]
+        configs = CONFIGS[path.stem]
         assert tuned.path_of(path.stem, written["gpu"]) == path and {"torch", "triton", "commit"} <= written.keys()
         for entry in tuned.read(path.stem, written["gpu"]).values():
             configs.Config(**entry)
 
 
 def test_tasks(tune: ModuleType) -> None:
-    """Every kernel of both ops has its classes, each once, and starts from what runs without a table."""
+    """Every kernel of every op has its classes, each once, and starts from what runs without a table."""
     tasks = list(tune.tasks())
     keys = [(t.op, t.key) for t in tasks]
     assert len(set(keys)) == len(keys)
-    for kernel in (*attention_configs.THIRTY_TWO_BIT, *feed_forward_configs.HEURISTIC):
-        assert any(key.startswith(f"{kernel}, ") for _, key in keys), kernel
+    kernels = {
+        "attention": attention_configs.THIRTY_TWO_BIT,
+        "cross_entropy": cross_entropy_configs.HEURISTIC,
+        "feed_forward": feed_forward_configs.HEURISTIC,
+        "layer_norm": ("forward", "backward"),
+    }
+    for op, names in kernels.items():
+        for name in names:
+            assert any(key == name or key.startswith(f"{name}, ") for o, key in keys if o == op), (op, name)
     for task in tasks:
         assert len(set(task.candidates)) == len(task.candidates) > 1, task.key
-        assert all(c.BN % 32 == 0 for c in task.candidates)
+        assert all(c.BN % 32 == 0 and c.BN & (c.BN - 1) == 0 for c in task.candidates)
         if task.key.startswith("queries"):
             assert all(c.BM <= c.BN for c in task.candidates)
 
@@ -80,7 +96,32 @@ def test_without_a_gpu(tune: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
     assert "no GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["decode, 16 bit, head size 64", "hidden gated, 16 bit, up to 16 rows"])
+def test_the_gpu_run_tunes(tune: ModuleType, tmp_path: Path) -> None:
+    """What bench/gpu.sh would call is understood, and starts with the hottest kernel: on a GPU there is no time to find out."""
+    environment = {**os.environ, "DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable}
+    script = SCRIPT.parents[1] / "gpu.sh"
+    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    (words,) = (line.partition("tune.py ")[2].split() for line in said.splitlines() if "tune.py " in line)
+    options = tune.parser().parse_args(words)
+    assert tune.chosen_by(options)[0].key == "forward, 16 bit, head size 128"
+    assert tmp_path in options.folder.parents and options.seconds < 120
+
+
+def test_the_nearest_candidates_come_first(tune: ModuleType) -> None:
+    table = feed_forward_configs.Config(64, 64, 32, 4, 2)
+    far, near, library = (dataclasses.replace(table, **c) for c in ({"BM": 256}, {"stages": 3}, {"library": True}))
+    assert tune.nearest_first([table, far, library, near]) == [table, near, library, far]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decode, 16 bit, head size 64",
+        "hidden gated, 16 bit, up to 16 rows",
+        "backward, 16 bit, up to 1024 columns",
+        "backward, up to 1024 classes",
+    ],
+)
 def test_dry_run(key: str) -> None:
     """Candidates reach the kernel that they are for: two of them take different registers or memory."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # compiled, not interpreted
