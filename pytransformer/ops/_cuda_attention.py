@@ -12,12 +12,11 @@ import torch
 
 from . import _cuda
 from ._cpu_attention import ALIGN
+from ._gpu_attention import gradients, longest, outputs, why_not_sizes
 from ._registry import Backend, Op
 from ._tensors import last_contiguous
 from .masks import bucket_row
 
-MAX_HEAD_DIM = 256
-LARGEST_POSITION = 1 << 28
 WIDTH = 8  # columns are widened to multiples of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
@@ -27,14 +26,10 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """The backend for an op with attention's argument names."""
 
     def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if a.query.device.type == "cpu":
-            check_values(a)
-        out, lse = op.empty_outputs(a)
-        if hasattr(a, "cu_seqlens_q") or _nothing(a):  # rows of no sequence are never visited
-            out.zero_()
-            lse.fill_(-math.inf)
-        if not _nothing(a):
-            _cuda.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
+        out, lse = outputs(op, a, check_values)
+        if _nothing(a):
+            return out.zero_(), lse.fill_(-math.inf)
+        _cuda.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
         return out, lse
 
     def backward(
@@ -42,13 +37,9 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     ) -> list[torch.Tensor | None]:
         out, lse = saved
         grad_out, grad_lse = grads
-        results = op.empty_gradients(a, wanted)
+        results, by_name = gradients(op, a, wanted)
         if _nothing(a):
             return [None if r is None else r.zero_() for r in results]
-        if hasattr(a, "cu_seqlens_q"):
-            for rows in (r for r in results[:3] if r is not None):
-                rows.zero_()
-        by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
         # Sums over sequences are float32 whatever their dtype; dense gradients go where they belong if the kernel can write them.
         sums = {
             n: torch.empty(r.shape, dtype=torch.float32, device=r.device)
@@ -77,12 +68,7 @@ def why_not(a: Any) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
-    if (widest := max(a.query.shape[-1], a.value.shape[-1])) > MAX_HEAD_DIM:
-        return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
-    longest = max(_longest(a))
-    if longest + max(getattr(a, "query_start", 0), getattr(a, "key_start", 0)) >= LARGEST_POSITION:
-        return f"positions below {LARGEST_POSITION:,}, got {longest:,} rows"
-    return None
+    return why_not_sizes(a)
 
 
 def _note(a: Any) -> str | None:
@@ -93,7 +79,7 @@ def _note(a: Any) -> str | None:
 
     terms = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
     bounds = [getattr(a, name, None) for name in ("query_lengths", "key_lengths", "cu_seqlens_q")]
-    (num_queries, num_keys), packed = _longest(a), hasattr(a, "cu_seqlens_q")
+    (num_queries, num_keys), packed = longest(a), hasattr(a, "cu_seqlens_q")
     problem = dict(
         dtype=str(a.query.dtype).removeprefix("torch."), sequences=a.cu_seqlens_q.numel() - 1 if packed else a.query.shape[0],
         heads=a.query.shape[1], key_heads=a.key.shape[1], num_queries=num_queries, num_keys=num_keys, head_dim=a.query.shape[-1],
@@ -119,11 +105,7 @@ def whole_rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing(a: Any) -> bool:
-    return a.query.numel() == 0 or a.key.numel() == 0 or 0 in _longest(a)
-
-
-def _longest(a: Any) -> tuple[int, int]:
-    return (a.max_seqlen_q, a.max_seqlen_k) if hasattr(a, "cu_seqlens_q") else (a.query.shape[2], a.key.shape[2])
+    return a.query.numel() == 0 or a.key.numel() == 0 or 0 in longest(a)
 
 
 def _rows(a: Any) -> list[torch.Tensor]:
@@ -141,7 +123,7 @@ def _shared(a: Any) -> list[Any]:
     return [
         None if packed else a.mask, None if packed else a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         *(getattr(a, name, None) for name in LENGTHS), a.cu_seqlens_q if packed else None, a.cu_seqlens_k if packed else None,
-        a.dropout_seed, before, ALIGN[a.causal], a.left, a.right, *starts, *_longest(a), a.scale, a.softcap, a.dropout_p,
+        a.dropout_seed, before, ALIGN[a.causal], a.left, a.right, *starts, *longest(a), a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
 
 

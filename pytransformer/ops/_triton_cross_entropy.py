@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from . import _triton
 from ._registry import Backend, Op
-from ._triton_attention import unavailable
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
@@ -59,11 +59,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := unavailable(a.x.device, "x")) is not None:
-        return reason
-    if a.x.dtype == torch.float64:
-        return "float32, bfloat16 or float16, got float64; the backend reference has it"
-    return None
+    return _triton.why_not(x=a.x)
 
 
 def _flat(a: Any) -> Any:

@@ -1,7 +1,4 @@
-"""The backend ``triton`` of feed_forward: kernels/feed_forward called with tensors allocated here.
-
-Triton and the kernels are imported when the backend is first asked for, never with the package.
-"""
+"""The backend ``triton`` of feed_forward: kernels/feed_forward called with tensors allocated here."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Any
 
 import torch
 
+from . import _triton
 from ._registry import Backend, Op
 from ._tensors import last_contiguous
-from ._triton_attention import unavailable
 
 LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted in 32 bits
 
@@ -55,10 +52,8 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := unavailable(a.x.device, "x")) is not None:
+    if (reason := _triton.why_not(x=a.x)) is not None:
         return reason
-    if a.x.dtype == torch.float64:
-        return "float32, bfloat16 or float16, got float64; the backend reference has it"
     widest = max(*a.w1.shape, *a.w2.shape)
     if widest >= LARGEST_SIDE:
         return f"sides of a weight below {LARGEST_SIDE:,}, got {widest:,}"

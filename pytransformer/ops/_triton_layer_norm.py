@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from . import _triton
 from ._norm_rows import FORMS, Grid, deliver
 from ._registry import Backend, Op
-from ._triton_attention import unavailable
 
 
 def backend(op: Op) -> Backend:
@@ -67,12 +67,8 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := unavailable(a.x.device, "x")) is not None:
+    if (reason := _triton.why_not(x=a.x, residual=getattr(a, "residual", None))) is not None:
         return reason
-    for name in ("x", "residual"):
-        t = getattr(a, name, None)
-        if t is not None and t.dtype == torch.float64:
-            return f"float32, bfloat16 or float16, got {name} in float64; the backend reference has it"
     if (columns := math.prod(a.x.shape[a.x.dim() - a.dims :])) >= 1 << 30:
         return f"rows of fewer than {1 << 30:,} numbers, got {columns:,}"
     return None

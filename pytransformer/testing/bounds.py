@@ -149,6 +149,16 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
+# ||a - b|| / ||b|| in units of eps, of two backends' results in one dtype: results of 16 bits are two roundings of nearly the same
+# number, which differ by half a unit or so; those of float32 are sums in different orders.
+AGREEMENT = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 8.0}
+
+
+def agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results are of the same computation: for what `check` has no exact result to compare with."""
+    return relative_error(ours, theirs) <= AGREEMENT[ours.dtype] * torch.finfo(ours.dtype).eps
+
+
 def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
     """relative_error(ours) over that of plain PyTorch code in the same dtype; at most 1 is as good or
     better."""

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
+from triton.runtime import interpreter
 
 sys.path.append(str(Path(__file__).parent))  # for kernel_mutants
 
@@ -24,6 +26,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if str(item.path).startswith(here) and not item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 set before pytest starts"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_replaced_once_a_launch() -> Iterator[None]:
+    """Triton's interpreter looks through all of triton.language at each call of a function, to replace what the launch of the kernel
+    has replaced already: more than half of these tests' time."""
+    replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replaced: set[tuple[bool, bool]] = set()
+
+    def replace_once(fn: Any) -> Any:
+        modules = fn.__globals__.values()
+        languages = any(m is triton.language for m in modules), any(m is triton.language.core for m in modules)
+        if languages in replaced:
+            return None  # which a function, unlike a launch, has no use for
+        replaced.add(languages)
+        return replace(fn)
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        replaced.clear()
+        run(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch)
+        yield
 
 
 @pytest.fixture(autouse=True)

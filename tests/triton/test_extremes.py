@@ -3,16 +3,13 @@ interpreted; every backend's list of peers' wrong results is tests/regressions."
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_mutants import mutated
 
 from pytransformer.testing.attention_check import check_attention
-
-sys.path.append(str(Path(__file__).parent))
-from kernel_mutants import mutated
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -1,0 +1,47 @@
+"""Whether a Triton kernel can run: what the backends ``triton`` of all ops ask first.
+
+Triton and the kernels are imported when such a backend is first asked for, never with the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from ._registry import WRONG_DEVICE
+
+
+def why_not(**tensors: torch.Tensor | None) -> str | None:
+    """Why no Triton kernel can take these arguments of an op, of which the first is there, or None."""
+    name, first = next(iter(tensors.items()))
+    if (reason := _unavailable(first.device, name)) is not None:
+        return reason
+    double = (name for name, t in tensors.items() if t is not None and t.dtype == torch.float64)
+    return next(
+        (f"float32, bfloat16 or float16, got {name} in float64; the backend reference has it" for name in double), None
+    )
+
+
+def _unavailable(device: torch.device, name: str) -> str | None:
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not (interpreting and device.type == "cpu"):
+        return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name} is on {device}"
+    if not _installed("triton"):
+        return "needs Triton: pip install triton, in the version that this torch was made for"
+    if not _installed("pytransformer.kernels"):
+        return "needs the kernels installed: pip install -e . in the checkout"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "compute capability 8.0 or higher, got {}.{}".format(*torch.cuda.get_device_capability(device))
+    from pytransformer.kernels._lang import INTERPRETED
+
+    if interpreting != INTERPRETED:
+        return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
+    return None
+
+
+@functools.cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

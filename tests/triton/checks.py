@@ -1,0 +1,61 @@
+"""What the tests of every op of the tier do alike: random problems and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from kernel_mutants import mutated
+
+from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_ffn, fuzz_norm
+from pytransformer.testing.fuzz import Report, fuzz
+
+FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
+
+
+class Drawn(NamedTuple):
+    """Random problems of one op: numbers below ``few`` in every run, below ``many`` in a long one."""
+
+    draw: Callable[[int, int], Any]
+    seed: int
+    few: int
+    many: int
+    wanted: int  # problems that the tier can do, in a long run at least
+
+
+DRAWN = {
+    "attention": Drawn(draw_attention.draw, seed=5, few=40, many=360, wanted=300),
+    "norm": Drawn(fuzz_norm.draw, seed=3, few=80, many=240, wanted=100),
+    "ffn": Drawn(fuzz_ffn.draw, seed=6, few=80, many=240, wanted=100),
+    "cross_entropy": Drawn(fuzz_cross_entropy.draw, seed=4, few=80, many=240, wanted=100),
+}
+
+
+def numbers(op: str, among: Iterable[int]) -> list[int]:
+    """Those whose problem is not in float64, which the tier has not."""
+    return [n for n in among if DRAWN[op].draw(DRAWN[op].seed, n).dtype != torch.float64]
+
+
+def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
+    """Guarded and poisoned memory, every keyword, odd strides, equal bits twice, all within the bound."""
+    report = fuzz(op, ["triton"], DRAWN[op].seed, numbers(op, among), stop_after=stop_after)
+    print(report.table(), f"\n{report.cases} cases, seed {DRAWN[op].seed}, {report.seconds:.0f} s")
+    return report
+
+
+def check_found(op: str, stem: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
+    """Of kernels/<stem> with this fault, a random problem (if a feature is named: of those with it, the smallest first) has a wrong
+    number, unequal bits or a write outside: one that merely crashes would prove nothing."""
+    chosen = numbers(op, range(DRAWN[op].many))
+    if feature:
+        drawn = {n: DRAWN[op].draw(DRAWN[op].seed, n) for n in chosen}
+        chosen = sorted(
+            (n for n in chosen if feature in drawn[n].features),
+            key=lambda n: sum(t.numel() for t in drawn[n].tensors.values()),
+        )
+    with mutated(stem, *fault, folder):
+        report = examine(op, chosen, stop_after=1)
+    assert report.failures, f"{fault} survived {report.cases} cases"
+    assert any(sign in report.failures[0] for sign in FAULT_SIGNS), report.failures[0]

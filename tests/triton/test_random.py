@@ -1,0 +1,25 @@
+"""Random problems on the interpreted kernels, through the public API, against float64."""
+
+from __future__ import annotations
+
+import pytest
+from checks import DRAWN, examine, numbers
+
+
+@pytest.mark.parametrize("op", DRAWN)
+def test_random_problems(op: str) -> None:
+    report = examine(op, range(DRAWN[op].few))
+    assert not report.failures, "\n".join(report.failures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", DRAWN)
+def test_many_random_problems(op: str) -> None:
+    report = examine(op, range(DRAWN[op].few, DRAWN[op].many))
+    assert not report.failures, "\n".join(report.failures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", DRAWN)
+def test_there_are_enough(op: str) -> None:
+    assert len(numbers(op, range(DRAWN[op].many))) >= DRAWN[op].wanted
