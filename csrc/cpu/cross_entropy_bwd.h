@@ -30,6 +30,7 @@ struct LogitGradient {
   typename T::elem* dz;  // (rows of the chunk, columns)
 
   size_t scratch_bytes() const { return 0; }
+  void fetch(int64_t m0, int64_t count, int64_t n0, int64_t n) const { fetch_rows(dz + m0 * columns + n0, columns, count, n); }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
     const int64_t c0 = first_class + n0;
     const Bias<T> bias(p.bias, c0, n);

@@ -49,6 +49,9 @@ struct LogitEpilogue {
   acc* product;  // (rows, classes), or null
 
   size_t scratch_bytes() const { return 0; }
+  void fetch(int64_t m0, int64_t count, int64_t n0, int64_t n) const {
+    if (product) fetch_rows(product + m0 * p.classes + first_class + n0, p.classes, count, n);
+  }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
     const int64_t c0 = first_class + n0;
     if (n == kPanel<T> && p.label_smoothing == 0) summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());

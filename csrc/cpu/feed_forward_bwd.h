@@ -17,6 +17,13 @@ struct HiddenGradient {
   const FeedForwardBackward& f;
 
   size_t scratch_bytes() const { return TileDropout<T>::bytes() + 2 * Arena::bytes_for<acc>(kPanel<T>); }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    const int64_t at = m0 * p.hidden + n0;
+    for (const void* read : {f.pre, f.gate})
+      if (read) fetch_rows(elements<T>(read) + at, p.hidden, rows, n);
+    for (void* written : {f.h, f.dpre, f.dgate})
+      if (written && written != f.pre && written != f.gate) fetch_rows(elements<T>(written) + at, p.hidden, rows, n);
+  }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     acc *h = arena.take<acc>(kPanel<T>), *second = arena.take<acc>(kPanel<T>);

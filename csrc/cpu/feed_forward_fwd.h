@@ -45,6 +45,12 @@ struct HiddenEpilogue {
   int64_t first_row;
 
   size_t scratch_bytes() const { return TileDropout<T>::bytes(); }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    const int64_t at = (first_row + m0) * p.hidden + n0;
+    if (f.y) fetch_rows(h + m0 * p.hidden + n0, p.hidden, rows, n);
+    for (void* kept : {f.pre, f.gate})
+      if (kept) fetch_rows(elements<T>(kept) + at, p.hidden, rows, n);
+  }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     const Bias<T> b1(p.b1, n0, n), bg(p.gate_bias, n0, n);

@@ -60,6 +60,9 @@ class StoreEpilogue {
         streaming_(rows * columns * int64_t(sizeof(elem)) >= kStreamBytes && aligned(columns * int64_t(sizeof(elem))) &&
                    aligned(reinterpret_cast<intptr_t>(out))) {}
   size_t scratch_bytes() const { return 0; }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    if (!streaming_) fetch_rows(out_ + m0 * columns_ + n0, columns_, rows, n);
+  }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
     const Bias<T> b(bias_, n0, n);
     for (int64_t r = 0; r < rows; r++) {
@@ -88,6 +91,7 @@ struct AddEpilogue {
   bool first;
 
   size_t scratch_bytes() const { return 0; }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const { fetch_rows(sums + m0 * columns + n0, columns, rows, n); }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena&) const {
     for (int64_t r = 0; r < rows; r++) {
       const acc* tile = tiles[0] + r * ld;
