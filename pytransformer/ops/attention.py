@@ -38,7 +38,7 @@ Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? quer
 Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
-# Neither is measured yet. On Hopper Triton's products are wgmma and CUDA's mma.sync; for decoding Triton splits the keys.
+# Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
 ORDER = ("triton", "cuda", "cpu", "reference")
 
 
