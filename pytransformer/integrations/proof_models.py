@@ -111,7 +111,7 @@ def _hugging_face(
 ) -> Subject:
     @contextlib.contextmanager
     def select(variant: str) -> Iterator[None]:
-        model.set_attn_implementation(variant)
+        pt.integrations.transformers.switch(model, variant)
         yield
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 NAME = "pytransformer"
 
 
@@ -9,7 +11,7 @@ def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` mean this package, in every model that uses transformers' attention interface.
 
     Registers both the attention and the mask that goes with it (:mod:`pytransformer.integrations.hugging_face`). Idempotent;
-    never done on import. ``model.set_attn_implementation("pytransformer")`` switches a built model.
+    never done on import. :func:`switch` changes a model that is already built.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
@@ -29,3 +31,15 @@ def register(name: str = NAME) -> None:
         ) from error
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
+
+
+def switch(model: Any, name: str = NAME) -> None:
+    """``model.set_attn_implementation(name)``, for the models inside it too.
+
+    transformers 5.17 leaves a T5's encoder and decoder as they were: theirs is a copy of the model's config.
+    """
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(name)

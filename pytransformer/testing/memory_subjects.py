@@ -1,7 +1,8 @@
 """What the tests measure the peak memory of, for :func:`pytransformer.integrations.proof_memory.peaks`. Needs transformers.
 
 ===================  ======================================================================================================
-"t5 LENGTH"          a training step of a tiny T5 on one sequence: "sdpa", or "converted" with our attention
+"t5 LENGTH"          a training step of a tiny, converted T5 on one sequence: "ours"
+"t5-sdpa LENGTH"     the same on PyTorch's attention, not converted: "theirs"
 "bert checkpointed"  a training step of a converted BERT: "kept" or "checkpointed" activations
 ===================  ======================================================================================================
 """
@@ -34,18 +35,14 @@ class Subject:
         self.loss().backward()
 
 
-def t5(length: int) -> Subject:
-    model = FAMILIES["t5"].build("sdpa")
+def t5(length: int, implementation: str) -> Subject:
+    model = FAMILIES["t5"].build(implementation)
+    if implementation == "pytransformer":
+        pt.integrations.convert(model)
     ids = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0))
-
-    @contextlib.contextmanager
-    def select(variant: str) -> Iterator[None]:
-        if variant == "converted":
-            model.set_attn_implementation("pytransformer")
-            pt.integrations.convert(model)
-        yield
-
-    return Subject(model, select, lambda: model(input_ids=ids, decoder_input_ids=ids).logits.float().sum())
+    return Subject(
+        model, lambda _: contextlib.nullcontext(), lambda: model(input_ids=ids, decoder_input_ids=ids).logits.float().sum()
+    )
 
 
 def checkpointed_bert() -> Subject:
@@ -68,4 +65,7 @@ def checkpointed_bert() -> Subject:
 def build(name: str) -> Subject:
     """The subject of a name in the module's table."""
     pt.integrations.transformers.register()
-    return checkpointed_bert() if name == "bert checkpointed" else t5(int(name.removeprefix("t5 ")))
+    if name == "bert checkpointed":
+        return checkpointed_bert()
+    model, length = name.split()
+    return t5(int(length), {"t5": "pytransformer", "t5-sdpa": "sdpa"}[model])

@@ -207,6 +207,17 @@ def test_a_wrong_mask_shows(hugging_face: Any, backend: str, monkeypatch: pytest
         assert distance(flat(bad_grads), flat(grads)) > 100 * LIMIT, (name, mutant.__name__)
 
 
+@pytest.mark.parametrize("name", ["bert", "t5", "clip"])
+def test_switch_reaches_the_models_inside(hugging_face: Any, name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build("sdpa")
+    for implementation, calls in (("pytransformer", family.attentions), ("sdpa", 0)):
+        pt.integrations.transformers.switch(model, implementation)
+        with trace() as ran:
+            run(model, family, inputs_of(family, "none"))
+        assert sum(op == "attention_fwd" for op, _ in ran) == calls
+
+
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"not installed: pip install \"pytransformer-kernels\[hf\]"):

@@ -1,7 +1,7 @@
 """`pytransformer bench models`: whole Hugging Face models, forward and training step: ours, PyTorch's sdpa, eager code.
 
 Base-size models with random weights, at realistic lengths and padding. "pytransformer" is the model after
-`integrations.transformers.register()`, `set_attn_implementation("pytransformer")` and `integrations.convert(model)`. A training step
+`integrations.transformers.register()`, `integrations.transformers.switch(model)` and `integrations.convert(model)`. A training step
 is forward and backward with dropout on, without the optimizer, which is the same for all. Before it is timed, each variant's logits
 and gradients (dropout off) are compared with the same model's eager code in float64: ours may be off by at most twice what eager
 code in the same dtype is.
@@ -138,7 +138,7 @@ def build(text: str) -> Subject:
 
     @contextlib.contextmanager
     def select(variant: str) -> Iterator[None]:
-        model.set_attn_implementation(variant)
+        pt.integrations.transformers.switch(model, variant)
         with contextlib.ExitStack() as undo:
             if variant == OURS:
                 undo.callback(pt.integrations.convert(model).revert)
