@@ -276,7 +276,10 @@ def commit() -> str:
     """The commit that is checked out, with "+changes" if files differ from it."""
     head, changes = (
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        for words in (
+            ("rev-parse", "--short=12", "HEAD"),
+            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/test-results.md"),  # which --summary writes
+        )
     )
     return (head or "unknown") + ("+changes" if changes else "")
 

@@ -23,7 +23,7 @@ from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
 from pytransformer.cli.providers import ON_REQUEST, PEERS
 
-QUICK_SECONDS = 58.0  # for the steps; starting up and drawing take the rest of the minute
+QUICK_SECONDS = 46.0  # for the steps; starting up, probing memory and drawing take the rest of the minute
 QUICK_ROUNDS = 3  # samples at least
 # What holds PyTorch's own kernels, MKL's and oneDNN's to an instruction set.
 ISAS = {
