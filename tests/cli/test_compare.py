@@ -114,9 +114,14 @@ def test_a_faster_kernel_is_told_and_no_regression() -> None:
 
 
 def test_quantiles_of_few_samples_are_not_trusted() -> None:
-    few = {"samples": 3, "p20_ms": 1.1, "p80_ms": 1.3}
+    few = {"samples": 5, "p20_ms": 1.1, "p80_ms": 1.3}
     assert kinds(document(row("cpu", 1.2, **few), row("torch", 2.0))) == [], "widened, the intervals meet"
     assert kinds(document(row("cpu", 1.2, **few | {"samples": 200}), row("torch", 2.0))) == ["slower"]
+    assert kinds(document(row("cpu", 9.0), row("torch", 2.0))) == ["slower"]
+    for ours, theirs in ((4, 9), (9, 1)):
+        assert kinds(document(row("cpu", 9.0, samples=ours), row("torch", 2.0, samples=theirs))) == [], (
+            "too few to say anything"
+        )
 
 
 def test_without_pytorch_naive_code_is_the_measure() -> None:

@@ -4,7 +4,8 @@ Times of two runs cannot be compared as they are: machines are busy, hot and dif
 PyTorch's own op in the same line-up of the same run, taken round by round; where PyTorch took no part, to naive code's; and as it is
 where that did not either. A row is slower if that figure grew by more than the threshold and if the intervals from p20 to p80 of the
 two runs do not meet either. A row is less exact if its error, relative to its bound, grew to more than twice. Rows that A has and B
-has not, though B ran the line-up, are lost. The reference is there to be read: its errors are judged, its speed is not.
+has not, though B ran the line-up, are lost. Speed is not judged by fewer than five samples, nor that of the reference, which is there
+to be read.
 
 How far two runs differ when nothing changed is taken from the code that did not change: naive code and the other peers, whose times
 relative to PyTorch's should be the same in both. What 19 of 20 of their rows stay within is the noise of this pair of runs, and
@@ -109,7 +110,7 @@ def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, threshold: float
     )
     detail = f"{report.figure(was)}{unit} before, {report.figure(now)}{unit} now {of}".rstrip()
     changes = []
-    if old["backend"] == REFERENCE:
+    if not _judged(old, new, peers):
         pass
     elif now > was * (1 + threshold) and new_low > old_high:
         changes.append(Change("slower", new, now / was, detail))
@@ -126,6 +127,11 @@ def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, threshold: float
             )
         )
     return changes
+
+
+def _judged(old: Row, new: Row, peers: tuple[Row, Row] | None) -> bool:
+    """Whether the rows say anything about speed."""
+    return old["backend"] != REFERENCE and min(r["samples"] for r in (old, new, *(peers or ()))) >= clock.MIN_ROUNDS
 
 
 def _quantiles(row: Row, peer: Row | None) -> tuple[float, float, float]:
@@ -185,10 +191,15 @@ def run(argv: Sequence[str]) -> int:
     if old["environment"]["device_name"] != new["environment"]["device_name"]:
         console.print("The two ran on different devices: only figures relative to PyTorch mean something.")
     changes = compare(old, new, arguments.threshold)
-    common = _by_key(old).keys() & _by_key(new).keys()
+    before, after = _by_key(old), _by_key(new)
+    common = before.keys() & after.keys()
     console.print(
         f"{len(common)} rows in both; {sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better."
     )
+    ours = [key for key in common if key[-1] not in (*PEERS, REFERENCE)]
+    few = sum(not _judged(before[key], after[key], _yardsticks(before, after, key)) for key in ours)
+    if few:
+        console.print(f"{few} of our {len(ours)} rows have fewer than {clock.MIN_ROUNDS} samples: their speed is not judged.")
     peers = {key[-1] for key in common} & set(PEERS) - {TORCH}
     if not peers:
         console.print("No peer beside PyTorch in both runs: how far two runs differ when nothing changed, is not known.")
