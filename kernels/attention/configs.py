@@ -78,10 +78,19 @@ WGMMA = {
 DIFFERENT = {
     2: {
         90: WGMMA,
-        100: WGMMA | {"keys": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)}},
-        120: {"keys": {128: Config(32, 64, 8, 1)}},
+        100: WGMMA
+        | {
+            "forward": {64: Config(128, 64, 4, 3)},
+            "keys": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)},
+            "dropped keys": {128: Config(16, 32, 8, 1)},
+            "queries+": {256: Config(16, 32, 8, 2)},
+        },
+        120: {
+            "keys": {64: Config(16, 128, 8, 2), 128: Config(16, 64, 8, 1)},
+            "dropped keys": {128: Config(16, 32, 8, 1)},
+        },
     },
-    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}},
+    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}, 120: {"dropped keys": {128: Config(16, 32, 8, 2)}}},
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {

@@ -12,6 +12,8 @@ from ._gpu_attention import gradients, outputs, why_not_sizes
 from ._registry import Backend, Op
 from ._tensors import last_contiguous
 
+WIDE_SHARED = 102400  # bytes of shared memory that the keys kernel takes in float32 with head sizes above 128
+
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """The backend for an op with attention's argument names."""
@@ -41,7 +43,17 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return _triton.why_not(query=a.query) or why_not_sizes(a)
+    return _triton.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
+
+
+def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Head sizes above 128 in float32 are too much for what some GPUs have (compute capability 8.6, 8.9, 12.0)."""
+    if query.device.type != "cuda" or query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= 128:
+        return None
+    has = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    if has >= WIDE_SHARED:
+        return None
+    return f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in backward, this GPU has {has:,}"
 
 
 def _extra_bytes(a: Any) -> int:

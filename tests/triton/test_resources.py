@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 import triton
+
+from pytransformer.ops import _triton_attention
 
 SCRIPT = Path(__file__).with_name("resources.py")
 TABLE = SCRIPT.with_suffix(".json")
@@ -41,3 +45,16 @@ def test_all(architecture: int) -> None:
     if architecture != 90 and triton.__version__ != json.loads(TABLE.read_text())["triton"]:
         pytest.skip(f"the table of sm_{architecture} is not of Triton {triton.__version__}: for that, sm_90 alone is compiled")
     _check(architecture)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest kernel takes more shared memory than some GPUs have; what the backend asks for is what the table says."""
+    table = json.loads(TABLE.read_text())["kernels"]
+    largest = max(used["shared"] for key, used in table.items() if key.endswith("D256 fp32 backward_keys"))
+    query = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, shape=(1, 1, 9, 256))
+    for has, fits in ((largest, True), (largest - 1, False)):
+        properties = types.SimpleNamespace(shared_memory_per_block_optin=has)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert (_triton_attention._why_not_shared(query, query) is None) == fits
+    narrow = types.SimpleNamespace(**{**vars(query), "shape": (1, 1, 9, 128)})
+    assert _triton_attention._why_not_shared(narrow, narrow) is None
