@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytransformer.kernels import _lang
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import pytransformer as pt
+from pytransformer.kernels import _lang
 from pytransformer.testing import bounds
 
 BM, BN = 64, 128  # queries of one group of warps, keys of a tile

@@ -27,13 +27,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from pytransformer import AlibiBias
 from pytransformer.kernels import tuned
 from pytransformer.kernels.attention import configs as attention_configs
 from pytransformer.kernels.cross_entropy import configs as cross_entropy_configs
 from pytransformer.kernels.feed_forward import configs as feed_forward_configs
 from pytransformer.kernels.layer_norm import configs as layer_norm_configs
-
-from pytransformer import AlibiBias
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import configs as attention_tiles
 from pytransformer.kernels.attention import problem
 from pytransformer.kernels.feed_forward import configs as network_tiles
 from pytransformer.kernels.feed_forward import tiles as network
 from pytransformer.kernels.layer_norm import configs as norm_tiles
-from triton.backends.compiler import GPUTarget
-
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op

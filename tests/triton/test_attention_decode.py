@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kernel_mutants import mutated
+
+import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
 from pytransformer.kernels.attention.decode import plan_of
-
-import pytransformer as pt
 from pytransformer.testing import bounds
 from pytransformer.testing.attention_check import check_attention
 

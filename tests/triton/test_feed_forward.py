@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from checks import check_found
-from pytransformer.kernels import _lang
-from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 
 import pytransformer as pt
+from pytransformer.kernels import _lang
+from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import bounds, fuzz_ffn, oracle
 from pytransformer.testing.cases import Case, cases

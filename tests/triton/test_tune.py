@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from pytransformer.kernels import tuned
 from pytransformer.kernels.attention import configs as attention_configs
 from pytransformer.kernels.cross_entropy import configs as cross_entropy_configs
