@@ -269,15 +269,24 @@ def bandwidth(document: Row, found: list[Pair], key: str, of: str) -> str:
 def models(document: Row | None) -> str:
     if document is None:
         return MISSING
-    rows: dict[tuple[str, ...], dict[str, Row]] = {}
+    rows: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
     for row in document["rows"]:
-        if row["variant"] == "pytransformer":
-            rows.setdefault((row["model"], row["batch"], report.SHORT[row["dtype"]]), {})[row["mode"]] = row
-    cells = [
-        [*key, *(f"{times(m['speedup_sdpa'])} / {times(m['speedup_eager'])}" for m in (at["forward"], at["training_step"]))]
-        for key, at in rows.items()
-    ]
-    return table(("model", "batch", "dtype", "forward: over sdpa / eager", "training step: over sdpa / eager"), cells)
+        rows.setdefault((row["model"], row["batch"], report.SHORT[row["dtype"]]), {})[row["mode"], row["variant"]] = row
+    cells = []
+    for key, at in rows.items():
+        ours = [at[mode, "pytransformer"] for mode in ("forward", "training_step")]
+        peak = [report.megabytes(at["training_step", variant]["peak_bytes"]) for variant in ("pytransformer", "sdpa", "eager")]
+        ratios = [f"{times(m['speedup_sdpa'])} / {times(m['speedup_eager'])}" for m in ours]
+        cells.append([*key, *ratios, " / ".join(peak)])
+    heads = (
+        "model",
+        "batch",
+        "dtype",
+        "forward: over sdpa / eager",
+        "training step: over sdpa / eager",
+        "its peak MB: ours / sdpa / eager",
+    )
+    return table(heads, cells)
 
 
 def step(document: Row | None) -> str:
