@@ -3,7 +3,7 @@
 //   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)
 //
 // Two ways to come by the packed K and V of a key/value head (a Unit):
-//   shared    long queries: all threads pack them once, then blocks of kBlockRows queries read them
+//   shared    long queries: all threads pack them once, then blocks of block_rows() queries read them
 //   streamed  the queries of all its heads fit one block: a task packs each tile just before it is used, over one split of the keys;
 //             the splits of a unit are combined in a fixed order
 // Which way, and how many splits, depends on the lengths of the sequence alone, so results do not depend on threads or neighbours.
@@ -18,7 +18,8 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockRows = 96;                  // queries of a block: a multiple of every kRows
+constexpr int64_t kBlockRows = 128;                 // queries that one block can hold
+constexpr int64_t kShortRows = 1024;                // up to here queries are cut finely
 constexpr int64_t kBlockKeys = 512;                 // keys of a tile: a multiple of every kPanel
 constexpr int64_t kDirectRows = 4;                  // up to here K and V are not packed at all
 constexpr int64_t kFewRows = 16;                    // up to here keys are split finely: there is little else to share out
@@ -399,7 +400,9 @@ class Forward {
   };
   static constexpr int64_t kPackKeys = 256;  // keys packed by one task
 
-  int64_t blocks(const Sequence& s) const { return ceil_div(s.Lq, kBlockRows); }
+  // Rows of a block of queries: so few where there are few that threads end together, more where that makes loading K and V cheap.
+  static int64_t block_rows(const Sequence& s) { return s.rows <= kShortRows ? 64 : 96; }
+  int64_t blocks(const Sequence& s) const { return ceil_div(s.Lq, block_rows(s)); }
   static int64_t padded_keys(const Sequence& s) { return round_up(s.Lk, kPanel<T>); }
   static int64_t tile_keys(const Sequence& s) { return least(kBlockKeys, padded_keys(s)); }
   int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
@@ -465,7 +468,7 @@ class Forward {
     const Sequence& s = *u.s;
     const int64_t i = t - u.tasks, ld = tile_keys(s);
     if (u.splits == 0) {  // longest rows of a head first
-      const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * kBlockRows, nq = least(kBlockRows, s.Lq - q0);
+      const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s), nq = least(block_rows(s), s.Lq - q0);
       local_arena.reset(RowBlock<T>::bytes(f_, nq, ld));
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
       const Range keys = block.keys();

@@ -185,6 +185,17 @@ class DenseRow {
       default: return walk<double>(k0, n, f);
     }
   }
+  // The same for kFour vectors at a time, if their keys are neighbours, until f is false; returns for how many keys it was true.
+  static constexpr int kFour = 4;
+  template <class F>
+  INLINE int64_t fours(int64_t k0, int64_t n, F f) const {
+    if (stride_ != 1) return 0;
+    switch (dtype_) {
+      case DType::f32: return walk_fours<float>(k0, n, f);
+      case DType::bf16: return walk_fours<bf16>(k0, n, f);
+      default: return 0;
+    }
+  }
   bool visible(int64_t j) const {
     if (!row_) return true;
     if (boolean_) return bits(j, 1) & 1;
@@ -202,6 +213,18 @@ class DenseRow {
     if (stride_ == 1)
       for (; j + width <= n; j += width) f(j, load_strided<A>(p + j, 1, width));
     for (; j < n; j += width) f(j, load_strided<A>(p + j * stride_, stride_, n - j));
+  }
+  template <class E, class F>
+  INLINE int64_t walk_fours(int64_t k0, int64_t n, F f) const {
+    constexpr int width = kWidth<vec>;
+    const E* p = reinterpret_cast<const E*>(row_) + k0;
+    int64_t j = 0;
+    for (; j + kFour * width <= n; j += kFour * width) {
+      vec x[kFour];
+      UNROLL for (int i = 0; i < kFour; i++) x[i] = load_strided<A>(p + j + i * width, 1, width);
+      if (!f(j, x)) break;
+    }
+    return j;
   }
   const char* row_ = nullptr;
   DType dtype_ = DType::f32;
@@ -382,12 +405,31 @@ class Scores {
       store(s + j, x);
       top = vmax(top, x);
     };
-    if (last >= 0)
-      terms[last].each(k0, n, [&](int64_t j, vec x) {
+    if (last >= 0) {
+      const auto one = [&](int64_t j, vec x) {
         finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x));
-      });
-    else
+      };
+      int64_t done = 0;
+      if (seen.lo <= k0 && seen.hi >= k0 + n && !s_.unsorted_segments() && !(terms[0].present() && terms[0].boolean())) {
+        // All of it visible, as far as the term's values are finite: while they are, a few vectors at a time need one look.
+        vec tops[DenseRow<A>::kFour] = {minus_inf, minus_inf, minus_inf, minus_inf};
+        done = terms[last].fours(k0, n, [&](int64_t j, const vec* x) {
+          vec y[DenseRow<A>::kFour];
+          ivec_of<vec> finite = ~ivec_of<vec>{};
+          UNROLL for (int u = 0; u < DenseRow<A>::kFour; u++) {
+            y[u] = fma(load(s + j + u * T::width), scale, x[u]);
+            finite = finite & (vabs(y[u]) <= set1<vec>(highest<A>));
+          }
+          if (to_mask(finite) != mask_n<vec>(T::width)) return false;
+          UNROLL for (int u = 0; u < DenseRow<A>::kFour; u++) store(s + j + u * T::width, y[u]), tops[u] = vmax(tops[u], y[u]);
+          return true;
+        });
+        top = vmax(top, vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3])));
+      }
+      terms[last].each(k0 + done, n - done, [&](int64_t j, vec x) { one(done + j, x); });
+    } else {
       for (int64_t j = 0; j < n; j += T::width) finish(j, visible[j / T::width], vmax(lowest, vec(load(s + j) * scale)));
+    }
     return top;
   }
 

@@ -14,6 +14,7 @@ from .masks import bucket_starts
 
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 MAX_HEAD_DIM = 512
+NONE, NOTHING = frozenset((None,)), (None,) * 13  # all that the raw op can take beside query, key, value and the outputs
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
@@ -34,6 +35,19 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         out, lse = op.empty_outputs(a)
         tensors, numbers = _native_arguments(a)
         torch.ops.pytransformer_C.attention_fwd.default(*tensors[:3], out, lse, *tensors[3:], *numbers)
+        return out, lse
+
+    def infer(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in fewer steps where no tensor comes beside query, key and value: after a kernel has flushed the caches, Python took
+        40 of 180 µs (512 tokens, bf16)."""
+        query, key, value = a[:3]
+        if not NONE.issuperset(a[3:13]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            return forward(a)
+        out, lse = op.empty_outputs(a)
+        torch.ops.pytransformer_C.attention_fwd.default(
+            query, key, value, out, lse, *NOTHING, False, ALIGN[a.causal], a.left, a.right, a.query_start, a.key_start,
+            query.shape[2], key.shape[2], a.scale, a.softcap, 0.0,
+        )  # fmt: skip
         return out, lse
 
     def backward(
@@ -57,7 +71,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         )
         return [*results[:3], *(None if r is None else r.copy_(s) for r, s in zip(results[3:], sums))]
 
-    return Backend("cpu", forward, backward, why_not, _extra_bytes)
+    return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)
 
 
 def _native_arguments(a: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
