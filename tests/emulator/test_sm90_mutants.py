@@ -11,7 +11,7 @@ from planted import Fault, check_caught, check_texts, parameters
 RING, TILE, FWD = "tile/ring.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS = "attention/sm90_bwd_tile.cuh"
-LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "has not waited for"
+LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
 RELEASE = "          release_products(v, visit);\n"
@@ -48,7 +48,7 @@ FAULTS = (
     Fault("the next rows of memory kept", TILE, "s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys", "true : true", "lengths"),
     Fault("a tile cut for the last rows taken whole", TILE, "s.keys_of(p, first + 63).lo", "s.keys_of(p, first).lo", "window"),
     Fault("a tile cut for the first rows taken whole", TILE, "s.keys_of(p, first).hi}", "s.keys_of(p, first + 63).hi}", "causal"),
-    Fault("the tiles of another block", TILE, "n += int(gridDim.x)", "n += int(gridDim.x) - 1", "full"),
+    Fault("the tiles of another block", TILE, "n += int(gridDim.x)", "n += int(gridDim.x) + 1", "full"),
     Fault("results not exchanged", TILE, "      transpose_quad(words);\n", "", "grouped"),
     Fault("columns past the last written", TILE, "&& column < out.columns)", ")", "causal, grouped"),
     Fault("released by one consumer", TILE, "if (threadIdx.x % 128 == 0) ring", "if (threadIdx.x == 128) ring", "grouped", DEADLOCK),
@@ -62,7 +62,7 @@ FAULTS = (
           "grouped", "A registers were changed"),
     Fault("values released too early", FWD, WAIT_ALL + RELEASE, RELEASE + WAIT_ALL, "grouped", LATE),
     Fault("queries released at every visit", FWD, "if (t == w.range.first) release", "release", "grouped"),
-    Fault("the first turn given to the other", FWD, "if (consumer() == 1) pass_turn();", "if (consumer() == 0) pass_turn();", "grouped"),
+    Fault("nobody's first turn", FWD, "    if (consumer() == 1) pass_turn();\n", "", "grouped", DEADLOCK),
     Fault("the turn kept", FWD, "          pass_turn();\n" + WAIT, WAIT, "grouped", DEADLOCK),
     Fault("no decay of the outputs", FWD, "o[i] *= rows.decay[i / 2 % 2];", "o[i] *= 1.0f;", "grouped"),
     Fault("no decay of the sums", FWD, "rows.sum[r] * rows.decay[r]", "rows.sum[r]", "grouped"),
@@ -88,7 +88,7 @@ FAULTS = (
     Fault("numbers not announced", KEYS, "        if (lane_id() == 0) q.announce(visit);\n", "", "grouped", DEADLOCK),
     Fault("numbers announced too early", KEYS, "        ptx::syncwarp();\n" + ANNOUNCE, ANNOUNCE, "grouped", LATE),
     Fault("numbers released too early", KEYS, "        ptx::syncwarp();\n" + RELEASES, RELEASES, "grouped", LATE),
-    Fault("numbers written while they are read", KEYS, "        q.await_empty(visit);\n", "", "grouped", LATE),
+    Fault("numbers written while they are read", KEYS, "        q.await_empty(visit);\n", "", "grouped"),
     Fault("delta's sign", KEYS, "-row.delta);", "row.delta);", "grouped"),
     Fault("the numbers of another stage", KEYS, "uint32_t(visit % kTile.stages * kNumbers)", "0", "grouped", LATE),
     Fault("a head of a group left out", KEYS, "h < (hk + 1) * p.group; ++h)", "h < hk * p.group + 1; ++h)", "grouped"),
