@@ -54,7 +54,7 @@ FAULTS = (
     # sums
     Fault("the maximum of half a row", TILE, "return fmaxf(x, ptx::shfl_xor(x, 2));", "return x;", "plain 64"),
     Fault("no decay of the sums", FWD, "o[d][2 * half] *= decay,", "o[d][2 * half] *= 1.0f,", "plain 64"),
-    Fault("dropped weights left out of the sum", FWD, "          l[half] += w;", "          l[half] += p.drop_threshold ? 0.5f * w : w;",
+    Fault("dropped weights left out of the sum", FWD, "l[half] += weight;", "l[half] += p.drop_threshold ? 0.5f * weight : weight;",
           "dropout and ALiBi"),
     Fault("lse without its maximum's scale", FWD, "m[half] : m[half] * p.scale", "m[half] : m[half]", "plain 64"),
     Fault("delta forgotten", BWD, "w * (down - row.delta)", "w * down", "dropout and ALiBi"),

@@ -35,36 +35,32 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
     for (int h = mine[1].lo; h < mine[1].hi; ++h) {
       const Terms<false> terms(p, s, b, h);
       for (int i_tile = mine[2].lo; i_tile < mine[2].hi; ++i_tile) {
-        const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0);
-        const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
-        const int first = most(range.first, mine[3].lo), last = least(range.last, mine[3].hi);
+        const QueryTile<BM, BN> w(p, s, b, h, i_tile);
+        const int first = most(w.range.first, mine[3].lo), last = least(w.range.last, mine[3].hi);
         if (first >= last) continue;
-        const Place rows_at(i0 + own, 0);
+        const Place rows_at(w.i0 + own, 0);
         Range bounds[2];
         RowNumbers numbers[2];
         PT_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int i = rows_at.row_of(2 * half);
           numbers[half] = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i < s.num_q);
-          bounds[half] = i < s.num_q ? s.keys_of(p, i) : Range{0, 0};
+          bounds[half] = w.bounds(p, i);
         }
         ptx::syncthreads();  // nobody reads the tiles before any more
-        copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
-        copy_rows<BM>(d_out, head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, 0, s.num_q, p.value_dim, M::chunks(p.value_dim));
+        w.template copy_queries<T>(q, p.q, p.head_dim);
+        w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
         for (int t = first; t < last; ++t) {
           if (t > first) ptx::syncthreads();
-          const int j0 = origin + t * BN;
-          copy_rows<BN>(k, head_of<T>(p.k, b, h / p.group, s.row_k), p.k.stride.row, j0, range.start, range.end, p.head_dim,
-                        M::chunks(p.head_dim));
-          copy_rows<BN>(v, head_of<T>(p.v, b, h / p.group, s.row_k), p.v.stride.row, j0, range.start, range.end, p.value_dim,
-                        M::chunks(p.value_dim));
+          w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
+          w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
           ptx::cp_async_commit();
           ptx::cp_async_wait<0>();
           ptx::syncthreads();
           float x[NB][4], dp[NB][4], weights[NB][4];
           M::scores(x, q, own, k, p.head_dim);
           M::scores(dp, d_out, own, v, p.value_dim);
-          const Place at(i0 + own, j0);
+          const Place at(w.i0 + own, origin + t * BN);
           gradients<K, false>(p, terms, x, dp, weights, at, within<NB>(at, bounds), true, [&](int, int r) { return numbers[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }

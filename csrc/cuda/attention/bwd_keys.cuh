@@ -17,10 +17,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
   const AttentionProblem& p = g.p;
 
   const int origin = key_origin(p), tiles = (p.num_keys - origin + BM - 1) / BM, heads = p.heads / p.group;
-  const int bh = int(blockIdx.x) / tiles, b = bh / heads, hk = bh % heads;
-  const Sequence s(p, b);
-  const int j0 = origin + int(blockIdx.x) % tiles * BM, from = most(j0, 0), rows = least(j0 + BM, s.num_k) - from;
-  const Tiles range(rows, s.queries_of(p, from), s.queries_of(p, from + rows - 1), 0, BN);
+  const int bh = int(blockIdx.x) / tiles;
+  const KeyTile<BM, BN> w(p, bh / heads, bh % heads, origin + int(blockIdx.x) % tiles * BM);
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
 
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
@@ -30,14 +30,13 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
   const auto numbers_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // top, log, delta: BN words each
   const auto copy_tile = [&](int n) {
-    const int h = hk * p.group + n / count, i0 = (range.first + n % count) * BN;
-    copy_rows<BN>(q_tile(n), head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
-    copy_rows<BN>(do_tile(n), head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, range.start, range.end, p.value_dim,
-                  M::chunks(p.value_dim));
+    const int h = w.hk * p.group + n / count, t = range.first + n % count;
+    w.template copy_queries<T>(q_tile(n), p.q, p.head_dim, t, h);
+    w.template copy_queries<T>(do_tile(n), g.d_out, p.value_dim, t, h);
     ptx::cp_async_commit();
     for (int c = int(threadIdx.x); c < BN; c += int(blockDim.x)) {
-      const int i = i0 + c;
-      const RowNumbers row = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i >= range.start && i < range.end);
+      const int i = t * BN + c;
+      const RowNumbers row = row_numbers(g, number_at(g.at, w.b, h, s.row_q + i), i >= range.start && i < range.end);
       ptx::st_shared_f32(numbers_of(n) + 4 * c, row.top);
       ptx::st_shared_f32(numbers_of(n) + 4 * (BN + c), row.log);
       ptx::st_shared_f32(numbers_of(n) + 4 * (2 * BN + c), row.delta);
@@ -45,13 +44,8 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
   };
 
   const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
-  const Place rows_at(j0 + own, 0);
-  Range bounds[2];
-  PT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int j = rows_at.row_of(2 * half);
-    bounds[half] = j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0};
-  }
+  const Place rows_at(w.j0 + own, 0);
+  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
   float dk[DB][4], dv[DB][4];
   PT_UNROLL
   for (int d = 0; d < DB; ++d)
@@ -59,8 +53,8 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
     for (int r = 0; r < 4; ++r) dk[d][r] = dv[d][r] = 0.0f;
 
   if (steps > 0) {
-    copy_rows<BM>(k, head_of<T>(p.k, b, hk, s.row_k), p.k.stride.row, j0, 0, s.num_k, p.head_dim, M::chunks(p.head_dim));
-    copy_rows<BM>(v, head_of<T>(p.v, b, hk, s.row_k), p.v.stride.row, j0, 0, s.num_k, p.value_dim, M::chunks(p.value_dim));
+    w.template copy_keys<T>(k, p.k, p.head_dim);
+    w.template copy_keys<T>(v, p.v, p.value_dim);
     copy_tile(0);
   }
   for (int n = 0; n < steps; ++n) {
@@ -72,10 +66,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
     float x[NB][4], dp[NB][4], weights[NB][4];
     M::scores(x, k, own, q_tile(n), p.head_dim);
     M::scores(dp, v, own, do_tile(n), p.value_dim);
-    const Place at(j0 + own, t * BN);
+    const Place at(w.j0 + own, t * BN);
     const bool cut = (K::general && p.looks_up()) || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
-    const Terms<true> terms(p, s, b, hk * p.group + n / count);
+    const Terms<true> terms(p, s, w.b, w.hk * p.group + n / count);
     const uint32_t numbers = numbers_of(n) + 4 * 2 * (lane_id() % 4);
     seen = gradients<K, true>(p, terms, x, dp, weights, at, seen, cut, [&](int c, int r) {
       const uint32_t word = numbers + 4 * (8 * c + r % 2);
@@ -100,8 +94,8 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
     dk_factor[half] = nobody ? 0.0f : p.scale, dv_factor[half] = nobody ? 0.0f : p.keep_scale;
     index[half] = j >= 0 && j < written ? s.row_k + j : -1;
   }
-  if (g.dk.data) store_rows<T>(g.dk, b, hk, dk, dk_factor, index, part);
-  if (g.dv.data) store_rows<T>(g.dv, b, hk, dv, dv_factor, index, part);
+  if (g.dk.data) store_rows<T>(g.dk, w.b, w.hk, dk, dk_factor, index, part);
+  if (g.dv.data) store_rows<T>(g.dv, w.b, w.hk, dv, dv_factor, index, part);
 }
 
 }  // namespace pt::cuda

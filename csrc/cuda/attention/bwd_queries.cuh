@@ -50,44 +50,41 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
   using M = Products<T>;
   const AttentionProblem& p = g.p;
 
-  const int tiles = (p.num_queries + BM - 1) / BM, bh = int(blockIdx.x) / tiles, b = bh / p.heads, h = bh % p.heads;
-  const int i_tile = p.causal ? tiles - 1 - int(blockIdx.x) % tiles : int(blockIdx.x) % tiles;
-  const Sequence s(p, b);
-  const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0), origin = key_origin(p);
-  const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
+  const auto w = QueryTile<BM, BN>::of_block(p);
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow};
   const uint32_t streamed = d_out.base + BM * kRow;
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
-  const int64_t block = int64_t(bh) * tiles + i_tile;
+  const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_parts) diagonals.sums = g.diagonal_parts + block * (p.before + p.after + 1);
   const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + (t - range.first) % kTile.stages * 2 * BN * kRow}; };
   const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
-  const T *k_head = head_of<T>(p.k, b, h / p.group, s.row_k), *v_head = head_of<T>(p.v, b, h / p.group, s.row_k);
   const auto copy_tile = [&](int t) {
-    copy_rows<BN>(k_tile(t), k_head, p.k.stride.row, origin + t * BN, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
-    copy_rows<BN>(v_tile(t), v_head, p.v.stride.row, origin + t * BN, range.start, range.end, p.value_dim, M::chunks(p.value_dim));
+    w.template copy_keys<T>(k_tile(t), p.k, p.head_dim, t, p.group);
+    w.template copy_keys<T>(v_tile(t), p.v, p.value_dim, t, p.group);
     ptx::cp_async_commit();
   };
 
   const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
-  const Place rows_at(i0 + own, 0);
+  const Place rows_at(w.i0 + own, 0);
   Range bounds[2];
   RowNumbers numbers[2];
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    numbers[half] = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i < s.num_q);
+    numbers[half] = row_numbers(g, number_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
     bounds[half] = numbers[half].top < infinity() || numbers[half].top != numbers[half].top ? s.keys_of(p, i) : Range{0, 0};
   }
-  const Terms<false> terms(p, s, b, h);
+  const Terms<false> terms(p, s, w.b, w.h);
   float dq[DB][4], slope_sum = 0.0f;
   PT_UNROLL
   for (int d = 0; d < DB; ++d) dq[d][0] = dq[d][1] = dq[d][2] = dq[d][3] = 0.0f;
 
   if (range.count() > 0) {
-    copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
-    copy_rows<BM>(d_out, head_of<T>(g.d_out, b, h, s.row_q), g.d_out.stride.row, i0, 0, s.num_q, p.value_dim, M::chunks(p.value_dim));
+    w.template copy_queries<T>(q, p.q, p.head_dim);
+    w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
     copy_tile(range.first);
   }
   for (int t = range.first; t < range.last; ++t) {
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
     float x[NB][4], dp[NB][4], weights[NB][4];
     M::scores(x, q, own, k_tile(t), p.head_dim);
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
-    const Place at(i0 + own, origin + t * BN);
+    const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
     const bool lookup = K::general && (p.looks_up() || g.slope_parts || g.diagonal_parts), cut = lookup || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
@@ -111,7 +108,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
     if (K::general && g.diagonal_parts) {
       if (part == 0) diagonals.put(dp, own);
       ptx::syncthreads();
-      diagonals.add(origin + t * BN - i0 - s.shift, p);
+      diagonals.add(w.origin + t * BN - w.i0 - s.shift, p);
     }
     if (kTile.stages == 1) {
       ptx::syncthreads();
@@ -138,7 +135,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
     factor[half] = bounds[half].empty() ? 0.0f : p.scale;
     index[half] = i < written ? s.row_q + i : -1;
   }
-  store_rows<T>(g.dq, b, h, dq, factor, index, part);
+  store_rows<T>(g.dq, w.b, w.h, dq, factor, index, part);
 }
 
 // D and lse of each query, a warp for each.

@@ -45,46 +45,37 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
   using M = Products<T>;
   const AttentionProblem& p = f.p;
 
-  const int tiles = (p.num_queries + BM - 1) / BM, bh = int(blockIdx.x) / tiles, b = bh / p.heads, h = bh % p.heads;
-  // With causality those with the most keys come first.
-  const int i_tile = p.causal ? tiles - 1 - int(blockIdx.x) % tiles : int(blockIdx.x) % tiles;
-  const Sequence s(p, b);
-  const int i0 = i_tile * BM, rows = least(BM, s.num_q - i0), origin = key_origin(p);
-  const Tiles range(rows, s.keys_of(p, i0), s.keys_of(p, i0 + rows - 1), origin, BN);
-  if (K::general && !f.out.data && statistics_from_lse(f, s, b, h, i0, BM)) return;
+  const auto w = QueryTile<BM, BN>::of_block(p);
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
+  if (K::general && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, BM)) return;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
-  const T *k_head = head_of<T>(p.k, b, h / p.group, s.row_k), *v_head = head_of<T>(p.v, b, h / p.group, s.row_k);
   const auto copy_keys = [&](int t) {
-    copy_rows<BN>(k, k_head, p.k.stride.row, origin + t * BN, range.start, range.end, p.head_dim, M::chunks(p.head_dim));
+    w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
     ptx::cp_async_commit();
   };
   // The warp's first row in the tile, and the first eight columns of its sums.
   const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
-  const Place rows_at(i0 + own, 0);
-  Range bounds[2];
-  PT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int i = rows_at.row_of(2 * half);
-    bounds[half] = i < s.num_q ? s.keys_of(p, i) : Range{0, 0};
-  }
+  const Place rows_at(w.i0 + own, 0);
+  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
 
   float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
   PT_UNROLL
   for (int d = 0; d < DB; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.0f;
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
-  const Terms<false> terms(p, s, b, h);
+  const Terms<false> terms(p, s, w.b, w.h);
   const float unit = K::general ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
   if (range.count() > 0) {
-    copy_rows<BM>(q, head_of<T>(p.q, b, h, s.row_q), p.q.stride.row, i0, 0, s.num_q, p.head_dim, M::chunks(p.head_dim));
+    w.template copy_queries<T>(q, p.q, p.head_dim);
     copy_keys(range.first);
   }
   for (int t = range.first; t < range.last; ++t) {
     ptx::cp_async_wait<0>();
     ptx::syncthreads();  // K is there, and nobody reads V any more
     if (!K::general || f.out.data) {
-      copy_rows<BN>(v, v_head, p.v.stride.row, origin + t * BN, range.start, range.end, p.value_dim, M::chunks(p.value_dim));
+      w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
       ptx::cp_async_commit();
     }
     float x[NB][4];
@@ -104,7 +95,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
     ptx::syncthreads();  // V is there, and nobody reads K any more
     if (t + 1 < range.last) copy_keys(t + 1);
 
-    const Place at(i0 + own, origin + t * BN);
+    const Place at(w.i0 + own, w.origin + t * BN);
     uint32_t columns = kAllColumns;
     if constexpr (K::general) {
       float unused[NB][4];
@@ -130,10 +121,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
       for (int n = 0; n < NB; ++n)
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
-          float& w = x[n][2 * half + e];
+          float& weight = x[n][2 * half + e];
           // Folding the scale is one instruction less; where terms may be as large as finfo.max the difference comes first.
-          w = ptx::exp2(K::general ? (w - safe) * unit : ptx::fma_rn(w, unit, -safe * unit));
-          l[half] += w;
+          weight = ptx::exp2(K::general ? (weight - safe) * unit : ptx::fma_rn(weight, unit, -safe * unit));
+          l[half] += weight;
         }
       PT_UNROLL
       for (int d = 0; d < DB; ++d) o[d][2 * half] *= decay, o[d][2 * half + 1] *= decay;
@@ -157,7 +148,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
     factor[half] = dead ? 0.0f : ptx::div_rn(p.keep_scale, l[half]);
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
-    const int64_t number = number_at(f.at, b, h, index[half]);
+    const int64_t number = number_at(f.at, w.b, w.h, index[half]);
     const float top = K::general ? m[half] : m[half] * p.scale, log = ptx::log2(l[half]);
     if (K::general && !f.out.data) {
       store_one(f.top + number, dead ? infinity() : top);
@@ -166,7 +157,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
       store_one(f.lse + number, dead ? minus_infinity() : ptx::fma_rn(log, kLn2, top));
     }
   }
-  if (!K::general || f.out.data) store_rows<T>(f.out, b, h, o, factor, index, part);
+  if (!K::general || f.out.data) store_rows<T>(f.out, w.b, w.h, o, factor, index, part);
 }
 
 }  // namespace pt::cuda

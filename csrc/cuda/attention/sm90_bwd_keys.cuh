@@ -21,16 +21,15 @@ struct Sm90KeysBlock {
   RingStream q, d_out;
   uint32_t numbers;
 
-  // A tile of keys, and the tiles of queries it visits, in each of its query heads.
-  struct Work {
-    int b, hk, j0;
-    Sequence s;
-    Tiles range;
+  // A tile of keys as consumers see it.
+  struct Work : KeyTile<BM, BN> {
+    using Base = KeyTile<BM, BN>;
+    using Base::hk, Base::j0, Base::s, Base::range;
 
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
-    // The queries of the lane's row r of its warp's; those that some key of the sequence is seen by, or TMA leaves as zeros; and those
-    // that see all 64 keys of this consumer.
-    PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.queries_of(p, j0 + own_row(r)); }
+    // The queries of the lane's row r; those that some key of the sequence is seen by, or TMA leaves as zeros; and those that see all 64
+    // keys of this consumer.
+    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, j0 + own_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
       const Range seen{s.queries_of(p, 0).lo, s.queries_of(p, s.num_k - 1).hi};
       return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
@@ -48,8 +47,7 @@ struct Sm90KeysBlock {
 
    private:
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
-        : b(at.head / (p.heads / p.group)), hk(at.head % (p.heads / p.group)), j0((order.tiles - 1 - at.tile) * BM), s(p, b),
-          range(least(BM, s.num_k - j0), s.queries_of(p, j0), s.queries_of(p, least(j0 + BM, s.num_k) - 1), 0, BN) {}
+        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), (order.tiles - 1 - at.tile) * BM) {}
   };
 
   PT_DEVICE void begin() const {
@@ -144,7 +142,7 @@ struct Sm90KeysBlock {
         const auto hide = [&](float (&x)[BN / 2]) {
           if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) return;
           const Work again = once_more();
-          const Range bounds[2] = {again.bounds(p, 0), again.bounds(p, 1)};
+          const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         };
         float s[BN / 2], dp[BN / 2];
@@ -193,7 +191,7 @@ struct Sm90KeysBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int j = w.j0 + own_row(r);
-      const bool nobody = w.range.count() <= 0 || j >= w.s.num_k || w.bounds(p, r).empty();
+      const bool nobody = w.own_bounds(p, r).empty();
       dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : 1.0f;
       index[r] = j < written ? w.s.row_k + j : -1;
     }

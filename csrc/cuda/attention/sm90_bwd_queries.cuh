@@ -76,7 +76,7 @@ struct Sm90QueriesBlock {
       };
       const auto hide = [&](float (&x)[BN / 2], int first) {
         if (first >= whole.lo && first + BN <= whole.hi) return;
-        const Range bounds[2] = {w.bounds(p, 0), w.bounds(p, 1)};
+        const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
       };
       const auto weigh = [&](int first) {
@@ -131,7 +131,7 @@ struct Sm90QueriesBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = w.i0 + own_row(r);
-      factor[r] = i >= w.s.num_q || w.bounds(p, r).empty() ? 0.0f : p.scale;
+      factor[r] = w.own_bounds(p, r).empty() ? 0.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
     store_wide<T>(args.g.dq, w.b, w.h, dq, factor, index);

@@ -156,7 +156,7 @@ struct Sm90ForwardBlock {
             terms.apply(x, unused, place, kAllColumns);
           });
         if (first < whole.lo || first + BN > whole.hi) {
-          const Range bounds[2] = {w.bounds(p, 0), w.bounds(p, 1)};
+          const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
           each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
         }
         softmax(s, rows, unit);

@@ -14,6 +14,27 @@ namespace pt::cuda {
 struct TileOrder {
   int tiles, heads, section;  // heads: of all sequences
 };
+struct TilePlace {
+  int head, tile;
+};
+// Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
+constexpr TilePlace place_of(const TileOrder& order, int n) {
+  const int first = n / (order.section * order.tiles) * order.section, left = order.heads - first;  // the section's first head
+  const int heads = left < order.section ? left : order.section, rest = n - first * order.tiles;
+  return {first + rest % heads, order.tiles - 1 - rest / heads};
+}
+constexpr bool visits_each_tile_once(const TileOrder& order) {
+  for (int place = 0; place < order.heads * order.tiles; ++place) {
+    int visits = 0;
+    for (int n = 0; n < order.heads * order.tiles; ++n) {
+      const TilePlace at = place_of(order, n);
+      visits += at.head == place / order.tiles && at.tile == place % order.tiles;
+    }
+    if (visits != 1) return false;
+  }
+  return true;
+}
+static_assert(visits_each_tile_once({3, 7, 1}) && visits_each_tile_once({3, 7, 3}) && visits_each_tile_once({2, 5, 5}));
 
 struct Sm90Plan {
   const char* why_not;  // null: the kernels take the problem

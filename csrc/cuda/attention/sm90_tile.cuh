@@ -16,15 +16,6 @@ namespace pt::cuda {
 
 // ---- who does what
 
-struct TilePlace {
-  int head, tile;  // head: of all sequences
-};
-// Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
-PT_DEVICE TilePlace place_of(const TileOrder& order, int n) {
-  const int first = n / (order.section * order.tiles) * order.section;  // head of the section
-  const int heads = least(order.section, order.heads - first), rest = n - first * order.tiles;
-  return {first + rest % heads, order.tiles - 1 - rest / heads};
-}
 // For f(n), n the number of each tile of this block.
 template <class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
@@ -57,21 +48,20 @@ PT_DEVICE void run_block(const B& block) {
 // the tensor's end.
 PT_DEVICE Range kept_rows(Range seen, bool end) { return {seen.lo == 0 ? -kUnbounded : seen.lo, end ? kUnbounded : seen.hi}; }
 
-// A tile of Rows queries, and the tiles of Streamed keys that it visits, from the last to the first.
+// A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
 template <int Rows, int Streamed>
-struct QueryWork {
-  int b, h, i0, origin;
-  Sequence s;
-  Tiles range;
+struct QueryWork : QueryTile<Rows, Streamed> {
+  using Base = QueryTile<Rows, Streamed>;
+  using Base::i0, Base::s;
 
   PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : QueryWork(p, place_of(order, n)) {}
-  // The keys of the lane's row r of its warp's, and those that some row of the sequence sees, or TMA leaves as zeros.
-  PT_DEVICE Range bounds(const AttentionProblem& p, int r) const { return s.keys_of(p, i0 + own_row(r)); }
+  // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
+  // consumer see.
+  PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
   PT_DEVICE Range kept(const AttentionProblem& p) const {
     const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
     return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);
   }
-  // The keys that all 64 rows of this consumer see.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
     return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
@@ -79,8 +69,7 @@ struct QueryWork {
 
  private:
   PT_DEVICE QueryWork(const AttentionProblem& p, const TilePlace& at)
-      : b(at.head / p.heads), h(at.head % p.heads), i0(at.tile * Rows), origin(key_origin(p)), s(p, b),
-        range(least(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, least(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
+      : Base(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
 };
 
 // One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.

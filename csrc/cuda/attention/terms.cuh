@@ -4,8 +4,7 @@
 // eight columns n.
 #pragma once
 
-#include "cuda/attention/sequence.cuh"
-#include "cuda/tile/matrix_tile.cuh"
+#include "cuda/attention/work.cuh"
 #include "cuda/tile/philox.cuh"
 
 namespace pt::cuda {
