@@ -54,9 +54,10 @@ class Part(NamedTuple):
 INSTALL = Part("install", "install and CPU build", 5)
 CUDA_BUILD = Part("cuda-build", "CUDA build", 3)
 BUILDS = (INSTALL, CUDA_BUILD)
+INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
     Part(REST, "reference and cpu", 10),
-    Part("triton", "triton, interpreted and compiled", 7, ("triton",), (("TRITON_INTERPRET", "1"),)),
+    Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 4, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
@@ -66,12 +67,13 @@ PARTS = (
 OPS = ("ops", "test_fuzz*.py")
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 SANITIZE, BENCH = "sanitize", "bench"
+NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 FULL_PARTS = (
     *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), ("-k", "cpu")) for isa in ISAS),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
-    Part("triton-3.6", "triton 3.6", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_6"),
-    Part("triton-3.9", "triton 3.9", 0, ("triton",), (("TRITON_INTERPRET", "1"),), needs="PYTRANSFORMER_TEST_TRITON_3_9"),
+    Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
+    Part("triton-3.9", "triton 3.9", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_9"),
     Part("peers", "timm and diffusers", 0, ("integrations/test_other_libraries.py",), needs="PYTRANSFORMER_TEST_PEERS"),
     Part(BENCH, "the benchmark suite", 0),
 )
