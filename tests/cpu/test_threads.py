@@ -26,7 +26,8 @@ def run(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ("thread", "address,undefined"))
-def test_attention_on_four_threads(sanitizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ("attention", "feed_forward"))
+def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
     """Forward and backward: no data race, no stray access, no undefined behaviour, and the bits of one thread."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -39,7 +40,7 @@ def test_attention_on_four_threads(sanitizer: str, tmp_path: Path) -> None:
     if found.returncode:
         pytest.skip(f"g++ cannot link with -fsanitize={sanitizer}: {found.stderr.strip().splitlines()[-1]}")
     program = tmp_path / "threads_test"
-    sources = [ROOT / "tests" / "cpu" / "threads_test.cpp", CSRC / "cpu" / "attention_kernels.cpp", CSRC / "cpu" / "arena.cpp"]
+    sources = [ROOT / "tests" / "cpu" / f"{op}_threads_test.cpp", CSRC / "cpu" / f"{op}_kernels.cpp", CSRC / "cpu" / "arena.cpp"]
     options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
     run([compiler, *options, *FLAGS, *map(str, sources), "-o", str(program)])
     # ThreadSanitizer cannot place its shadow under the address randomisation of recent kernels.

@@ -1,35 +1,19 @@
 // Attention's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and runs it. It needs no torch, so that all
 // code in the process is instrumented. Results with four threads must also be those with one, bit by bit.
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <functional>
-#include <random>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "cpu/attention.h"
+#include "thread_pool.h"
 
 namespace pt {
 namespace PT_ISA {
 extern const AttentionKernels attention_kernels;
 }
-
-// As torch's pool may, it gives fewer threads than were asked for, and runs what is left on the caller.
-void run_workers(int64_t workers, void (*fn)(void*), void* ctx) {
-  constexpr int64_t kMost = 4;
-  std::vector<std::thread> threads;
-  for (int64_t i = 1; i < workers && i < kMost; i++) threads.emplace_back(fn, ctx);
-  for (int64_t i = threads.size(); i < workers; i++) fn(ctx);
-  for (std::thread& t : threads) t.join();
-}
-int pool_threads() { return 4; }
 }  // namespace pt
 
 namespace {
-
-using Floats = std::vector<float>;
 
 struct Case {
   const char* name;
@@ -38,39 +22,16 @@ struct Case {
   std::function<void(pt::AttentionProblem&)> change;
 };
 
-struct Buffers {
-  std::vector<uint64_t> data;  // enough for any dtype
-  explicit Buffers(int64_t n) : data(n) {}
-  void* get() { return data.data(); }
-  bool operator==(const Buffers& o) const { return data == o.data; }
-};
-
 pt::Strides strides(int64_t heads, int64_t rows, int64_t d) { return {heads * rows * d, rows * d, d, 1}; }
 
 // Every output of a forward and a backward with that many threads.
 std::vector<Buffers> run(const Case& c, int threads) {
-  std::mt19937 random(7);
-  std::normal_distribution<float> normal;
-  const auto drawn = [&](int64_t n) {
-    Buffers b(n);
-    for (int64_t i = 0; i < n; i++) {
-      const float x = normal(random);
-      uint32_t bits;
-      std::memcpy(&bits, &x, 4);
-      const uint16_t half = uint16_t(bits >> 16);
-      if (c.dtype == pt::DType::f32) std::memcpy(static_cast<char*>(b.get()) + 4 * i, &x, 4);
-      else std::memcpy(static_cast<char*>(b.get()) + 2 * i, &half, 2);
-    }
-    return b;
-  };
-  const auto floats = [&](int64_t n) {
-    Floats f(n);
-    for (float& x : f) x = normal(random);
-    return f;
-  };
+  Random random;
+  const auto drawn = [&](int64_t n) { return random.numbers(n, c.dtype); };
+  const auto floats = [&](int64_t n) { return random.numbers(n, pt::DType::f32); };
   Buffers q = drawn(c.B * c.Hq * c.Lq * c.D), k = drawn(c.B * c.Hkv * c.Lk * c.D), v = drawn(c.B * c.Hkv * c.Lk * c.Dv),
           d_out = drawn(c.B * c.Hq * c.Lq * c.Dv);
-  const Floats bias = floats(c.Lq * c.Lk), slopes = floats(c.Hq), table = floats(8 * c.Hq);
+  Buffers bias = floats(c.Lq * c.Lk), slopes = floats(c.Hq), table = floats(8 * c.Hq);
   const int64_t starts[] = {0, 1, 2, 3, 5, 9, 16, 40};
   std::vector<Buffers> results;
   for (int64_t n : {c.B * c.Hq * c.Lq * c.Dv, c.B * c.Hq * c.Lq, c.B * c.Hq * c.Lq * c.D, c.B * c.Hkv * c.Lk * c.D, c.B * c.Hkv * c.Lk * c.Dv,
@@ -83,8 +44,8 @@ std::vector<Buffers> run(const Case& c, int threads) {
   p.qs = strides(c.Hq, c.Lq, c.D), p.ks = strides(c.Hkv, c.Lk, c.D), p.vs = strides(c.Hkv, c.Lk, c.Dv), p.os = strides(c.Hq, c.Lq, c.Dv);
   p.lse_s = {c.Hq * c.Lq, c.Lq, 1, 1};
   p.left = p.right = -1, p.scale = 0.2, p.threads = threads;
-  p.bias.data = bias.data(), p.bias.stride = {0, 0, c.Lk, 1};  // one for all batch elements and heads
-  p.slopes = slopes.data(), p.table = table.data(), p.bucket_starts = starts, p.buckets = 8;
+  p.bias.data = bias.get(), p.bias.stride = {0, 0, c.Lk, 1};  // one for all batch elements and heads
+  p.slopes = slopes.get(), p.table = table.get(), p.bucket_starts = starts, p.buckets = 8;
   c.change(p);
   pt::AttentionGrads g{};
   g.d_out = d_out.get(), g.dos = p.os, g.dq = results[2].get(), g.dqs = p.qs, g.dk = results[3].get(), g.dks = p.ks;
@@ -111,11 +72,5 @@ int main() {
       {"split keys", DType::bf16, 2, 2, 1, 1, 3000, 16, 16, plain},
       {"many small units", DType::f32, 70, 2, 1, 3, 5, 8, 8, plain},
   };
-  int wrong = 0;
-  for (const Case& c : cases) {
-    const bool same = run(c, 4) == run(c, 1);
-    std::printf("%s: %s\n", c.name, same ? "ok" : "DIFFERS between four threads and one");
-    wrong += !same;
-  }
-  return wrong ? 1 : 0;
+  return judge(cases, run);
 }
