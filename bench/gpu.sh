@@ -89,8 +89,8 @@ bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
 PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_long 60 attention --backends cuda,flash,cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
-bench attention_d256 45 attention --backends cuda,flash,cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
+bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
+bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 bench feed_forward 60 feed_forward --backends triton,torch --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336
