@@ -31,8 +31,8 @@ AVX2 = "isa-avx2"
 # What fills the folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
 COMMANDS = (
     "-m pytransformer bench --suite aims --out .",
-    f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --out {AVX2}",
-    "-m pytransformer bench models --layers 2 --no-memory --out .",
+    f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out {AVX2}",
+    "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
     "{tools}/overhead.py --out overhead.json",
 )
