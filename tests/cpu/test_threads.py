@@ -40,7 +40,11 @@ def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
     if found.returncode:
         pytest.skip(f"g++ cannot link with -fsanitize={sanitizer}: {found.stderr.strip().splitlines()[-1]}")
     program = tmp_path / "threads_test"
-    sources = [ROOT / "tests" / "cpu" / f"{op}_threads_test.cpp", CSRC / "cpu" / f"{op}_kernels.cpp", CSRC / "cpu" / "arena.cpp"]
+    sources = [
+        ROOT / "tests" / "cpu" / f"{op}_threads_test.cpp",
+        CSRC / "cpu" / f"{op}_kernels.cpp",
+        CSRC / "cpu" / "arena.cpp",
+    ]
     options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
     run([compiler, *options, *FLAGS, *map(str, sources), "-o", str(program)])
     # ThreadSanitizer cannot place its shadow under the address randomisation of recent kernels.
