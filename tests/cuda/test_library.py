@@ -17,7 +17,9 @@ import pytransformer as pt
 from pytransformer.ops import _cuda, _native
 
 needs_library = pytest.mark.skipif((why := _cuda.why_not_loaded("norm_fwd")) is not None, reason=str(why))
-needs_bindings = pytest.mark.skipif(importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built")
+needs_bindings = pytest.mark.skipif(
+    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+)
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 

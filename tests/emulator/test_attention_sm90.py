@@ -56,7 +56,9 @@ def test_schedules_give_equal_bits() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built")
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+)
 def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 20, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
