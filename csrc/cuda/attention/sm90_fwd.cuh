@@ -65,19 +65,6 @@ struct Sm90ForwardBlock {
     else ptx::bar_arrive(1, 256);
   }
 
-  // Calls f(x, at, c) on pieces of 64 columns from the tile's column `first` on: x[n][r] is s[(c + n) * 4 + r].
-  template <class F>
-  static PT_DEVICE void in_pieces(float (&s)[BN / 2], int row, int first, F f) {
-    constexpr int kPiece = 8;
-    PT_UNROLL
-    for (int c = 0; c < BN / 8; c += kPiece) {
-      float x[kPiece][4];
-      each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
-      f(x, Place(row, first + 8 * c));
-      each<kPiece>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
-    }
-  }
-
   struct Rows {  // the lane's two
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // this lane's share
@@ -151,7 +138,7 @@ struct Sm90ForwardBlock {
       // Scores to weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {
         if constexpr (K::general)
-          in_pieces(s, row, first, [&](float (&x)[8][4], const Place& place) {
+          in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
             float unused[8][4];
             terms.apply(x, unused, place, kAllColumns);
           });
@@ -163,7 +150,7 @@ struct Sm90ForwardBlock {
       };
       const auto pack = [&](int first) {
         if (K::general && p.drop_threshold)
-          in_pieces(s, row, first, [&](float (&x)[8][4], const Place& place) {
+          in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
             const uint32_t kept = terms.template kept<8>(place);
             each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
           });

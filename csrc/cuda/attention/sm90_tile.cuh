@@ -115,7 +115,21 @@ PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) 
   for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = Element<T>::pack(x[2 * i], x[2 * i + 1]);
 }
 
-// ---- what bounds hide
+// ---- elements
+
+// Calls f(x, place, c) on pieces of 8 N columns, of which the first is column `first` + 8 c: x[n][r] is s[(c + n) * 4 + r].
+template <int N, int R, class F>
+PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
+  static_assert(R % (4 * N) == 0);
+  PT_UNROLL
+  for (int c = 0; c < R / 4; c += N) {
+    float x[N][4];
+    each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
+    f(x, Place(row, first + 8 * c), c);
+    each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
+  }
+}
+
 
 // Calls f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first` on.
 template <int R, class F>
