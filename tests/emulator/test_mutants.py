@@ -30,7 +30,11 @@ FAULTS = (
     ),
     Fault("a row past the last", FWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", message=OUTSIDE),
     Fault(
-        "a row past the last, backward", BWD, "const bool here = row < p.rows;", "const bool here = row <= p.rows;", OUTSIDE
+        "a row past the last, backward",
+        BWD,
+        "const bool here = row < p.rows;",
+        "const bool here = row <= p.rows;",
+        message=OUTSIDE,
     ),
     Fault("no barrier before a part is summed", BWD, SYNC + "\n  for (int column", "  for (int column", message="ld.shared"),
     Fault("a part's memory used again too early", BWD, SYNC + "  // an earlier use of the memory is over", "", message=LATE),
