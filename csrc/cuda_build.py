@@ -26,6 +26,7 @@ FLAGS = [
     "-lineinfo",
     "--expt-relaxed-constexpr",
     "-Xptxas=-v",
+    "--compress-mode=size",  # a sixth of the bytes, most of which are line information; for 29 % more time of a source
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
 

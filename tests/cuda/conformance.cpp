@@ -171,12 +171,15 @@ void hopper() {
   multiply<ptx::bf16, 64, false, false, false>("wgmma_ss_n64");
   multiply<ptx::bf16, 96, false, false, false>("wgmma_ss_n96");
   multiply<ptx::bf16, 128, false, false, false>("wgmma_ss_n128");
+  multiply<ptx::bf16, 176, false, false, false>("wgmma_ss_n176");
+  multiply<ptx::f16, 80, false, false, false>("wgmma_ss_n80_f16");
   multiply<ptx::bf16, 64, false, true, false>("wgmma_ss_n64_tb");
   multiply<ptx::bf16, 128, false, true, false>("wgmma_ss_n128_tb");
   multiply<ptx::bf16, 64, true, true, false>("wgmma_ss_n64_ta_tb");
   multiply<ptx::bf16, 128, true, false, false>("wgmma_ss_n128_ta");
   multiply<ptx::bf16, 64, false, false, true>("wgmma_rs_n64");
   multiply<ptx::bf16, 128, false, true, true>("wgmma_rs_n128_tb");
+  multiply<ptx::bf16, 192, false, true, true>("wgmma_rs_n192_tb");
   multiply<ptx::bf16, 256, false, true, true>("wgmma_rs_n256_tb");
   multiply<ptx::f16, 128, false, false, false>("wgmma_ss_n128_f16");
   multiply<ptx::f16, 64, true, true, false>("wgmma_ss_n64_ta_tb_f16");

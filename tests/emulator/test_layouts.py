@@ -151,8 +151,8 @@ def test_wgmma_accumulators(answers: Answers) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "ss_n64 ss_n96 ss_n128 ss_n64_tb ss_n128_tb ss_n64_ta_tb ss_n128_ta rs_n64 rs_n128_tb rs_n256_tb "
-    "ss_n128_f16 ss_n64_ta_tb_f16 rs_n128_tb_f16".split(),
+    "ss_n64 ss_n96 ss_n128 ss_n176 ss_n64_tb ss_n128_tb ss_n64_ta_tb ss_n128_ta rs_n64 rs_n128_tb rs_n192_tb rs_n256_tb "
+    "ss_n80_f16 ss_n128_f16 ss_n64_ta_tb_f16 rs_n128_tb_f16".split(),
 )
 def test_wgmma(name: str, answers: Answers) -> None:
     dtype = torch.float16 if "f16" in name else torch.bfloat16

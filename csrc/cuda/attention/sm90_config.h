@@ -21,11 +21,10 @@ struct Sm90Tile {
   constexpr uint32_t streamed_bytes() const { return uint32_t(stages * streamed * head_dim * 2); }
 };
 
-constexpr bool kSm90PingPong64 = true;  // FlashAttention-3 has it to 128 columns; to be timed
-
-// Three consumers for 64 columns, 176 keys for 128 and 80 for 256 are what FlashAttention-3 has; to be timed.
-constexpr Sm90Tile sm90_forward_tile(int head_dim) {
-  return head_dim == 64 ? Sm90Tile{64, 128, 2, kSm90PingPong64} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
+// Plain kernels could have other tiles than general ones, which go through a tile in pieces of 64 columns: FlashAttention-3 has three
+// consumers for 64 columns, 176 keys for 128 and 80 for 256. bench/tools/cuda_variants.py is there to time them.
+constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool general) {
+  return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
 // More rows would need more registers than there are.
 constexpr Sm90Tile sm90_queries_tile(int head_dim) { return head_dim == 64 ? Sm90Tile{64, 128, 2} : Sm90Tile{128, 96, 2}; }
@@ -51,15 +50,16 @@ constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
   constexpr int kSpare = 8;               // registers for addresses, bounds and statistics
   // What setmaxnreg hands out is what the block was launched with.
   const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
-  return smem <= kMostSmem && sums + kSpare <= t.consumer_registers && t.streamed % 32 == 0 &&
+  return smem <= kMostSmem && sums + kSpare <= t.consumer_registers && t.streamed % 16 == 0 &&
          t.producer_registers + t.consumers * t.consumer_registers <= launched;
 }
 // S, P, O.
 constexpr bool sm90_forward_fits(const Sm90Tile& t) {
   return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
-static_assert(sm90_forward_fits(sm90_forward_tile(64)) && sm90_forward_fits(sm90_forward_tile(128)));
-static_assert(sm90_forward_fits(sm90_forward_tile(256)));
+static_assert(sm90_forward_fits(sm90_forward_tile(64, false)) && sm90_forward_fits(sm90_forward_tile(64, true)));
+static_assert(sm90_forward_fits(sm90_forward_tile(128, false)) && sm90_forward_fits(sm90_forward_tile(128, true)));
+static_assert(sm90_forward_fits(sm90_forward_tile(256, false)));
 // S, dP, P or dS, dQ.
 constexpr bool sm90_queries_fit(const Sm90Tile& t) {
   return sm90_fits(t, sm90_queries_smem(t), t.streamed + t.streamed / 4 + t.head_dim / 2);

@@ -7,7 +7,7 @@ namespace {
 
 template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
+  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, K::general);
   const AttentionProblem& p = f.p;
   const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, kTile.rows()), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};

@@ -92,7 +92,7 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.head_class == 256 && plan.general) plan.why_not = "softcap, biases and dropout have no registers left at head size 256";
   if (plan.why_not) return plan;
-  const int rows = sm90_forward_tile(plan.head_class).rows();
+  const int rows = sm90_forward_tile(plan.head_class, plan.general).rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
   return plan;
 }

@@ -80,16 +80,22 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 #define PT_D8(i) "+f"(d[i]), "+f"(d[i+1]), "+f"(d[i+2]), "+f"(d[i+3]), \
                   "+f"(d[i+4]), "+f"(d[i+5]), "+f"(d[i+6]), "+f"(d[i+7])
 #define PT_D32 PT_D8(0), PT_D8(8), PT_D8(16), PT_D8(24)
-#define PT_D48 PT_D32, PT_D8(32), PT_D8(40)
+#define PT_D40 PT_D32, PT_D8(32)
+#define PT_D48 PT_D40, PT_D8(40)
 #define PT_D64 PT_D48, PT_D8(48), PT_D8(56)
-#define PT_D128 PT_D64, PT_D8(64), PT_D8(72), PT_D8(80), PT_D8(88), PT_D8(96), PT_D8(104), PT_D8(112), PT_D8(120)
+#define PT_D80 PT_D64, PT_D8(64), PT_D8(72)
+#define PT_D88 PT_D80, PT_D8(80)
+#define PT_D96 PT_D88, PT_D8(88)
+#define PT_D128 PT_D96, PT_D8(96), PT_D8(104), PT_D8(112), PT_D8(120)
 #define PT_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define PT_R48 PT_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define PT_R40 PT_R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define PT_R48 PT_R40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define PT_R64 PT_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define PT_R128 PT_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-                ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-                ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+#define PT_R80 PT_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define PT_R88 PT_R80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define PT_R96 PT_R88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define PT_R128 PT_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
                 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // R is the number of accumulators, TA and TB are 0 or 1; P0.. are the numbers of the operands that
@@ -122,20 +128,32 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
   PT_WGMMA_OF(bf16, N, R, P0, P1, P2, P3, P4, P5)                                                                    \
   PT_WGMMA_OF(f16, N, R, P0, P1, P2, P3, P4, P5)
 PT_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+PT_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
 PT_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
 PT_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+PT_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+PT_WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
+PT_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
 PT_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 #undef PT_WGMMA_SS
 #undef PT_WGMMA_RS
 #undef PT_WGMMA_OF
 #undef PT_WGMMA
 #undef PT_R128
+#undef PT_R96
+#undef PT_R88
+#undef PT_R80
 #undef PT_R64
 #undef PT_R48
+#undef PT_R40
 #undef PT_R32
 #undef PT_D128
+#undef PT_D96
+#undef PT_D88
+#undef PT_D80
 #undef PT_D64
 #undef PT_D48
+#undef PT_D40
 #undef PT_D32
 #undef PT_D8
 // clang-format on
