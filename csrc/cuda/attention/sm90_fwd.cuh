@@ -149,11 +149,12 @@ struct Sm90ForwardBlock {
         softmax(s, rows, unit);
       };
       const auto pack = [&](int first) {
-        if (K::general && p.drop_threshold)
-          in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
-            const uint32_t kept = terms.template kept<8>(place);
-            each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
-          });
+        if constexpr (K::general)
+          if (p.drop_threshold)
+            in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
+              const uint32_t kept = terms.template kept<8>(place);
+              each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
+            });
         pack_weights<T>(weights, s);
       };
 
