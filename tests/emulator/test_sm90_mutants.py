@@ -90,7 +90,7 @@ FAULTS = (
     Fault("numbers released too early", KEYS, "        ptx::syncwarp();\n" + RELEASES, RELEASES, "grouped", LATE),
     Fault("numbers written while they are read", KEYS, "        q.await_empty(visit);\n", "", "grouped"),
     Fault("delta's sign", KEYS, "-row.delta);", "row.delta);", "grouped"),
-    Fault("the numbers of another stage", KEYS, "uint32_t(visit % kTile.stages * kNumbers)", "0", "grouped", LATE),
+    Fault("the numbers of another stage", KEYS, "uint32_t(visit % (kTile.stages + K::more_queries) * kNumbers)", "0", "grouped", LATE),
     Fault("a head of a group left out", KEYS, "h < (hk + 1) * p.group; ++h)", "h < hk * p.group + 1; ++h)", "grouped"),
     Fault("tiles from the first on", KEYS, "t == first ? last - 1 : t - 1;", "t == first ? last - 1 : first;", "causal"),
     Fault("scores not hidden", KEYS, "        hide(s);\n", "", "causal"),

@@ -15,10 +15,12 @@ struct Sm90KeysBlock {
   static constexpr int kConsumers = kTile.consumers, kNumbers = 2 * 4 * BN;  // bytes of a stage's top and delta
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
+  using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
 
   const Sm90Backward& args;
   RingOwn k, v;
-  RingStream q, d_out;
+  RingQueries q;
+  RingStream d_out;
   uint32_t numbers;
 
   // A tile of keys as consumers see it.
@@ -38,11 +40,16 @@ struct Sm90KeysBlock {
       const int first = j0 + consumer() * 64;
       return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
     }
-    // For f(query head, tile), tiles from the last on.
+    // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards, the
+    // first after the last.
+    PT_DEVICE int begin() const { return range.last - 1 - j0 / BM % least(most(range.count(), 1), K::spread); }
+    PT_DEVICE int next(int t) const { return t == range.first ? range.last - 1 : t - 1; }
+    // For f(query head, tile).
     template <class F>
     PT_DEVICE void for_each_visit(const AttentionProblem& p, F f) const {
+      int t = begin();
       for (int h = hk * p.group; h < (hk + 1) * p.group; ++h)
-        for (int t = range.last - 1; t >= range.first; --t) f(h, t);
+        for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
     }
 
    private:
@@ -102,7 +109,7 @@ struct Sm90KeysBlock {
       });
     });
   }
-  PT_DEVICE uint32_t numbers_of(int visit) const { return numbers + uint32_t(visit % kTile.stages * kNumbers); }
+  PT_DEVICE uint32_t numbers_of(int visit) const { return numbers + uint32_t(visit % (kTile.stages + K::more_queries) * kNumbers); }
 
   // For f(i, number): each element's query's number, of which a lane has two in eight columns.
   template <int R, class F>
@@ -208,7 +215,7 @@ struct Sm90KeysBlock {
     const Sm90KeysBlock block{args,
                               RingOwn(base, own_bars),
                               RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
-                              RingStream(base + 2 * kOwn, stream_bars),
+                              RingQueries(base + 2 * kOwn, stream_bars),
                               RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
                               base + kNumbersAt};
     run_block(block);

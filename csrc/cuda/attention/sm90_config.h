@@ -74,6 +74,8 @@ template <int HeadDim, bool IsGeneral>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool general = IsGeneral;
+  // Over keys: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
+  static constexpr int more_queries = 0, spread = 1;
 };
 
 }  // namespace pt::cuda
