@@ -11,6 +11,7 @@
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90_plan.h"
 #include "cuda/layer_norm/plan.h"
+#include "cuda/matmul/plan.h"
 
 namespace py = pybind11;
 
@@ -89,6 +90,27 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
                   "general"_a = plan.general, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section, "blocks"_a = plan.blocks);
 }
 
+// Of operands that are aligned and as large as the numbers say.
+py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const std::string& dtype, const std::string& layout, bool gated,
+                          bool ours, int multiprocessors) {
+  using namespace pt::cuda;
+  if (layout != "nt" && layout != "nn" && layout != "tn" && layout != "tt")
+    throw py::value_error("layout must be nt, nn, tn or tt, got " + layout);
+  alignas(16) static char somewhere[16];
+  const auto matrix = [&](int64_t height, int64_t width, bool transposed) {
+    const int64_t columns = transposed ? height : width;
+    return Matrix{somewhere, transposed ? width : height, columns, (columns + 7) / 8 * 8, transposed};
+  };
+  Product p{dtype_of(dtype), rows, columns, {}, {}, gated};
+  p.a[0] = matrix(rows, depth, layout[0] == 't'), p.b[0] = matrix(depth, columns, layout[1] == 't');
+  if (gated) p.b[1] = p.b[0];
+  const MatmulPlan plan = plan_matmul(p, multiprocessors);
+  using namespace py::literals;
+  return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "down"_a = plan.grid.down,
+                  "across"_a = plan.grid.across, "group"_a = plan.grid.group, "blocks"_a = plan.blocks,
+                  "library"_a = plain_by_library(rows, columns, depth, ours));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -107,6 +129,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
         py::arg("even") = true, py::arg("plain") = true, py::arg("looks_up") = false, py::arg("multiprocessors") = 132,
         "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
+  m.def("cuda_matmul_plan", &cuda_matmul_plan, py::arg("rows"), py::arg("columns"), py::arg("depth"), py::kw_only(), py::arg("dtype"),
+        py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,
+        "Whether the products for sm_90a take a problem, why not, how their blocks share it, and whether the library does it where nothing "
+        "is behind it; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

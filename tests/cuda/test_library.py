@@ -231,6 +231,52 @@ def test_every_attention_kernel_fits_every_gpu() -> None:
             assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
 
 
+# ---- products for sm_90a
+
+
+def matmul_plan(rows: int = 8192, columns: int = 16384, depth: int = 4096, **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    return _C.cuda_matmul_plan(rows, columns, depth, **({"dtype": "bfloat16", "layout": "nt"} | changed))
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"layout": "nn", "dtype": "float16", "depth": 13}, None),
+        ({"layout": "tn", "columns": 5}, None),
+        ({"gated": True}, None),
+        ({"dtype": "float32"}, "float32"),
+        ({"layout": "tt"}, "both operands"),
+        ({"layout": "nn", "gated": True}, "a gated product is of rows with rows"),
+        ({"rows": 0}, "nothing to multiply"),
+        ({"rows": 2**31}, "a side of 2^31"),
+        ({"rows": 2**30, "columns": 2**30}, "more than 2^31 tiles"),
+    ],
+)
+def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | None) -> None:
+    found = matmul_plan(**changed)["why_not"]
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@needs_bindings
+def test_how_products_are_shared() -> None:
+    """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in groups of 16 rows of tiles."""
+    large, few, gated = matmul_plan(), matmul_plan(rows=100, columns=300), matmul_plan(gated=True)
+    assert (large["down"], large["across"], large["group"], large["blocks"]) == (64, 64, 16, 132)
+    assert (few["down"], few["across"], few["group"], few["blocks"]) == (1, 2, 1, 2)
+    assert (gated["down"], gated["across"]) == (64, 128)
+
+
+@needs_bindings
+def test_which_plain_products_are_the_librarys() -> None:
+    """All, until a run on a GPU says otherwise, but where ours are asked for."""
+    assert matmul_plan()["library"] and not matmul_plan(ours=True)["library"]
+    assert matmul_plan(rows=16)["library"] and not matmul_plan(rows=16, ours=True)["library"]
+
+
 @needs_bindings
 def test_a_wrong_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):

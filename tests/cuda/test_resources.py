@@ -54,6 +54,9 @@ def test_few_instantiations(resources: ModuleType) -> None:
         for arch in {key.split()[0] for key in kernels}:
             assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
     hopper = {direction: sum(f"sm_90a sm90_attention_{direction}" in key for key in kernels) for direction in ("fwd", "bwd")}
+    products = [key for key in kernels if "sm_90a sm90_matmul_" in key]
+    for epilogue in {key.rsplit(", ", 1)[1] for key in products}:
+        assert 1 <= sum(key.endswith(f", {epilogue}") for key in products) <= 24
     assert all(1 <= count <= 24 for count in hopper.values()) and not any(" sm90_" in k for k in kernels if "sm_90a" not in k)
 
 
@@ -67,5 +70,9 @@ def test_faults_are_found(resources: ModuleType) -> None:
     assert resources.faults({hopper: used | {"warpgroup_products": 24}}) == []
     for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 24, "products": 8}, {"warpgroup_products": 24, "wide": 0}):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
+    product = "sm_90a sm90_matmul_kernel<bf16, Operands<false, false, false>, Linear>"
+    assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []
+    for wrong in ({"warpgroup_products": 0, "wide": 16}, {"warpgroup_products": 4}):
+        assert "products of warpgroups" in resources.faults({product: used | wrong})[0]
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

@@ -45,6 +45,12 @@ def emulated(builder: ModuleType) -> Iterator[Path]:
         yield library
 
 
+@pytest.fixture
+def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated GPU that has the instructions of sm_90a."""
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
+
+
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest, emulated: Path) -> int:
     """The order in which the emulator runs threads: what a test finds with one it finds again with the same. Three of them, and 20 with

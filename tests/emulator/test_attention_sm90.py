@@ -17,12 +17,6 @@ FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
-@pytest.fixture
-def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated GPU that has these instructions."""
-    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
-
-
 def test_every_path(schedule: int) -> None:
     """Each problem against float64, by kernels of warpgroups and no others."""
     for problem in sm90_problems.problems():

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from planted import Fault, check_caught, check_texts, parameters
 
-RING, TILE, FWD = "tile/ring.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
+RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS = "attention/sm90_bwd_tile.cuh"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
@@ -23,16 +23,17 @@ FAULTS = (
     Fault("phase of empty flipped", RING, "await(empty(n), parity(n) ^ 1);", "await(empty(n), parity(n));", "grouped", DEADLOCK, False),
     Fault("phase of full flipped", RING, "await(full(n), parity(n));", "await(full(n), parity(n) ^ 1);", "grouped", UNAWAITED),
     Fault("a phase a use", RING, "uint32_t(n / Stages) & 1;", "uint32_t(n) & 1;", "grouped"),
-    Fault("loaded before it is empty", RING, "    await_empty(n);\n    ptx::mbarrier_arrive", "    ptx::mbarrier_arrive", "grouped"),
-    Fault("half the bytes expected", RING, "expect_tx(full(n), kBytes)", "expect_tx(full(n), kBytes / 2)", "grouped"),
+    Fault("loaded before it is empty", RING, "    await_empty(n);\n    announce", "    announce", "grouped"),
+    Fault("half the bytes expected", RING, "announce(n, kBytes)", "announce(n, kBytes / 2)", "grouped"),
     Fault("a reader too many", RING, "uint32_t(readers)", "uint32_t(readers + 1)", "grouped", DEADLOCK),
     Fault("stages share their barriers", RING, "uint32_t(n % Stages) * 16;", "0;", "grouped"),
     Fault("stages share their buffers", RING, "uint32_t(n % Stages) * kBytes;", "0;", "grouped"),
     Fault("the first panel twice", RING, "full(n), p * 64, row", "full(n), 0, row", "full"),
     Fault("panels on top of each other", RING, "buffer(n) + p * kPanelBytes", "buffer(n)", "full"),
     # what the kernels share
-    Fault("barriers not made visible", TILE, "    ptx::fence_mbarrier_init();\n", "", "grouped", "not made visible to the async proxy"),
-    Fault("barriers used before they are there", TILE, "  }\n  ptx::syncthreads();\n", "  }\n", "grouped"),
+    Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", "grouped",
+          "not made visible to the async proxy"),
+    Fault("barriers used before they are there", WARPGROUP, "  }\n  ptx::syncthreads();\n", "  }\n", "grouped"),
     Fault("a step of a product too short", TILE, "i % 4 * 32), accumulate", "i % 4 * 16), accumulate", "grouped"),
     Fault("the second panel of rows", TILE, "a + i / 4 * RingA::kPanelBytes", "a", "full"),
     Fault("the second panel of columns", TILE, "i * 2 * kSwizzleAtom, RingB::kPanelBytes)", "i * 2 * kSwizzleAtom, 0)", "full"),
@@ -51,7 +52,7 @@ FAULTS = (
     Fault("the tiles of another block", TILE, "n += int(gridDim.x)", "n += int(gridDim.x) + 1", "full"),
     Fault("results not exchanged", TILE, "      transpose_quad(words);\n", "", "grouped"),
     Fault("columns past the last written", TILE, "&& column < out.columns)", ")", "causal, grouped"),
-    Fault("released by one consumer", TILE, "if (threadIdx.x % 128 == 0) ring", "if (threadIdx.x == 128) ring", "grouped", DEADLOCK),
+    Fault("released by one consumer", WARPGROUP, "if (threadIdx.x % 128 == 0) ring", "if (threadIdx.x == 128) ring", "grouped", DEADLOCK),
     Fault("words exchanged with another lane", QUAD, "shfl_xor_u32(odd ? w[0] : w[1], 1)", "shfl_xor_u32(odd ? w[0] : w[1], 3)", "grouped"),
     # forward
     Fault("keys not awaited", FWD, "          k.await_full(visit + 1);\n", "", "grouped", UNAWAITED),

@@ -7,10 +7,9 @@
 
 #include "cuda/attention/sm90_plan.h"
 #include "cuda/attention/terms.cuh"
-#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/quad.cuh"
 #include "cuda/tile/ring.cuh"
-#include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/warpgroup.cuh"
 
 namespace pt::cuda {
 
@@ -20,28 +19,6 @@ namespace pt::cuda {
 template <class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += int(gridDim.x)) f(n);
-}
-
-// Of a consumer: its warpgroup's number, its warp's first row in the tile, and the lane's two.
-PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
-PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
-PT_DEVICE int own_row(int r) { return warp_row() + lane_id() / 4 + 8 * r; }
-
-// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the others.
-template <class B>
-PT_DEVICE void run_block(const B& block) {
-  if (threadIdx.x == 0) {
-    block.begin();
-    ptx::fence_mbarrier_init();
-  }
-  ptx::syncthreads();
-  if (threadIdx.x < 128) {
-    ptx::setmaxnreg_dec<B::kTile.producer_registers>();
-    block.produce();
-  } else {
-    ptx::setmaxnreg_inc<B::kTile.consumer_registers>();
-    block.consume();
-  }
 }
 
 // `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is
@@ -72,18 +49,7 @@ struct QueryWork : QueryTile<Rows, Streamed> {
       : Base(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
 };
 
-// One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
-template <class R>
-PT_DEVICE void release_products(const R& ring, int n) {
-  if (threadIdx.x % 128 == 0) ring.release(n);
-}
-
 // ---- products
-
-// A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
-PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
-  return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
-}
 
 // x (+)= A B^T; A is this consumer's 64 rows of a tile, B a tile of N rows, both K-major: a step of 16 columns is 32 bytes inside the
 // swizzle's rows.

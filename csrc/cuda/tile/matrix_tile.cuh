@@ -9,11 +9,11 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/tile/fragments.cuh"
 #include "cuda/tile/vectors.cuh"
 
 namespace pt::cuda {
 
-PT_DEVICE int lane_id() { return int(threadIdx.x) % 32; }
 
 // Rows of RowBytes; the 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that eight rows of one chunk use all banks.
 template <int RowBytes>

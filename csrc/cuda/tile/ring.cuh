@@ -1,4 +1,4 @@
-// A ring of buffers in shared memory that one thread fills by TMA and warpgroups empty.
+// Rings of buffers in shared memory that one thread fills by TMA and warpgroups empty.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -10,19 +10,15 @@ PT_DEVICE void await(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
-// Uses are numbered from 0 on by both sides; use n takes buffer n % Stages. Each buffer is `Panels` panels of `Rows` rows of 128 bytes,
-// swizzled, of a tensor with 64 columns a panel, and begins at a multiple of 1024.
-template <int Stages, int Rows, int Panels>
-class Ring {
+// Uses are numbered from 0 on by both sides; use n takes buffer n % Stages, of `Bytes`, each with a barrier "full" and one "empty".
+template <int Stages, uint32_t Bytes>
+class Buffers {
  public:
-  static constexpr int kRows = Rows;
-  static constexpr uint32_t kPanelBytes = Rows * 128, kBytes = Panels * kPanelBytes;
-  static constexpr uint32_t kBufferBytes = Stages * kBytes, kBarrierBytes = Stages * 16;
+  static constexpr uint32_t kBytes = Bytes, kBufferBytes = Stages * kBytes, kBarrierBytes = Stages * 16;
 
-  PT_DEVICE Ring(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
+  PT_DEVICE Buffers(uint32_t buffers, uint32_t barriers) : buffers_(buffers), barriers_(barriers) {}
 
-  // By one thread of the block, before a fence and a barrier. Of each use: `writers` announce it, load() being one of them, and `readers`
-  // call release().
+  // By one thread of the block, before a fence and a barrier. Of each use: `writers` announce it, and `readers` call release().
   PT_DEVICE void init(int writers, int readers, const char* name_full, const char* name_empty) const {
     PT_UNROLL
     for (int s = 0; s < Stages; ++s) {
@@ -34,25 +30,40 @@ class Ring {
   }
 
   PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(n % Stages) * kBytes; }
+  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
 
-  // The producing thread: waits for the buffer, then loads rows [row, row + Rows) of a head.
-  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
-    await_empty(n);
-    ptx::mbarrier_arrive_expect_tx(full(n), kBytes);
-    PT_UNROLL
-    for (int p = 0; p < Panels; ++p) ptx::tma_load_4d(buffer(n) + p * kPanelBytes, map, full(n), p * 64, row, head, batch);
-  }
-  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ 1); }
+  // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
+  PT_DEVICE void announce(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
   PT_DEVICE void announce(int n) const { ptx::mbarrier_arrive(full(n)); }
+  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ 1); }
   PT_DEVICE void await_full(int n) const { await(full(n), parity(n)); }
   PT_DEVICE void release(int n) const { ptx::mbarrier_arrive(empty(n)); }
 
  private:
-  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
   PT_DEVICE uint32_t empty(int n) const { return full(n) + 8; }
   static PT_DEVICE uint32_t parity(int n) { return uint32_t(n / Stages) & 1; }
 
   uint32_t buffers_, barriers_;
+};
+
+// Each buffer is `Panels` panels of `Rows` rows of 128 bytes, swizzled, of a tensor with 64 columns a panel, and begins at a multiple of
+// 1024.
+template <int Stages, int Rows, int Panels>
+class Ring : public Buffers<Stages, Panels * Rows * 128> {
+  using Base = Buffers<Stages, Panels * Rows * 128>;
+
+ public:
+  static constexpr int kRows = Rows;
+  static constexpr uint32_t kPanelBytes = Rows * 128;
+  using Base::announce, Base::await_empty, Base::Base, Base::buffer, Base::full, Base::kBytes;
+
+  // The producing thread, one of the writers: waits for the buffer, then loads rows [row, row + Rows) of a head.
+  PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
+    await_empty(n);
+    announce(n, kBytes);
+    PT_UNROLL
+    for (int p = 0; p < Panels; ++p) ptx::tma_load_4d(buffer(n) + p * kPanelBytes, map, full(n), p * 64, row, head, batch);
+  }
 };
 
 }  // namespace pt::cuda

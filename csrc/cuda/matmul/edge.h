@@ -1,0 +1,49 @@
+// What the torch edges of the products by warpgroups share: matrices from tensors. For edges only.
+#pragma once
+
+#include "cuda/edge.h"
+#include "cuda/matmul/plan.h"
+
+namespace pt::cuda {
+
+// An operand (height, width): one of its dimensions contiguous, the other's stride a multiple of 16 bytes. Its memory may be reached.
+inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable) {
+  STD_TORCH_CHECK(t.dim() == 2, "products: ", name, " must be a matrix");
+  const bool transposed = t.stride(1) != 1 && t.stride(0) == 1;
+  STD_TORCH_CHECK(transposed || t.stride(1) == 1, "products: rows or columns of ", name, " must be contiguous");
+  const int rows = transposed ? 1 : 0;
+  return {read_from(t, name, reachable), t.size(rows), t.size(1 - rows), t.stride(rows), transposed};
+}
+
+// A result of so many rows and columns, whose rows hold a multiple of eight columns.
+inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable) {
+  if (!t) return {};
+  const int64_t width = (p.columns + 7) / 8 * 8;
+  STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == p.rows && t->size(1) == width && t->stride(1) == 1, "products: ", name, " must be (", p.rows,
+                  ", ", width, "), its columns contiguous");
+  STD_TORCH_CHECK(dtype_of(*t, name) == p.dtype, "products: ", name, " must have the operands' dtype");
+  const MatrixOut out{write_to(*t, name, reachable), t->stride(0)};
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data) % 16 == 0 && (p.rows == 1 || out.stride % 8 == 0), "products: rows of ", name,
+                  " must begin at multiples of 16 bytes");
+  return out;
+}
+
+// Of so many columns, in memory a multiple of eight.
+inline Bias bias_of(const MaybeTensor& t, const char* name, int64_t columns, Reachable& reachable) {
+  if (!t) return {};
+  const Bias bias{read_from(*t, name, reachable), dtype_of(*t, name)};
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) >= columns && t->size(0) % 2 == 0 && t->stride(0) == 1 &&
+                      reinterpret_cast<uintptr_t>(bias.data) % 16 == 0,
+                  "products: ", name, " must be contiguous, aligned to 16 bytes, of an even number of at least ", columns, " numbers");
+  return bias;
+}
+
+// The kernels' plan; an error where they do not take the problem, which Python asks beforehand.
+inline MatmulPlan planned(const Product& p) {
+  const MatmulPlan plan = plan_matmul(p, multiprocessors());
+  STD_TORCH_CHECK(!plan.why_not, "products: ", plan.why_not);
+  STD_TORCH_CHECK(runs_sm90a(), "products: these kernels are for sm_90a");
+  return plan;
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,66 @@
+// What epilogues share: columns of numbers, and results 16 bytes at a time.
+#pragma once
+
+#include "cuda/matmul/sm90_matmul.cuh"
+
+namespace pt::cuda {
+
+constexpr int kStripColumns = 32;  // at a time: four lanes that share a row then write 64 bytes of it
+
+// The bias of the lane's eight columns of a strip, or zeros: v[2 c + e] is column first(4 strip + c) + e.
+PT_DEVICE void load_bias(float (&v)[8], const Bias& bias, const MatmulPlace& place, int strip) {
+  PT_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const int64_t column = place.first(4 * strip + c);
+    v[2 * c] = v[2 * c + 1] = 0.0f;
+    if (!bias.data || column >= place.columns) continue;
+    if (bias.dtype == DType::f32) {
+      const auto* p = static_cast<const float*>(bias.data) + column;
+      v[2 * c] = load_one(p), v[2 * c + 1] = load_one(p + 1);
+    } else {
+      const uint32_t pair = ptx::ld_global_u32(static_cast<const uint16_t*>(bias.data) + column);
+      const bool half = bias.dtype == DType::f16;
+      const uint16_t low = uint16_t(pair), high = uint16_t(pair >> 16);
+      v[2 * c] = half ? ptx::widen(ptx::f16{low}) : ptx::widen(ptx::bf16{low});
+      v[2 * c + 1] = half ? ptx::widen(ptx::f16{high}) : ptx::widen(ptx::bf16{high});
+    }
+  }
+}
+
+// Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
+template <class T>
+PT_DEVICE void store_strip(const MatrixOut& out, const MatmulPlace& place, int strip, int r, const float (&v)[8]) {
+  uint32_t words[4];
+  PT_UNROLL
+  for (int c = 0; c < 4; ++c) words[c] = Element<T>::pack(v[2 * c], v[2 * c + 1]);
+  transpose_quad(words);
+  const int64_t row = place.own(r), column = place.column + strip * kStripColumns + 8 * (lane_id() % 4);
+  if (row < place.rows && column < place.columns)
+    ptx::st_global_v4(static_cast<T*>(out.data) + row * out.stride + column, {{words[0], words[1], words[2], words[3]}});
+}
+
+// out = sums + bias.
+struct Linear {
+  static constexpr uint32_t kScratch = 0;
+  static constexpr int kPanels = 0;
+  Bias bias;
+  MatrixOut out;
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    PT_UNROLL
+    for (int strip = 0; strip < R / 16; ++strip) {
+      float b[8];
+      load_bias(b, bias, place, strip);
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float v[8];
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) v[c] = x[16 * strip + c / 2 * 4 + 2 * r + c % 2] + b[c];
+        store_strip<T>(out, place, strip, r, v);
+      }
+    }
+  }
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,11 @@
+// The launcher of plain products for sm_90a, of problems that `plan` took. Runs on the current device, in order with the stream, and throws
+// std::runtime_error.
+#pragma once
+
+#include "cuda/matmul/plan.h"
+
+namespace pt::cuda {
+
+void sm90_linear(const LinearProblem& p, const MatmulPlan& plan, void* stream);
+
+}  // namespace pt::cuda

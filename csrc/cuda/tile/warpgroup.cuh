@@ -1,0 +1,44 @@
+// What kernels of warpgroups share: a producer and consumers, and operands of wgmma in shared memory.
+#pragma once
+
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/fragments.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace pt::cuda {
+
+// Of a consumer: its warpgroup's number, its warp's first row in the tile, and the lane's two.
+PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
+PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
+PT_DEVICE int own_row(int r) { return warp_row() + lane_id() / 4 + 8 * r; }
+
+// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the others.
+template <class B>
+PT_DEVICE void run_block(const B& block) {
+  if (threadIdx.x == 0) {
+    block.begin();
+    ptx::fence_mbarrier_init();
+  }
+  ptx::syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<B::kTile.producer_registers>();
+    block.produce();
+  } else {
+    ptx::setmaxnreg_inc<B::kTile.consumer_registers>();
+    block.consume();
+  }
+}
+
+// One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
+template <class R>
+PT_DEVICE void release_products(const R& ring, int n) {
+  if (threadIdx.x % 128 == 0) ring.release(n);
+}
+
+// A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
+PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
+  return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
+}
+
+}  // namespace pt::cuda

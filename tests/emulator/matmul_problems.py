@@ -1,0 +1,101 @@
+"""Problems that reach every path of the products by warpgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pytransformer.ops import _cuda
+from pytransformer.testing import bounds
+
+RAW_OP = "matmul"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Problem(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    layout: str  # of a and b: n as (rows, k) and (k, columns), t transposed
+    rows: int
+    columns: int
+    depth: int
+    second: int = 0  # the depth of a second pair of operands
+    bias: torch.dtype | None = None
+    gap: int = 0  # elements between the rows of operands and of the result
+
+
+# Tiles of 128 x 256, steps of 64, four stages; the emulated GPU has two multiprocessors.
+PROBLEMS = (
+    Problem("rows with rows", BF16, "nt", 200, 264, 328, bias=F32, gap=8),
+    Problem("rows with columns", F16, "nn", 130, 520, 72, bias=F16),
+    Problem("columns with columns", BF16, "tn", 264, 136, 100, gap=24),
+    Problem("two loops", F16, "nn", 64, 72, 130, second=200),
+    Problem("more tiles than blocks", BF16, "nt", 400, 520, 64, bias=BF16),
+    Problem("two groups", F16, "nt", 2126, 264, 16),  # of rows of tiles
+    Problem("narrow", F16, "tn", 70, 8, 16),
+    Problem("odd sizes", BF16, "nt", 5, 13, 9, bias=F32),
+)
+
+
+def problems() -> Iterator[Problem]:
+    yield from PROBLEMS
+
+
+def laid(logical: torch.Tensor, transposed: bool, gap: int) -> torch.Tensor:
+    """The same numbers in memory whose rows, or columns, begin at multiples of 16 bytes; NaN between them."""
+    t = logical.t() if transposed else logical
+    memory = torch.full((t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype)
+    memory[:, : t.shape[1]] = t
+    view = memory[:, : t.shape[1]]
+    return view.t() if transposed else view
+
+
+def operands(problem: Problem) -> list[torch.Tensor]:
+    """a, b and, if there is one, the second pair."""
+    torch.manual_seed(problem.rows)
+    found = []
+    for depth in filter(None, (problem.depth, problem.second)):
+        for i, shape in enumerate(((problem.rows, depth), (depth, problem.columns))):
+            values = torch.randn(shape, dtype=torch.float64).to(problem.dtype)
+            found.append(laid(values, problem.layout[i] == "t", problem.gap))
+    return found
+
+
+def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    """The kernels' result with the columns behind it that its rows hold."""
+    width = -(-problem.columns // 8) * 8
+    out = torch.full((problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype)
+    if bias is not None:
+        bias = torch.cat([bias, bias.new_full((-problem.columns % 8,), torch.nan)])
+    a2, b2 = given[2:] or (None, None)
+    _cuda.call(RAW_OP, torch.device("cpu"), *given[:2], a2, b2, bias, out[:, :width])
+    return out
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the kernels on this problem."""
+    given = operands(problem)
+    bias = None if problem.bias is None else torch.randn(problem.columns).to(problem.bias)
+    exact, size = torch.zeros(()).double(), torch.zeros(()).double()
+    for a, b in zip(given[::2], given[1::2]):
+        exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    before = torch.ops.pytransformer_C.emulator_products()
+    try:
+        out = multiply(problem, given, bias)
+    except RuntimeError as error:
+        return [str(error)]
+    S = exact.abs() + torch.finfo(F32).eps / torch.finfo(problem.dtype).eps * size
+    allowed = bounds.limit(problem.dtype, False, "zero_mean", op="feed_forward")
+    check = bounds.compare("out", out[:, : problem.columns], exact, S, 0.0, problem.dtype, allowed)
+    found = [] if check.ok else [str(check)]
+    if problem.gap and not out[:, -problem.gap :].isnan().all():
+        found.append("columns behind the result were written")
+    steps = sum(-(-depth // 64) for depth in (problem.depth, problem.second))
+    tiles = -(-problem.rows // 128) * -(-problem.columns // 256)
+    if (products := torch.ops.pytransformer_C.emulator_products() - before) != tiles * steps * 8:
+        found.append(f"{products} products of warpgroups, wanted {tiles * steps * 8}")
+    return found

@@ -1,0 +1,66 @@
+"""The products by warpgroups (csrc/cuda/matmul), run in the emulator by their raw op."""
+
+from __future__ import annotations
+
+import matmul_problems
+import pytest
+import torch
+from matmul_problems import BF16, Problem, multiply, operands
+
+from pytransformer.ops import _cuda
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
+
+
+@pytest.fixture(autouse=True)
+def loaded(emulated: object) -> None:
+    assert _cuda.why_not(matmul_problems.RAW_OP, torch.device("cpu")) is None
+
+
+def test_every_path(schedule: int) -> None:
+    for problem in matmul_problems.problems():
+        assert (found := matmul_problems.wrong(problem)) == [], f"{problem.name}: {found}"
+
+
+def test_schedules_give_equal_bits() -> None:
+    problem = matmul_problems.PROBLEMS[0]
+    found = []
+    for schedule in (1, 2):
+        torch.ops.pytransformer_C.emulator_schedule(schedule)
+        found.append(multiply(problem, operands(problem), None)[:, : problem.columns])
+    assert torch.equal(*found)
+
+
+def test_a_non_finite_row_stays_one() -> None:
+    """Beyond the operands' end are zeros: what lies there in memory reaches nothing."""
+    problem = Problem("NaN", BF16, "nt", 140, 40, 24, gap=8)
+    a, b = operands(problem)
+    a[3, 5], b[7, 11] = torch.nan, torch.inf
+    out = multiply(problem, [a, b], None)[:, :40]
+    bad = torch.zeros(140, 40, dtype=torch.bool)
+    bad[3] = bad[:, 11] = True
+    assert torch.equal(~out.isfinite(), bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b: (a.float(), b.float()), "float32 has no products by warpgroups"),
+        (lambda a, b: (a, b[:-1]), "the operands do not go together"),
+        (lambda a, b: (a[:, 1:], b[1:]), "do not begin at multiples of 16 bytes"),
+        (lambda a, b: (a, b.half()), "b must have the dtype of a"),
+        (lambda a, b: (a.t().contiguous().t(), b.t().contiguous().t()), "both operands"),
+    ],
+)
+def test_what_they_refuse(change: object, message: str) -> None:
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 24).bfloat16()
+    with pytest.raises(RuntimeError, match=message):
+        a, b = change(a, b)
+        _cuda.call("matmul", a.device, a, b, None, None, None, torch.empty(16, 24, dtype=a.dtype))
+
+
+def test_they_are_for_sm_90a(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
+    a = torch.randn(16, 16).half()
+    with pytest.raises(RuntimeError, match="for sm_90a"):
+        _cuda.call("matmul", a.device, a, a, None, None, None, torch.empty_like(a))

@@ -1,0 +1,72 @@
+"""Faults planted in the products by warpgroups, each of which must be caught by matmul_problems.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from planted import Fault, check_caught, check_texts, parameters
+
+RING, WARPGROUP, QUAD = "tile/ring.cuh", "tile/warpgroup.cuh", "tile/quad.cuh"
+MATMUL, EPILOGUE, PLAN, LAUNCH = "matmul/sm90_matmul.cuh", "matmul/epilogue.cuh", "matmul/plan.h", "matmul/sm90_launch.cuh"
+NT, NN, TN, TWO, TILES, GROUPS, ODD = (
+    "rows with rows", "rows with columns", "columns with columns", "two loops", "more tiles than blocks", "two groups", "odd sizes",
+)  # fmt: skip
+LATE, TOUCHED, UNAWAITED, OUTSIDE = (
+    "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier", "outside global memory",
+)  # fmt: skip
+DEADLOCK = "deadlock"
+
+FAULTS = (
+    # the ring
+    Fault("phase of empty flipped", RING, "await(empty(n), parity(n) ^ 1);", "await(empty(n), parity(n));", NT, DEADLOCK),
+    Fault("phase of full flipped", RING, "await(full(n), parity(n));", "await(full(n), parity(n) ^ 1);", NT, UNAWAITED),
+    Fault("a phase a use", RING, "uint32_t(n / Stages) & 1;", "uint32_t(n) & 1;", NT),
+    Fault("stages share their buffers", RING, "uint32_t(n % Stages) * kBytes;", "0;", NT),
+    Fault("loaded before it is empty", MATMUL, "    ring.await_empty(use);\n    ring.announce(use, kTile", "    ring.announce(use, kTile",
+          NT),
+    Fault("fewer bytes announced", MATMUL, "announce(use, kTile.stage_bytes())", "announce(use, kTile.a_bytes())", NT),
+    Fault("a step not awaited", MATMUL, "        ring.await_full(use);\n        multiply", "        multiply", NT, "wgmma reads", False),
+    Fault("released too early", MATMUL, "ptx::wgmma_wait<1>();  // the step before\n        if (s > 0) release_by_warp(ring, use - 1);",
+          "if (s > 0) release_by_warp(ring, use - 1);\n        ptx::wgmma_wait<1>();", NT, LATE),
+    Fault("the step itself released", MATMUL, "if (s > 0) release_by_warp(ring, use - 1);", "release_by_warp(ring, use);", NT, LATE),
+    Fault("the last step not released", MATMUL, "      ptx::wgmma_wait<0>();\n      release_by_warp(ring, use - 1);",
+          "      ptx::wgmma_wait<0>();", TILES, DEADLOCK),
+    Fault("sums not awaited", MATMUL, "      ptx::wgmma_wait<0>();\n", "", NT, TOUCHED),
+    Fault("released by one consumer", MATMUL, "if (lane_id() == 0) ring", "if (lane_id() == 0 && consumer() == 0) ring", NT, DEADLOCK),
+    Fault("a product without its fence", MATMUL, "    ptx::wgmma_fence();\n", "", NT, "without a wgmma.fence"),
+    Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", NT, "not made visible to the async proxy"),
+    # where things lie
+    Fault("a step of a product too short", MATMUL, "kInside = 32", "kInside = 16", NT),
+    Fault("half the rows of a step", MATMUL, "kGroups = 2 * kSwizzleAtom", "kGroups = kSwizzleAtom", TN),
+    Fault("panels of columns in one place", MATMUL, "kGroups : kInside), kPanel), accumulate", "kGroups : kInside), 0), accumulate", NN),
+    Fault("the other consumer's rows", MATMUL, "a = ring.buffer(use) + uint32_t(con", "a = ring.buffer(use) + uint32_t(1 - con",
+          NT),
+    Fault("groups of eight closer together", WARPGROUP, "panel_bytes, kSwizzleAtom", "panel_bytes, kSwizzleAtom / 2", NT),
+    Fault("the first panel of A twice", MATMUL, "inside(row + p * kPanelColumns, args.rows)", "inside(row, args.rows)", TN),
+    Fault("the first panel of B in each place", MATMUL, "inside(column + p * kPanelColumns,", "inside(column,", NN),
+    Fault("panels of B on top of each other", MATMUL, "ptx::tma_load_2d(b + p * kPanel,", "ptx::tma_load_2d(b,", NN),
+    Fault("the sums of the tile before kept", MATMUL, "multiply(x, use, s > 0);", "multiply(x, use, true);", TILES),
+    Fault("the second loop from the first operands", MATMUL, "load_step(use++, pair,", "load_step(use++, 0,", TWO),
+    Fault("a step left out", LAUNCH, "(p.a[i].width() + kStep - 1) / kStep", "p.a[i].width() / kStep", NT),
+    Fault("every block makes all tiles", MATMUL, "n += int(gridDim.x)", "n += 1", TILES),
+    Fault("tiles of the last group left out", PLAN, "left < grid.group ? left : grid.group", "left < 0 ? left : grid.group", GROUPS),
+    # the result
+    Fault("bias one column off", EPILOGUE, "const float*>(bias.data) + column", "const float*>(bias.data) + column + 1", NT),
+    Fault("bias in another format", EPILOGUE, "bias.dtype == DType::f16", "bias.dtype == DType::bf16", NN),
+    Fault("a row past the last", EPILOGUE, "if (row < place.rows &&", "if (row <= place.rows &&", ODD, OUTSIDE),
+    Fault("columns past the last", EPILOGUE, "&& column < place.columns)", "&& column <= place.columns)", TN),
+    Fault("words not exchanged", EPILOGUE, "  transpose_quad(words);\n", "", NT),
+    Fault("words exchanged with another lane", QUAD, "shfl_xor_u32(upper ? a0 : b0, 2)", "shfl_xor_u32(upper ? a0 : b0, 1)", NT),
+    Fault("the lane's other row", EPILOGUE, "c / 2 * 4 + 2 * r + c % 2]", "c / 2 * 4 + 2 * (1 - r) + c % 2]", NT),
+)  # fmt: skip
+
+
+def test_a_fault_changes_what_it_says() -> None:
+    check_texts(FAULTS)
+
+
+@pytest.mark.parametrize("fault", parameters(FAULTS))
+def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
+    check_caught(fault, "matmul_problems", "matmul", builder, tmp_path, path="sm90")
