@@ -69,6 +69,8 @@ step test_cuda_attention 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "
 PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "$python" -m pytest -p no:cacheprovider -q -m gpu \
   "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 
+step test_cuda_feed_forward 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_feed_forward.py"
+
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
   shift 2
@@ -93,13 +95,17 @@ bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case
 bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
-bench feed_forward 60 feed_forward --backends triton,torch --dtype bfloat16 --mode fwd,bwd --shape rows=8192,d=4096,hidden=14336
+networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
+bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch
+bench feed_forward_1024 45 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
+# Plain products by our kernels too: whether csrc/cuda/matmul/plan.h should choose them.
+PYTRANSFORMER_CUDA_PATH=sm90 bench feed_forward_ours 45 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,torch
 step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
 step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
-    "$root/tests/cuda/test_gpu_attention.py" -k "test_every_path or test_case"
+    "$root/tests/cuda/test_gpu_attention.py" "$root/tests/cuda/test_gpu_feed_forward.py" -k "test_every_path or test_case or test_products"
   step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
 fi
 

@@ -9,10 +9,12 @@ import torch
 
 from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
 from . import _cpu_feed_forward as cpu
+from . import _cuda_feed_forward as cuda
 from . import _triton_feed_forward as triton
 from ._autograd import needs_gradient
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from .attention import ORDER
 
 # x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases of any. save: whether pre and gate,
 # the pre-activations, are kept for backward (else it computes them again).
@@ -47,6 +49,7 @@ feed_forward_op = Op(
     empty_outputs=_empty,
     flops=_flops,
     flops_backward=lambda a: 2 * _flops(a) + (0 if a.save else _flops_in(a)),
+    order=ORDER,
 )
 
 
@@ -83,7 +86,7 @@ def feed_forward(
         dropout_p: probability of dropping an element of hidden. The same seed drops the same elements on every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
         recompute: keep only the inputs for backward, which computes the pre-activations again; else they are kept too.
-        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -177,3 +180,4 @@ def _reference_bytes(a: Any) -> int:
 feed_forward_op.add_reference(feed_forward_forward, extra_bytes=_reference_bytes)
 feed_forward_op.backend(cpu.backend(feed_forward_op))
 feed_forward_op.backend(triton.backend(feed_forward_op))
+feed_forward_op.backend(cuda.backend(feed_forward_op))

@@ -250,7 +250,7 @@ int main(int argc, char** argv) {
   simple("cp_async", conformance::async_copies, 128, 4096, Buffer(random_words(1024)), 1024);
   simple("ldmatrix", conformance::load_matrices, 32, 512, Buffer(random_words(128)), 256);
   {
-    Buffer in(random_words(256)), out = zeros(512);
+    Buffer in(random_words(256)), out = zeros(768);
     in.print("in:approximate");
     run(conformance::approximate, 1, 256, 0, in.as<const uint32_t>(), out.as<float>());
     out.print("approximate");

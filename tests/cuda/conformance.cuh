@@ -36,11 +36,12 @@ __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 7; ++i) out[7 * thread() + i] = results[i];
 }
 
-// ex2 and lg2 are approximate: compared with a tolerance. x in [-140, 140) from the random word.
+// ex2, lg2 and rcp are approximate: compared with a tolerance. x in [-140, 140) from the random word.
 __global__ void approximate(const uint32_t* in, float* out) {
   const float x = float(in[thread()] >> 8) / float(1 << 24) * 280.0f - 140.0f;
-  out[2 * thread()] = ptx::exp2(x);
-  out[2 * thread() + 1] = ptx::log2(x < 0 ? -x : x);
+  out[3 * thread()] = ptx::exp2(x);
+  out[3 * thread() + 1] = ptx::log2(x < 0 ? -x : x);
+  out[3 * thread() + 2] = ptx::rcp(x);
 }
 
 // 128 threads: every width of load and store, global and shared, and the words travel through both.

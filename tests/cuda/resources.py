@@ -57,6 +57,7 @@ def _dump(*options: str) -> str:
 def readable(symbols: list[str]) -> dict[str, str]:
     """Mangled -> the kernel's name and template arguments, without namespaces and parameters."""
     told = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout.splitlines()
+    told = [re.sub(r"\(pt::(?:\w+::)*(\w+)\)(\d+)", r"\1 \2", name) for name in told]  # an argument that is an enumerator
     short = [re.sub(r"\bpt::(?:\w+::)*", "", re.sub(r"\(pt::.*\)$", "", name)).removeprefix("void ") for name in told]
     return dict(zip(symbols, short))
 

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "build" / "conformance"
 SEEDS = (1, 2, 3)
-# ex2.approx and lg2.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the logarithm is small.
+# ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the logarithm is small.
 APPROXIMATE = {"approximate": (2.0**-21, 2.0**-21)}
 FLOATS = {"arithmetic": (0, 1, 2, 5, 6)}  # columns of 7 that are float32; a NaN's bits are not defined
 

@@ -46,19 +46,19 @@ def problems() -> Iterator[Problem]:
 def laid(logical: torch.Tensor, transposed: bool, gap: int) -> torch.Tensor:
     """The same numbers in memory whose rows, or columns, begin at multiples of 16 bytes; NaN between them."""
     t = logical.t() if transposed else logical
-    memory = torch.full((t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype)
+    memory = torch.full((t.shape[0], -(-t.shape[1] // 8) * 8 + gap), torch.nan, dtype=t.dtype, device=t.device)
     memory[:, : t.shape[1]] = t
     view = memory[:, : t.shape[1]]
     return view.t() if transposed else view
 
 
-def operands(problem: Problem) -> list[torch.Tensor]:
+def operands(problem: Problem, device: str = "cpu") -> list[torch.Tensor]:
     """a, b and, if there is one, the second pair."""
     torch.manual_seed(problem.rows)
     found = []
     for depth in filter(None, (problem.depth, problem.second)):
         for i, shape in enumerate(((problem.rows, depth), (depth, problem.columns))):
-            values = torch.randn(shape, dtype=torch.float64).to(problem.dtype)
+            values = torch.randn(shape, dtype=torch.float64).to(device, problem.dtype)
             found.append(laid(values, problem.layout[i] == "t", problem.gap))
     return found
 
@@ -66,34 +66,42 @@ def operands(problem: Problem) -> list[torch.Tensor]:
 def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
     """The kernels' result with the columns behind it that its rows hold."""
     width = -(-problem.columns // 8) * 8
-    out = torch.full((problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype)
+    out = torch.full((problem.rows, width + problem.gap), torch.nan, dtype=problem.dtype, device=given[0].device)
     if bias is not None:
         bias = torch.cat([bias, bias.new_full((-problem.columns % 8,), torch.nan)])
     a2, b2 = given[2:] or (None, None)
-    _cuda.call(RAW_OP, torch.device("cpu"), *given[:2], a2, b2, bias, out[:, :width])
+    _cuda.call(RAW_OP, given[0].device, *given[:2], a2, b2, bias, out[:, :width])
     return out
 
 
-def wrong(problem: Problem) -> list[str]:
-    """What is wrong with the kernels on this problem."""
-    given = operands(problem)
-    bias = None if problem.bias is None else torch.randn(problem.columns).to(problem.bias)
-    exact, size = torch.zeros(()).double(), torch.zeros(()).double()
+def differences(problem: Problem, device: str = "cpu") -> list[str]:
+    """From float64, beyond the bound; what is written behind the result."""
+    given = operands(problem, device)
+    bias = None if problem.bias is None else torch.randn(problem.columns).to(device, problem.bias)
+    exact = size = torch.zeros((), dtype=torch.float64, device=device)
     for a, b in zip(given[::2], given[1::2]):
         exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    before = torch.ops.pytransformer_C.emulator_products()
     try:
-        out = multiply(problem, given, bias)
+        out = multiply(problem, given, bias).cpu()
     except RuntimeError as error:
         return [str(error)]
+    exact, size = exact.cpu(), size.cpu()
     S = exact.abs() + torch.finfo(F32).eps / torch.finfo(problem.dtype).eps * size
     allowed = bounds.limit(problem.dtype, False, "zero_mean", op="feed_forward")
     check = bounds.compare("out", out[:, : problem.columns], exact, S, 0.0, problem.dtype, allowed)
     found = [] if check.ok else [str(check)]
     if problem.gap and not out[:, -problem.gap :].isnan().all():
         found.append("columns behind the result were written")
+    return found
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the kernels on this problem."""
+    before = torch.ops.pytransformer_C.emulator_products()
+    if found := differences(problem):
+        return found
     steps = sum(-(-depth // 64) for depth in (problem.depth, problem.second))
     tiles = -(-problem.rows // 128) * -(-problem.columns // 256)
     if (products := torch.ops.pytransformer_C.emulator_products() - before) != tiles * steps * 8:

@@ -53,13 +53,13 @@ FAULTS = (
     Fault("every block makes all tiles", MATMUL, "n += int(gridDim.x)", "n += 1", TILES),
     Fault("tiles of the last group left out", PLAN, "left < grid.group ? left : grid.group", "left < 0 ? left : grid.group", GROUPS),
     # the result
-    Fault("bias one column off", EPILOGUE, "const float*>(bias.data) + column", "const float*>(bias.data) + column + 1", NT),
-    Fault("bias in another format", EPILOGUE, "bias.dtype == DType::f16", "bias.dtype == DType::bf16", NN),
+    Fault("bias one column off", EPILOGUE, "const float*>(bias.data) + column;", "const float*>(bias.data) + column + 1;", NT),
+    Fault("bias in another format", EPILOGUE, "return each_half_pair(ptx::f16{})", "return each_half_pair(ptx::bf16{})", NN),
     Fault("a row past the last", EPILOGUE, "if (row < place.rows &&", "if (row <= place.rows &&", ODD, OUTSIDE),
     Fault("columns past the last", EPILOGUE, "&& column < place.columns)", "&& column <= place.columns)", TN),
     Fault("words not exchanged", EPILOGUE, "  transpose_quad(words);\n", "", NT),
     Fault("words exchanged with another lane", QUAD, "shfl_xor_u32(upper ? a0 : b0, 2)", "shfl_xor_u32(upper ? a0 : b0, 1)", NT),
-    Fault("the lane's other row", EPILOGUE, "c / 2 * 4 + 2 * r + c % 2]", "c / 2 * 4 + 2 * (1 - r) + c % 2]", NT),
+    Fault("the lane's other row", EPILOGUE, "c / 2 * 4 + 2 * r + c % 2;", "c / 2 * 4 + 2 * (1 - r) + c % 2;", NT),
 )  # fmt: skip
 
 

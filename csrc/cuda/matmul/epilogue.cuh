@@ -7,24 +7,32 @@ namespace pt::cuda {
 
 constexpr int kStripColumns = 32;  // at a time: four lanes that share a row then write 64 bytes of it
 
+// Which of a lane's sums is column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row r.
+PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) { return 16 * strip + c / 2 * 4 + 2 * r + c % 2; }
+
 // The bias of the lane's eight columns of a strip, or zeros: v[2 c + e] is column first(4 strip + c) + e.
 PT_DEVICE void load_bias(float (&v)[8], const Bias& bias, const MatmulPlace& place, int strip) {
   PT_UNROLL
-  for (int c = 0; c < 4; ++c) {
-    const int64_t column = place.first(4 * strip + c);
-    v[2 * c] = v[2 * c + 1] = 0.0f;
-    if (!bias.data || column >= place.columns) continue;
-    if (bias.dtype == DType::f32) {
-      const auto* p = static_cast<const float*>(bias.data) + column;
-      v[2 * c] = load_one(p), v[2 * c + 1] = load_one(p + 1);
-    } else {
-      const uint32_t pair = ptx::ld_global_u32(static_cast<const uint16_t*>(bias.data) + column);
-      const bool half = bias.dtype == DType::f16;
-      const uint16_t low = uint16_t(pair), high = uint16_t(pair >> 16);
-      v[2 * c] = half ? ptx::widen(ptx::f16{low}) : ptx::widen(ptx::bf16{low});
-      v[2 * c + 1] = half ? ptx::widen(ptx::f16{high}) : ptx::widen(ptx::bf16{high});
-    }
-  }
+  for (int c = 0; c < 8; ++c) v[c] = 0.0f;
+  const auto each_pair = [&](auto read) {
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c)
+      if (const int64_t column = place.first(4 * strip + c); column < place.columns) read(column, v[2 * c], v[2 * c + 1]);
+  };
+  const auto each_half_pair = [&](auto t) {
+    using T = decltype(t);
+    each_pair([&](int64_t column, float& low, float& high) {
+      const uint32_t pair = ptx::ld_global_u32(static_cast<const T*>(bias.data) + column);
+      low = ptx::widen(T{uint16_t(pair)}), high = ptx::widen(T{uint16_t(pair >> 16)});
+    });
+  };
+  if (!bias.data) return;
+  if (bias.dtype == DType::bf16) return each_half_pair(ptx::bf16{});
+  if (bias.dtype == DType::f16) return each_half_pair(ptx::f16{});
+  each_pair([&](int64_t column, float& low, float& high) {
+    const float* p = static_cast<const float*>(bias.data) + column;
+    low = load_one(p), high = load_one(p + 1);
+  });
 }
 
 // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
@@ -56,7 +64,7 @@ struct Linear {
       for (int r = 0; r < 2; ++r) {
         float v[8];
         PT_UNROLL
-        for (int c = 0; c < 8; ++c) v[c] = x[16 * strip + c / 2 * 4 + 2 * r + c % 2] + b[c];
+        for (int c = 0; c < 8; ++c) v[c] = x[sum_at(strip, r, c)] + b[c];
         store_strip<T>(out, place, strip, r, v);
       }
     }

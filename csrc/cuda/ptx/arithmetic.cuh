@@ -49,6 +49,17 @@ PT_DEVICE float div_rn(float a, float b) {
 #endif
 }
 
+// "Floating-Point Instructions: rcp". 1 / x within 1 ulp; subnormal x counts as 0, and subnormal results are flushed.
+PT_DEVICE float rcp(float x) {
+#if defined(PT_EMULATE)
+  return emu::flush(1.0f / emu::flush(x));
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
 // "Floating-Point Instructions: fma".
 PT_DEVICE float fma_rn(float a, float b, float c) {
 #if defined(PT_EMULATE)

@@ -38,16 +38,26 @@ class ColumnDropout {
     const uint32_t lane = threadIdx.x % 4;
     Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
     transpose_quad(d.w);
+    return kept(d);
+  }
+  // Of the lane's eight of the 32 columns from `column` on, where an accumulator has them (fragments.cuh): bit i is column
+  // column + 8 (i / 2) + 2 (lane % 4) + i % 2. No other lane is needed.
+  PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
+    if (threshold_ >= 65536) return 0;
+    return kept(philox(column / 32 * 4 + threadIdx.x % 4, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_));
+  }
+  // What a kept value is multiplied by.
+  PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
+
+ private:
+  PT_DEVICE uint32_t kept(const Draws& d) const {
     uint32_t bits = 0;
     PT_UNROLL
     for (int m = 0; m < 4; ++m)
       bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
     return bits;
   }
-  // What a kept value is multiplied by.
-  PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
 
- private:
   uint64_t seed_;
   uint32_t threshold_, tag_;
 };

@@ -36,6 +36,12 @@ PT_DEVICE void release_products(const R& ring, int n) {
   if (threadIdx.x % 128 == 0) ring.release(n);
 }
 
+// The threads of this consumer, of at most two. Constants: see bar_sync.
+PT_DEVICE void sync_consumer() {
+  if (consumer() == 0) ptx::bar_sync(1, 128);
+  else ptx::bar_sync(2, 128);
+}
+
 // A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
 PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
   return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);

@@ -1,0 +1,116 @@
+// Feed-forward, backward: from the sums of d_out w2 to d_pre, d_gate, hidden again, and the biases' gradients.
+//
+// pre and gate come as panels by the ring of the product (sm90_matmul.cuh), loaded under it. The biases' gradients are added up over 64 rows
+// in a fixed order, one row of partial sums for each consumer's rows, which the caller adds up: no atomics, equal bits at every run.
+#pragma once
+
+#include "cuda/feed_forward/activations.cuh"
+#include "cuda/feed_forward/dropout.cuh"
+#include "cuda/matmul/epilogue.cuh"
+
+namespace pt::cuda {
+
+// The lane's sums over its warp's 16 rows, of its column 8 (k / 2) + 2 (lane % 4) + k % 2 of 32, k = lane / 4: at each step half of the
+// columns go to the lane that has the other rows.
+PT_DEVICE float sum_over_rows(const float (&v)[8]) {
+  const bool upper = lane_id() & 16, middle = lane_id() & 8, odd = lane_id() & 4;
+  float four[4], two[2];
+  PT_UNROLL
+  for (int i = 0; i < 4; ++i) four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
+  PT_UNROLL
+  for (int i = 0; i < 2; ++i) two[i] = (middle ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
+  return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
+}
+
+// Of one bias, for a consumer: its warps' sums in shared memory, (4, 256), then their sum.
+struct BiasSums {
+  static constexpr int kColumns = kMatmulTile.columns;
+  static constexpr uint32_t kBytes = 4 * kColumns * sizeof(float);
+  uint32_t at;
+
+  PT_DEVICE void put(int strip, const float (&v)[8]) const {
+    const int k = lane_id() / 4, column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
+    ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
+  }
+  // After a barrier of the consumer.
+  PT_DEVICE void store(float* parts, const MatmulPlace& place) const {
+    if (!parts || place.row >= place.rows) return;
+    for (int column = int(threadIdx.x) % 128; column < kColumns && place.column + column < place.columns; column += 128) {
+      float sum = 0.0f;
+      PT_UNROLL
+      for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
+      store_one(parts + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
+    }
+  }
+};
+
+// An epilogue. The activation and its slope are taken from pre and gate as stored.
+template <Activation A, bool Gated>
+struct DHidden {
+  static constexpr int kPanels = Gated ? 2 : 1;  // pre, gate
+  static constexpr uint32_t kScratch = kPanels * BiasSums::kBytes;
+  HiddenDropout drop;
+  MatrixOut d_pre, d_gate, hidden;
+  float *b1_parts, *gate_bias_parts;
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels& panels) const {
+    const StripDropout dropout(drop);
+    const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
+    sync_consumer();  // the sums of the tile before have been read
+    PT_UNROLL
+    for (int panel = 0; panel < R / 32; ++panel) {
+      if (!place.has_panel(panel)) continue;
+      panels.template visit<kPanels>([&](const PanelReader(&readers)[kPanels]) {
+        PT_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int strip = 2 * panel + half;
+          uint32_t pre[2][4], gate[2][4];
+          PT_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            readers[0].load(pre[i], 4 * half + 2 * i);
+            if constexpr (Gated) readers[1].load(gate[i], 4 * half + 2 * i);
+          }
+          float b1_sum[8] = {}, gate_sum[8] = {};
+          PT_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float d[8], h[8], dg[8];
+            PT_UNROLL
+            for (int c = 0; c < 8; ++c) d[c] = x[sum_at(strip, r, c)];
+            dropout.apply(d, place, strip, r);
+            PT_UNROLL
+            for (int c = 0; c < 8; ++c) {
+              const auto read = [&](const uint32_t(&words)[2][4]) {
+                return ptx::widen(T{uint16_t(words[c / 4][c / 2 % 2 * 2 + r] >> 16 * (c % 2))});
+              };
+              const float p = read(pre);
+              if constexpr (Gated) {
+                const ValueSlope act = activate<A>(read(gate));
+                h[c] = act.value * p, dg[c] = d[c] * p * act.slope, d[c] *= act.value;
+                gate_sum[c] += dg[c];
+              } else {
+                const ValueSlope act = activate<A>(p);
+                h[c] = act.value, d[c] *= act.slope;
+              }
+              b1_sum[c] += d[c];
+            }
+            if (d_pre.data) store_strip<T>(d_pre, place, strip, r, d);
+            if constexpr (Gated)
+              if (d_gate.data) store_strip<T>(d_gate, place, strip, r, dg);
+            if (!hidden.data) continue;
+            dropout.apply(h, place, strip, r);
+            store_strip<T>(hidden, place, strip, r, h);
+          }
+          if (b1_parts) b1.put(strip, b1_sum);
+          if constexpr (Gated)
+            if (gate_bias_parts) gate_bias.put(strip, gate_sum);
+        }
+      });
+    }
+    sync_consumer();
+    b1.store(b1_parts, place);
+    if constexpr (Gated) gate_bias.store(gate_bias_parts, place);
+  }
+};
+
+}  // namespace pt::cuda

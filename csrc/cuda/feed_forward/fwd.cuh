@@ -1,0 +1,55 @@
+// Feed-forward, forward: hidden from the sums of x w1^T, and x gate_weight^T beside them.
+#pragma once
+
+#include "cuda/feed_forward/activations.cuh"
+#include "cuda/feed_forward/dropout.cuh"
+#include "cuda/matmul/epilogue.cuh"
+
+namespace pt::cuda {
+
+// An epilogue (sm90_matmul.cuh). The activation is taken from the unrounded sums.
+template <Activation A, bool Gated>
+struct Hidden {
+  static constexpr uint32_t kScratch = 0;
+  static constexpr int kPanels = 0;
+  static constexpr int kProducts = Gated ? 2 : 1;
+  HiddenDropout drop;
+  Bias b1, gate_bias;
+  MatrixOut hidden, pre, gate;
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    constexpr int kOf = R / kProducts;  // sums of one product
+    const StripDropout dropout(drop);
+    PT_UNROLL
+    for (int strip = 0; strip < kOf / 16; ++strip) {
+      if (place.column + strip * kStripColumns >= place.columns) continue;
+      float b[8], g[8];
+      load_bias(b, b1, place, strip);
+      if constexpr (Gated) load_bias(g, gate_bias, place, strip);
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float v[8], u[8];
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) {
+          const int at = sum_at(strip, r, c);
+          v[c] = x[at] + b[c];
+          if constexpr (Gated) u[c] = x[kOf + at] + g[c];
+        }
+        if (pre.data) store_strip<T>(pre, place, strip, r, v);
+        if constexpr (Gated)
+          if (gate.data) store_strip<T>(gate, place, strip, r, u);
+        if (!hidden.data) continue;
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) {
+          if constexpr (Gated) v[c] *= activate<A>(u[c]).value;
+          else v[c] = activate<A>(v[c]).value;
+        }
+        dropout.apply(v, place, strip, r);
+        store_strip<T>(hidden, place, strip, r, v);
+      }
+    }
+  }
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,12 @@
+// The launchers, of products that `plan` took. They run on the current device, in order with the stream, and throw std::runtime_error.
+#pragma once
+
+#include "cuda/feed_forward/problem.h"
+#include "cuda/matmul/plan.h"
+
+namespace pt::cuda {
+
+void sm90_hidden(const HiddenProblem& f, const MatmulPlan& plan, void* stream);
+void sm90_d_hidden(const HiddenGradient& f, const MatmulPlan& plan, void* stream);
+
+}  // namespace pt::cuda

@@ -1,0 +1,42 @@
+// The feed-forward network on a GPU, its products that have more to do than multiply: the problems as plain data. No torch and no CUDA
+// header here.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/matmul/problem.h"
+
+namespace pt::cuda {
+
+enum class Activation : int { relu, gelu, gelu_tanh, silu };
+
+// Of hidden.
+struct HiddenDropout {
+  const uint64_t* seed;
+  uint32_t threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+};
+
+// pre = x w1^T + b1; gate = x gate_weight^T + gate_bias; hidden = dropout(act(pre)), or gated dropout(act(gate) pre). The product's a[0] is x,
+// b[0] w1^T and b[1] gate_weight^T.
+struct HiddenProblem {
+  Product product;
+  Activation activation;
+  HiddenDropout dropout;
+  Bias b1, gate_bias;
+  MatrixOut hidden, pre, gate;  // those wanted
+};
+
+// d = dropout(d_out w2); d_pre = d act'(pre), or gated d_pre = d act(gate), d_gate = d pre act'(gate); hidden again, from pre and gate. The
+// product's a[0] is d_out, b[0] w2.
+struct HiddenGradient {
+  Product product;
+  Activation activation;
+  HiddenDropout dropout;
+  Matrix pre, gate;  // gate.data null: no gate
+  MatrixOut d_pre, d_gate, hidden;
+  // (ceil(rows / 64), columns): the sums of d_pre and d_gate over 64 rows each; null where not wanted.
+  float *b1_parts, *gate_bias_parts;
+};
+constexpr int kRowsOfAPart = 64;
+
+}  // namespace pt::cuda

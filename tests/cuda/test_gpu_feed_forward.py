@@ -1,0 +1,92 @@
+"""Products by warpgroups and feed_forward on them, compiled: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+
+from __future__ import annotations
+
+import ffn_problems
+import matmul_problems
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _cuda
+from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
+from pytransformer.testing import bounds, fuzz_ffn
+from pytransformer.testing.cases import Case, cases, leaves
+from pytransformer.testing.cuda_graph import check_cuda_graph
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU with sm_90a"
+    ),
+]
+RANDOM, SEED = 300, 19
+DTYPES = (torch.bfloat16, torch.float16)
+LARGE = (
+    matmul_problems.Problem("large, rows with rows", torch.bfloat16, "nt", 1500, 2000, 1030, bias=torch.float32),
+    matmul_problems.Problem("large, two loops", torch.float16, "nn", 1030, 3000, 520, second=770),
+    matmul_problems.Problem("large, columns with columns", torch.bfloat16, "tn", 4000, 1000, 5000),
+)
+
+
+@pytest.mark.parametrize("problem", [*matmul_problems.PROBLEMS, *LARGE], ids=lambda p: p.name)
+def test_products(problem: matmul_problems.Problem) -> None:
+    assert _cuda.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
+    assert matmul_problems.differences(problem, "cuda") == []
+
+
+@pytest.mark.parametrize("path", ["", "sm90"])
+def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain products by the library, and by the kernels too."""
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    for name, problem in ffn_problems.PROBLEMS.items():
+        assert (found := ffn_problems.differences(problem, "cuda")) == [], f"{name}: {found}"
+
+
+@pytest.mark.parametrize("path", ["", "sm90"])
+def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    failed = []
+    for case in range(RANDOM):
+        problem = fuzz_ffn.draw(SEED, case)
+        if problem.dtype in DTYPES and problem.data == "zero_mean" and (found := ffn_problems.differences(problem, "cuda")):
+            failed.append(f"case {case}: {problem}\n    {found}")
+    assert not failed, "\n".join(failed[:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", cases("feed_forward"), ids=lambda c: c.name)
+def test_case(case: Case, dtype: torch.dtype) -> None:
+    """Close to the reference, equal bits twice."""
+    args, kwargs = case.make("cuda", dtype, seed=0, requires_grad=True)
+    inputs = leaves(case.op, args, kwargs)
+
+    def run(backend: str) -> list[torch.Tensor]:
+        out = pt.feed_forward(*args, **kwargs, backend=backend, strict=True)
+        grad = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
+        return [out, *torch.autograd.grad(out, list(inputs.values()), grad)]
+
+    for ours, again, want in zip(run("cuda"), run("cuda"), run("reference")):
+        assert torch.equal(ours, again)
+        assert bounds.relative_error(ours, want) < 4 * torch.finfo(dtype).eps
+
+
+def test_dropout_mask() -> None:
+    x, eye = (f(1000, 512, device="cuda", dtype=torch.bfloat16) for f in (torch.ones, torch.eye))
+    out = pt.feed_forward(x, eye[:512], None, eye[:512], None, dropout_p=0.3, dropout_seed=-77, backend="cuda", strict=True)
+    assert torch.equal((out != 0).cpu(), column_keep_mask(torch.tensor(-77), 0.3, 1000, 512, TAG_FEED_FORWARD))
+
+
+def test_addresses_beyond_32_bits() -> None:
+    x = torch.zeros(2**31 // 1024 + 40, 1024, device="cuda", dtype=torch.bfloat16)
+    x[-40:] = torch.randn(40, 1024, device="cuda")
+    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
+    y = pt.feed_forward(x, weight, None, weight, None, backend="cuda", strict=True)
+    want = pt.feed_forward(x[-40:], weight, None, weight, None, backend="reference")
+    assert bounds.relative_error(y[-40:], want) < 0.02
+
+
+def test_cuda_graph() -> None:
+    x, w = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    seed = torch.tensor(1, device="cuda")
+    check_cuda_graph(lambda: pt.feed_forward(x, w, None, w, None, dropout_p=0.5, dropout_seed=seed, backend="cuda"), seed)
