@@ -93,6 +93,8 @@ PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backend
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
 bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
+# What other tiles would bring: faster ones are worth a change of csrc/cuda/attention/sm90_config.h.
+step variants 150 "$python" "$root/bench/tools/cuda_variants.py" --out "$out/variants.json"
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)

@@ -21,6 +21,7 @@ from ._registry import WRONG_DEVICE
 LIBRARY_NAME = "libpytransformer_cuda.so"
 EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")  # in a checkout; csrc/emulator/build.py makes it
 OLDEST = (8, 0)  # compute capability
+PREFIX = "cuda_"  # of the ops that are called; bench/tools/cuda_variants.py puts those of other libraries in their place
 
 
 def emulating() -> bool:
@@ -110,4 +111,4 @@ def call(op: str, device: torch.device, *arguments: Any) -> None:
         getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
         return
     index = device.index if device.index is not None else torch.cuda.current_device()
-    getattr(torch.ops.pytransformer_C, f"cuda_{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))
+    getattr(torch.ops.pytransformer_C, f"{PREFIX}{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))

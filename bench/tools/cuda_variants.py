@@ -1,0 +1,338 @@
+"""Times the attention kernels for sm_90a beside variants of them: other tiles, stages and orders, compiled from changed copies of csrc.
+
+    python bench/tools/cuda_variants.py --list
+    python bench/tools/cuda_variants.py --out variants.json             # on a Hopper GPU, with nvcc
+    python bench/tools/cuda_variants.py --check --only "three consumers"   # without one: compile, and run in the emulator
+
+A variant whose results err more than the committed kernels' by half is reported and not timed; the others are timed by turns with
+these. Each is a library of its own with raw ops of its own name. A variant that is faster by more than the noise is worth a change of
+csrc/cuda/attention/sm90_config.h. Exit code 2: there is no such GPU, or no nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _cuda
+from pytransformer.testing import bounds
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+CONFIG, PLAN = "attention/sm90_config.h", "attention/sm90_plan.h"
+NOTHING_TO_RUN_ON = 2
+WORSE = 1.5  # times the committed kernels' error: beyond that it is not the same computation
+ROUNDS, WARM_UP = 12, 3
+FORWARD = "bool general) {\n  return "  # of sm90_forward_tile
+
+
+class Variant(NamedTuple):
+    name: str
+    passes: str  # "forward" or "backward": what it changes
+    head_dims: tuple[int, ...]
+    file: str  # below csrc/cuda
+    old: str  # wherever it occurs
+    new: str
+
+
+def plain_tile(head_dim: int, tile: str) -> tuple[str, str, str]:
+    """Another tile of the forward kernels that know only bounds."""
+    return CONFIG, FORWARD, f"{FORWARD}head_dim == {head_dim} && !general ? Sm90Tile{{{tile}}} : "
+
+
+VARIANTS = (
+    Variant("64: three consumers", "forward", (64,), *plain_tile(64, "64, 128, 2, false, 3, 32, 160")),
+    Variant("64: no turns", "forward", (64,), *plain_tile(64, "64, 128, 2, false")),
+    Variant("64: 176 keys", "forward", (64,), *plain_tile(64, "64, 176, 2, true")),
+    Variant("64: 192 keys, no turns", "forward", (64,), *plain_tile(64, "64, 192, 2, false")),
+    Variant("64: three stages", "forward", (64,), *plain_tile(64, "64, 128, 3, true")),
+    Variant("128: 176 keys", "forward", (128,), *plain_tile(128, "128, 176, 2")),
+    Variant("128: 160 keys", "forward", (128,), *plain_tile(128, "128, 160, 2")),
+    Variant("128: turns", "forward", (128,), *plain_tile(128, "128, 128, 2, true")),
+    Variant("128: 176 keys, turns", "forward", (128,), *plain_tile(128, "128, 176, 2, true")),
+    Variant("256: turns", "forward", (256,), *plain_tile(256, "256, 64, 2, true")),
+    Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
+    Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
+)
+
+
+def check_texts(variants: Sequence[Variant] = VARIANTS) -> None:
+    """Each text to be replaced is in its file, or the variant would be none."""
+    for variant in variants:
+        count = (CSRC / "cuda" / variant.file).read_text().count(variant.old)
+        if count != 1:
+            raise ValueError(f"{variant.name}: its text is {count} times in {variant.file}, wanted once: {variant.old!r}")
+
+
+def changed_sources(variant: Variant, directory: Path) -> Path:
+    """A copy of csrc/cuda with the variant in it; returns what stands for csrc."""
+    shutil.copytree(CSRC / "cuda", directory / "cuda", dirs_exist_ok=True)
+    changed = directory / "cuda" / variant.file
+    changed.write_text(changed.read_text().replace(variant.old, variant.new))
+    return directory
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+# ---- libraries for a GPU
+
+
+def build(variants: Sequence[Variant], directory: Path) -> dict[str, str]:
+    """Compiles a library for each variant and one of the sources as they are; returns what went wrong, by name.
+
+    All at once, by ninja. What no variant changes is compiled once.
+    """
+    sys.path.insert(0, str(CSRC))
+    builder = module(CSRC / "native_build.py")
+    os.environ["PYTRANSFORMER_CUDA_ARCHS"] = "sm_90a"
+    nvcc, torch_folder, compiler = builder.cuda_build.find_nvcc(), builder.find_torch(), builder.find_compiler()
+    checked = f"{sys.executable} {CSRC / 'cuda_build.py'} $out $out.log {nvcc} $flags -c $in -o $out"
+    lines = [
+        "rule nvcc", f"  command = {checked}", "rule cxx", f"  command = {' '.join(compiler)} $flags -c $in -o $out",
+        "rule link", f"  command = {nvcc} -shared -cudart=static $in -L {torch_folder / 'lib'} -ltorch_cpu -o $out",
+    ]  # fmt: skip
+
+    def compiled(csrc: Path, source: Path, output: str, edge: Sequence[str] = ()) -> str:
+        includes = ["-I", str(csrc), "-I", str(CSRC)]
+        if source.suffix == ".cu":
+            flags = [*builder.cuda_build.flags(source), *includes]
+        else:
+            flags = [
+                *builder.COMMON_FLAGS,
+                "-O2",
+                *builder.STABLE_ABI_FLAGS,
+                *includes,
+                "-isystem",
+                str(torch_folder / "include"),
+                *edge,
+            ]
+        lines.extend(
+            [f"build {output}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}", f"  flags = {' '.join(flags)}"]
+        )
+        return output
+
+    everything = [*sorted(CSRC.glob("cuda/attention/*.cu")), CSRC / "cuda" / "device.cu"]
+    shared = {path.name: compiled(CSRC, path, f"shared/{path.name}.o") for path in everything}
+    for variant in (None, *variants):
+        name, csrc = (variant.name, directory / slug(variant.name)) if variant else ("", CSRC)
+        changed = [path for path in everything if variant and depends(path, variant)]
+        own = [csrc / "cuda" / "attention" / file for file in ("attention.cpp", *(path.name for path in changed))]
+        edge = [f'-DPT_EDGE_PREFIX=\\"{prefix_of(name)}\\"']
+        objects = [compiled(csrc, path, f"{slug(name)}.d/{path.name}.o", edge) for path in own]
+        objects += [output for file, output in shared.items() if file not in {path.name for path in changed}]
+        lines.append(f"build {slug(name)}.so: link {' '.join(objects)}")
+    (directory / "build.ninja").write_text("\n".join(lines) + "\n")
+    done = subprocess.run([builder.find_ninja(), "-C", str(directory), "-k", "0"], capture_output=True, text=True)
+    failed = {}
+    for name in ("", *(variant.name for variant in variants)):
+        if not (directory / f"{slug(name)}.so").exists():
+            told = [line for log in directory.glob(f"{slug(name)}.d/*.log") for line in log.read_text().splitlines()]
+            reasons = [line for line in told if "error" in line or builder.cuda_build.REFUSED.search(line)]
+            failed[name] = "\n".join(reasons[:5]) or done.stdout[-2000:]
+    return failed
+
+
+def depends(source: Path, variant: Variant) -> bool:
+    """Whether a file of kernels sees what the variant changes: its pass, and the choice of kernels."""
+    return source.stem == "attention" or source.stem.startswith(
+        {"forward": "sm90_fwd", "backward": "sm90_bwd"}[variant.passes]
+    )
+
+
+def slug(name: str) -> str:
+    return "variant_" + "".join(c if c.isalnum() else "_" for c in name) if name else "committed"
+
+
+def prefix_of(name: str) -> str:
+    """What the names of a library's raw ops begin with."""
+    return f"{slug(name)}_"
+
+
+@contextlib.contextmanager
+def raw_ops(name: str) -> Iterator[None]:
+    """The backend "cuda" calls the ops of that variant's library."""
+    before, _cuda.PREFIX = _cuda.PREFIX, prefix_of(name)
+    try:
+        yield
+    finally:
+        _cuda.PREFIX = before
+
+
+# ---- measuring
+
+
+class Case(NamedTuple):
+    passes: str
+    head_dim: int
+    length: int
+    causal: bool
+
+    def __str__(self) -> str:
+        return f"{self.passes} D{self.head_dim} L{self.length}{' causal' if self.causal else ''}"
+
+
+CASES = [
+    Case(passes, head_dim, length, causal)
+    for passes, head_dims in (("forward", (64, 128, 256)), ("backward", (64, 128)))
+    for head_dim in head_dims
+    for length in (2048, 8192)
+    for causal in (False, True)
+]
+
+
+def inputs(case: Case, small: bool) -> list[torch.Tensor]:
+    """query, key, value, grad_out: 16,384 tokens of 2,048 columns, or few."""
+    torch.manual_seed(0)
+    batch, heads = (1, 1) if small else (max(1, 16384 // case.length), 2048 // case.head_dim)
+    shape = (batch, heads, min(case.length, 2048) if small else case.length, case.head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4)]
+
+
+def call(case: Case, tensors: Sequence[torch.Tensor], backend: str = "cuda") -> Callable[[], list[torch.Tensor]]:
+    *qkv, grad = tensors
+    causal = "top_left" if case.causal else None
+    if case.passes == "forward":
+        return lambda: [pt.attention(*(t.detach() for t in qkv), causal=causal, backend=backend, strict=True)]
+    out = pt.attention(*qkv, causal=causal, backend=backend, strict=True)
+    return lambda: list(torch.autograd.grad(out, qkv, grad, retain_graph=True))
+
+
+def error(case: Case, name: str, exact: Sequence[torch.Tensor]) -> float:
+    with raw_ops(name):
+        found = call(case, inputs(case, small=True))()
+    return max(bounds.relative_error(f, e) for f, e in zip(found, exact))
+
+
+def measure(case: Case, names: Sequence[str]) -> dict[str, Any]:
+    """Error and TFLOP/s by name; "" is what is committed."""
+    exact = call(case, inputs(case, small=True), "reference")()
+    errors = {name: error(case, name, exact) for name in names}
+    right = [name for name in names if errors[name] <= WORSE * errors[""]]
+    calls, times = {}, {name: [] for name in right}
+    for name in right:
+        with raw_ops(name):
+            calls[name] = call(case, inputs(case, small=False))
+    for _ in range(ROUNDS + WARM_UP):
+        for name in right:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with raw_ops(name):
+                start.record()
+                calls[name]()
+                end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    batch, heads, length, head_dim = inputs(case, small=False)[0].shape
+    flops = (
+        4 * batch * heads * length * length * head_dim * (0.5 if case.causal else 1) * (1 if case.passes == "forward" else 2.5)
+    )
+    rates = {name: round(flops / statistics.median(t[WARM_UP:]) / 1e9, 1) for name, t in times.items()}
+    return {"case": str(case), "errors": errors, "tflops": rates, "wrong": [name for name in names if name not in right]}
+
+
+def run(variants: Sequence[Variant], directory: Path, out: Path | None) -> int:
+    for variant in variants:
+        changed_sources(variant, directory / slug(variant.name))
+    failed = build(variants, directory)
+    for name, why in failed.items():
+        print(f"{name or 'the committed sources'} does not compile:\n{why}", file=sys.stderr)
+    if "" in failed:
+        return 1
+    built = [variant for variant in variants if variant.name not in failed]
+    for name in ("", *(variant.name for variant in built)):
+        torch.ops.load_library(directory / f"{slug(name)}.so")
+    results: list[dict[str, Any]] = []
+    for case in CASES:
+        names = ["", *(v.name for v in built if v.passes == case.passes and case.head_dim in v.head_dims)]
+        if len(names) == 1:
+            continue
+        results.append(measure(case, names))
+        base = results[-1]["tflops"][""]
+        told = (f"{n} {rate} ({rate / base:.3f})" for n, rate in results[-1]["tflops"].items() if n)
+        print(f"{case}: committed {base} TFLOP/s; {'; '.join(told)}; wrong: {results[-1]['wrong'] or 'none'}", flush=True)
+        if out:  # after each case: a run cut short leaves what it found
+            facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "not_compiled": sorted(failed)}
+            out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    return int(any(result["wrong"] for result in results))
+
+
+# ---- without a GPU
+
+
+def check(variant: Variant, directory: Path) -> list[str]:
+    """What is wrong with a variant: nvcc's complaints (spills are among them), then what the emulator finds in the tests' problems."""
+    csrc = changed_sources(variant, directory / slug(variant.name))
+    found = []
+    sys.path.insert(0, str(CSRC))
+    builder = module(CSRC / "native_build.py").cuda_build
+    if nvcc := builder.find_nvcc():
+        os.environ["PYTRANSFORMER_CUDA_ARCHS"] = "sm_90a"
+        for source in (path for path in sorted(csrc.glob("cuda/attention/*.cu")) if depends(path, variant)):
+            output = directory / "x.o"
+            command = [nvcc, *builder.flags(source), "-I", str(csrc), "-c", str(source), "-o", str(output)]
+            if builder.compile_checked(output, directory / "x.log", command):
+                found.append(f"nvcc refuses {source.name}: {(directory / 'x.log').read_text()[-500:]}")
+    else:
+        found.append("nvcc was not found, so that nothing is known of registers")
+    emulator = module(CSRC / "emulator" / "build.py")
+    library = emulator.library(directory / slug(variant.name) / "build", csrc, "attention", "[as]*")
+    script = [sys.executable, str(ROOT / "tests" / "emulator" / "run_problems.py"), "sm90_problems", "1"]
+    done = subprocess.run(
+        script,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": "sm90"},
+    )
+    if done.returncode:
+        found.append(f"the emulator: {done.stdout}{done.stderr[-2000:]}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the variants, and do nothing else")
+    parser.add_argument("--check", action="store_true", help="compile them and run them in the emulator; needs no GPU")
+    parser.add_argument("--only", default="", help="those whose name holds this")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
+    options = parser.parse_args(arguments)
+    variants = [variant for variant in VARIANTS if options.only in variant.name]
+    check_texts(variants)
+    if not variants:
+        parser.error(f"no variant's name holds {options.only!r}; --list names them")
+    if options.list:
+        print("\n".join(f"{v.name} ({v.passes}, head size {', '.join(map(str, v.head_dims))})" for v in variants))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        if options.check:
+            wrong = {variant.name: check(variant, Path(folder)) for variant in variants}
+            print("\n".join(f"{name}: {'; '.join(found) or 'right, and without spills'}" for name, found in wrong.items()))
+            return int(any(wrong.values()))
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            print("cuda_variants: needs a GPU of compute capability 9.0; --check needs none", file=sys.stderr)
+            return NOTHING_TO_RUN_ON
+        return run(variants, Path(folder), options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
