@@ -38,7 +38,7 @@ CONFIG, PLAN = "attention/sm90_config.h", "attention/sm90_plan.h"
 NOTHING_TO_RUN_ON = 2
 WORSE = 1.5  # times the committed kernels' error: beyond that it is not the same computation
 ROUNDS, WARM_UP = 12, 3
-FORWARD = "bool general) {\n  return "  # of sm90_forward_tile
+FORWARD = "sm90_forward_tile(int head_dim, [[maybe_unused]] bool general) {\n  return "
 
 
 class Variant(NamedTuple):
