@@ -87,7 +87,7 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors) : plan_sm90_backward(g, pass, multiprocessors);
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
-                  "general"_a = plan.general, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section, "blocks"_a = plan.blocks);
+                  "general"_a = plan.general, "looks_up"_a = plan.looks_up, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section, "blocks"_a = plan.blocks);
 }
 
 // Of operands that are aligned and as large as the numbers say.

@@ -67,7 +67,7 @@ def test_faults_are_found(resources: ModuleType) -> None:
     assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
     assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
     assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
-    hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true> >"
+    hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true, false> >"
     assert resources.faults({hopper: used | {"warpgroup_products": 24}}) == []
     for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 24, "products": 8}, {"warpgroup_products": 24, "wide": 0}):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]

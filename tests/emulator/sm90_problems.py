@@ -13,6 +13,12 @@ import pytransformer as pt
 RAW_OP = attention_problems.RAW_OP
 
 
+def some(t: torch.Tensor) -> torch.Tensor:
+    """A mask of which a third is -inf, and the third row all."""
+    hidden = (t > 0.4) | (torch.arange(t.shape[-2]) == 2)[:, None]
+    return t.masked_fill(hidden, -torch.inf)
+
+
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values)
 
@@ -43,6 +49,52 @@ FORWARD = (
     Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128), lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),
     Problem("T5, dropout", F16, (1, 2, 2, 140, 150, 64, 64), lambda n: {"bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 77}),
     Problem("softcap", BF16, (1, 1, 1, 40, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
+    # What is looked up pair by pair. Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
+    Problem("mask", BF16, (2, 2, 1, 150, 272, 64, 64), lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
+    Problem(
+        "mask of heads", F16, (2, 2, 2, 140, 160, 128, 128),
+        lambda n: {"attn_mask": n(1, 2, 140, 160) > 0.5, "key_lengths": integers(160, 77), "query_lengths": integers(100, 140)},
+    ),
+    Problem("mask, odd", BF16, (1, 2, 2, 40, 271, 128, 128), lambda n: {"attn_mask": n(1, 2, 40, 271) > 0, "window": (200, None)}),
+    Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64), lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
+    Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
+    Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
+    # Floating masks and biases: pairs of 16 bits, of 32, and one by one; some rows see nothing, some pairs are -inf.
+    Problem(
+        "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
+        lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left", "dropout_p": 0.2, "dropout_seed": 5},
+    ),
+    Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64), lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
+    Problem(
+        "f32 mask and bias", BF16, (2, 2, 2, 70, 140, 64, 64),
+        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140), "key_lengths": integers(140, 90)},
+    ),
+    Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128), lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
+    Problem(
+        "f64 mask, odd bias", BF16, (1, 2, 2, 30, 151, 128, 128),
+        lambda n: {"attn_mask": some(n(1, 1, 30, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
+    ),
+    Problem("bias of queries", F16, (1, 2, 2, 140, 30, 64, 64), lambda n: {"bias": n(2, 140, 1)}),
+    Problem(
+        "mask and bias", BF16, (1, 2, 1, 140, 160, 64, 64),
+        lambda n: {"attn_mask": n(1, 1, 140, 160) > 0, "bias": n(1, 1, 160).to(BF16)},
+    ),
+    Problem("mask and T5", F16, (1, 2, 1, 140, 160, 128, 128), lambda n: {"attn_mask": n(1, 1, 140, 160) > 0, "bias": t5(n, 2, True)}),
+    Problem(
+        "finfo.min", F16, (1, 1, 1, 40, 140, 64, 64),
+        lambda n: {"attn_mask": torch.full((40, 140), -torch.inf).masked_fill((n(40, 140) > 0) & (torch.arange(40) != 7)[:, None],
+                                                                              torch.finfo(torch.float32).min),
+                   "bias": torch.full((1, 140), torch.finfo(torch.float32).min)},
+    ),
+    Problem(
+        "segments", BF16, (2, 2, 2, 150, 200, 64, 64),
+        lambda n: {"query_segments": torch.arange(150).expand(2, -1) // 40, "key_segments": torch.arange(200).expand(2, -1) // 50},
+    ),
+    Problem(
+        "segments and causal", F16, (1, 1, 1, 140, 140, 128, 128),
+        lambda n: {"query_segments": torch.arange(140)[None] // 45 * 2**40, "key_segments": torch.arange(140)[None] // 45 * 2**40,
+                   "causal": "top_left"},
+    ),
 )  # fmt: skip
 
 

@@ -115,6 +115,14 @@ class Builder {
     return {int64_t(p.heads) * p.num_queries, p.num_queries, 1};
   }
 
+  // Zeros of memory that `kept` holds, if flags are wanted.
+  Redo flags(Redo wanted, const Tensor& like, std::optional<Tensor>& kept) {
+    if (!wanted.tiles) return wanted;
+    kept = torch::stable::new_zeros(like, {p.sequences, p.heads, wanted.tiles}, ScalarType::Int);
+    wanted.flags = static_cast<int32_t*>(write_to(*kept, "flags", reachable));
+    return wanted;
+  }
+
   template <class T>
   T* numbers(const MaybeTensor& t, const char* name, int64_t n) {
     if (!t) return nullptr;
@@ -161,7 +169,13 @@ class Builder {
       STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, "attention: ", name, " has size ", t->size(i), " in dimension ", i);
       stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
     }
-    d = {read_from(*t, name, reachable), stride[0], stride[1], stride[2], stride[3], Term::f32};
+    d = {read_from(*t, name, reachable), stride[0], stride[1], stride[2], stride[3]};
+    const int64_t size = t->element_size();
+    const auto aligned = [&](int64_t n) {
+      return reinterpret_cast<uintptr_t>(d.data) % (n * size) == 0 && stride[0] % n == 0 && stride[1] % n == 0 && stride[2] % n == 0 &&
+             p.num_keys % n == 0 && p.key_start % n == 0;
+    };
+    while (stride[3] == 1 && 2 * d.together * size <= 16 && aligned(2 * d.together)) d.together *= 2;
     switch (t->scalar_type()) {
       case ScalarType::Bool: d.type = Term::boolean; break;
       case ScalarType::Double: d.type = Term::f64; break;
@@ -184,6 +198,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.lse = b.per_query<float>(lse, "lse");
   f.at = b.per_query_strides();
   const DeviceGuard guard(device);
+  std::optional<Tensor> flags;
+  f.redo = b.flags(attention_forward_redo(f), lse, flags);
   attention_forward(f, reinterpret_cast<void*>(stream));
 }
 

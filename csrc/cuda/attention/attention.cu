@@ -20,9 +20,18 @@ void with_dtype(const AttentionProblem& p, F run) {
 
 }  // namespace
 
+Redo attention_forward_redo(const AttentionForward& f) {
+  if (!f.p.looks_up() || !runs_sm90a()) return {};
+  const Sm90Plan plan = plan_sm90_forward(f, multiprocessors());
+  return plan.why_not ? Redo{} : Redo{nullptr, sm90_forward_tile(plan.head_class, true).rows(), plan.order.tiles};
+}
+
 void attention_forward(const AttentionForward& f, void* stream) {
   if (runs_sm90a())
-    if (const Sm90Plan plan = plan_sm90_forward(f, multiprocessors()); !plan.why_not) return sm90_attention_forward(f, plan, stream);
+    if (const Sm90Plan plan = plan_sm90_forward(f, multiprocessors()); !plan.why_not) {
+      sm90_attention_forward(f, plan, stream);
+      if (!f.redo.flags) return;
+    }
   const AttentionPlan plan = plan_attention(Pass::Forward, f.p, false);
   with_dtype(f.p, [&](auto t) { attention_forward_as<decltype(t)>(f, plan, stream); });
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/attention/config.h"
+#include "cuda/attention/redo.cuh"
 #include "cuda/attention/terms.cuh"
 #include "cuda/tile/reduce.cuh"
 
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
   const auto w = QueryTile<BM, BN>::of_block(p);
   const Sequence& s = w.s;
   const Tiles& range = w.range;
+  if (K::general && !must_do(f.redo, int64_t(w.b) * p.heads + w.h, w.i0, w.i0 + BM)) return;
   if (K::general && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, BM)) return;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};

@@ -60,7 +60,9 @@ void attention_keys_as(const AttentionBackward& g, const AttentionPlan& plan, vo
 template <class T>
 void attention_dense_as(const AttentionDense& f, const AttentionPlan& plan, void* stream);
 
+// f.redo is what attention_forward_redo says, with flags.
 void attention_forward(const AttentionForward& f, void* stream);
+Redo attention_forward_redo(const AttentionForward& f);
 void attention_backward_rows(const AttentionRows& r, void* stream);
 void attention_backward_queries(const AttentionBackward& g, void* stream);
 void attention_backward_keys(const AttentionBackward& g, void* stream);

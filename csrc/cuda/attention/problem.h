@@ -32,6 +32,14 @@ struct Dense {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
   Term type = Term::f32;
+  int together = 1;  // so many neighbouring keys, from any multiple of it on, are one aligned word, of 16 bytes at most
+};
+
+// Which results must be made again: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) raise a flag
+// where a result is not finite; kernels that do take care then make those tiles again, and do nothing elsewhere. See redo.cuh.
+struct Redo {
+  int32_t* flags = nullptr;  // (sequences, heads, tiles), zeros at first; null: nobody raises, and all is made
+  int rows = 0, tiles = 0;   // of a tile; of a head
 };
 
 // See pytransformer/ops/attention.py, ARGUMENTS.
@@ -55,8 +63,10 @@ struct AttentionProblem {
   constexpr bool looks_up() const { return mask.data || bias.data || query_segments; }  // pairs are hidden one by one
   // Terms that are data beside q.k may be so large that lse loses the log of the sum.
   constexpr bool extreme() const { return (mask.data && mask.type != Term::boolean) || bias.data; }
-  // Nothing but bounds: scores are scale q.k.
-  constexpr bool plain() const { return !looks_up() && !slopes && !diagonals && !drop_threshold && softcap == 0 && scale > 0; }
+  // Weights are not just those of scores scale q.k, some of them hidden.
+  constexpr bool general() const { return extreme() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
+  // Nothing but bounds.
+  constexpr bool plain() const { return !looks_up() && !general(); }
 };
 
 // Indices of numbers of a query: lse and its kin.
@@ -71,6 +81,7 @@ struct AttentionForward {
   PerQuery at;
   // Statistics: each row's maximum in natural units and log2 of the sum; where no lse of a tile is large, lse itself and 0.
   float *top, *log;
+  Redo redo;
 };
 
 struct AttentionBackward {

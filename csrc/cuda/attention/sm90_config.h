@@ -69,11 +69,12 @@ static_assert(sm90_queries_fit(sm90_queries_tile(64)) && sm90_queries_fit(sm90_q
 constexpr bool sm90_keys_fit(const Sm90Tile& t) { return sm90_fits(t, sm90_keys_smem(t), t.streamed + t.streamed / 4 + t.head_dim); }
 static_assert(sm90_keys_fit(sm90_keys_tile(64)) && sm90_keys_fit(sm90_keys_tile(128)));
 
-// What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout; else only bounds.
-template <int HeadDim, bool IsGeneral>
+// What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks
+// and segments; both: floating masks and biases too. Neither: only bounds.
+template <int HeadDim, bool IsGeneral, bool LooksUp = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
-  static constexpr bool general = IsGeneral;
+  static constexpr bool general = IsGeneral, looks_up = LooksUp, plain = !IsGeneral && !LooksUp;
   // Over keys: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
   static constexpr int more_queries = 0, spread = 1;
 };

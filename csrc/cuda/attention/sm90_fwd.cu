@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "cuda/attention/sm90_fwd.cuh"
 #include "cuda/attention/sm90_kernels.h"
 #include "cuda/attention/sm90_launch.cuh"
@@ -7,22 +9,31 @@ namespace {
 
 template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, K::general);
+  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::plain);
   const AttentionProblem& p = f.p;
   const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, kTile.rows()), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, p.value_dim, kTile.streamed), f, plan.order};
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), sm90_forward_smem(kTile), stream, args);
 }
 
+// Calls run(kind) for the plan's kernel.
+template <class F>
+void with_kind(const Sm90Plan& plan, F run) {
+  if (plan.head_class == 256) return run(Hopper<256, false>{});
+  const auto of_class = [&](auto head_dim) {
+    constexpr int D = decltype(head_dim)::value;
+    if (plan.general) plan.looks_up ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
+    else plan.looks_up ? run(Hopper<D, false, true>{}) : run(Hopper<D, false>{});
+  };
+  if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  else of_class(std::integral_constant<int, 128>{});
+}
+
 }  // namespace
 
 void sm90_attention_forward(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
   with_half(f.p, [&](auto t) {
-    using T = decltype(t);
-    const bool general = plan.general, narrow = plan.head_class == 64;
-    if (plan.head_class == 256) forward_kind<T, Hopper<256, false>>(f, plan, stream);
-    else if (narrow) (general ? forward_kind<T, Hopper<64, true>> : forward_kind<T, Hopper<64, false>>)(f, plan, stream);
-    else (general ? forward_kind<T, Hopper<128, true>> : forward_kind<T, Hopper<128, false>>)(f, plan, stream);
+    with_kind(plan, [&](auto kind) { forward_kind<decltype(t), decltype(kind)>(f, plan, stream); });
   });
 }
 

@@ -5,7 +5,10 @@
 // tile's values; P stays in registers. Keys are visited from last to first, so that what bounds cut comes first.
 #pragma once
 
-#include "cuda/attention/sm90_tile.cuh"
+#include <type_traits>
+
+#include "cuda/attention/redo.cuh"
+#include "cuda/attention/sm90_lookups.cuh"
 
 namespace pt::cuda {
 
@@ -15,11 +18,16 @@ struct Sm90Forward {
   TileOrder order;
 };
 
+struct NoLookups {
+  PT_DEVICE explicit NoLookups(const AttentionProblem&) {}
+};
+
 template <class T, class K>
 struct Sm90ForwardBlock {
-  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, K::general);
+  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::plain);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
+  static constexpr int kPiece = K::looks_up ? 4 : 8;  // eights of columns that terms are applied to at a time
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -115,6 +123,7 @@ struct Sm90ForwardBlock {
       const float top = K::general ? rows.max[r] : rows.max[r] * p.scale;
       store_one(f.lse + number_at(f.at, w.b, w.h, index[r]), dead ? minus_infinity() : ptx::fma_rn(ptx::log2(sum), kLn2, top));
     }
+    if (K::looks_up && not_finite(o, factor)) raise(f.redo, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
@@ -126,23 +135,32 @@ struct Sm90ForwardBlock {
     if (consumer() == 1) pass_turn();
     for_each_tile(args.order, [&](int n) {
       const Work w(p, args.order, n);
-      const int row = w.i0 + warp_row();
+      const auto row = [&] { return ptx::again(w.i0) + warp_row(); };  // not kept: a register
       const Terms<false, false> terms(p, w.s, w.b, w.h);
       const Range whole = w.whole(p), keep = w.kept(p);
       float s[BN / 2], o[D / 2];
       uint32_t weights[BN / 16][4];
       Rows rows;
+      [[maybe_unused]] std::conditional_t<K::looks_up, Lookups<D, BN>, NoLookups> lookups(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 
+      const auto look_up = [&](int first) {
+        if constexpr (K::looks_up) {
+          lookups.load(w, first, K::general);
+        }
+      };
       // Scores to weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {
         if constexpr (K::general)
-          in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
-            float unused[8][4];
+          in_pieces<kPiece>(s, row(), first, [&](float (&x)[kPiece][4], const Place& place, int c) {
+            float unused[kPiece][4];
             terms.apply(x, unused, place, kAllColumns);
+            if constexpr (K::looks_up) lookups.add(w, x, first, c);
           });
-        if (first < whole.lo || first + BN > whole.hi) {
+        if constexpr (K::looks_up) {
+          lookups.hide(s);
+        } else if (first < whole.lo || first + BN > whole.hi) {
           const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
           each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
         }
@@ -151,7 +169,7 @@ struct Sm90ForwardBlock {
       const auto pack = [&](int first) {
         if constexpr (K::general)
           if (p.drop_threshold)
-            in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
+            in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
               const uint32_t kept = terms.template kept<8>(place);
               each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
             });
@@ -165,6 +183,7 @@ struct Sm90ForwardBlock {
         await_turn();
         multiply_rows<T, D>(s, q, turn, k, visit, false);
         pass_turn();
+        look_up(first);
         ptx::wgmma_wait<0>();
         release_products(k, visit);
         if (w.range.count() == 1) release_products(q, turn);
@@ -180,6 +199,7 @@ struct Sm90ForwardBlock {
           v.await_full(visit);
           multiply_weights<T>(o, weights, v, visit);
           pass_turn();
+          look_up(first);
           ptx::wgmma_wait<1>();
           release_products(k, visit + 1);
           if (t == w.range.first) release_products(q, turn);
@@ -214,7 +234,7 @@ struct Sm90ForwardBlock {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim, K::general).threads(), 1)
+__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim, !K::plain).threads(), 1)
     sm90_attention_fwd_kernel([[maybe_unused]] const __grid_constant__ Sm90Forward args) {
 #if PT_SM90A
   Sm90ForwardBlock<T, K>::run(args);

@@ -39,7 +39,7 @@ static_assert(visits_each_tile_once({3, 7, 1}) && visits_each_tile_once({3, 7, 3
 struct Sm90Plan {
   const char* why_not;  // null: the kernels take the problem
   int head_class;
-  bool general;
+  bool general, looks_up;  // see Hopper in sm90_config.h
   TileOrder order;
   int64_t blocks;
 };
@@ -50,7 +50,6 @@ inline int sm90_class(int columns) { return columns <= 64 ? 64 : columns <= 128 
 inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list<const In*> inputs,
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
-  if (p.looks_up()) return "masks, dense biases and segments hide pairs one by one";
   if (!sm90_class(p.head_dim) || sm90_class(p.head_dim) != sm90_class(p.value_dim))
     return "head sizes to 64, to 128 or from 193 to 256, both of one class";
   const auto aligned = [](const void* data, const HeadRows& s) {
@@ -88,11 +87,11 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
 
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
-  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p.head_dim), !p.plain(), {}, 0};
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p.head_dim), p.general(), p.looks_up(), {}, 0};
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
-  if (plan.head_class == 256 && plan.general) plan.why_not = "softcap, biases and dropout have no registers left at head size 256";
+  if (plan.head_class == 256 && !p.plain()) plan.why_not = "masks, biases, softcap and dropout have no registers left at head size 256";
   if (plan.why_not) return plan;
-  const int rows = sm90_forward_tile(plan.head_class, plan.general).rows();
+  const int rows = sm90_forward_tile(plan.head_class, !p.plain()).rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
   return plan;
 }
@@ -101,8 +100,9 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::Keys;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), false, {}, 0};
-  if (!p.plain()) plan.why_not = "softcap, biases and dropout are not in the backward kernels";
+  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), false, false, {}, 0};
+  if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
+  if (p.general()) plan.why_not = "softcap, biases and dropout are not in the backward kernels";
   if (plan.head_class == 256) plan.why_not = "the backward kernels have head sizes to 128";
   if (plan.why_not) return plan;
   const int rows = keys ? sm90_keys_tile(plan.head_class).rows() : sm90_queries_tile(plan.head_class).rows();

@@ -1,0 +1,195 @@
+// What is looked up pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments.
+//
+// Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
+// for column e of its two in the eight columns j. Boolean masks come 16 keys a load where they are aligned, and the lanes of a row trade
+// bits; floating terms come in pairs, of which a lane keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16 bits, half
+// as many in float32. Other terms, and a second one, are loaded one by one.
+#pragma once
+
+#include "cuda/attention/sm90_tile.cuh"
+
+namespace pt::cuda {
+
+// Bits of the columns below the lane's first column + x.
+PT_DEVICE uint32_t columns_below(int x) {
+  const int count = x <= 0 ? 0 : x / 8 * 2 + least(x % 8, 2);
+  return count >= 32 ? kAllColumns : (1u << count) - 1;
+}
+
+// D: the class of head sizes.
+template <int D, int BN>
+class Lookups {
+  static_assert(BN % 64 == 0 && BN <= 128);
+  // As many as there are registers for: words of paired terms that are kept; columns whose loads are in flight together.
+  static constexpr int kKept = D == 64 ? 32 : 16, kPart = D == 64 ? 16 : 8;
+
+ public:
+  uint32_t seen[2];
+
+  PT_DEVICE explicit Lookups(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
+
+  // Looks up what the keys from `first` on need; `adds`: floating terms too. Work: QueryWork.
+  template <class Work>
+  PT_DEVICE void load(const Work& w, int first, bool adds) {
+    const int column = first + 2 * (lane_id() % 4);
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const Range bounds = w.own_bounds(p_, r);
+      seen[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
+    }
+    if (adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
+    if (p_.mask.data && p_.mask.type == Term::boolean) {
+      if (p_.mask.together == 16) hide_chunks(w, first);
+      else hide_bytes(w, column);
+    }
+    if (p_.query_segments) hide_segments(w, column);
+  }
+
+  // Adds the floating terms to x, scores in natural units of 32 columns that begin with the eights c of the tile, whose first is `first`;
+  // -inf where one of them hides. To be called for all of them in order.
+  template <class Work>
+  PT_DEVICE void add(const Work& w, float (&x)[4][4], int first, int c) {
+    const int column = first + 2 * (lane_id() % 4);
+    if (paired_) {
+      const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
+      if (d.type == Term::f32) {
+        if (c > 0 && c % (kKept / 4) == 0) load_pairs(w, d, column, c);
+        add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kKept]); });
+      } else {
+        if (c > 0 && c % (kKept / 2) == 0) load_pairs(w, d, column, c);
+        const auto pair = [&](int n, int r) { return uint16_t(raw_[(2 * (c + n) + r / 2) % kKept] >> 16 * (r % 2)); };
+        if (d.type == Term::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
+        else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
+      }
+    }
+    PT_NO_UNROLL
+    for (int which = 1; which <= 2; ++which) {
+      const Dense& d = which == 1 ? p_.mask : p_.bias;
+      if (!d.data || d.type == Term::boolean || which == paired_) continue;
+      with_reader(d, [&](auto read) {
+        add_each(x, [&](int n, int r) {
+          return read(head(w, d) + int64_t(query(w, r / 2)) * d.query + clamped(column + 8 * (c + n) + r % 2) * d.key);
+        });
+      });
+    }
+  }
+
+  PT_DEVICE void hide(float (&s)[BN / 2]) const {
+    PT_UNROLL
+    for (int i = 0; i < BN / 2; ++i) s[i] = seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 ? s[i] : minus_infinity();
+  }
+
+ private:
+  static PT_DEVICE bool paired(const Dense& d) {
+    return d.data && d.together > 1 && (d.type == Term::f32 || d.type == Term::bf16 || d.type == Term::f16);
+  }
+  template <class Work>
+  static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
+    return w.b * d.batch + w.h * d.head;
+  }
+  // Rows and keys that are not there are hidden by bounds, or not written: any other will do for them.
+  template <class Work>
+  PT_DEVICE int query(const Work& w, int r) const {
+    return least(w.i0 + own_row(r), p_.num_queries - 1);
+  }
+  PT_DEVICE int clamped(int key) const { return most(0, least(key, p_.num_keys - 1)); }
+  PT_DEVICE bool there(int key) const { return uint32_t(key) < uint32_t(p_.num_keys); }
+
+  // x + term, -inf if one of them is; else no less than -finfo.max, which two large terms would go beyond.
+  template <class F>
+  static PT_DEVICE void add_each(float (&x)[4][4], F term) {
+    each<4>([&](int n, int r, uint32_t) {
+      const float t = term(n, r), sum = x[n][r] + t;
+      const bool hidden = t == minus_infinity() || x[n][r] == minus_infinity();
+      x[n][r] = hidden ? minus_infinity() : sum < -kFloatMax ? -kFloatMax : sum;
+    });
+  }
+
+  // The lane's pairs of columns, whose first is `column`, from eights c on: as many as are kept.
+  template <class Work>
+  PT_DEVICE void load_pairs(const Work& w, const Dense& d, int column, int c) {
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int64_t at = head(w, d) + int64_t(query(w, r)) * d.query + column + 8 * c;
+      if (d.type == Term::f32) {
+        PT_UNROLL
+        for (int n = 0; n < kKept / 4; ++n) {
+          const uint64_t pair = there(column + 8 * (c + n)) ? ptx::ld_global_u64(static_cast<const float*>(d.data) + at + 8 * n) : 0;
+          raw_[4 * n + 2 * r] = uint32_t(pair), raw_[4 * n + 2 * r + 1] = uint32_t(pair >> 32);
+        }
+      } else {
+        PT_UNROLL
+        for (int n = 0; n < kKept / 2; ++n)
+          raw_[2 * n + r] = there(column + 8 * (c + n)) ? ptx::ld_global_u32(static_cast<const uint16_t*>(d.data) + at + 8 * n) : 0;
+      }
+    }
+  }
+
+  // A lane loads 16 of each 64 keys: 2 eights, which are also those of the three other lanes that have the row.
+  template <class Work>
+  PT_DEVICE void hide_chunks(const Work& w, int first) {
+    const int quarter = lane_id() % 4;
+    ptx::Words4 bytes[2][BN / 64];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r)
+      PT_UNROLL
+      for (int c = 0; c < BN / 64; ++c) {
+        const int key = first + 64 * c + 16 * quarter;
+        const auto* row = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask) + int64_t(query(w, r)) * p_.mask.query;
+        bytes[r][c] = there(key) ? ptx::ld_global_v4(row + key) : ptx::Words4{};
+      }
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      uint32_t word = 0;  // bit 16 c + i: byte i, which is 0 or 1, of chunk c
+      PT_UNROLL
+      for (int c = BN / 64 - 1; c >= 0; --c)
+        PT_UNROLL
+        for (int w = 3; w >= 0; --w) word = word << 4 | bytes[r][c].w[w] * 0x10204080u >> 28;
+      uint32_t visible = 0;
+      PT_UNROLL
+      for (int x = 0; x < 4; ++x) {
+        const uint32_t theirs = (x ? ptx::shfl_xor_u32(word, x) : word) >> 2 * quarter & 0x03030303u;
+        visible |= ((theirs | theirs >> 6) & 0x000f000fu) << 4 * (quarter ^ x);
+      }
+      seen[r] &= visible;
+    }
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_bytes(const Work& w, int column) {
+    const auto* mask = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask);
+    const int64_t rows[2] = {int64_t(query(w, 0)) * p_.mask.query, int64_t(query(w, 1)) * p_.mask.query};
+    hide_each([&](int k) { return clamped(column + k) * p_.mask.key; },
+              [&](int64_t key, int r) { return ptx::ld_global_u8(mask + rows[r] + key) != 0; });
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_segments(const Work& w, int column) {
+    int64_t own[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) own[r] = load_i64(p_.query_segments + int64_t(w.b) * p_.num_queries + query(w, r));
+    const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
+    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
+  }
+
+  // Leaves the pairs that show(key(k), r) is true for, k counted from the lane's first column. A loop: no more registers than a part needs.
+  template <class Key, class Show>
+  PT_DEVICE void hide_each(Key key, Show show) {
+    uint32_t visible[2] = {0, 0};
+    PT_NO_UNROLL
+    for (int part = 0; part < BN / 4; part += kPart)
+      PT_UNROLL
+      for (int k = 0; k < kPart; ++k) {
+        const int64_t of_key = key(4 * part + k / 2 * 8 + k % 2);
+        PT_UNROLL
+        for (int r = 0; r < 2; ++r) visible[r] |= show(of_key, r) ? 1u << k << part : 0;
+      }
+    seen[0] &= visible[0], seen[1] &= visible[1];
+  }
+
+  const AttentionProblem& p_;
+  int paired_;  // the term that is loaded in pairs: 1 the mask, 2 the bias, 0 none
+  uint32_t raw_[kKept];
+};
+
+}  // namespace pt::cuda
