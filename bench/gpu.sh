@@ -70,6 +70,7 @@ PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "$python" -m pytest 
   "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 
 step test_cuda_feed_forward 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_feed_forward.py"
+step test_cuda_cross_entropy 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_cross_entropy.py"
 
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
@@ -102,12 +103,17 @@ bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends 
 bench feed_forward_1024 45 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
 # Plain products by our kernels too: whether csrc/cuda/matmul/plan.h should choose them.
 PYTRANSFORMER_CUDA_PATH=sm90 bench feed_forward_ours 45 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,torch
+losses=(linear_cross_entropy --dtype bfloat16 --mode fwd,bwd --shape)
+bench cross_entropy 60 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,triton,torch
+bench cross_entropy_1024 45 "${losses[@]}" rows=8192,d=1024,classes=32768 --backends cuda,triton,torch
+PYTRANSFORMER_CUDA_PATH=sm90 bench cross_entropy_ours 45 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,torch
 step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
 step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
 step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
-    "$root/tests/cuda/test_gpu_attention.py" "$root/tests/cuda/test_gpu_feed_forward.py" -k "test_every_path or test_case or test_products"
+    "$root/tests/cuda/test_gpu_attention.py" "$root/tests/cuda/test_gpu_feed_forward.py" "$root/tests/cuda/test_gpu_cross_entropy.py" \
+    -k "test_every_path or test_case or test_products"
   step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
 fi
 

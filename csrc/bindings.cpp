@@ -10,6 +10,7 @@
 #include "cpu/isa.h"
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90_plan.h"
+#include "cuda/cross_entropy/plan.h"
 #include "cuda/layer_norm/plan.h"
 #include "cuda/matmul/plan.h"
 
@@ -111,6 +112,12 @@ py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const st
                   "library"_a = plain_by_library(rows, columns, depth, ours));
 }
 
+py::dict cuda_cross_entropy_plan(int64_t rows, int64_t classes, bool smooth) {
+  const pt::cuda::CrossEntropyPlan plan = pt::cuda::plan_cross_entropy(rows, classes, smooth);
+  using namespace py::literals;
+  return py::dict("tiles"_a = plan.tiles, "parts"_a = plan.parts, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -133,6 +140,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,
         "Whether the products for sm_90a take a problem, why not, how their blocks share it, and whether the library does it where nothing "
         "is behind it; a dict.");
+  m.def("cuda_cross_entropy_plan", &cuda_cross_entropy_plan, py::arg("rows"), py::arg("classes"), py::arg("smooth"),
+        "What cross entropy's tiles of classes leave of each row, and how its second stage shares the rows; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from pytransformer.ops._gpu_cross_entropy import chunks, float_product
+
 from .._lang import LOG2E, launch, narrow
-from .chunks import chunks, describe, load_logits, logits_of, product, rows_of
+from .chunks import describe, load_logits, logits_of, rows_of
 from .configs import chunk_rows, tile
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
@@ -81,7 +83,7 @@ def backward(
     most = g.abs().max() if rows else g.sum()
     share = torch.where(most > 0, g / most, 0.0)
     valid = (a.target != a.ignore_index)[:, None]
-    for part in chunks(rows, classes):
+    for part in chunks(rows, step):
         x, n = a.x[part], len(a.x[part])
         logits_of(a, x, logits)
         given = logits, a.bias, a.target[part], lse[part]
@@ -98,11 +100,11 @@ def backward(
             warps=config.warps, stages=1,
         )  # fmt: skip
         if dx is not None:
-            product(dz[:n], a.weight, dx_part[:n])
+            float_product(dz[:n], a.weight, dx_part[:n])
             dx[part] = torch.where(valid[part], dx_part[:n] * (g[part] / kind.SCALE)[:, None], 0.0)
         if d_weight is not None:
             x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)  # an ignored row may hold NaN
-            product(dz[:n].t(), x, d_weight if dw_part is None else dw_part)
+            float_product(dz[:n].t(), x, d_weight if dw_part is None else dw_part)
             if dw_part is not None:
                 d_weight += dw_part
     if d_weight is not None:

@@ -1,8 +1,7 @@
-"""What forward and backward share: the problem, chunks of rows, and the library's products with float32 results."""
+"""What forward and backward share: the problem, and logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import Config, chunk_rows
+from pytransformer.ops._gpu_cross_entropy import float_product
+
+from .configs import Config
 
 
 class Problem(NamedTuple):
@@ -38,23 +39,9 @@ def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]
     return Problem(0, a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
 
 
-def chunks(rows: int, classes: int) -> Iterator[slice]:
-    """The rows, a chunk at a time."""
-    step = chunk_rows(classes)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out = a @ b in float32, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a small
-    probability that a large logit has."""
-    if a.dtype == torch.float32 or a.device.type == "cpu":
-        return torch.mm(a.float(), b.float(), out=out)
-    return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
-
-
 def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """x @ weightᵀ of a chunk's rows, in the buffer; the bias is added where they are read."""
-    return product(x, a.weight.t(), buffer[: len(x)])
+    return float_product(x, a.weight.t(), buffer[: len(x)])
 
 
 @triton.jit

@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from pytransformer.ops._gpu_cross_entropy import chunks
+
 from .._lang import LN2, LOG2E, launch
-from .chunks import chunks, describe, load_logits, logits_of, rows_of
+from .chunks import describe, load_logits, logits_of, rows_of
 from .configs import chunk_rows, tile
 
 
@@ -55,8 +57,9 @@ def forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
     (rows, _), classes = a.x.shape, a.weight.shape[0]
     config = tile("forward", classes, a.x.device)
     p, kind = describe(a, config)
-    buffer = torch.empty(min(rows, chunk_rows(classes)), classes, dtype=torch.float32, device=a.x.device)
-    for part in chunks(rows, classes):
+    step = chunk_rows(classes)
+    buffer = torch.empty(min(rows, step), classes, dtype=torch.float32, device=a.x.device)
+    for part in chunks(rows, step):
         logits = logits_of(a, a.x[part], buffer)
         launch(
             cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias, a.target[part], losses[part],

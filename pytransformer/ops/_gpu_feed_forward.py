@@ -1,32 +1,16 @@
-"""What the GPU backends of feed_forward share: tensors as matrices, and products that the library computes as they are written."""
+"""What the GPU backends of feed_forward share."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from ._tensors import last_contiguous
-
-
-@contextlib.contextmanager
-def as_written(device: torch.device) -> Iterator[None]:
-    """Library products take the dtypes they are given, and no graph of their own."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def empty(a: Any) -> bool:
     """A product over nothing: left to plain PyTorch, which does nothing either."""
     return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
-
-
-def matrix(t: torch.Tensor) -> torch.Tensor:
-    """(rows, columns), a view where strides allow one, the last dimension contiguous."""
-    return last_contiguous(t).reshape(-1, t.shape[-1])
 
 
 def target(t: torch.Tensor) -> torch.Tensor:

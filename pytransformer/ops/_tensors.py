@@ -1,9 +1,10 @@
-"""What every op's public function needs: checks with clear errors, memory order, autocast, dropout seeds."""
+"""What ops need of tensors: checks with clear errors, memory order, autocast, dropout seeds."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,3 +126,15 @@ def last_contiguous(t: torch.Tensor) -> torch.Tensor:
     if t.stride(-1) == 1 or t.size(-1) <= 1:
         return t
     return empty_in_order(t).copy_(t)
+
+
+def matrix(t: torch.Tensor) -> torch.Tensor:
+    """(rows, columns), a view where strides allow one, the last dimension contiguous."""
+    return last_contiguous(t).reshape(-1, t.shape[-1])
+
+
+@contextlib.contextmanager
+def as_written(device: torch.device) -> Iterator[None]:
+    """Library products take the dtypes they are given, and no graph of their own."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

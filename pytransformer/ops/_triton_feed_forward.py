@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from . import _triton
-from ._gpu_feed_forward import as_written, deliver, empty, hidden_bytes, matrix, target
+from ._gpu_feed_forward import deliver, empty, hidden_bytes, target
 from ._registry import Backend, Op
+from ._tensors import as_written, matrix
 
 LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted in 32 bits
 

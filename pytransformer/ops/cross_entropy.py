@@ -9,10 +9,12 @@ import torch
 
 from ..reference.cross_entropy import cross_entropy_forward
 from . import _cpu_cross_entropy as cpu
+from . import _cuda_cross_entropy as cuda
 from . import _triton_cross_entropy as triton
 from ._autograd import needs_gradient
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
+from .attention import ORDER
 
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
@@ -48,6 +50,7 @@ linear_cross_entropy_op = Op(
     empty_outputs=_empty,
     flops=_flops,
     flops_backward=lambda a: (2 if _keeps(a) else 3) * _flops(a),  # for x, for weight, and the logits again
+    order=ORDER,
 )
 
 
@@ -73,7 +76,7 @@ def linear_cross_entropy(
         ignore_index: rows with this target have loss 0 and no gradient, whatever they hold.
         label_smoothing: in [0, 1]; the share of the target spread evenly over all classes.
         reduction: ``"mean"`` over the targets that are not ignored (NaN if there is none), ``"sum"`` or ``"none"``.
-        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"triton"``, ``"cuda"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -161,4 +164,5 @@ def _reference_bytes(a: Any) -> int:
 
 linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=_check_values)
 linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, _check_values))
+linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, _check_values))
 linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, _check_values))

@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,28 @@ def test_which_plain_products_are_the_librarys() -> None:
     """All, until a run on a GPU says otherwise, but where ours are asked for."""
     assert matmul_plan()["library"] and not matmul_plan(ours=True)["library"]
     assert matmul_plan(rows=16)["library"] and not matmul_plan(rows=16, ours=True)["library"]
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("rows", "classes", "smooth", "tiles", "parts", "blocks"),
+    [
+        (4096, 131072, False, 512, 2 * 512 * 4096, 128),
+        (1, 1, False, 1, 2, 1),
+        (33, 257, True, 2, 3 * 2 * 33, 2),
+        (2**30, 2**30, False, 2**22, 2**53, 2**25),
+    ],
+)
+def test_what_cross_entropys_tiles_leave(rows: int, classes: int, smooth: bool, tiles: int, parts: int, blocks: int) -> None:
+    """Two or three numbers for each row and 256 classes; Python makes the same room for them."""
+    from pytransformer import _C
+    from pytransformer.ops import _cuda_cross_entropy
+
+    plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
+    assert (plan["tiles"], plan["parts"], plan["blocks"]) == (tiles, parts, blocks) and plan["smem_bytes"] <= 48 * 1024
+    weight = torch.empty(classes, 0, dtype=torch.bfloat16)
+    given = types.SimpleNamespace(weight=weight, label_smoothing=0.1 * smooth)
+    assert rows * _cuda_cross_entropy._parts(given) == parts
 
 
 @needs_bindings

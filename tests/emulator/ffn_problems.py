@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from named import Named
 
 from pytransformer.testing import bounds, fuzz_ffn, oracle
 from pytransformer.testing.fuzz_ffn import Problem
@@ -60,18 +61,8 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-class Named:
-    """A problem with its name, as run_problems.py wants it."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.problem = name, PROBLEMS[name]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.problem}"
-
-
 def problems() -> Iterator[Named]:
-    yield from map(Named, PROBLEMS)
+    yield from (Named(name, found) for name, found in PROBLEMS.items())
 
 
 def wrong(named: Named) -> list[str]:

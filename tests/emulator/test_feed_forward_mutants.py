@@ -15,7 +15,7 @@ DROPOUT, PHILOX, MATMUL, LAUNCH = (
     "matmul/sm90_matmul.cuh",
     "matmul/sm90_launch.cuh",
 )
-EDGE = "feed_forward/feed_forward.cpp"
+EDGE, SUMS = "feed_forward/feed_forward.cpp", "matmul/row_sums.cuh"
 LATE, DEADLOCK = "not ordered after", "deadlock"
 SYNC = "    sync_consumer();  // the sums of the tile before have been read\n"
 RELU, GATED, ODD, NO_BIASES, ONLY_BIASES = "relu", "gated", "odd sizes", "no biases", "only biases"
@@ -70,16 +70,16 @@ FAULTS_OF = {
         Fault("hidden without its gate", BWD, "h[c] = act.value * p,", "h[c] = p,", GATED),
         Fault("the bias's gradient before its slope", BWD, "d[c] *= act.slope;\n", "b1_sum[c] += d[c], d[c] *= act.slope;\n", RELU),
         Fault("sums of one row of two", BWD, "b1_sum[c] += d[c];", "b1_sum[c] = d[c];", RELU),
-        Fault("half the rows of a sum", BWD, "ptx::shfl_xor(odd ? two[0] : two[1], 4)", "0.0f", RELU),
-        Fault("columns of a sum exchanged", BWD, "(middle ? four[2 + i] : four[i])", "(middle ? four[i] : four[2 + i])", RELU),
-        Fault("a warp's sum left out", BWD, "warp < 4; ++warp", "warp < 3; ++warp", RELU),
-        Fault("sums of a wrong tile", BWD, "place.row / kRowsOfAPart * place.columns", "place.tile.row * place.columns", ONLY_BIASES),
+        Fault("half the rows of a sum", SUMS, "ptx::shfl_xor(odd ? two[0] : two[1], 4)", "0.0f", RELU),
+        Fault("columns of a sum exchanged", SUMS, "(middle ? four[2 + i] : four[i])", "(middle ? four[i] : four[2 + i])", RELU),
+        Fault("a warp's sum left out", SUMS, "warp < 4; ++warp", "warp < 3; ++warp", RELU),
+        Fault("sums of a wrong tile", SUMS, "place.row / kRowsOfAPart * place.columns", "place.tile.row * place.columns", ONLY_BIASES),
         Fault("sums of the other bias", BWD, "gate_bias.put(strip, gate_sum)", "gate_bias.put(strip, b1_sum)", GATED),
         Fault("two biases in one place", BWD, "gate_bias{place.scratch + BiasSums::kBytes}", "gate_bias{place.scratch}", GATED),
         Fault("consumers share their scratch", MATMUL, "scratch + uint32_t(consumer()) * E::kScratch", "scratch", RELU),
         Fault("sums read before they are there", BWD, "    sync_consumer();\n    b1.store", "    b1.store", RELU),
         Fault("sums written under their readers", BWD, SYNC, "", RELU, LATE),
-        Fault("a row of sums past the last", BWD, "|| place.row >= place.rows", "", ODD, "outside global memory"),
+        Fault("a row of sums past the last", SUMS, "|| place.row >= place.rows", "", ODD, "outside global memory"),
     ),
     EDGE: (Fault("the threshold rounded down", EDGE, "std::nearbyint(65536 * p)", "65000 * p", GATED),),
 }  # fmt: skip

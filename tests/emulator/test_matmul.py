@@ -31,6 +31,19 @@ def test_schedules_give_equal_bits() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+def test_sums_in_float32(layout: str) -> None:
+    """Unrounded, onto what is there or not; nothing is written behind the rows' multiple of eight columns."""
+    a, b = operands(Problem("sums", BF16, layout, 150, 300, 72))
+    begun = torch.randn(150, 312)
+    for add in (False, True):
+        out = begun.clone()
+        _cuda.call("matmul_sums", a.device, a, b, out[:, :304], add)
+        exact = a.double() @ b.double() + add * begun[:, :300]
+        torch.testing.assert_close(out[:, :300].double(), exact, rtol=0, atol=1e-4)
+        assert torch.equal(out[:, 304:], begun[:, 304:])
+
+
 def test_a_non_finite_row_stays_one() -> None:
     """Beyond the operands' end are zeros: what lies there in memory reaches nothing."""
     problem = Problem("NaN", BF16, "nt", 140, 40, 24, gap=8)

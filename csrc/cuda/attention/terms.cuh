@@ -5,14 +5,10 @@
 #pragma once
 
 #include "cuda/attention/work.cuh"
+#include "cuda/tile/numbers.cuh"
 #include "cuda/tile/philox.cuh"
 
 namespace pt::cuda {
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kFloatMax = 3.4028234663852886e38f;
-
-PT_DEVICE float minus_infinity() { return ptx::bits_float(0xff800000u); }
-PT_DEVICE float infinity() { return ptx::bits_float(0x7f800000u); }
 
 // To 2e-7 relative: an odd polynomial below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above.
 PT_DEVICE float tanh_of(float x) {

@@ -6,43 +6,9 @@
 
 #include "cuda/feed_forward/activations.cuh"
 #include "cuda/feed_forward/dropout.cuh"
-#include "cuda/matmul/epilogue.cuh"
+#include "cuda/matmul/row_sums.cuh"
 
 namespace pt::cuda {
-
-// The lane's sums over its warp's 16 rows, of its column 8 (k / 2) + 2 (lane % 4) + k % 2 of 32, k = lane / 4: at each step half of the
-// columns go to the lane that has the other rows.
-PT_DEVICE float sum_over_rows(const float (&v)[8]) {
-  const bool upper = lane_id() & 16, middle = lane_id() & 8, odd = lane_id() & 4;
-  float four[4], two[2];
-  PT_UNROLL
-  for (int i = 0; i < 4; ++i) four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
-  PT_UNROLL
-  for (int i = 0; i < 2; ++i) two[i] = (middle ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
-  return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
-}
-
-// Of one bias, for a consumer: its warps' sums in shared memory, (4, 256), then their sum.
-struct BiasSums {
-  static constexpr int kColumns = kMatmulTile.columns;
-  static constexpr uint32_t kBytes = 4 * kColumns * sizeof(float);
-  uint32_t at;
-
-  PT_DEVICE void put(int strip, const float (&v)[8]) const {
-    const int k = lane_id() / 4, column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
-    ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
-  }
-  // After a barrier of the consumer.
-  PT_DEVICE void store(float* parts, const MatmulPlace& place) const {
-    if (!parts || place.row >= place.rows) return;
-    for (int column = int(threadIdx.x) % 128; column < kColumns && place.column + column < place.columns; column += 128) {
-      float sum = 0.0f;
-      PT_UNROLL
-      for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
-      store_one(parts + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
-    }
-  }
-};
 
 // An epilogue. The activation and its slope are taken from pre and gate as stored.
 template <Activation A, bool Gated>

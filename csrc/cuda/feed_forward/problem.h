@@ -37,6 +37,5 @@ struct HiddenGradient {
   // (ceil(rows / 64), columns): the sums of d_pre and d_gate over 64 rows each; null where not wanted.
   float *b1_parts, *gate_bias_parts;
 };
-constexpr int kRowsOfAPart = 64;
 
 }  // namespace pt::cuda

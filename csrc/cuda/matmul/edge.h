@@ -15,13 +15,14 @@ inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable)
   return {read_from(t, name, reachable), t.size(rows), t.size(1 - rows), t.stride(rows), transposed};
 }
 
-// A result of so many rows and columns, whose rows hold a multiple of eight columns.
-inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable) {
+// A result of so many rows and columns, of the operands' dtype or float32; its rows hold a multiple of eight columns.
+inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable, bool sums = false) {
   if (!t) return {};
   const int64_t width = (p.columns + 7) / 8 * 8;
   STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == p.rows && t->size(1) == width && t->stride(1) == 1, "products: ", name, " must be (", p.rows,
                   ", ", width, "), its columns contiguous");
-  STD_TORCH_CHECK(dtype_of(*t, name) == p.dtype, "products: ", name, " must have the operands' dtype");
+  STD_TORCH_CHECK(dtype_of(*t, name) == (sums ? DType::f32 : p.dtype), "products: ", name,
+                  sums ? " must be float32" : " must have the operands' dtype");
   const MatrixOut out{write_to(*t, name, reachable), t->stride(0)};
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data) % 16 == 0 && (p.rows == 1 || out.stride % 8 == 0), "products: rows of ", name,
                   " must begin at multiples of 16 bytes");

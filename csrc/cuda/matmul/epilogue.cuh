@@ -71,4 +71,46 @@ struct Linear {
   }
 };
 
+// out (+)= sums, in float32.
+struct Sums {
+  static constexpr uint32_t kScratch = 0;
+  static constexpr int kPanels = 0;
+  MatrixOut out;
+  bool add;
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    PT_UNROLL
+    for (int strip = 0; strip < R / 16; ++strip)
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) store(place, strip, r, x);
+  }
+
+ private:
+  template <int R>
+  PT_DEVICE void store(const MatmulPlace& place, int strip, int r, const float (&x)[R]) const {
+    uint32_t even[4], odd[4];  // columns; after the exchange eight neighbouring ones
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      even[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c)]);
+      odd[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + 1)]);
+    }
+    transpose_quad(even);
+    transpose_quad(odd);
+    const int64_t row = place.own(r), column = place.column + strip * kStripColumns + 8 * (lane_id() % 4);
+    if (row >= place.rows || column >= place.columns) return;
+    float* const to = static_cast<float*>(out.data) + row * out.stride + column;
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      ptx::Words4 v{{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]}};
+      if (add) {
+        const ptx::Words4 before = ptx::ld_global_v4(to + 4 * half);
+        PT_UNROLL
+        for (int i = 0; i < 4; ++i) v.w[i] = ptx::float_bits(ptx::bits_float(before.w[i]) + ptx::bits_float(v.w[i]));
+      }
+      ptx::st_global_v4(to + 4 * half, v);
+    }
+  }
+};
+
 }  // namespace pt::cuda

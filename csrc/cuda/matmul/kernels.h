@@ -1,5 +1,5 @@
-// The launcher of plain products for sm_90a, of problems that `plan` took. Runs on the current device, in order with the stream, and throws
-// std::runtime_error.
+// The launchers of plain products for sm_90a, of problems that `plan` took. They run on the current device, in order with the stream, and
+// throw std::runtime_error.
 #pragma once
 
 #include "cuda/matmul/plan.h"
@@ -7,5 +7,6 @@
 namespace pt::cuda {
 
 void sm90_linear(const LinearProblem& p, const MatmulPlan& plan, void* stream);
+void sm90_sums(const SumsProblem& p, const MatmulPlan& plan, void* stream);
 
 }  // namespace pt::cuda

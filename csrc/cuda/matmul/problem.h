@@ -30,6 +30,8 @@ struct Bias {
   DType dtype = DType::f32;
 };
 
+constexpr int kRowsOfAPart = 64;  // of a result, that a line of partial sums of a bias's gradient covers
+
 // (rows, columns) float32 sums of one or two products: a[0] b[0] (+ a[1] b[1]), whose result an epilogue makes. Or, gated, of two products
 // side by side: a[0] b[0] and a[0] b[1].
 struct Product {
@@ -46,6 +48,13 @@ struct LinearProblem {
   Product product;
   Bias bias;
   MatrixOut out;
+};
+
+// out = a b (+ a' b'), or, with add, out += it: float32.
+struct SumsProblem {
+  Product product;
+  MatrixOut out;
+  bool add;
 };
 
 }  // namespace pt::cuda

@@ -36,4 +36,15 @@ void with_half(DType dtype, F run) {
   else run(ptx::f16{});
 }
 
+// A product that nothing but its epilogue knows: as its operands lie.
+template <class E>
+void launch_plain(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream) {
+  with_half(p.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (p.a[0].transposed) launch_matmul<T, TN>(p, epilogue, plan, stream);
+    else if (p.b[0].transposed) launch_matmul<T, NT>(p, epilogue, plan, stream);
+    else launch_matmul<T, NN>(p, epilogue, plan, stream);
+  });
+}
+
 }  // namespace pt::cuda

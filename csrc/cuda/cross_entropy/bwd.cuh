@@ -1,0 +1,71 @@
+// Cross entropy, backward: the logits again, and from each what its gradient is.
+#pragma once
+
+#include "cuda/cross_entropy/labels.cuh"
+#include "cuda/matmul/row_sums.cuh"
+
+namespace pt::cuda {
+
+// An epilogue (sm90_matmul.cuh).
+struct DLogits {
+  static constexpr uint32_t kScratch = BiasSums::kBytes;
+  static constexpr int kPanels = 0;
+  Bias bias;
+  Labels labels;
+  const float *lse, *g;
+  MatrixOut d_logits;
+  float* bias_parts;
+  float share;  // on_each / classes
+
+  // A lane's row. One without gradient has no other number: what it holds may be NaN.
+  struct Row {
+    bool counts;
+    float lse, g;
+    int64_t target;  // from the lane's first column on
+  };
+  PT_DEVICE Row row_of(const MatmulPlace& place, int r) const {
+    const int64_t row = place.own(r);
+    if (row >= place.rows) return {false, 0.0f, 0.0f, -1};
+    const int64_t target = target_of(labels, row);
+    return {target != labels.ignore_index, load_one(lse + row), load_one(g + row),
+            clamped(target, place.columns) - place.column - 2 * (lane_id() % 4)};
+  }
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const Row rows[2] = {row_of(place, 0), row_of(place, 1)};
+    const BiasSums sums{place.scratch};
+    if (bias_parts) sync_consumer();  // the sums of the tile before have been read
+    PT_UNROLL
+    for (int strip = 0; strip < R / 16; ++strip) {
+      if (place.column + strip * kStripColumns >= place.columns) continue;
+      float b[8], sum[8];
+      load_bias(b, bias, place, strip);
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const Row& row = rows[r];
+        float v[8];
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) v[c] = ptx::exp2((x[sum_at(strip, r, c)] + b[c] - row.lse) * kLog2e) - share;
+        const int64_t at = row.target - strip * kStripColumns;
+        if (at >= 0 && at < kStripColumns) {
+          PT_UNROLL
+          for (int c = 0; c < 8; ++c)
+            if (int(at) == c / 2 * 8 + c % 2) v[c] -= labels.on_target;
+        }
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) {
+          v[c] = row.counts ? v[c] * row.g : 0.0f;
+          sum[c] = r == 0 ? v[c] : sum[c] + v[c];
+        }
+        if (d_logits.data) store_strip<T>(d_logits, place, strip, r, v);
+      }
+      if (bias_parts) sums.put(strip, sum);
+    }
+    if (!bias_parts) return;
+    sync_consumer();
+    sums.store(bias_parts, place);
+  }
+};
+
+}  // namespace pt::cuda

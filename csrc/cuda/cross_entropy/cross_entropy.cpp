@@ -1,0 +1,82 @@
+// Linear map and cross entropy on a GPU, torch edge: checks what the kernels rely on, fills in the problems, launches. Matrices as
+// csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_cuda_cross_entropy.py.
+#include "cuda/cross_entropy/kernels.h"
+#include "cuda/matmul/edge.h"
+
+namespace {
+
+using namespace pt::cuda;
+
+// The product of the logits: x and, transposed, weight (d, classes).
+Product logits_of(const Tensor& x, const Tensor& weight, Reachable& reachable) {
+  Product p{};
+  p.dtype = dtype_of(x, "x"), p.rows = x.size(0), p.columns = weight.size(1);
+  STD_TORCH_CHECK(dtype_of(weight, "weight") == p.dtype, "cross entropy: weight must have the dtype of x");
+  p.a[0] = matrix_of(x, "x", reachable), p.b[0] = matrix_of(weight, "weight", reachable);
+  STD_TORCH_CHECK(!p.a[0].transposed && p.b[0].transposed, "cross entropy: the rows of x and the columns of weight must be contiguous");
+  return p;
+}
+
+void check_numbers(const Tensor& t, const char* name, ScalarType type, int64_t count) {
+  STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.numel() == count, "cross entropy: ", name, " must be ", count,
+                  " contiguous numbers, int64 if targets and else float32; got ", t.numel());
+}
+const float* floats_from(const Tensor& t, const char* name, int64_t count, Reachable& reachable) {
+  check_numbers(t, name, ScalarType::Float, count);
+  return static_cast<const float*>(read_from(t, name, reachable));
+}
+float* floats_to(const Tensor& t, const char* name, int64_t count, Reachable& reachable) {
+  check_numbers(t, name, ScalarType::Float, count);
+  return static_cast<float*>(write_to(t, name, reachable));
+}
+
+Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, int64_t rows, Reachable& reachable) {
+  check_numbers(target, "target", ScalarType::Long, rows);
+  return {static_cast<const int64_t*>(read_from(target, "target", reachable)), ignore_index, float(1 - smoothing), float(smoothing)};
+}
+
+// parts, picked: room for what tiles leave.
+void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor parts, Tensor picked, Tensor loss, Tensor lse,
+                       int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
+  Reachable reachable;
+  LogitParts f{};
+  f.product = logits_of(x, weight, reachable);
+  const int64_t rows = f.product.rows, classes = f.product.columns;
+  f.bias = bias_of(bias, "bias", classes, reachable);
+  f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
+  const CrossEntropyPlan plan = plan_cross_entropy(rows, classes, label_smoothing > 0);
+  f.parts = floats_to(parts, "parts", plan.parts, reachable), f.picked = floats_to(picked, "picked", rows, reachable);
+  const LossProblem second{f.labels, f.parts, f.picked, floats_to(loss, "loss", rows, reachable), floats_to(lse, "lse", rows, reachable),
+                           rows,     classes, plan.tiles};
+  const DeviceGuard guard(device);
+  sm90_logit_parts(f, planned(f.product), reinterpret_cast<void*>(stream));
+  sm90_loss(second, plan, reinterpret_cast<void*>(stream));
+}
+
+void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor lse, Tensor g, MaybeTensor d_logits,
+                       MaybeTensor bias_parts, int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
+  Reachable reachable;
+  DLogitsProblem f{};
+  f.product = logits_of(x, weight, reachable);
+  const int64_t rows = f.product.rows, classes = f.product.columns;
+  f.bias = bias_of(bias, "bias", classes, reachable);
+  f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
+  f.lse = floats_from(lse, "lse", rows, reachable), f.g = floats_from(g, "g", rows, reachable);
+  f.d_logits = result_of(d_logits, "d_logits", f.product, reachable);
+  if (bias_parts) f.bias_parts = floats_to(*bias_parts, "bias_parts", (rows + kRowsOfAPart - 1) / kRowsOfAPart * classes, reachable);
+  const DeviceGuard guard(device);
+  sm90_d_logits(f, planned(f.product), reinterpret_cast<void*>(stream));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def(PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) parts, Tensor(b!) picked, "
+                   "Tensor(c!) loss, Tensor(d!) lse, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor g, Tensor(a!)? d_logits, "
+                   "Tensor(b!)? bias_parts, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
+  m.impl(PT_EDGE_OP("cross_entropy_fwd"), TORCH_BOX(&cross_entropy_fwd));
+  m.impl(PT_EDGE_OP("cross_entropy_bwd"), TORCH_BOX(&cross_entropy_bwd));
+}

@@ -1,0 +1,137 @@
+// Cross entropy, forward. First stage: what a product's epilogue leaves of each row's logits in a tile of classes; no logit is stored.
+// Second: the parts of a row, in order, to lse and loss.
+#pragma once
+
+#include "cuda/cross_entropy/labels.cuh"
+#include "cuda/cross_entropy/plan.h"
+
+namespace pt::cuda {
+
+// Of a row's logits: the maximum, and the sum of exponentials about it.
+struct Exponentials {
+  float top, sum;
+
+  // What to subtract before exponentials: without any logit but -inf, nothing.
+  static PT_DEVICE float safe(float top) { return top == minus_infinity() ? 0.0f : top; }
+  PT_DEVICE void add(const Exponentials& b) {
+    const float larger = fmaxf(top, b.top), base = safe(larger);
+    sum = sum * ptx::exp2((top - base) * kLog2e) + b.sum * ptx::exp2((b.top - base) * kLog2e);
+    top = larger;
+  }
+};
+
+// Of the four lanes that have a row.
+PT_DEVICE float sum_over_quad(float x) {
+  x += ptx::shfl_xor(x, 1);
+  return x + ptx::shfl_xor(x, 2);
+}
+PT_DEVICE float most_of_quad(float x) {
+  x = fmaxf(x, ptx::shfl_xor(x, 1));
+  return fmaxf(x, ptx::shfl_xor(x, 2));
+}
+
+// An epilogue (sm90_matmul.cuh).
+struct RowParts {
+  static constexpr uint32_t kScratch = 0;
+  static constexpr int kPanels = 0;
+  Bias bias;
+  Labels labels;
+  float *parts, *picked;
+  int64_t tiles;  // of classes
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const int64_t left = place.columns - place.column;
+    const int end = int(left < 2 * R ? left : 2 * R) - 2 * (lane_id() % 4);  // of the classes, from the lane's first column on
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float z[R / 2];  // in the registers of the sums
+      PT_UNROLL
+      for (int strip = 0; strip < R / 16; ++strip) {
+        float b[8];
+        load_bias(b, bias, place, strip);
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r, c)] + b[c];
+      }
+      finish_row(place, z, end, place.own(r));
+    }
+  }
+
+ private:
+  // The column of the lane's element i, from its first on.
+  static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
+
+  template <int N>
+  PT_DEVICE void finish_row(const MatmulPlace& place, float (&z)[N], int end, int64_t row) const {
+    if (row < place.rows) pick(place, z, row);
+    float total = 0.0f;
+    if (labels.on_each > 0.0f) {
+      PT_UNROLL
+      for (int i = 0; i < N; ++i) total += column_of(i) < end ? z[i] : 0.0f;
+    }
+    if (end < 4 * N - 6) {  // some column is no class
+      PT_UNROLL
+      for (int i = 0; i < N; ++i) z[i] = column_of(i) < end ? z[i] : minus_infinity();
+    }
+    float top = minus_infinity(), sum = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < N; ++i) top = fmaxf(top, z[i]);
+    top = most_of_quad(top);
+    const float base = Exponentials::safe(top);
+    PT_UNROLL
+    for (int i = 0; i < N; ++i) sum += ptx::exp2((z[i] - base) * kLog2e);
+    sum = sum_over_quad(sum);
+    if (labels.on_each > 0.0f) total = sum_over_quad(total);
+    // Each number by a lane of its own.
+    const int kind = lane_id() % 4;
+    if (row < place.rows && kind < (labels.on_each > 0.0f ? 3 : 2))
+      store_one(parts + (kind * tiles + place.tile.column) * place.rows + row, kind == 0 ? top : kind == 1 ? sum : total);
+  }
+
+  // Few rows have their target in a tile.
+  template <int N>
+  PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int64_t row) const {
+    const int64_t at = clamped(target_of(labels, row), place.columns) - place.column - 2 * (lane_id() % 4);
+    if (at < 0 || at >= 4 * N || at % 8 > 1) return;
+    float found = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < N; ++i)
+      if (column_of(i) == int(at)) found = z[i];
+    store_one(picked + row, found);
+  }
+};
+
+// 32 rows a block: warp w adds the tiles w, w + 8, ..., then the first warp adds the warps.
+__global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
+  const int warp = int(threadIdx.x) / 32;
+  const int64_t row = int64_t(blockIdx.x) * 32 + lane_id();
+  const bool here = row < f.rows, smooth = f.labels.on_each > 0.0f;
+  const uint32_t shared = ptx::dynamic_smem();
+  const auto at = [&](int kind, int of) { return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id()); };
+  Exponentials all{minus_infinity(), 0.0f};
+  float total = 0.0f;
+  if (here) {
+    for (int64_t tile = warp; tile < f.tiles; tile += kLossWarps) {
+      const float* p = f.parts + tile * f.rows + row;
+      const int64_t kind = f.tiles * f.rows;
+      all.add({load_one(p), load_one(p + kind)});
+      if (smooth) total += load_one(p + 2 * kind);
+    }
+  }
+  ptx::st_shared_f32(at(0, warp), all.top);
+  ptx::st_shared_f32(at(1, warp), all.sum);
+  ptx::st_shared_f32(at(2, warp), total);
+  ptx::syncthreads();
+  if (warp != 0 || !here) return;
+  for (int w = 1; w < kLossWarps; ++w) {
+    all.add({ptx::ld_shared_f32(at(0, w)), ptx::ld_shared_f32(at(1, w))});
+    total += ptx::ld_shared_f32(at(2, w));
+  }
+  const float lse = ptx::fma_rn(ptx::log2(all.sum), kLn2, all.top);
+  float loss = lse - f.labels.on_target * load_one(f.picked + row);
+  if (smooth) loss -= f.labels.on_each * (total / float(f.classes));
+  store_one(f.lse + row, lse);
+  store_one(f.loss + row, target_of(f.labels, row) == f.labels.ignore_index ? 0.0f : loss);
+}
+
+}  // namespace pt::cuda

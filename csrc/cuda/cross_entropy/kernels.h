@@ -1,0 +1,14 @@
+// The launchers; products are such as `plan_matmul` took. They run on the current device, in order with the stream, and throw
+// std::runtime_error.
+#pragma once
+
+#include "cuda/cross_entropy/plan.h"
+#include "cuda/cross_entropy/problem.h"
+
+namespace pt::cuda {
+
+void sm90_logit_parts(const LogitParts& f, const MatmulPlan& plan, void* stream);
+void sm90_loss(const LossProblem& f, const CrossEntropyPlan& plan, void* stream);
+void sm90_d_logits(const DLogitsProblem& f, const MatmulPlan& plan, void* stream);
+
+}  // namespace pt::cuda

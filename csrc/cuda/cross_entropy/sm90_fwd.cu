@@ -1,0 +1,17 @@
+#include "cuda/cross_entropy/fwd.cuh"
+#include "cuda/cross_entropy/kernels.h"
+#include "cuda/matmul/sm90_launch.cuh"
+
+namespace pt::cuda {
+
+void sm90_logit_parts(const LogitParts& f, const MatmulPlan& plan, void* stream) {
+  with_half(f.product.dtype, [&](auto t) {
+    launch_matmul<decltype(t), NT>(f.product, RowParts{f.bias, f.labels, f.parts, f.picked, plan.grid.across}, plan, stream);
+  });
+}
+
+void sm90_loss(const LossProblem& f, const CrossEntropyPlan& plan, void* stream) {
+  launch(cross_entropy_loss_kernel, dim3(unsigned(plan.blocks)), 32 * kLossWarps, plan.smem_bytes, stream, f);
+}
+
+}  // namespace pt::cuda

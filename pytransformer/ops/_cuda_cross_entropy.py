@@ -1,0 +1,151 @@
+"""The backend ``cuda`` of linear_cross_entropy: csrc/cuda/cross_entropy and csrc/cuda/matmul called with tensors allocated here.
+
+Forward stores no logit: the product's epilogue leaves two or three numbers for each row and 256 classes. Backward takes a chunk of
+rows at a time: a product's epilogue writes their d_logits, of which two plain products make dx and add to dweight::
+
+    d_logits = (p - q) g  in x's dtype;  dx = d_logits weight;  dweight += d_logitsᵀ x;  dbias = sum over rows of d_logits, unrounded
+
+In float16 g is first scaled to a largest of 2^15 by a power of two, which is taken out of the float32 results: small probabilities
+would be nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _cuda, _cuda_matmul
+from . import _gpu_cross_entropy as gpu
+from ._cuda_matmul import ROWS_OF_A_PART, WIDTH, by_library, operand, padded_bias, room
+from ._registry import Backend, Op
+from ._tensors import as_written, matrix
+
+TILE = 256  # classes; csrc/cuda/matmul/config.h
+HALF_SCALE = 2.0**15  # float16 ends at 2^16
+
+# Of what exists for a chunk of rows at a time. Forward: the parts of 2^17 classes take 4 KB a row, so 65,536 rows at a time. Backward:
+# d_logits of 4,096 rows then; each chunk adds to dweight, 16 bytes for each of its elements against 6 operations for each row.
+PARTS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
+PARTS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
+
+
+def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+    """The backend of linear_cross_entropy."""
+    kernels = gpu.Kernels(_forward, _backward)
+    ours = gpu.backend("cuda", op, lambda: kernels, check_values, why_not, _extra_bytes)
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        return op.backends["reference"].forward(a) if a.x.numel() == 0 else ours.forward(a)
+
+    def backward(a: Any, *given: Any) -> Any:
+        return op.backends["reference"].backward(a, *given) if a.x.numel() == 0 else ours.backward(a, *given)
+
+    return dataclasses.replace(ours, forward=forward, backward=backward)
+
+
+def why_not(a: Any) -> str | None:
+    """Why the kernels cannot do the problem, or None."""
+    return _cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
+
+
+def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
+    (x, weight, bias), rows = _operands(a), len(a.x)
+    step = min(rows, _rows(PARTS_BYTES, PARTS_BYTES_EMULATED, 4 * _parts(a)))
+    parts, picked = torch.empty(step * _parts(a), device=a.x.device), torch.empty(step, device=a.x.device)
+    for part in gpu.chunks(rows, step):
+        n = len(losses[part])
+        _cuda.call(
+            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], parts[: n * _parts(a)], picked[:n],
+            losses[part], lse[part], a.ignore_index, a.label_smoothing,
+        )  # fmt: skip
+
+
+def _backward(
+    a: Any,
+    g: torch.Tensor,
+    lse: torch.Tensor,
+    dx: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+    d_bias: torch.Tensor | None,
+) -> None:
+    with as_written(a.x.device):
+        x, weight, bias = _operands(a)
+        (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
+        step = min(rows, _chunk_rows(classes))
+        scale = _scale(g) if x.dtype == torch.float16 else None
+        g = g if scale is None else g * scale
+        unscale = 1.0 if scale is None else 1 / scale
+        d_logits = None if dx is None and d_weight is None else room(x[:step], classes)
+        bias_parts = None if d_bias is None else torch.empty(-(-step // ROWS_OF_A_PART), classes, device=device)
+        width = -(-d // WIDTH) * WIDTH
+        dx_part = None if dx is None else torch.empty(step, width, device=device)
+        total = d_weight if d_weight is None or d == width else d_weight.new_zeros(classes, width)
+        valid = (a.target != a.ignore_index)[:, None]
+        for part in gpu.chunks(rows, step):
+            n = len(g[part])
+            to = None if d_logits is None else d_logits[:n]
+            sums = None if bias_parts is None else bias_parts[: -(-n // ROWS_OF_A_PART)]
+            _cuda.call(
+                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], lse[part], g[part], to, sums,
+                a.ignore_index, a.label_smoothing,
+            )  # fmt: skip
+            if d_bias is not None:
+                d_bias += sums.sum(0)
+            if dx is not None:
+                _product(to[:, :classes], weight, dx_part[:n])
+                dx[part] = torch.where(valid[part], dx_part[:n, :d] * unscale, 0.0)
+            if d_weight is not None:
+                clean = operand(torch.where(valid[part], x[part], 0.0))  # an ignored row may hold NaN
+                _product(to[:, :classes].t(), clean, total, add=True)
+        if d_weight is not None and (scale is not None or total is not d_weight):
+            torch.mul(total[:, :d], unscale, out=d_weight)
+        if d_bias is not None and scale is not None:
+            d_bias *= unscale
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+    """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers."""
+    columns = b.shape[1]
+    if not by_library(len(out), columns, a.shape[1]):
+        _cuda.call("matmul_sums", a.device, a, b, out, add)
+    elif add:
+        out[:, :columns] += gpu.float_product(a, b, out.new_empty(len(out), columns))
+    else:
+        gpu.float_product(a, b, out[:, :columns])
+
+
+def _scale(g: torch.Tensor) -> torch.Tensor:
+    """A power of two that brings the largest of g to between 2^14 and 2^15: no digit changes but of what becomes subnormal."""
+    exponent = torch.frexp(g.abs().max()).exponent.clamp(min=-100)
+    return torch.ldexp(torch.full_like(g[0], HALF_SCALE), -exponent)
+
+
+def _operands(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return operand(matrix(a.x)), operand(matrix(a.weight)), padded_bias(a.bias)
+
+
+def _parts(a: Any) -> int:
+    """Numbers that forward's tiles leave of a row."""
+    return (3 if a.label_smoothing > 0 else 2) * -(-a.weight.shape[0] // TILE)
+
+
+def _rows(most: int, emulated: int, bytes_of_a_row: int) -> int:
+    """How many rows at a time: a multiple of 128, the height of a product's tile."""
+    return max((emulated if _cuda.emulating() else most) // bytes_of_a_row // 128, 1) * 128
+
+
+def _chunk_rows(classes: int) -> int:
+    return _rows(D_LOGITS_BYTES, D_LOGITS_BYTES_EMULATED, 2 * classes)
+
+
+def _extra_bytes(a: Any) -> int:
+    """Forward: the parts of a chunk of rows. Backward: its d_logits and their sums over 64 rows, its dx in float32 and x, and dweight in
+    float32, twice."""
+    rows, (classes, d) = a.target.numel(), a.weight.shape
+    forward = 4 * _parts(a) * min(rows, _rows(PARTS_BYTES, PARTS_BYTES_EMULATED, 4 * _parts(a)))
+    chunk = min(rows, _chunk_rows(classes))
+    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 8 * classes * d
+    return max(forward, backward) + 12 * rows  # the losses, lse and g of all rows

@@ -1,0 +1,98 @@
+"""What the backends ``triton`` and ``cuda`` of linear_cross_entropy do alike: they differ in the kernels that get the rows.
+
+The gradients are computed in backward, from logits computed again, for every reduction: what forward leaves is lse alone, on every
+backend the same, so that backward may run on another one. It costs a fourth product where three would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ._registry import Backend, Op
+
+
+class Kernels(NamedTuple):
+    """What a backend has of its own, called with the op's arguments, of which x is (rows, d) and target (rows,).
+
+    forward(a, losses, lse): write the loss and lse of every row, (rows,) float32.
+    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight and d_bias (both float32, zeros before) that are
+    given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored.
+    """
+
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+
+
+def backend(
+    name: str,
+    op: Op,
+    load: Callable[[], Kernels],
+    check_values: Callable[[Any], None],
+    why_not: Callable[[Any], str | None],
+    extra_bytes: Callable[[Any], int],
+) -> Backend:
+    """The backend of linear_cross_entropy; `load` is called when its kernels are first wanted."""
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        if a.x.device.type == "cpu":  # interpreted or emulated
+            check_values(a)
+        loss, lse, product = op.empty_outputs(a)
+        if product.numel():  # promised for tensors on the CPU
+            product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
+        losses = loss if a.reduction == "none" else torch.empty_like(lse)
+        load().forward(_flat(a), losses.view(-1), lse.view(-1))
+        if a.reduction != "none":
+            torch.sum(losses.view(-1), 0, out=loss)
+        if a.reduction == "mean":
+            loss /= _count(a)
+        return loss, lse, product
+
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        results = op.empty_gradients(a, wanted)
+        (grad,), (lse, _) = grads, saved
+        if grad is None or a.target.numel() == 0:
+            return [None if r is None else r.zero_() for r in results]
+        grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()
+        g = torch.where(a.target != a.ignore_index, grad, 0.0).reshape(-1)
+        dx, d_weight, d_bias = results
+        rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
+        sums = [None if r is None else torch.zeros(r.shape, device=r.device) for r in (d_weight, d_bias)]
+        load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
+        for result, found in zip(results, (rows, *sums)):
+            if result is not None:
+                result.copy_(found.view(result.shape))
+        return results
+
+    return Backend(name, forward, backward, why_not, extra_bytes)
+
+
+def chunks(rows: int, step: int) -> Iterator[slice]:
+    """The rows, a chunk at a time."""
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def float_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out = a @ b in float32 by the library, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a
+    small probability that a large logit has."""
+    if a.dtype == torch.float32 or a.device.type == "cpu":
+        return torch.mm(a.float(), b.float(), out=out)
+    return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+
+
+def _flat(a: Any) -> Any:
+    """The arguments with rows in one dimension."""
+    return a._replace(
+        x=a.x.reshape(-1, a.x.shape[-1]),
+        target=a.target.reshape(-1).contiguous(),
+        bias=None if a.bias is None else a.bias.contiguous(),
+    )
+
+
+def _count(a: Any) -> torch.Tensor:
+    """How many targets are not ignored: a tensor, so that nothing waits for the device."""
+    return (a.target != a.ignore_index).sum()

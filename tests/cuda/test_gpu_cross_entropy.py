@@ -1,0 +1,87 @@
+"""linear_cross_entropy on products by warpgroups, compiled: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
+
+from __future__ import annotations
+
+import ce_problems
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _cuda_cross_entropy, _cuda_matmul
+from pytransformer.testing import bounds, fuzz_cross_entropy
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.cuda_graph import check_cuda_graph
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU with sm_90a"
+    ),
+]
+RANDOM, SEED = 300, 29
+
+
+def wrong(problem: fuzz_cross_entropy.Problem) -> list[str]:
+    """From float64, beyond the bound; two runs that differ."""
+    return fuzz_cross_entropy.judge(problem, "cuda", True, "cuda")[1]
+
+
+@pytest.mark.parametrize("path", ["", "sm90"])
+def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain products by the library, and by the kernels too; rows in chunks as the emulator takes them, and all at once."""
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    for small in (False, True):
+        if small:
+            monkeypatch.setattr(_cuda_cross_entropy, "PARTS_BYTES", _cuda_cross_entropy.PARTS_BYTES_EMULATED)
+            monkeypatch.setattr(_cuda_cross_entropy, "D_LOGITS_BYTES", _cuda_cross_entropy.D_LOGITS_BYTES_EMULATED)
+        for name, problem in ce_problems.PROBLEMS.items():
+            assert (found := wrong(problem)) == [], f"{name}: {found}"
+
+
+@pytest.mark.parametrize("path", ["", "sm90"])
+def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    failed = []
+    for case in range(RANDOM):
+        problem = fuzz_cross_entropy.draw(SEED, case)
+        if problem.dtype in _cuda_matmul.DTYPES and (found := wrong(problem)):
+            failed.append(f"case {case}: {problem}\n    {found}")
+    assert not failed, "\n".join(failed[:5])
+
+
+@pytest.mark.parametrize("dtype", _cuda_matmul.DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", cases("linear_cross_entropy"), ids=lambda c: c.name)
+def test_case(case: Case, dtype: torch.dtype) -> None:
+    assert wrong(fuzz_cross_entropy.of_case(case, dtype)) == []
+
+
+def test_many_classes() -> None:
+    """As a language model has them, some rows ignored, against the reference."""
+    x, w = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (1500, 50257))
+    target = torch.randint(0, 50257, (1500,), device="cuda")
+    target[::7] = -100
+    x, w, bias = x.requires_grad_(), (w / 16).requires_grad_(), torch.randn(50257, device="cuda").requires_grad_()
+    runs = []
+    for backend in ("cuda", "cuda", "reference"):
+        loss = pt.linear_cross_entropy(x, w, target, bias=bias, label_smoothing=0.1, backend=backend, strict=True)
+        runs.append([loss, *torch.autograd.grad(loss, (x, w, bias))])
+    for ours, again, want in zip(*runs):
+        assert torch.equal(ours, again)
+        assert bounds.relative_error(ours, want) < 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("wrong_class", [-(2**63), -1, 300, 2**63 - 1])
+def test_a_wrong_target_reaches_no_other_memory(wrong_class: int) -> None:
+    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.float16).requires_grad_() for n in (200, 300))
+    found = []
+    for number in (wrong_class, min(max(wrong_class, 0), 299)):
+        target = torch.full((200,), number, device="cuda")
+        loss = pt.linear_cross_entropy(x, w, target, backend="cuda", strict=True)
+        found.append([loss, *torch.autograd.grad(loss, (x, w))])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+def test_cuda_graph() -> None:
+    x, w = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (130, 300))
+    target = torch.arange(130, device="cuda")
+    check_cuda_graph(lambda: pt.linear_cross_entropy(x, w, target, backend="cuda"), target)

@@ -1,0 +1,70 @@
+"""Problems that reach every path of the cross-entropy kernels for sm_90a."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from named import Named
+
+from pytransformer.testing import fuzz_cross_entropy
+from pytransformer.testing.fuzz_cross_entropy import Problem
+
+RAW_OP = "cross_entropy_fwd"
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def problem(
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    bias: torch.dtype | None = None,
+    ignored: bool = False,
+    wanted: Sequence[str] | None = None,
+    layout: str = "contiguous",
+    **keywords: Any,
+) -> Problem:
+    """Of rows, d, classes; every gradient, but for those not `wanted`. Ignored: every third row, which holds NaN."""
+    rows, d, classes = sizes
+    torch.manual_seed(rows + classes)
+    x, weight = (torch.randn(n, d, dtype=F64) for n in (rows, classes))
+    target = torch.randint(0, classes, (rows,))
+    target[0], target[-1] = classes - 1, 0
+    if ignored:
+        target[1::3] = keywords.get("ignore_index", -100)
+        x[1::3] = torch.nan
+    tensors = {"x": x.to(dtype), "weight": (weight / d**0.5).to(dtype), "target": target}
+    if bias is not None:
+        tensors["bias"] = torch.randn(classes, dtype=F64).to(bias)
+    wanted = [n for n in tensors if n != "target"] if wanted is None else list(wanted)
+    tensors["grad_out"] = torch.randn((rows,) if keywords.get("reduction") == "none" else ())
+    return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), keywords, wanted)
+
+
+# Tiles of 128 rows and 256 classes, steps of 64; emulated, forward takes 128 or 256 rows at a time and backward 128 or more of few classes;
+# there are two multiprocessors.
+PROBLEMS = {
+    "several tiles": problem(BF16, (150, 72, 600), F32, ignored=True, label_smoothing=0.1),
+    "chunks": problem(F16, (300, 24, 264), F16, reduction="sum"),
+    "weighted rows": problem(BF16, (70, 136, 520), reduction="none", label_smoothing=0.3, ignored=True),
+    "half": problem(F16, (40, 40, 300), F32, ignored=True, reduction="none", ignore_index=7),
+    "odd sizes": problem(BF16, (37, 33, 77), BF16, reduction="sum", label_smoothing=1.0),
+    "strides": problem(F16, (50, 24, 130), F64, layout="step", ignored=True),
+    "only the bias": problem(BF16, (200, 16, 264), BF16, wanted=["bias"]),
+    "only the weight": problem(BF16, (140, 20, 40), wanted=["weight"], ignored=True),
+    "one class": problem(F16, (3, 8, 1), F32),
+    "one of each": problem(BF16, (1, 1, 2), BF16, label_smoothing=0.5),
+}  # fmt: skip
+
+
+def problems() -> Iterator[Named]:
+    yield from (Named(name, found) for name, found in PROBLEMS.items())
+
+
+def wrong(named: Named) -> list[str]:
+    """What is wrong with the backend "cuda" on this problem."""
+    before = torch.ops.pytransformer_C.emulator_products()
+    _, found = fuzz_cross_entropy.judge(named.problem, "cuda", False)
+    if not found and torch.ops.pytransformer_C.emulator_products() == before:
+        found.append("no product of a warpgroup")
+    return found

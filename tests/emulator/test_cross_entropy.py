@@ -1,0 +1,185 @@
+"""linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through the public API."""
+
+from __future__ import annotations
+
+import ce_problems
+import pytest
+import torch
+from ce_problems import PROBLEMS
+
+import pytransformer as pt
+from pytransformer.ops import _cuda, _cuda_cross_entropy, _cuda_matmul
+from pytransformer.testing import fuzz_cross_entropy
+from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.fuzz import fuzz
+
+FUZZ_SEED, FUZZ_CASES, DRAWN = 23, 40, 400
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
+
+
+def test_every_path(schedule: int) -> None:
+    for named in ce_problems.problems():
+        assert (found := ce_problems.wrong(named)) == [], f"{named}: {found}"
+
+
+def test_random_problems() -> None:
+    """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
+    half = [n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in _cuda_matmul.DTYPES]
+    report = fuzz("cross_entropy", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
+    assert not report.failures, "\n".join(report.failures)
+    assert report.cases == FUZZ_CASES
+
+
+@pytest.mark.parametrize("case", cases("linear_cross_entropy", "small"), ids=lambda c: c.name)
+def test_case(case: Case) -> None:
+    for dtype in _cuda_matmul.DTYPES:
+        _, wrong = fuzz_cross_entropy.judge(fuzz_cross_entropy.of_case(case, dtype), "cuda", False)
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["several tiles", "chunks"])
+def test_schedules_give_equal_bits(name: str) -> None:
+    runs = []
+    for schedule in (1, 2):
+        torch.ops.pytransformer_C.emulator_schedule(schedule)
+        runs.append(fuzz_cross_entropy.run(PROBLEMS[name], "cuda")[0])
+    for result, found in runs[0].items():
+        assert torch.equal(found, runs[1][result]), result
+
+
+def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
+    products = torch.ops.pytransformer_C.emulator_products
+    counts = []
+    for by_library in (False, True):
+        if by_library:
+            monkeypatch.setattr(_cuda_cross_entropy, "by_library", lambda *shape: True)
+        before = products()
+        for name in ("several tiles", "chunks", "odd sizes"):
+            _, wrong = fuzz_cross_entropy.judge(PROBLEMS[name], "cuda", False)
+            assert not wrong, "\n".join(wrong)
+        counts.append(products() - before)
+    assert 0 < counts[1] < counts[0]
+
+
+def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of d_logits, and of forward's parts; every row has its turn in both."""
+    calls = []
+
+    def call(op: str, device: torch.device, x: torch.Tensor, *given: object) -> None:
+        calls.append((op, len(x), given))
+        whole(op, device, x, *given)
+
+    whole = _cuda.call
+    monkeypatch.setattr(_cuda, "call", call)
+    x, w = torch.randn(600, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
+    pt.linear_cross_entropy(x, w, torch.zeros(600, dtype=torch.int64), backend="cuda").backward()
+    rows = {op: [n for name, n, _ in calls if name == op] for op in ("cross_entropy_fwd", "cross_entropy_bwd")}
+    assert rows["cross_entropy_fwd"] == [128] * 4 + [88] == rows["cross_entropy_bwd"]
+    (d_logits, *_) = (given[5] for name, _, given in calls if name == "cross_entropy_bwd")
+    assert d_logits.numel() <= 128 * 304
+    extra = pt.explain("linear_cross_entropy", x, w, torch.zeros(600, dtype=torch.int64)).extra_bytes["cuda"]
+    assert 2 * 128 * 300 < extra < 600 * 300
+
+
+def test_rows_of_very_different_weight_keep_their_digits() -> None:
+    """bfloat16, upstream gradients from 1e-12 to 1: each row of dx has the bits that it has alone."""
+    x, w = torch.randn(8, 24).bfloat16().requires_grad_(), torch.randn(90, 24).bfloat16().requires_grad_()
+    target, g = torch.arange(8), 10.0 ** -torch.arange(8).mul(12 / 7)
+    (dx,) = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, reduction="none", backend="cuda"), x, g)
+    for i in range(8):
+        row = x[i].detach().requires_grad_()
+        loss = pt.linear_cross_entropy(row, w, target[i], reduction="none", backend="cuda")
+        assert torch.equal(torch.autograd.grad(loss, row, g[i])[0], dx[i])
+
+
+@pytest.mark.parametrize("upstream", [2.0**-20, 2.0**16])
+def test_float16_at_any_upstream_scale(upstream: float) -> None:
+    """A power of two in the upstream gradient is one in the float32 gradient of the bias: no digit of d_logits is lost."""
+    x, w, bias = torch.randn(90, 40).half(), torch.randn(200, 40).half(), torch.zeros(200, requires_grad=True)
+    loss = pt.linear_cross_entropy(x, w, torch.arange(90), bias=bias, reduction="sum", backend="cuda")
+    grads = [torch.autograd.grad(loss, bias, torch.tensor(g), retain_graph=True)[0] for g in (1.0, upstream)]
+    assert torch.equal(grads[0] * upstream, grads[1])
+
+
+def test_extreme_logits() -> None:
+    """-inf in the bias hides a class; a class apart from all others has the whole of the sum."""
+    x, w = torch.randn(20, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    bias = torch.zeros(300)
+    bias[::2], bias[7] = -torch.inf, 3e4
+    target = torch.full((20,), 7)
+    target[3:] = 9
+    for reduction in ("sum", "none"):
+        ours, want = (
+            pt.linear_cross_entropy(x, w, target, bias=bias, reduction=reduction, backend=b) for b in ("cuda", "reference")
+        )
+        torch.testing.assert_close(ours, want)
+    hidden = pt.linear_cross_entropy(x, w, target * 0, bias=bias, reduction="none", backend="cuda")
+    assert (hidden == torch.inf).all()
+
+
+def test_a_non_finite_row_stays_one() -> None:
+    x, w = torch.randn(140, 24).half(), torch.randn(300, 24).half()
+    x[3, 5], x[77, 0] = torch.nan, torch.inf
+    x.requires_grad_()
+    losses = pt.linear_cross_entropy(x, w, torch.arange(140), reduction="none", backend="cuda")
+    (dx,) = torch.autograd.grad(losses, x, torch.ones(140))
+    bad = torch.zeros(140, dtype=torch.bool)
+    bad[[3, 77]] = True
+    assert torch.equal(~losses.isfinite(), bad) and torch.equal(~dx.isfinite().all(1), bad)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_nothing_to_do(shape: tuple[int, int]) -> None:
+    x, w = torch.randn(shape).half().requires_grad_(), torch.randn(5, shape[1]).half().requires_grad_()
+    loss = pt.linear_cross_entropy(x, w, torch.zeros(shape[0], dtype=torch.int64), reduction="sum", backend="cuda")
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    assert dx.shape == x.shape and not dw.any()
+    torch.testing.assert_close(loss.detach(), shape[0] * torch.tensor(5.0).log())
+
+
+def test_a_wrong_target_is_told() -> None:
+    x, w = torch.randn(2, 8).half(), torch.randn(5, 8).half()
+    with pytest.raises(ValueError, match="target must be between 0 and 4"):
+        pt.linear_cross_entropy(x, w, torch.tensor([1, 5]), backend="cuda")
+
+
+@pytest.mark.parametrize("wrong", [-(2**63), -1, 300, 2**63 - 1])
+def test_a_wrong_target_reaches_no_other_memory(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nobody looks at values: it is the nearest class there. (The emulator stops at an access outside.)"""
+    x, w = torch.randn(3, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
+    a = pt.ops.cross_entropy.linear_cross_entropy_op.Arguments
+    found = []
+    for target in (wrong, min(max(wrong, 0), 299)):
+        given = a(x.detach(), w.detach(), torch.full((3,), target), None, -100, 0.1, "none", True)
+        losses, lse, g = torch.empty(3), torch.empty(3), torch.ones(3)
+        dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)
+        _cuda_cross_entropy._forward(given, losses, lse)
+        _cuda_cross_entropy._backward(given, g, lse, dx, dw, None)
+        found.append((losses, lse, dx, dw))
+    assert all(torch.equal(*pair) for pair in zip(*found)) and found[0][0].isfinite().all()
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, target = torch.zeros(4, 16), torch.zeros(8, 16), torch.zeros(4, dtype=torch.int64)
+    ask = lambda x: pt.explain("linear_cross_entropy", x, w.to(x.dtype), target).reasons["cuda"]
+    assert "bfloat16 or float16, got float32" in ask(x) and ask(x.half()) is None
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
+    with pytest.raises(pt.BackendError, match=r"a GPU of compute capability 9\.0"):
+        pt.linear_cross_entropy(x.half(), w.half(), target, backend="cuda")
+
+
+def test_the_edge_checks_shapes() -> None:
+    """A caller that bypasses the public function learns what the kernels rely on."""
+    x, w, target = torch.zeros(4, 16).half(), torch.zeros(8, 16).half(), torch.zeros(4, dtype=torch.int64)
+    assert _cuda.why_not("cross_entropy_fwd", x.device) is None
+    rest = [torch.empty(8), torch.empty(4), torch.empty(4), torch.empty(4), -100, 0.0]
+    for arguments, message in (
+        ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
+        ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "parts must be 8 contiguous numbers"),
+        ((x, w.bfloat16().t(), None, target, *rest), "weight must have the dtype of x"),
+        ((x, w.t().contiguous(), None, target, *rest), "the rows of x and the columns of weight"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            _cuda.call("cross_entropy_fwd", x.device, *arguments)
