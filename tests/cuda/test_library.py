@@ -180,7 +180,8 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("forward", {"head_dim": 256, "value_dim": 256, "looks_up": True}, "no registers left"),
         ("queries", {"looks_up": True}, "masks, dense biases and segments are not"),
         ("keys", {"head_dim": 64, "value_dim": 64}, None),
-        ("queries", {"plain": False}, "are not in the backward kernels"),
+        ("queries", {"plain": False}, None),
+        ("keys", {"plain": False, "head_dim": 64, "value_dim": 40}, None),
         ("keys", {"head_dim": 256, "value_dim": 256}, "head sizes to 128"),
     ],
 )

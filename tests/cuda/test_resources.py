@@ -68,8 +68,8 @@ def test_faults_are_found(resources: ModuleType) -> None:
     assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
     assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
     hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true, false> >"
-    assert resources.faults({hopper: used | {"warpgroup_products": 24}}) == []
-    for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 24, "products": 8}, {"warpgroup_products": 24, "wide": 0}):
+    assert resources.faults({hopper: used | {"warpgroup_products": 20}}) == []
+    for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 20, "products": 8}, {"warpgroup_products": 20, "wide": 0}):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
     product = "sm_90a sm90_matmul_kernel<bf16, Operands<false, false, false>, Linear>"
     assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []

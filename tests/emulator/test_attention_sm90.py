@@ -94,8 +94,9 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 20, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
-    partly = pt.explain("attention", query, query, query, softcap=2.0, backend="cuda").notes[-1]
-    assert "forward by the kernels for sm_90a; d_query by the portable kernels: softcap" in partly
+    wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
+    partly = pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1]
+    assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels have head" in partly
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     assert "sm_90a" not in " ".join(pt.explain("attention", query, query, query, backend="cuda").notes)
 

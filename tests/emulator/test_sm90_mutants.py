@@ -68,7 +68,7 @@ FAULTS = (
     Fault("no decay of the outputs", FWD, "o[i] *= rows.decay[i / 2 % 2];", "o[i] *= 1.0f;", "grouped"),
     Fault("no decay of the sums", FWD, "rows.sum[r] * rows.decay[r]", "rows.sum[r]", "grouped"),
     Fault("lse without its maximum's scale", FWD, "rows.max[r] : rows.max[r] * p.scale", "rows.max[r] : rows.max[r]", "one tile"),
-    Fault("terms of other columns", TILE, "Place(row, first + 8 * c)", "Place(row, first + 4 * c)", "ALiBi"),
+    Fault("terms of other columns", TILE, "at.after(8 * c)", "at.after(4 * c)", "ALiBi"),
     Fault("what dropout drops kept", FWD, "kept & bit ? x[n][r] : 0.0f", "x[n][r]", "T5, dropout"),
     Fault("values of another head", FWD, "v.load(visit, args.v, row + t * BN, w.h / p.group", "v.load(visit, args.v, row + t * BN, 0",
           "causal, grouped"),

@@ -34,10 +34,7 @@ struct DiagonalSums {
   }
   PT_DEVICE void finish(BlockTeam& team, const AttentionProblem& p) {
     const Sum2 far = team.sum({below, above});
-    if (threadIdx.x != 0) return;
-    store_one(sums, far.a);
-    if (p.before + p.after > 0) store_one(sums + p.before + p.after, far.b);
-    else store_one(sums, far.a + far.b);
+    if (threadIdx.x == 0) store_far(sums, p, far.a, far.b);
   }
 };
 

@@ -18,6 +18,13 @@ PT_DEVICE RowNumbers row_numbers(const AttentionBackward& g, int64_t at, bool he
   return {here ? load_one(g.top + at) : infinity(), here && g.log ? load_one(g.log + at) : 0.0f, here ? load_one(g.delta + at) : 0.0f};
 }
 
+// Stores the sums of dS of the distances to where T5's bias begins to change, and from where it ends.
+PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, float above) {
+  store_one(sums, below);
+  if (p.before + p.after > 0) store_one(sums + p.before + p.after, above);
+  else store_one(sums, below + above);
+}
+
 // Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. numbers(n, r): of the
 // query of an element. Returns the pairs that are visible.
 template <class K, bool Transposed, int NB, class F>

@@ -14,23 +14,32 @@ Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const S
           map_rows(p, p.v, true, p.value_dim, k_rows), map_rows(p, g.d_out, false, p.value_dim, q_rows), g, plan.order};
 }
 
+// Calls run(kind) for the plan's kernel.
+template <class F>
+void with_kind(const Sm90Plan& plan, F run) {
+  if (plan.head_class == 64) plan.general ? run(Hopper<64, true, false>{}) : run(Hopper<64, false, false>{});
+  else plan.general ? run(Hopper<128, true, false>{}) : run(Hopper<128, false, false>{});
+}
+
 }  // namespace
 
 void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+  const Sm90Tile tile = sm90_queries_tile(plan.head_class, plan.general);
   with_half(g.p, [&](auto t) {
-    const Sm90Tile tile = sm90_queries_tile(plan.head_class);
-    const auto kernel = plan.head_class == 64 ? sm90_attention_bwd_queries_kernel<decltype(t), Hopper<64, false>>
-                                              : sm90_attention_bwd_queries_kernel<decltype(t), Hopper<128, false>>;
-    launch(kernel, dim3(unsigned(plan.blocks)), tile.threads(), sm90_queries_smem(tile), stream, arguments(g, plan, tile, false));
+    with_kind(plan, [&](auto kind) {
+      launch(sm90_attention_bwd_queries_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
+             sm90_queries_smem(tile, plan.general), stream, arguments(g, plan, tile, false));
+    });
   });
 }
 
 void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+  const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general);
   with_half(g.p, [&](auto t) {
-    const Sm90Tile tile = sm90_keys_tile(plan.head_class);
-    const auto kernel = plan.head_class == 64 ? sm90_attention_bwd_keys_kernel<decltype(t), Hopper<64, false>>
-                                              : sm90_attention_bwd_keys_kernel<decltype(t), Hopper<128, false>>;
-    launch(kernel, dim3(unsigned(plan.blocks)), tile.threads(), sm90_keys_smem(tile), stream, arguments(g, plan, tile, true));
+    with_kind(plan, [&](auto kind) {
+      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
+             sm90_keys_smem(tile), stream, arguments(g, plan, tile, true));
+    });
   });
 }
 

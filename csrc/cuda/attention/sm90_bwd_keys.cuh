@@ -10,7 +10,7 @@ namespace pt::cuda {
 
 template <class T, class K>
 struct Sm90KeysBlock {
-  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim);
+  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim, K::general);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers, kNumbers = 2 * 4 * BN;  // bytes of a stage's top and delta
   using RingOwn = Ring<1, BM, kTile.panels()>;
@@ -54,7 +54,8 @@ struct Sm90KeysBlock {
 
    private:
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
-        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), (order.tiles - 1 - at.tile) * BM) {}
+        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
+    static PT_DEVICE int first_key(const AttentionProblem& p) { return K::general ? key_origin(p) : 0; }
   };
 
   PT_DEVICE void begin() const {
@@ -87,7 +88,7 @@ struct Sm90KeysBlock {
     });
   }
 
-  // A warp: each query's maximum in base 2, +inf for one that is not there, and -D.
+  // A warp: each query's maximum, in base 2 if there are no terms, +inf for one that is not there, and -D.
   PT_DEVICE void load_numbers() const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
@@ -100,8 +101,8 @@ struct Sm90KeysBlock {
         for (int c = lane_id(); c < BN; c += 32) {
           const int i = t * BN + c;
           const RowNumbers row = row_numbers(g, number_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
-          ptx::st_shared_f32(numbers_of(visit) + 4 * c, row.top * kLog2e);
-          ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), -row.delta);
+          ptx::st_shared_f32(numbers_of(visit) + 4 * c, K::general ? row.top : in_base_2<T>(row.top));
+          ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), K::general ? -row.delta * kWeightUnit<T> : -row.delta);
         }
         ptx::syncwarp();
         if (lane_id() == 0) q.announce(visit);
@@ -111,13 +112,15 @@ struct Sm90KeysBlock {
   }
   PT_DEVICE uint32_t numbers_of(int visit) const { return numbers + uint32_t(visit % (kTile.stages + K::more_queries) * kNumbers); }
 
-  // For f(i, number): each element's query's number, of which a lane has two in eight columns.
+  PT_DEVICE uint32_t own_numbers(int visit) const { return numbers_of(visit) + 4 * 2 * (lane_id() % 4); }
+
+  // Calls f(x[i], number) with each element's query's number, of which a lane has two in eight columns, from `at` on.
   template <int R, class F>
   PT_DEVICE void each_number(float (&x)[R], uint32_t at, F f) const {
     PT_UNROLL
     for (int j = 0; j < R / 4; ++j) {
       float number[2];
-      ptx::ld_shared_v2_f32(at + 4 * (8 * j + 2 * (lane_id() % 4)), number[0], number[1]);
+      ptx::ld_shared_v2_f32(at + 32 * j, number[0], number[1]);
       PT_UNROLL
       for (int r = 0; r < 4; ++r) f(x[4 * j + r], number[r % 2]);
     }
@@ -139,15 +142,18 @@ struct Sm90KeysBlock {
       for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
 
       int t = last;
+      [[maybe_unused]] int h = w.hk * p.group;
       for (int visits = w.range.count() * p.group; visits > 0; --visits, ++visit) {
+        if (K::general && t == first) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().kept(p);
           clear_rows<kConsumers>(q, visit, t * BN, keep);
           clear_rows<kConsumers>(d_out, visit, t * BN, keep);
         }
+        const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
         const auto hide = [&](float (&x)[BN / 2]) {
-          if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) return;
+          if (!cut) return;
           const Work again = once_more();
           const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
@@ -157,21 +163,67 @@ struct Sm90KeysBlock {
         k.await_full(turn);
         q.await_full(visit);
         // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
-        each_number(dp, numbers_of(visit) + 4 * BN, [](float& x, float delta) {
-          x = delta;
-          ptx::pin(x);
-        });
+        if constexpr (!K::general)
+          each_number(dp, own_numbers(visit) + 4 * BN, [](float& x, float delta) {
+            x = delta;
+            ptx::pin(x);
+          });
         multiply_rows<T, D>(s, k, turn, q, visit, false);
         v.await_full(turn);
         d_out.await_full(visit);
-        multiply_rows<T, D>(dp, v, turn, d_out, visit, true);
-        ptx::wgmma_wait<1>();
-        each_number(s, numbers_of(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
-        hide(s);
-        pack_weights<T>(weights, s);
-        ptx::wgmma_wait<0>();
-        hide(dp);
-        pack_gradients<T>(ds, weights, dp);
+        multiply_rows<T, D>(dp, v, turn, d_out, visit, !K::general);
+        if constexpr (K::general) {
+          const Terms<true, false> terms(p, w.s, w.b, h);
+          const Place at = place_again(w.j0, t * BN);
+          const uint32_t numbers_at = numbers_of(visit) + 4 * uint32_t(at.column - t * BN);
+          Pairs<BN / 2> seen, kept;
+          if (cut) {
+            const Work again = once_more();
+            const Range bounds[2] = {again.bounds(p, at.row_of(0)), again.bounds(p, at.row_of(2))};
+            seen = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
+          }
+          if (p.drop_threshold)
+            kept = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return terms.template kept<kPiece>(place); });
+          ptx::wgmma_wait<1>();
+          in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
+            float slope[kPiece][4];
+            terms.apply(x, slope, place, kAllColumns);
+            PT_UNROLL
+            for (int n = 0; n < kPiece; ++n) {
+              float top[2];
+              ptx::ld_shared_v2_f32(numbers_at + 32 * (c + n), top[0], top[1]);
+              PT_UNROLL
+              for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], top[r % 2]);
+            }
+            if (cut) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = seen.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            // P times softcap's slope, which dS is made from, and P as dropout leaves it.
+            if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
+            else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
+            pack_piece<T>(ds[c / kPiece], slope);
+            if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = kept.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            pack_piece<T>(weights[c / kPiece], x);
+          });
+          ptx::wgmma_wait<0>();
+          if (p.drop_threshold) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
+          }
+          each_number(dp, numbers_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
+          if (cut) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] = seen.has(i) ? dp[i] : 0.0f;
+          }
+          pack_gradients<T>(ds, ds, dp);
+        } else {
+          ptx::wgmma_wait<1>();
+          each_number(s, own_numbers(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
+          hide(s);
+          pack_weights<T>(weights, s);
+          ptx::wgmma_wait<0>();
+          hide(dp);
+          if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
+          pack_gradients<T>(ds, weights, dp);
+        }
         multiply_weights<T>(dv, weights, d_out, visit);
         multiply_weights<T>(dk, ds, q, visit);
         ptx::wgmma_wait<0>();
@@ -199,8 +251,8 @@ struct Sm90KeysBlock {
     for (int r = 0; r < 2; ++r) {
       const int j = w.j0 + own_row(r);
       const bool nobody = w.own_bounds(p, r).empty();
-      dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : 1.0f;
-      index[r] = j < written ? w.s.row_k + j : -1;
+      dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : K::general ? p.keep_scale * kWeightUnit<T> : kWeightUnit<T>;
+      index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
     if (g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
@@ -223,7 +275,7 @@ struct Sm90KeysBlock {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim).threads(), 1)
+__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim, K::general).threads(), 1)
     sm90_attention_bwd_keys_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
   Sm90KeysBlock<T, K>::run(args);

@@ -5,13 +5,14 @@
 // reproducible without any order between them. The two products with the next keys start behind dQ += dS K of these.
 #pragma once
 
+#include "cuda/attention/sm90_bwd_sums.cuh"
 #include "cuda/attention/sm90_bwd_tile.cuh"
 
 namespace pt::cuda {
 
 template <class T, class K>
 struct Sm90QueriesBlock {
-  static constexpr Sm90Tile kTile = sm90_queries_tile(K::head_dim);
+  static constexpr Sm90Tile kTile = sm90_queries_tile(K::head_dim, K::general);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   using RingOwn = Ring<1, BM, kTile.panels()>;
@@ -20,8 +21,9 @@ struct Sm90QueriesBlock {
   const Sm90Backward& args;
   RingOwn q, d_out;
   RingStream k, v;
+  uint32_t sums;
 
-  using Work = QueryWork<BM, BN>;  // nothing is dropped: its tiles may begin anywhere
+  using Work = QueryWork<BM, BN>;
 
   PT_DEVICE void begin() const {
     for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
@@ -54,16 +56,21 @@ struct Sm90QueriesBlock {
     int visit = 0, turn = 0;
     for_each_tile(args.order, [&](int n) {
       const Work w(p, args.order, n);
-      const Range whole = w.whole(p), keep = w.kept(p);
+      const Range keep = w.kept(p);
+      Range whole = w.whole(p);
+      // Sums of dS must not take in rows behind the last query.
+      if (K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole = {0, 0};
       float top[2], delta[2];
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         const int i = w.i0 + own_row(r);
         const RowNumbers numbers = row_numbers(g, number_at(g.at, w.b, w.h, w.s.row_q + i), i < w.s.num_q);
-        top[r] = numbers.top * kLog2e, delta[r] = numbers.delta;
+        top[r] = K::general ? numbers.top : in_base_2<T>(numbers.top), delta[r] = numbers.delta * kWeightUnit<T>;
       }
       float s[BN / 2], dp[BN / 2], dq[D / 2];
-      uint32_t weights[BN / 16][4];  // P, then dS
+      uint32_t weights[BN / 16][4];                           // P, then dS
+      [[maybe_unused]] Pairs<BN / 2> seen, kept;
+      [[maybe_unused]] Sm90TermSums<D> gradients(sums);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) dq[i] = 0.0f;
 
@@ -74,20 +81,67 @@ struct Sm90QueriesBlock {
         v.await_full(visit);
         multiply_rows<T, D>(dp, d_out, turn, v, visit, false);
       };
+      const auto cut = [&](int first) { return first < whole.lo || first + BN > whole.hi; };
       const auto hide = [&](float (&x)[BN / 2], int first) {
-        if (first >= whole.lo && first + BN <= whole.hi) return;
+        if (!cut(first)) return;
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
       };
+      const auto decide = [&](int first) {
+        if constexpr (K::general) {
+          const Place at = place_again(w.i0, first);
+          if (cut(first)) {
+            const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
+            seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return within<4>(place, bounds); });
+          }
+          if (p.drop_threshold) {
+            const Terms<false, false> terms(p, w.s, w.b, w.h);
+            kept = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return terms.template kept<4>(place); });
+          }
+        }
+      };
+      // s becomes softcap's slopes.
       const auto weigh = [&](int first) {
-        each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, unit, -top[r])); });
-        hide(s, first);
-        pack_weights<T>(weights, s);
+        if constexpr (K::general) {
+          const Terms<false, false> terms(p, w.s, w.b, w.h);
+          in_pieces<kPiece>(s, place_again(w.i0, first), [&](float (&x)[kPiece][4], const Place& place, int c) {
+            float slope[kPiece][4];
+            terms.apply(x, slope, place, kAllColumns);
+            each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of<T>(x[n][r], top[r / 2]); });
+            if (cut(first)) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = seen.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            pack_piece<T>(weights[c / kPiece], x);
+            each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = slope[n][r]; });
+          });
+        } else {
+          each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, unit, -top[r])); });
+          hide(s, first);
+          pack_weights<T>(weights, s);
+        }
       };
       const auto differentiate = [&](int first) {
-        each_element(dp, 0, [&](float& x, int r, int) { x -= delta[r]; });
-        hide(dp, first);
-        pack_gradients<T>(weights, weights, dp);
+        if constexpr (K::general) {
+          if (p.drop_threshold) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
+          }
+          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
+          if (cut(first)) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] = seen.has(i) ? dp[i] : 0.0f;
+          }
+          PT_UNROLL
+          for (int i = 0; i < BN / 2; ++i) dp[i] *= ptx::widen(T{uint16_t(weights[i / 8][i / 2 % 4] >> 16 * (i % 2))});
+          gradients.add(g, dp, w, first - w.i0 - consumer() * 64 - w.s.shift);
+          if (p.softcap != 0.0f) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) dp[i] *= s[i];
+          }
+          pack_weights<T>(weights, dp);
+        } else {
+          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
+          hide(dp, first);
+          pack_gradients<T>(weights, weights, dp);
+        }
       };
 
       if (w.range.count() > 0) {
@@ -95,6 +149,7 @@ struct Sm90QueriesBlock {
         q.await_full(turn);
         d_out.await_full(turn);
         start(first);
+        decide(first);
         ptx::wgmma_wait<1>();
         weigh(first);
         ptx::wgmma_wait<0>();
@@ -104,6 +159,7 @@ struct Sm90QueriesBlock {
           multiply_weights<T>(dq, weights, k, visit++);
           first -= BN;
           start(first);
+          decide(first);
           ptx::wgmma_wait<1>();
           release_products(k, visit - 1);
           weigh(first);
@@ -117,6 +173,7 @@ struct Sm90QueriesBlock {
         ptx::wgmma_wait<0>();
         release_products(k, visit++);
       }
+      if constexpr (K::general) gradients.finish(g, w);
       finish(n, dq);
     });
   }
@@ -140,17 +197,21 @@ struct Sm90QueriesBlock {
   static PT_DEVICE void run(const Sm90Backward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
     constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kBarriers = 2 * kOwn + 2 * kStream;
-    static_assert(kSm90Slack + kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes) == sm90_queries_smem(kTile));
+    constexpr uint32_t kEnd = kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
+    static_assert(kSm90Slack + kEnd == sm90_queries_smem(kTile, false));
     const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
-    const Sm90QueriesBlock block{args, RingOwn(base, own_bars), RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
+    const Sm90QueriesBlock block{args,
+                                 RingOwn(base, own_bars),
+                                 RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
                                  RingStream(base + 2 * kOwn, stream_bars),
-                                 RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes)};
+                                 RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
+                                 base + kEnd};
     run_block(block);
   }
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_queries_tile(K::head_dim).threads(), 1)
+__global__ void __launch_bounds__(sm90_queries_tile(K::head_dim, K::general).threads(), 1)
     sm90_attention_bwd_queries_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
   Sm90QueriesBlock<T, K>::run(args);

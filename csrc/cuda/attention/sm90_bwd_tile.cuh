@@ -1,6 +1,8 @@
 // Attention backward on sm_90a: what its two passes share.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/bwd_tile.cuh"
 #include "cuda/attention/sm90_tile.cuh"
 
@@ -12,6 +14,29 @@ struct Sm90Backward {
   TileOrder order;
 };
 
+// As float16 a weight below 2^-24 would be none, though times a large dP it is not: weights are 2^14 times P there. They are at most 1, or
+// what lse's rounding makes of it.
+template <class T>
+constexpr int kWeightBits = std::is_same_v<T, ptx::f16> ? 14 : 0;
+template <class T>
+constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<T>);  // takes that back
+
+// dP - D, times that unit; d_scaled is D times it.
+template <class T>
+PT_DEVICE float less_delta(float dp, float d_scaled) {
+  return kWeightBits<T> ? ptx::fma_rn(dp, kWeightUnit<T>, -d_scaled) : dp - d_scaled;
+}
+// A row's maximum, of which exp2(score - maximum) is a weight.
+template <class T>
+PT_DEVICE float in_base_2(float top) {
+  return kWeightBits<T> ? ptx::fma_rn(top, kLog2e, -float(kWeightBits<T>)) : top * kLog2e;
+}
+// The weight of a score, of a row with this maximum.
+template <class T>
+PT_DEVICE float weight_of(float score, float top) {
+  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - top, kLog2e, float(kWeightBits<T>)) : (score - top) * kLog2e);
+}
+
 // dS = P * (dP - D) of 64 rows as an operand; dp is dP - D. P comes as the operand it has become, rounded: as float32 it would take as many
 // registers again as S and dP do. ds may be weights.
 template <class T, int R>
@@ -22,6 +47,35 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
     ds[i / 4][i % 4] =
         Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
   }
+}
+
+// Kernels with terms go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few registers.
+constexpr int kPiece = 2;
+
+// A bit for each element of x[R].
+template <int R>
+struct Pairs {
+  uint32_t words[(R + 31) / 32] = {};
+  PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+
+  // Those of a tile that f(place) has of 8 N columns.
+  template <int N, class F>
+  static PT_DEVICE Pairs of(const Place& at, F f) {
+    static_assert(R % (4 * N) == 0);
+    Pairs all;
+    PT_UNROLL
+    for (int w = 0; w < (R + 31) / 32; ++w) {
+      PT_NO_UNROLL  // under products in flight there are few registers
+      for (int n = 32 * w; n < least(32 * w + 32, R); n += 4 * N) all.words[w] |= f(at.after(2 * n)) << n % 32;
+    }
+    return all;
+  }
+};
+
+template <class T>
+PT_DEVICE void pack_piece(uint32_t (&operand)[4], const float (&x)[kPiece][4]) {
+  PT_UNROLL
+  for (int i = 0; i < 4; ++i) operand[i] = Element<T>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
 }
 
 }  // namespace pt::cuda

@@ -26,23 +26,29 @@ struct Sm90Tile {
 constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool general) {
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
-// More rows would need more registers than there are.
-constexpr Sm90Tile sm90_queries_tile(int head_dim) { return head_dim == 64 ? Sm90Tile{64, 128, 2} : Sm90Tile{128, 96, 2}; }
+// More rows would need more registers than there are; with terms, which need some too, there are fewer.
+constexpr Sm90Tile sm90_queries_tile(int head_dim, bool general) {
+  return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2} : Sm90Tile{128, general ? 64 : 96, 2};
+}
 // Its producers do more, and need more.
-constexpr Sm90Tile sm90_keys_tile(int head_dim) {
-  return head_dim == 64 ? Sm90Tile{64, 128, 2, false, 2, 40, 232} : Sm90Tile{128, 64, 2, false, 2, 40, 232};
+constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general) {
+  return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2, false, 2, 40, 232} : Sm90Tile{128, general ? 48 : 64, 2, false, 2, 40, 232};
 }
 
 constexpr uint32_t kSm90Slack = 1024;          // to begin at a multiple of 1024
 constexpr uint32_t kSm90BarrierBytes = 16;     // of a buffer
-// Forward: Q; K, V. Over queries: Q, dO; K, V. Over keys: K, V; Q, dO, two numbers a query.
+constexpr int kSm90SumRows = 32;               // of dS in shared memory, for a consumer's sums by diagonals
+constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // words: rows begin eight banks apart
+constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
+// Forward: Q; K, V. Over queries: Q, dO; K, V; with terms, sums. Over keys: K, V; Q, dO, two numbers a query.
 constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
   return kSm90Slack + t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + 2 * t.stages);
 }
-constexpr uint32_t sm90_queries_smem(const Sm90Tile& t) {
-  return kSm90Slack + 2 * t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + 2 * t.stages);
+constexpr uint32_t sm90_queries_smem(const Sm90Tile& t, bool general) {
+  return kSm90Slack + 2 * t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + 2 * t.stages) +
+         (general ? sm90_sums_bytes(t) : 0);
 }
-constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) { return sm90_queries_smem(t) + uint32_t(t.stages * t.streamed * 2 * 4); }
+constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) { return sm90_queries_smem(t, false) + uint32_t(t.stages * t.streamed * 2 * 4); }
 
 // sums: accumulators and fragments of a lane, all alive at once.
 constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
@@ -60,14 +66,20 @@ constexpr bool sm90_forward_fits(const Sm90Tile& t) {
 static_assert(sm90_forward_fits(sm90_forward_tile(64, false)) && sm90_forward_fits(sm90_forward_tile(64, true)));
 static_assert(sm90_forward_fits(sm90_forward_tile(128, false)) && sm90_forward_fits(sm90_forward_tile(128, true)));
 static_assert(sm90_forward_fits(sm90_forward_tile(256, false)));
-// S, dP, P or dS, dQ.
-constexpr bool sm90_queries_fit(const Sm90Tile& t) {
-  return sm90_fits(t, sm90_queries_smem(t), t.streamed + t.streamed / 4 + t.head_dim / 2);
+constexpr int kSm90Terms = 16;  // registers for a piece's slopes, for bits of what is seen and kept
+// S, or softcap's slopes; dP, P or dS, dQ.
+constexpr bool sm90_queries_fit(int head_dim, bool general) {
+  const Sm90Tile t = sm90_queries_tile(head_dim, general);
+  return sm90_fits(t, sm90_queries_smem(t, general), t.streamed + t.streamed / 4 + t.head_dim / 2 + (general ? kSm90Terms : 0)) &&
+         (!general || t.streamed % 32 == 0);  // dropout's groups
 }
-static_assert(sm90_queries_fit(sm90_queries_tile(64)) && sm90_queries_fit(sm90_queries_tile(128)));
-// S, dP, P, dK, dV.
-constexpr bool sm90_keys_fit(const Sm90Tile& t) { return sm90_fits(t, sm90_keys_smem(t), t.streamed + t.streamed / 4 + t.head_dim); }
-static_assert(sm90_keys_fit(sm90_keys_tile(64)) && sm90_keys_fit(sm90_keys_tile(128)));
+static_assert(sm90_queries_fit(64, false) && sm90_queries_fit(64, true) && sm90_queries_fit(128, false) && sm90_queries_fit(128, true));
+// S, dP, P, dK, dV. With terms S becomes two operands, as large as it is.
+constexpr bool sm90_keys_fit(int head_dim, bool general) {
+  const Sm90Tile t = sm90_keys_tile(head_dim, general);
+  return sm90_fits(t, sm90_keys_smem(t), general ? t.streamed + t.head_dim + kSm90Terms : t.streamed + t.streamed / 4 + t.head_dim);
+}
+static_assert(sm90_keys_fit(64, false) && sm90_keys_fit(64, true) && sm90_keys_fit(128, false) && sm90_keys_fit(128, true));
 
 // What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks
 // and segments; both: floating masks and biases too. Neither: only bounds.

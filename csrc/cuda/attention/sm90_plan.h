@@ -100,14 +100,16 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::Keys;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), false, false, {}, 0};
+  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(),
+                false, {}, 0};
   if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
-  if (p.general()) plan.why_not = "softcap, biases and dropout are not in the backward kernels";
   if (plan.head_class == 256) plan.why_not = "the backward kernels have head sizes to 128";
   if (plan.why_not) return plan;
-  const int rows = keys ? sm90_keys_tile(plan.head_class).rows() : sm90_queries_tile(plan.head_class).rows();
-  const int64_t length = keys ? p.num_keys : p.num_queries, heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
-  order_tiles(plan, p, (length + rows - 1) / rows, heads, keys ? 1 : p.group, multiprocessors);
+  const Sm90Tile tile = keys ? sm90_keys_tile(plan.head_class, plan.general) : sm90_queries_tile(plan.head_class, plan.general);
+  // Dropout's groups of keys may begin before the first.
+  const int64_t length = keys ? p.num_keys + (plan.general ? p.key_start % 32 : 0) : p.num_queries;
+  const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
+  order_tiles(plan, p, (length + tile.rows() - 1) / tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
   return plan;
 }
 

@@ -83,17 +83,27 @@ PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) 
 
 // ---- elements
 
-// Calls f(x, place, c) on pieces of 8 N columns, of which the first is column `first` + 8 c: x[n][r] is s[(c + n) * 4 + r].
+// Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
+PT_DEVICE Place place_again(int row, int column) {
+  const int thread = ptx::again(int(threadIdx.x));
+  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
+}
+
+// Calls f(x, place, c) on pieces of 8 N columns, of which the first is 8 c columns after `at`: x[n][r] is s[(c + n) * 4 + r].
 template <int N, int R, class F>
-PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
+PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
   static_assert(R % (4 * N) == 0);
   PT_UNROLL
   for (int c = 0; c < R / 4; c += N) {
     float x[N][4];
     each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
-    f(x, Place(row, first + 8 * c), c);
+    f(x, at.after(8 * c), c);
     each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
   }
+}
+template <int N, int R, class F>
+PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
+  in_pieces<N>(s, Place(row, first), f);
 }
 
 

@@ -24,9 +24,14 @@ PT_DEVICE float tanh_of(float x) {
 // Where a fragment lies: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
 struct Place {
   int row, column;
-  PT_DEVICE Place(int first_row, int first_column) : row(first_row + lane_id() / 4), column(first_column + 2 * (lane_id() % 4)) {}
+  PT_DEVICE Place(int first_row, int first_column, int lane = lane_id()) : row(first_row + lane / 4), column(first_column + 2 * (lane % 4)) {}
   PT_DEVICE int row_of(int r) const { return row + 8 * (r / 2); }
   PT_DEVICE int column_of(int n, int r) const { return column + 8 * n + r % 2; }
+  PT_DEVICE Place after(int columns) const {
+    Place place = *this;
+    place.column += columns;
+    return place;
+  }
 };
 
 // For f(n, r, bit) of a fragment of 8 NB columns.

@@ -146,6 +146,14 @@ PT_DEVICE void st_shared_u32(uint32_t addr, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(value) : "memory");
 #endif
 }
+PT_DEVICE void st_shared_v2_f32(uint32_t addr, float a, float b) {
+#if defined(PT_EMULATE)
+  const float value[] = {a, b};
+  emu::st_shared(addr, value, 8);
+#else
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
+#endif
+}
 PT_DEVICE void st_shared_v4_f32(uint32_t addr, float a, float b, float c, float d) {
 #if defined(PT_EMULATE)
   const float value[] = {a, b, c, d};

@@ -1,0 +1,116 @@
+// Attention backward on sm_90a, the pass over queries: a consumer's part of the gradients of ALiBi's slopes and of T5's table.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/sm90_tile.cuh"
+#include "cuda/tile/reduce.cuh"
+
+namespace pt::cuda {
+
+// Of 64 queries, as many as a tile of the portable kernels has: their parts are the same.
+//
+// Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns lies
+// on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread adds a
+// diagonal, in order.
+template <int HeadDim>
+class Sm90TermSums {
+  static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true);
+  static constexpr int N = kTile.streamed, kPitch = sm90_sum_pitch(kTile), kRows = kSm90SumRows;
+  static constexpr uint32_t kBytes = sm90_sums_bytes(kTile) / kTile.consumers;
+  static_assert(kPitch % 32 == 8 && attention_tile(Pass::Queries, HeadDim, 2, true).rows() == 64);
+
+ public:
+  PT_DEVICE explicit Sm90TermSums(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
+
+  // dS of a tile of keys, zeros where nothing is visible. `first`: j - i - offset of its first element.
+  template <class Work>
+  PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
+    if (!here(g, w)) return;
+    if (g.slope_parts) {
+      const int from = first + 2 * (lane_id() % 4) - own_row(0) % 64;
+      PT_UNROLL
+      for (int i = 0; i < N / 2; ++i) {
+        const int d = from + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+        slope_ -= ds[i] * float(d < 0 ? -d : d);
+      }
+    }
+    if (g.diagonal_parts) add_diagonals(g.p, ds, first, g.diagonal_parts + part(g.p, w) * (g.p.before + g.p.after + 1));
+  }
+
+  template <class Work>
+  PT_DEVICE void finish(const AttentionBackward& g, const Work& w) {
+    if (!here(g, w)) return;
+    const Sum2 far = LaneTeam(32).sum({below_, above_}), slope = LaneTeam(32).sum({slope_, 0.0f});
+    sync();
+    if (lane_id() == 0) ptx::st_shared_v4_f32(buffer_ + warp() * 16, far.a, far.b, slope.a, 0.0f);
+    sync();
+    if (threadIdx.x % 128 != 0) return;
+    float sums[3] = {0.0f, 0.0f, 0.0f};
+    for (int n = 0; n < 4; ++n) {
+      const ptx::Words4 of_warp = ptx::ld_shared_v4(buffer_ + n * 16);
+      PT_UNROLL
+      for (int i = 0; i < 3; ++i) sums[i] += ptx::bits_float(of_warp.w[i]);
+    }
+    const int64_t at = part(g.p, w);
+    if (g.slope_parts) store_one(g.slope_parts + at, sums[2]);
+    if (g.diagonal_parts) store_far(g.diagonal_parts + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
+  }
+
+ private:
+  static PT_DEVICE int warp() { return int(threadIdx.x) % 128 / 32; }
+  // Of this consumer's threads.
+  static PT_DEVICE void sync() {
+    if (consumer() == 0) ptx::bar_sync(4, 128);
+    else ptx::bar_sync(5, 128);
+  }
+  template <class Work>
+  static PT_DEVICE bool here(const AttentionBackward& g, const Work& w) {
+    return (g.slope_parts || g.diagonal_parts) && w.i0 + consumer() * 64 < g.p.num_queries;
+  }
+  template <class Work>
+  static PT_DEVICE int64_t part(const AttentionProblem& p, const Work& w) {
+    return (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + 63) / 64) + w.i0 / 64 + consumer();
+  }
+
+  PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first, float* sums) {
+    const bool below = first + N - 1 <= -p.before;
+    if (below || first - 63 >= p.after) {
+      float sum = 0.0f;
+      PT_UNROLL
+      for (int i = 0; i < N / 2; ++i) sum += ds[i];
+      if (below) below_ += sum;
+      else above_ += sum;
+      return;
+    }
+    sync();  // the tile before has been read
+    const uint32_t own = buffer_ + 4 * ((warp() * 8 + lane_id() / 4) * kPitch + 2 * (lane_id() % 4));
+    PT_UNROLL
+    for (int c = 0; c <= N / 8; ++c) {
+      float pair[2];
+      PT_UNROLL
+      for (int e = 0; e < 2; ++e) pair[e] = (c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (c < N / 8 ? ds[4 * c + 2 + e] : 0.0f);
+      ptx::st_shared_v2_f32(own + 32 * c, pair[0], pair[1]);
+    }
+    sync();
+    for (int c = int(threadIdx.x) % 128; c < N + 63; c += 128) {
+      const int d = first + c - 63;
+      const bool low = d <= -p.before, high = d >= p.after;
+      float* const cell = sums + p.before + d;
+      const float older = low || high ? 0.0f : load_one(cell);
+      float sum = 0.0f;
+      PT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int x = c - 63 + r / 8 * 16 + r % 8 + 8;  // where row r has the diagonal
+        if (x >= 0 && x < kPitch) sum += ptx::ld_shared_f32(buffer_ + 4 * (r * kPitch + x));
+      }
+      if (low) below_ += sum;
+      else if (high) above_ += sum;
+      else store_one(cell, older + sum);
+    }
+  }
+
+  uint32_t buffer_;
+  float slope_ = 0.0f, below_ = 0.0f, above_ = 0.0f;
+};
+
+}  // namespace pt::cuda
