@@ -44,7 +44,7 @@ BOTH_WAYS = (
     Problem("weights of all sizes", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 2.0}),
     Problem("one tile", BF16, (1, 1, 1, 20, 20, 72, 72), lambda n: {"scale": 0.05}),
 )  # fmt: skip
-# With terms: pieces of 16 columns, tiles of 96, 64 or 48 in backward. Of T5's table distances that some tiles are wholly beyond, and that none is.
+# With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that some tiles are wholly beyond, or none.
 TERMS = (
     Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
     Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128), lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),

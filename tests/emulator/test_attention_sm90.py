@@ -10,6 +10,7 @@ import sm90_problems
 import torch
 
 import pytransformer as pt
+from pytransformer.testing.attention_check import check_packed, check_starts
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
 
@@ -75,13 +76,30 @@ def test_what_is_seen_is_not_hidden() -> None:
     assert bool(out[:, 1][mask[:, 0, :, 30]].isnan().all()) and bool(out[:, 0].isfinite().all())
 
 
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_starts(causal: str) -> None:
+    """Tiles of keys begin where dropout's groups do, before the first key."""
+    check_starts("cuda", causal, torch.float16)
+
+
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+def test_packed_dropout(schedule: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (230, 300, 300))
+    offsets = (torch.tensor([0, 150, 150, 230]), torch.tensor([0, 37, 140, 300]))
+    keywords = {"bias": pt.AlibiBias(torch.tensor([0.1, 0.4])), "dropout_p": 0.3, "dropout_seed": 5, "softcap": 4.0}
+    check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
+
+
 def test_schedules_give_equal_bits() -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(2, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (200, 150, 150)]
+    inputs.append(torch.randn(8, 2, requires_grad=True))
     runs = []
     for schedule in (1, 2):
         torch.ops.pytransformer_C.emulator_schedule(schedule)
-        out = pt.attention(*inputs, causal="top_left", backend="cuda")
+        bias = pt.RelativePositionBias(inputs[3], False, 50)
+        out = pt.attention(*inputs[:3], causal="top_left", bias=bias, dropout_p=0.1, dropout_seed=2, backend="cuda")
         runs.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
     for a, b in zip(*runs):
         assert torch.equal(a, b)

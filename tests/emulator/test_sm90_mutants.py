@@ -10,7 +10,7 @@ from planted import Fault, check_caught, check_texts, parameters
 
 RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
-GRADIENTS = "attention/sm90_bwd_tile.cuh"
+GRADIENTS, SUMS = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -79,7 +79,7 @@ FAULTS = (
           "          release_products(k, visit - 1);\n" + WAIT, "grouped", LATE),
     Fault("keys released too early at the end", QUERIES, "        ptx::wgmma_wait<0>();\n        release_products(k, visit++);",
           "        release_products(k, visit++);\n        ptx::wgmma_wait<0>();", "grouped", LATE),
-    Fault("delta forgotten, over queries", QUERIES, "x -= delta[r];", "x -= 0.0f;", "grouped"),
+    Fault("delta forgotten, over queries", QUERIES, "less_delta<T>(x, delta[r])", "less_delta<T>(x, 0.0f)", "grouped"),
     Fault("dP not hidden", QUERIES, "        hide(dp, first);\n", "", "lengths"),
     Fault("the scale of d_query", QUERIES, "? 0.0f : p.scale;", "? 0.0f : 1.0f;", "grouped"),
     Fault("keys that nobody sees kept", QUERIES, "        clear_rows<kConsumers>(k, visit, first, keep);\n", "", "lengths"),
@@ -99,6 +99,33 @@ FAULTS = (
     Fault("gradients that see nothing kept", KEYS, "          clear_rows<kConsumers>(d_out, visit, t * BN, keep);\n", "", "lengths"),
     Fault("keys kept for the next tile", KEYS, "        release_products(k, turn);\n", "", "grouped", DEADLOCK),
     Fault("the scale of d_key", KEYS, "dk_factor[r] = nobody ? 0.0f : p.scale", "dk_factor[r] = nobody ? 0.0f : 1.0f", "grouped"),
+    # terms in the backward
+    Fault("small weights lost", GRADIENTS, "? 14 : 0", "? 0 : 0", "weights of all sizes"),
+    Fault("the unit of d_value's weights", KEYS, ": kWeightUnit<T>;", ": 1.0f;", "weights of all sizes"),
+    Fault("bits of other columns", GRADIENTS, "<< n % 32;", "<< 0;", "dropout"),
+    Fault("rows of another warp", GRADIENTS, "thread / 32 * 16 - 64", "thread / 32 * 16 - 48", "ALiBi", slow=False),
+    Fault("softcap's slope forgotten, over queries", QUERIES, "dp[i] *= s[i];", "dp[i] *= 1.0f;", "softcap"),
+    Fault("dP of dropped weights, over queries", QUERIES, "kept.has(i) ? dp[i] * p.keep_scale : 0.0f", "dp[i] * p.keep_scale", "dropout"),
+    Fault("hidden dP kept, over queries", QUERIES, "seen.has(i) ? dp[i] : 0.0f", "dp[i]", "dropout"),
+    Fault("sums of rows behind the last query", QUERIES, "w.i0 + consumer() * 64 + 64 > w.s.num_q", "false", "ALiBi, lengths"),
+    Fault("sums of dS after softcap's slope", QUERIES, "gradients.add(g, dp, w,", "if (p.softcap != 0) for (int i = 0; i < BN / 2; ++i) "
+          "dp[i] *= s[i]; gradients.add(g, dp, w,", "T5 of one direction, softcap"),
+    Fault("half of a diagonal", SUMS, "(c > 0 ? ds[4 * c - 4 + e] : 0.0f) + (", "(", "T5, dropout"),
+    Fault("diagonals read too early", SUMS, "pair[1]);\n    }\n    sync();\n", "pair[1]);\n    }\n", "T5, dropout", LATE),
+    Fault("diagonals written too early", SUMS, "    sync();  // the tile before has been read\n", "", "T5, dropout", LATE),
+    Fault("the last sum read too early", SUMS, "slope.a, 0.0f);\n    sync();\n", "slope.a, 0.0f);\n", "ALiBi", LATE),
+    Fault("tiles too far below added above", SUMS, "if (below) below_ += sum;", "if (!below) below_ += sum;", "T5, dropout"),
+    Fault("a diagonal too near", SUMS, "low = d <= -p.before", "low = d < -p.before", "T5, dropout"),
+    Fault("both consumers' parts in one", SUMS, "w.i0 / 64 + consumer();", "w.i0 / 64;", "T5, dropout"),
+    Fault("the sign of the slopes' gradient", SUMS, "slope_ -= ds[i]", "slope_ += ds[i]", "ALiBi"),
+    Fault("distances of the first consumer", SUMS, "own_row(0) % 64", "own_row(0)", "ALiBi"),
+    Fault("another head's slope", KEYS, "        if (K::general && t == first) ++h;\n", "", "ALiBi"),
+    Fault("dropped weights kept, over keys", KEYS, "kept.has(4 * (c + n) + r) ? x[n][r] : 0.0f", "x[n][r]", "dropout"),
+    Fault("dP of dropped weights, over keys", KEYS, "kept.has(i) ? dp[i] * p.keep_scale : 0.0f", "dp[i] * p.keep_scale", "dropout"),
+    Fault("hidden dP kept, over keys", KEYS, "seen.has(i) ? dp[i] : 0.0f", "dp[i]", "dropout"),
+    Fault("softcap's slope forgotten, over keys", KEYS, "slope[n][r] *= x[n][r];", "slope[n][r] = x[n][r];", "softcap"),
+    Fault("maxima of the first columns", KEYS, "numbers_at + 32 * (c + n)", "numbers_at + 32 * n", "ALiBi"),
+    Fault("kept values of d_value not scaled", KEYS, "? p.keep_scale * kWeightUnit<T>", "? kWeightUnit<T>", "dropout"),
     Fault("another half of the weights", GRADIENTS, "uint16_t(w >> 16)", "uint16_t(w)", "grouped"),
 )  # fmt: skip
 

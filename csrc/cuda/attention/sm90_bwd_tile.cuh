@@ -52,6 +52,12 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
 // Kernels with terms go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few registers.
 constexpr int kPiece = 2;
 
+// Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
+PT_DEVICE Place place_again(int row, int column) {
+  const int thread = ptx::again(int(threadIdx.x));
+  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
+}
+
 // A bit for each element of x[R].
 template <int R>
 struct Pairs {

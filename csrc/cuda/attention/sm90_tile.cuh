@@ -83,12 +83,6 @@ PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) 
 
 // ---- elements
 
-// Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
-PT_DEVICE Place place_again(int row, int column) {
-  const int thread = ptx::again(int(threadIdx.x));
-  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
-}
-
 // Calls f(x, place, c) on pieces of 8 N columns, of which the first is 8 c columns after `at`: x[n][r] is s[(c + n) * 4 + r].
 template <int N, int R, class F>
 PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
