@@ -64,7 +64,7 @@ FAULTS = (
     Fault("values released too early", FWD, WAIT_ALL + RELEASE, RELEASE + WAIT_ALL, "grouped", LATE),
     Fault("queries released at every visit", FWD, "if (t == w.range.first) release", "release", "grouped"),
     Fault("nobody's first turn", FWD, "    if (consumer() == 1) pass_turn();\n", "", "grouped", DEADLOCK),
-    Fault("the turn kept", FWD, "          pass_turn();\n" + WAIT, WAIT, "grouped", DEADLOCK),
+    Fault("the turn kept", FWD, "          pass_turn();\n          look_up", "          look_up", "grouped", DEADLOCK),
     Fault("no decay of the outputs", FWD, "o[i] *= rows.decay[i / 2 % 2];", "o[i] *= 1.0f;", "grouped"),
     Fault("no decay of the sums", FWD, "rows.sum[r] * rows.decay[r]", "rows.sum[r]", "grouped"),
     Fault("lse without its maximum's scale", FWD, "rows.max[r] : rows.max[r] * p.scale", "rows.max[r] : rows.max[r]", "one tile"),
