@@ -82,13 +82,18 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   AttentionBackward g{};
   g.p = p, g.d_out = {nullptr, f.out.stride};
   g.dq = out(num_queries, head_dim), g.dk = out(num_keys, head_dim), g.dv = out(num_keys, value_dim);
-  const bool keys = direction == "keys", forward = direction == "forward";
-  if (!keys && !forward && direction != "queries") throw py::value_error("direction must be forward, queries or keys, got " + direction);
+  const bool keys = direction == "keys", forward = direction == "forward", fused = direction == "fused";
+  if (!keys && !forward && !fused && direction != "queries")
+    throw py::value_error("direction must be forward, queries, keys or fused, got " + direction);
   const Pass pass = keys ? Pass::Keys : Pass::Queries;
-  const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors) : plan_sm90_backward(g, pass, multiprocessors);
+  const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors)
+                        : fused ? plan_sm90_fused(g, multiprocessors)
+                                : plan_sm90_backward(g, pass, multiprocessors);
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
-                  "general"_a = plan.general, "looks_up"_a = plan.looks_up, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section, "blocks"_a = plan.blocks);
+                  "general"_a = plan.general, "looks_up"_a = plan.looks_up, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section,
+                  "blocks"_a = plan.blocks,
+                  "sums"_a = fused && !plan.why_not ? sm90_sums(p, plan.head_class) : 0);
 }
 
 // Of operands that are aligned and as large as the numbers say.

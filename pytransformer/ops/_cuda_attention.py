@@ -52,7 +52,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         _cuda.call(
             "attention_bwd", a.query.device, whole_rows(grad_out), None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
             last_contiguous(out), lse.contiguous(), *_shared(a), *map(by_name.get, ("query", "key", "value")),
-            *map(sums.get, ("mask", "bias", "slopes", "table")), ranges,
+            *map(sums.get, ("mask", "bias", "slopes", "table")), ranges, a.deterministic,
         )  # fmt: skip
         for name, total in sums.items():
             if total is not by_name[name]:
@@ -72,7 +72,29 @@ def why_not(a: Any) -> str | None:
 
 
 def _note(a: Any) -> str | None:
-    """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned."""
+    """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned and all have gradients."""
+    names = {"forward": "forward", "queries": "d_query", "keys": "d_key and d_value"}
+    if _sums(a):
+        names = {"forward": "forward", "fused": "d_query, added across blocks, d_key and d_value"}
+    told = []
+    for direction, name in names.items():
+        if (plan := _sm90_plan(a, direction)) is None:
+            return None
+        told.append(f"{name} by the {'portable kernels: ' + plan['why_not'] if plan['why_not'] else 'kernels for sm_90a'}")
+    return "cuda: " + "; ".join(told)
+
+
+def _sums(a: Any) -> int:
+    """Float32 numbers of the copy of d_query to which blocks add; 0 where each row of it is one block's."""
+    packed = (
+        {"sequences": 1, "num_queries": a.query.shape[0] + 128 * a.cu_seqlens_q.numel()} if hasattr(a, "cu_seqlens_q") else {}
+    )
+    plan = None if a.deterministic else _sm90_plan(a, "fused", **packed)
+    return 0 if plan is None else plan["sums"]
+
+
+def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
+    """What the kernels for sm_90a plan for tensors that are aligned; None where they do not run or nobody can be asked."""
     if _nothing(a) or not _cuda.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
         return None
     from pytransformer import _C
@@ -87,9 +109,7 @@ def _note(a: Any) -> str | None:
         plain=a.scale > 0 and all(t is None for t in terms),
         looks_up=not packed and any(t is not None for t in (a.mask, a.bias, a.query_segments)),
     )  # fmt: skip
-    reasons = {name: _C.cuda_sm90_attention_plan(name, **problem)["why_not"] for name in ("forward", "queries", "keys")}
-    told = [f"{name} by the {'portable kernels: ' + why if why else 'kernels for sm_90a'}" for name, why in reasons.items()]
-    return "cuda: " + "; ".join(told).replace("queries by", "d_query by").replace("keys by", "d_key and d_value by")
+    return _C.cuda_sm90_attention_plan(direction, **problem | other)
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:
@@ -140,8 +160,9 @@ def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Copies of operands whose rows are not aligned, and three float32 numbers for each row in backward."""
+    """Copies of operands whose rows are not aligned, in backward three float32 numbers for each row, and d_query in float32 where blocks
+    add to it."""
     copies = sum(
         4 * t.numel() if t.dtype == torch.float32 else 2 * t.numel() for t in (a.query, a.key, a.value) if t.shape[-1] % WIDTH
     )
-    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1])
+    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * _sums(a)

@@ -119,7 +119,8 @@ def attention(
         dropout_p: probability of dropping an attention weight. The same seed drops the same weights on every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
         return_lse: return (out, lse): the natural log of the softmax's denominator, float32, (B, Hq, Lq), differentiable.
-        deterministic: bitwise equal gradients from run to run. False may be faster.
+        deterministic: bitwise equal gradients from run to run. False may be faster: on sm_90a the backend cuda adds d_query across
+            blocks in any order, in a float32 copy; the last bits of d_query then differ from run to run. Elsewhere it does nothing.
         backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 

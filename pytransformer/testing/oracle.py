@@ -183,6 +183,7 @@ def solve(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = True,  # changes no value
     query_start: int = 0,
     key_start: int = 0,
 ) -> Solution:

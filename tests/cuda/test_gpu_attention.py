@@ -38,7 +38,7 @@ def _to(x: Any, device: str) -> Any:
 
 
 def check(args: Any, keywords: dict[str, Any]) -> None:
-    """Two runs on the GPU give equal bits, within the bounds of float64."""
+    """Two runs on the GPU give equal bits, unless they need not, within the bounds of float64."""
     on_gpu = tuple(_to(t, "cuda") for t in args), {k: _to(v, "cuda") for k, v in keywords.items()}
     inputs = leaves("attention", *on_gpu)
     runs = []
@@ -48,7 +48,7 @@ def check(args: Any, keywords: dict[str, Any]) -> None:
         grads = [torch.randn(t.shape, generator=generator, device="cuda", dtype=t.dtype) for t in (out, lse)]
         runs.append([out, lse, *torch.autograd.grad([out, lse], list(inputs.values()), grads)])
     for first, second in zip(*runs):
-        assert torch.equal(first, second), "two runs differ"
+        assert torch.equal(first, second) or not keywords.get("deterministic", True), "two runs differ"
     results = dict(zip(("out", "lse", *inputs), (t.detach().cpu() for t in runs[0])))
     on_cpu = tuple(_to(t, "cpu") for t in args), {k: _to(v, "cpu") for k, v in keywords.items()}
     with torch.no_grad():

@@ -183,11 +183,25 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("queries", {"plain": False}, None),
         ("keys", {"plain": False, "head_dim": 64, "value_dim": 40}, None),
         ("keys", {"head_dim": 256, "value_dim": 256}, "head sizes to 128"),
+        ("fused", {"even": False, "key_heads": 4}, None),
+        ("fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
+        ("fused", {"plain": False}, "passes that add in order"),
+        ("fused", {"looks_up": True}, "passes that add in order"),
+        ("fused", {"head_dim": 256, "value_dim": 256}, "head sizes to 128"),
     ],
 )
 def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
     found = sm90_plan(direction, **changed)["why_not"]
     assert found is None if reason is None else found is not None and reason in found
+
+
+@needs_bindings
+def test_how_blocks_share_d_query() -> None:
+    """A tile of queries of each head has its sums, whole; blocks are not persistent."""
+    assert sm90_plan("fused", num_queries=65)["sums"] == 2 * 16 * 128 * 128
+    assert sm90_plan("fused", num_queries=65, head_dim=40, value_dim=40)["sums"] == 2 * 16 * 128 * 64
+    assert sm90_plan("fused", plain=False)["sums"] == sm90_plan("keys")["sums"] == 0
+    assert sm90_plan("fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("keys")["blocks"] == 132
 
 
 @needs_bindings

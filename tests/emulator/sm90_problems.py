@@ -114,8 +114,24 @@ FORWARD = (
 )  # fmt: skip
 
 
+def unordered(problem: Problem) -> Problem:
+    """The same by the kernel that adds d_query across blocks."""
+    return problem._replace(
+        name=f"{problem.name}, unordered", keywords=lambda n: {**problem.keywords(n), "deterministic": False}
+    )
+
+
+# Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
+FUSED = (
+    *map(unordered, BOTH_WAYS),
+    Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
+    # Keys that are not there would weigh more than float16 holds.
+    Problem("one key, unordered", F16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 4.0}),
+)
+
+
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *TERMS, *FORWARD)
+    yield from (*BOTH_WAYS, *TERMS, *FORWARD, *FUSED)
 
 
 def wrong(problem: Problem) -> list[str]:

@@ -13,6 +13,7 @@ import pytransformer as pt
 from pytransformer.testing.attention_check import check_packed, check_starts
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
+from pytransformer.testing.fuzz_attention import judge, run
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 31, 20, 250
 
@@ -91,6 +92,34 @@ def test_packed_dropout(schedule: int) -> None:
     check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
 
 
+def test_random_problems_unordered() -> None:
+    """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks; equal bits are not asked for."""
+    found, taken, numbers = [], 0, iter(range(10**6))
+    while taken < FUZZ_CASES:
+        problem = draw(FUZZ_SEED, number := next(numbers))
+        terms = {"attn_mask", "bias", "segments", "softcap", "dropout_p"} & problem.features
+        if problem.dtype not in (torch.bfloat16, torch.float16) or terms or set(problem.wanted) != {"query", "key", "value"}:
+            continue
+        problem.keywords["deterministic"] = False
+        taken += 1
+        found += [f"{number}: {w}" for w in judge(problem, problem.solve(), run(problem, "cuda"), "cuda")[1]]
+    assert found == []
+
+
+def test_five_products_instead_of_seven() -> None:
+    """deterministic=False multiplies less where all gradients are wanted, and not otherwise."""
+    torch.manual_seed(2)
+    tensors = [torch.randn(1, 1, n, 128).half() for n in (128, 256, 256)]
+    counts = {}
+    for deterministic, wanted in ((True, 3), (False, 3), (True, 1), (False, 1)):
+        inputs = [t.clone().requires_grad_(i < wanted) for i, t in enumerate(tensors)]
+        out = pt.attention(*inputs, deterministic=deterministic, backend="cuda")
+        before = torch.ops.pytransformer_C.emulator_products()
+        torch.autograd.grad(out.float().square().sum(), inputs[:wanted])
+        counts[deterministic, wanted] = torch.ops.pytransformer_C.emulator_products() - before
+    assert counts[False, 3] < counts[True, 3] and counts[False, 1] == counts[True, 1] < counts[False, 3]
+
+
 def test_schedules_give_equal_bits() -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(2, 2, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (200, 150, 150)]
@@ -115,6 +144,10 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
     partly = pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1]
     assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels have head" in partly
+    unordered = pt.explain("attention", query, query, query, deterministic=False, backend="cuda")
+    assert unordered.notes[-1].endswith("d_query, added across blocks, d_key and d_value by the kernels for sm_90a")
+    ordered = pt.explain("attention", query, query, query, backend="cuda")
+    assert unordered.extra_bytes["cuda"] - ordered.extra_bytes["cuda"] == 4 * 2 * 128 * 64
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     assert "sm_90a" not in " ".join(pt.explain("attention", query, query, query, backend="cuda").notes)
 

@@ -10,7 +10,7 @@ from planted import Fault, check_caught, check_texts, parameters
 
 RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
-GRADIENTS, SUMS = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh"
+GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -127,6 +127,41 @@ FAULTS = (
     Fault("maxima of the first columns", KEYS, "numbers_at + 32 * (c + n)", "numbers_at + 32 * n", "ALiBi"),
     Fault("kept values of d_value not scaled", KEYS, "? p.keep_scale * kWeightUnit<T>", "? kWeightUnit<T>", "dropout"),
     Fault("another half of the weights", GRADIENTS, "uint16_t(w >> 16)", "uint16_t(w)", "grouped"),
+    # all three gradients at once, d_query added across blocks
+    Fault("a part stored over the one before", FUSED, "      if (!first) part_of(consumer()).await_empty(visit - 1);\n", "",
+          "grouped, unordered", LATE, False),
+    Fault("a part added before it is read", FUSED, "      ptx::bulk_wait_read<0>();\n", "", "grouped, unordered"),
+    Fault("a part not awaited", FUSED, "      part.await_full(visit);\n", "", "grouped, unordered"),
+    Fault("a part without a fence", FUSED, "    ptx::fence_proxy_async();\n    ptx::syncwarp();\n", "    ptx::syncwarp();\n",
+          "full, unordered", "fence.proxy.async"),
+    Fault("a part announced too early", FUSED, "    ptx::syncwarp();\n    if (lane_id() == 0) part", "    if (lane_id() == 0) part",
+          "full, unordered", LATE),
+    Fault("dS without a fence", FUSED, "ds[i]);\n    ptx::fence_proxy_async();\n", "ds[i]);\n", "grouped, unordered", "fence.proxy.async"),
+    Fault("dS of the other consumer not awaited", FUSED, "    ptx::bar_sync(kStored, 128 * kConsumers);\n", "",
+          "grouped, unordered", "", False),
+    Fault("dS in one buffer", FUSED, "gradients.buffer(visit)", "gradients.buffer(0)", "grouped, unordered", LATE),
+    Fault("dS not swizzled", FUSED, "swizzle128(thread / 32 * 16 + thread % 16, thread % 32 / 16)",
+          "(thread / 32 * 16 + thread % 16) * 128 + thread % 32 / 16 * 16", "grouped, unordered"),
+    Fault("dS's second panel", FUSED, "i / 4 * RingGradients::kPanelBytes, ds", "0, ds", "grouped, unordered"),
+    Fault("the first queries twice", FUSED, "consumer() * RingGradients::kPanelBytes", "0", "grouped, unordered"),
+    Fault("the first columns twice", FUSED, "consumer() * RingOwn::kPanelBytes", "0", "full, unordered"),
+    Fault("part not awaited before it is handed over", FUSED, "      ptx::wgmma_wait<0>();\n      d_out.await", "      d_out.await",
+          "full, unordered"),
+    Fault("scores not awaited, unordered", FUSED, "      ptx::wgmma_wait<first ? 0 : 1>();\n", "", "full, unordered", TOUCHED),
+    Fault("dP not awaited", FUSED, "      ptx::wgmma_wait<1>();\n      each", "      each", "full, unordered", TOUCHED),
+    Fault("queries released under dS Q", FUSED, "ds);\n      ptx::wgmma_wait<0>();\n", "ds);\n", "full, unordered"),
+    Fault("delta forgotten, unordered", FUSED, "(x + delta)", "(x + 0.0f)", "full, unordered"),
+    Fault("scores not hidden, unordered", FUSED, "e = r != row || bounds.has(column) ? e : 0.0f;", "", "causal, unordered"),
+    Fault("keys that nobody sees kept, unordered", FUSED, "      clear_rows<kConsumers>(k, 0, w.j0, keep);\n", "", "lengths, unordered"),
+    Fault("values that nobody sees kept, unordered", FUSED, "      clear_rows<kConsumers>(v, 0, w.j0, keep);\n", "", "lengths, unordered"),
+    Fault("gradients that see nothing kept, unordered", FUSED, "        clear_rows<kConsumers>(d_out, visit, t * BN, noted(2));\n", "",
+          "lengths, unordered"),
+    Fault("keys that are not there weigh something", FUSED, "w.j0 + (consumer() + 1) * 64 <= w.s.num_k ?", "true ?", "one key, unordered"),
+    Fault("tiles not visited all round", FUSED, "t == range.lo ? range.hi - 1 : t - 1;", "t == range.lo ? range.hi - 1 : range.lo;",
+          "many keys, unordered"),
+    Fault("added to another tile", FUSED, "(first + tile) * kRows", "first * kRows", "full, unordered"),
+    Fault("the sums of other queries", FUSED, "i0 % kTile * K::head_dim", "0", "grouped, unordered"),
+    Fault("the scale of d_query, unordered", FUSED, ".empty() ? 0.0f : p.scale;", ".empty() ? 0.0f : 1.0f;", "full, unordered"),
 )  # fmt: skip
 
 
@@ -136,5 +171,6 @@ def test_a_fault_changes_what_it_says() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
-    only = "sm90_bwd.cu" if "sm90_bwd" in fault.file else "sm90_fwd.cu"  # it shows, too, what the two share
+    # Which of the kernels show it; forward, too, what they share.
+    only = "sm90_bwd_fused.cu" if fault.file == FUSED else "sm90_bwd.cu" if "sm90_bwd" in fault.file else "sm90_fwd.cu"
     check_caught(fault, "sm90_problems", "attention", builder, tmp_path, only, "sm90")

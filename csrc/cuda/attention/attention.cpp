@@ -205,7 +205,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 
 void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
                    ATTENTION_PARAMETERS, MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask, MaybeTensor dbias,
-                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor bucket_ranges, int64_t device, int64_t stream_) {
+                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor bucket_ranges, bool deterministic, int64_t device, int64_t stream_) {
   Builder b(query, key, value, ATTENTION_ARGUMENTS);
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -214,7 +214,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     kept = torch::stable::new_empty(lse, {lse.numel()}, ScalarType::Float);
     return b.numbers<float>(kept, name, lse.numel());
   };
-  std::optional<Tensor> delta, top, log, slope_parts, diagonal_parts;
+  std::optional<Tensor> delta, top, log, query_sums, slope_parts, diagonal_parts;
 
   AttentionRows r{};
   r.p = b.p, r.at = b.per_query_strides();
@@ -248,7 +248,14 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     diagonal_parts = torch::stable::new_zeros(lse, {blocks, width}, ScalarType::Float);
     g.diagonal_parts = b.numbers<float>(diagonal_parts, "parts of diagonals", blocks * width);
   }
-  if (dq || dslopes || dtable) attention_backward_queries(g, stream);
+  const int64_t sums_wanted = deterministic ? 0 : attention_sums_wanted(g);
+  if (sums_wanted) {
+    query_sums = torch::stable::new_zeros(lse, {sums_wanted}, ScalarType::Float);
+    g.query_sums = b.numbers<float>(query_sums, "sums of d_query", sums_wanted);
+    attention_backward_fused(g, stream);
+  } else if (dq || dslopes || dtable) {
+    attention_backward_queries(g, stream);
+  }
   if (dslopes) {
     sums.parts = g.slope_parts, sums.sums = b.numbers<float>(dslopes, "dslopes", b.p.heads);
     attention_backward_sums(sums, stream);
@@ -262,7 +269,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     sums.width = int(width), sums.outputs = int(dtable->numel() / b.p.heads);
     attention_backward_sums(sums, stream);
   }
-  if (dk || dv) attention_backward_keys(g, stream);
+  if (!sums_wanted && (dk || dv)) attention_backward_keys(g, stream);
 
   const MaybeTensor* dense[] = {&dmask, &dbias};
   for (const MaybeTensor* t : dense) {
@@ -290,7 +297,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
                    ATTENTION_SCHEMA
                    ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
-                   "Tensor(g!)? dtable, Tensor? bucket_ranges, int device, int stream) -> ()"));
+                   "Tensor(g!)? dtable, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("attention_fwd"), TORCH_BOX(&attention_fwd));

@@ -57,6 +57,19 @@ void attention_backward_keys(const AttentionBackward& g, void* stream) {
   with_dtype(g.p, [&](auto t) { attention_keys_as<decltype(t)>(g, plan, stream); });
 }
 
+int64_t attention_sums_wanted(const AttentionBackward& g) {
+  if (!runs_sm90a()) return 0;
+  const Sm90Plan plan = plan_sm90_fused(g, multiprocessors());
+  return plan.why_not ? 0 : sm90_sums(g.p, plan.head_class);
+}
+
+void attention_backward_fused(const AttentionBackward& g, void* stream) {
+  const Sm90Plan plan = plan_sm90_fused(g, multiprocessors());
+  AttentionBackward with_tiles = g;
+  with_tiles.sum_tiles = sm90_sum_tiles(g.p, plan.head_class);
+  sm90_attention_backward_fused(with_tiles, plan, stream);
+}
+
 void attention_backward_dense(const AttentionDense& f, void* stream) {
   const AttentionPlan plan = plan_attention(Pass::Dense, f.b.p, false);
   with_dtype(f.b.p, [&](auto t) { attention_dense_as<decltype(t)>(f, plan, stream); });

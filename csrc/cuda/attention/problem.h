@@ -90,6 +90,8 @@ struct AttentionBackward {
   PerQuery at;
   const float *delta, *top, *log;  // top +inf for a row that sees nothing; log null where it is 0
   Out dq, dk, dv;                  // data null where not wanted
+  float* query_sums;               // of the kernel that adds d_query across blocks: zeros, or null. Each head has sum_tiles tiles;
+  int64_t sum_tiles;               // packed, those of a sequence follow those of the one before
   float* slope_parts;              // (B, Hq, tiles of queries), or null
   float* diagonal_parts;           // (B, Hq, tiles of queries, before + after + 1), zeros, or null
 };

@@ -91,4 +91,22 @@ struct Hopper {
   static constexpr int more_queries = 0, spread = 1;
 };
 
+// deterministic=False: five products, with d_query added across blocks. Only bounds.
+template <int HeadDim>
+struct Fused : Hopper<HeadDim, false> {
+  static constexpr int spread = 16;  // blocks that add to the same places at the same time wait for each other
+};
+constexpr Sm90Tile sm90_fused_tile(int head_dim) { return sm90_keys_tile(head_dim, false); }
+constexpr uint32_t kSm90Notes = 256 * 48;  // of consumers' threads
+// As over keys, and: dS, twice; 64 x 64 float32 numbers a consumer; notes.
+constexpr uint32_t sm90_fused_smem(const Sm90Tile& t) {
+  const uint32_t part = 64 * 64 * 4 + kSm90BarrierBytes;
+  return sm90_keys_smem(t) + kSm90Notes + uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part;
+}
+// dK, dV; S or dP; P and its copy, which becomes dS; d_query's part.
+constexpr bool sm90_fused_fits(const Sm90Tile& t) {
+  return sm90_fits(t, sm90_fused_smem(t), t.head_dim + t.streamed + 64 * 64 / 128) && t.streamed * t.head_dim == t.consumers * 64 * 64;
+}
+static_assert(sm90_fused_fits(sm90_fused_tile(64)) && sm90_fused_fits(sm90_fused_tile(128)));
+
 }  // namespace pt::cuda

@@ -9,5 +9,6 @@ namespace pt::cuda {
 void sm90_attention_forward(const AttentionForward& f, const Sm90Plan& plan, void* stream);
 void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 
 }  // namespace pt::cuda

@@ -113,4 +113,26 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   return plan;
 }
 
+// deterministic=False, where all three gradients are wanted.
+inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors) {
+  const AttentionProblem& p = g.p;
+  Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors);
+  if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
+  if (!p.plain()) plan.why_not = "masks, biases, softcap and dropout are only in the passes that add in order";
+  plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
+  if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
+  return plan;
+}
+
+// The sums of d_query that blocks add to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
+// each has one more than its rows' share.
+inline int64_t sm90_sum_tiles(const AttentionProblem& p, int head_class) {
+  const int rows = sm90_fused_tile(head_class).streamed;
+  return p.cu_queries ? p.total_queries / rows + p.sequences : (p.num_queries + rows - 1) / rows;
+}
+inline int64_t sm90_sums(const AttentionProblem& p, int head_class) {
+  const int64_t heads = int64_t(p.cu_queries ? 1 : p.sequences) * p.heads;
+  return heads * sm90_sum_tiles(p, head_class) * sm90_fused_tile(head_class).streamed * head_class;
+}
+
 }  // namespace pt::cuda

@@ -24,6 +24,11 @@ PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
 // `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is
 // the tensor's end.
 PT_DEVICE Range kept_rows(Range seen, bool end) { return {seen.lo == 0 ? -kUnbounded : seen.lo, end ? kUnbounded : seen.hi}; }
+// Of the keys that some query of the sequence sees.
+PT_DEVICE Range kept_keys(const AttentionProblem& p, const Sequence& s) {
+  const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
+  return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);
+}
 
 // A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
 template <int Rows, int Streamed>
@@ -35,10 +40,7 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
   // consumer see.
   PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
-  PT_DEVICE Range kept(const AttentionProblem& p) const {
-    const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
-    return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);
-  }
+  PT_DEVICE Range kept(const AttentionProblem& p) const { return kept_keys(p, s); }
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
     return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};

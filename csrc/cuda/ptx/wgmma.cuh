@@ -43,6 +43,13 @@ PT_DEVICE void pin([[maybe_unused]] float& x) {
 #endif
 }
 
+// For what is an operand in registers too: while the product runs, nobody else may touch those.
+PT_DEVICE void pin([[maybe_unused]] uint32_t& x) {
+#if !defined(PT_EMULATE)
+  asm volatile("" : "+r"(x)::"memory");
+#endif
+}
+
 // "Asynchronous Warpgroup Level Matrix Instructions: wgmma.wait_group". All but the last `Pending` groups are complete.
 template <int Pending>
 PT_DEVICE void wgmma_wait() {

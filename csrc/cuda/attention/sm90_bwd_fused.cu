@@ -1,0 +1,24 @@
+#include "cuda/attention/sm90_bwd_fused.cuh"
+
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm90_kernels.h"
+#include "cuda/attention/sm90_launch.cuh"
+
+namespace pt::cuda {
+
+void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+  const AttentionProblem& p = g.p;
+  const Sm90Tile tile = sm90_fused_tile(plan.head_class);
+  const Sm90Backward args = {map_rows(p, p.q, false, p.head_dim, tile.streamed), map_rows(p, p.k, true, p.head_dim, tile.rows()),
+                             map_rows(p, p.v, true, p.value_dim, tile.rows()), map_rows(p, g.d_out, false, p.value_dim, tile.streamed), g,
+                             plan.order};
+  const auto run = [&](auto t, auto kind) {
+    using T = decltype(t);
+    using K = decltype(kind);
+    launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_fused_smem(tile), stream, args);
+    launch(sm90_round_queries_kernel<T, K>, dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream, g);
+  };
+  with_half(p, [&](auto t) { plan.head_class == 64 ? run(t, Fused<64>{}) : run(t, Fused<128>{}); });
+}
+
+}  // namespace pt::cuda
