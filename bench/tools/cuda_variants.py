@@ -66,6 +66,25 @@ VARIANTS = (
     Variant("128: turns", "forward", (128,), *plain_tile(128, "128, 128, 2, true")),
     Variant("128: 176 keys, turns", "forward", (128,), *plain_tile(128, "128, 176, 2, true")),
     Variant("256: turns", "forward", (256,), *plain_tile(256, "256, 64, 2, true")),
+    Variant(
+        "d_query 128: 80 keys",
+        "backward",
+        (128,),
+        CONFIG,
+        "Sm90Tile{128, general ? 64 : 96, 2}",
+        "Sm90Tile{128, general ? 64 : 80, 2}",
+    ),
+    Variant(
+        "d_key 64: three stages",
+        "backward",
+        (64,),
+        CONFIG,
+        "general ? 96 : 128, 2, false, 2, 40",
+        "general ? 96 : 128, 3, false, 2, 40",
+    ),
+    Variant(
+        "d_key 128: three stages", "backward", (128,), CONFIG, "general ? 48 : 64, 2, false", "general ? 48 : 64, 3, false"
+    ),
     Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
     Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
 )
