@@ -34,7 +34,7 @@ from torch.library import Library, register_fake, register_vmap
 
 from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched
 from ._fallbacks import BackendError, record_fallback
-from ._tensors import empty_in_order
+from ._tensors import empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
 OPS: dict[str, Op] = {}
@@ -166,11 +166,11 @@ class Op:
         check_values: Callable[[Any], None] = lambda a: None,
     ) -> None:
         """Make ``forward``, plain differentiable PyTorch that returns all outputs, the reference backend and the source of
-        higher derivatives. ``check_values`` looks at what tensors hold, on the CPU only: on a GPU it would synchronise."""
+        higher derivatives. ``check_values`` looks at what tensors hold, where ``looks_at_values``."""
         self.reference = forward
 
         def checked_forward(a: Any) -> tuple[torch.Tensor, ...]:
-            if a[0].device.type == "cpu":
+            if looks_at_values(a[0].device):
                 check_values(a)
             with torch.no_grad(), torch.autocast(a[0].device.type, enabled=False):
                 return _copied(self.empty_outputs(a), forward(a))

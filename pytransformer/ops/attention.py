@@ -361,7 +361,7 @@ def _integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) ->
 
 
 def check_values(a: Any) -> None:
-    """ValueError if lengths lie outside the tensors. On the CPU, inside the op; a GPU kernel clamps instead."""
+    """ValueError if lengths lie outside the tensors. See looks_at_values."""
     for name, lengths in zip(LENGTHS, (a.query_lengths, a.key_lengths, a.prefix_lengths)):
         if lengths is not None and lengths.numel():
             queries = name == "query_lengths"

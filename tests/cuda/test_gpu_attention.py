@@ -119,3 +119,20 @@ def test_more_heads_than_a_grid_has_rows() -> None:
 def test_cuda_graph() -> None:
     query, seed = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16), torch.tensor(1, device="cuda")
     check_cuda_graph(lambda: pt.attention(query, query, query, dropout_p=0.5, dropout_seed=seed, backend="cuda"), seed)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton", "reference"])
+def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and offsets beyond the tensors: clamped, and with PYTRANSFORMER_CHECK=1 refused."""
+    x = torch.randn(2, 2, 40, 64, device="cuda", dtype=torch.bfloat16)
+    long, last = torch.tensor([40, 41], device="cuda"), torch.tensor([0, 41], device="cuda")
+    packed = (x[0].transpose(0, 1), x[0].transpose(0, 1), x[0].transpose(0, 1), last, last, 41, 41)
+    monkeypatch.setenv("PYTRANSFORMER_CHECK", "0")
+    if backend != "reference":
+        out = pt.attention(x, x, x, key_lengths=long, backend=backend)
+        assert torch.equal(out, pt.attention(x, x, x, backend=backend))
+    monkeypatch.setenv("PYTRANSFORMER_CHECK", "1")
+    with pytest.raises(ValueError, match="key_lengths must be between 0 and 40, got 41"):
+        pt.attention(x, x, x, key_lengths=long, backend=backend)
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never decrease and end at most at 40"):
+        pt.attention_varlen(*packed, backend=backend)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer.ops._tensors import looks_at_values
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -83,6 +84,15 @@ def test_values_are_checked_by_every_backend(
 ) -> None:
     with pytest.raises(error, match=message):
         pt.attention(**(GOOD | change), backend=backend)
+
+
+def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/cuda/test_gpu_attention.py has the calls."""
+    monkeypatch.delenv("PYTRANSFORMER_CHECK", raising=False)
+    assert looks_at_values(torch.device("cpu")) and not looks_at_values(torch.device("cuda"))
+    for value, wanted in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("PYTRANSFORMER_CHECK", value)
+        assert looks_at_values(torch.device("cuda")) is wanted and looks_at_values(torch.device("cpu"))
 
 
 def test_a_forced_backend_that_cannot_raises_with_the_reason() -> None:
