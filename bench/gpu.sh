@@ -88,6 +88,8 @@ tests=(-p no:cacheprovider -q -m gpu "$root/tests/triton")
 step test_cases 180 "$python" -m pytest "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
 bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
+bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \
+  --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
 PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \

@@ -84,14 +84,14 @@ def test_doctor_checks_every_op(cli):
 
 
 def test_doctor_fails_when_a_kernel_is_wrong(capsys, monkeypatch):
-    prepare = providers._prepare_ours
+    prepare = providers.prepare_ours
 
     def two_percent_off(backend, problem):
         prepared = prepare(backend, problem)
         forward = prepared.forward
         return providers.Prepared("wrong", lambda: tuple(1.02 * o for o in forward()), prepared.context)
 
-    monkeypatch.setattr(providers, "_prepare_ours", two_percent_off)
+    monkeypatch.setattr(providers, "prepare_ours", two_percent_off)
     assert doctor.run(argparse.Namespace(json=False, model=None)) == WRONG
     said = capsys.readouterr().out
     assert "WRONG" in said and "checks failed" in said

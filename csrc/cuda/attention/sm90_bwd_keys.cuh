@@ -40,8 +40,8 @@ struct Sm90KeysBlock {
       const int first = j0 + consumer() * 64;
       return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
     }
-    // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards, the
-    // first after the last.
+    // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards,
+    // the last after the first.
     PT_DEVICE int begin() const { return range.last - 1 - j0 / BM % least(most(range.count(), 1), K::spread); }
     PT_DEVICE int next(int t) const { return t == range.first ? range.last - 1 : t - 1; }
     // For f(query head, tile).

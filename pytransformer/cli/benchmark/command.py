@@ -21,7 +21,7 @@ from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, curves, memory, peaks, plan, plots, report, results, suites
 from pytransformer.cli.benchmark.runner import Options, Runner
 from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
-from pytransformer.cli.providers import ON_REQUEST, PEERS
+from pytransformer.cli.providers import ON_REQUEST, PEERS, VARIANTS
 
 QUICK_SECONDS = 46.0  # for the steps; starting up, probing memory and drawing take the rest of the minute
 QUICK_ROUNDS = 3  # samples at least
@@ -31,7 +31,7 @@ ISAS = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "generic": ("default", "SSE4_2", "SSE41"),
 }
-_KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS)
+_KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS, *VARIANTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from pytransformer.testing.cases import ARGUMENTS, Case, leaves
 
 _STEMS = ("attention", "layer_norm", "feed_forward", "cross_entropy")
 NAIVE, TORCH = "naive", "torch"
+VARIANTS = {"cuda_any_order": "the backend cuda with deterministic=False"}  # ours, with other arguments
 # These take part only where --providers names them: they take long to prepare, or repeat what "torch" shows.
 ON_REQUEST = {
     "torch_flash": "scaled_dot_product_attention, flash kernel",
@@ -39,8 +40,9 @@ ON_REQUEST = {
     "flash_attn": "the flash-attn package",
     "liger": "Liger-Kernel",
     "quack": "the quack package",
+    **VARIANTS,
 }
-PEERS = (NAIVE, TORCH, *ON_REQUEST)
+PEERS = (NAIVE, TORCH, *(name for name in ON_REQUEST if name not in VARIANTS))
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -118,7 +120,8 @@ def as_outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Outputs:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _prepare_ours(backend: str, problem: Problem) -> Prepared:
+def prepare_ours(backend: str, problem: Problem) -> Prepared:
+    """One of our backends."""
     import pytransformer as pt
 
     op = problem.case.op
@@ -137,7 +140,7 @@ def ours(op: str) -> tuple[Provider, ...]:
     """The backends that the op has, whether or not they work here, best first."""
     from pytransformer.ops._registry import OPS
 
-    return tuple(Provider(name, partial(_prepare_ours, name)) for name in OPS[op].backends)
+    return tuple(Provider(name, partial(prepare_ours, name)) for name in OPS[op].backends)
 
 
 def compiled(naive: Callable[[Problem], Prepared]) -> Provider:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled, installed
+from pytransformer.cli.providers import (
+    NAIVE,
+    TORCH,
+    Outputs,
+    Prepared,
+    Problem,
+    Provider,
+    Unsupported,
+    compiled,
+    installed,
+    prepare_ours,
+)
 from pytransformer.cli.providers.flex import FLEX
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Terms"], torch.Tensor]
@@ -243,6 +254,14 @@ _PINNED = tuple(
         ("math", SDPBackend.MATH),
     )
 )
+
+
+def prepare_any_order(problem: Problem) -> Prepared:
+    """Our backend "cuda" with deterministic=False, which changes its backward where it has kernels for that."""
+    prepared = prepare_ours("cuda", replace(problem, kwargs={**problem.kwargs, "deterministic": False}))
+    return replace(prepared, label=f"{prepared.label}, deterministic=False")
+
+
 PROVIDERS = dict.fromkeys(
     ("attention", "attention_varlen"),
     (
@@ -252,5 +271,6 @@ PROVIDERS = dict.fromkeys(
         compiled(prepare_naive),
         FLEX,
         Provider("flash_attn", prepare_flash_attn),
+        Provider("cuda_any_order", prepare_any_order),
     ),
 )
