@@ -9,31 +9,29 @@ import pytest
 from planted import Fault, check_caught, check_texts, parameters
 
 RING, WARPGROUP, QUAD = "tile/ring.cuh", "tile/warpgroup.cuh", "tile/quad.cuh"
-MATMUL, EPILOGUE, PLAN, LAUNCH = "matmul/sm90_matmul.cuh", "matmul/epilogue.cuh", "matmul/plan.h", "matmul/sm90_launch.cuh"
-NT, NN, TN, TWO, TILES, GROUPS, ODD = (
-    "rows with rows", "rows with columns", "columns with columns", "two loops", "more tiles than blocks", "two groups", "odd sizes",
+MATMUL, EPILOGUE, LAUNCH = "matmul/sm90_matmul.cuh", "matmul/epilogue.cuh", "matmul/sm90_launch.cuh"
+NT, NN, TN, TWO, TILES, ODD = (
+    "rows with rows", "rows with columns", "columns with columns", "two loops", "more tiles than blocks", "odd sizes",
 )  # fmt: skip
-LATE, TOUCHED, UNAWAITED, OUTSIDE = (
-    "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier", "outside global memory",
-)  # fmt: skip
+LATE, READS, OUTSIDE = "not ordered after", "wgmma reads", "outside global memory"
 DEADLOCK = "deadlock"
 
 FAULTS = (
     # the ring
     Fault("phase of empty flipped", RING, "await(empty(n), parity(n) ^ 1);", "await(empty(n), parity(n));", NT, DEADLOCK),
-    Fault("phase of full flipped", RING, "await(full(n), parity(n));", "await(full(n), parity(n) ^ 1);", NT, UNAWAITED),
+    Fault("phase of full flipped", RING, "await(full(n), parity(n));", "await(full(n), parity(n) ^ 1);", NT, READS),
     Fault("a phase a use", RING, "uint32_t(n / Stages) & 1;", "uint32_t(n) & 1;", NT),
     Fault("stages share their buffers", RING, "uint32_t(n % Stages) * kBytes;", "0;", NT),
     Fault("loaded before it is empty", MATMUL, "    ring.await_empty(use);\n    ring.announce(use, kTile", "    ring.announce(use, kTile",
           NT),
     Fault("fewer bytes announced", MATMUL, "announce(use, kTile.stage_bytes())", "announce(use, kTile.a_bytes())", NT),
-    Fault("a step not awaited", MATMUL, "        ring.await_full(use);\n        multiply", "        multiply", NT, "wgmma reads", False),
+    Fault("a step not awaited", MATMUL, "        ring.await_full(use);\n        multiply", "        multiply", NT, READS, False),
     Fault("released too early", MATMUL, "ptx::wgmma_wait<1>();  // the step before\n        if (s > 0) release_by_warp(ring, use - 1);",
           "if (s > 0) release_by_warp(ring, use - 1);\n        ptx::wgmma_wait<1>();", NT, LATE),
     Fault("the step itself released", MATMUL, "if (s > 0) release_by_warp(ring, use - 1);", "release_by_warp(ring, use);", NT, LATE),
     Fault("the last step not released", MATMUL, "      ptx::wgmma_wait<0>();\n      release_by_warp(ring, use - 1);",
           "      ptx::wgmma_wait<0>();", TILES, DEADLOCK),
-    Fault("sums not awaited", MATMUL, "      ptx::wgmma_wait<0>();\n", "", NT, TOUCHED),
+    Fault("sums not awaited", MATMUL, "      ptx::wgmma_wait<0>();\n", "", NT, LATE),
     Fault("released by one consumer", MATMUL, "if (lane_id() == 0) ring", "if (lane_id() == 0 && consumer() == 0) ring", NT, DEADLOCK),
     Fault("a product without its fence", MATMUL, "    ptx::wgmma_fence();\n", "", NT, "without a wgmma.fence"),
     Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", NT, "not made visible to the async proxy"),
@@ -51,10 +49,14 @@ FAULTS = (
     Fault("the second loop from the first operands", MATMUL, "load_step(use++, pair,", "load_step(use++, 0,", TWO),
     Fault("a step left out", LAUNCH, "(p.a[i].width() + kStep - 1) / kStep", "p.a[i].width() / kStep", NT),
     Fault("every block makes all tiles", MATMUL, "n += int(gridDim.x)", "n += 1", TILES),
-    Fault("tiles of the last group left out", PLAN, "left < grid.group ? left : grid.group", "left < 0 ? left : grid.group", GROUPS),
     # the result
-    Fault("bias one column off", EPILOGUE, "const float*>(bias.data) + column;", "const float*>(bias.data) + column + 1;", NT),
-    Fault("bias in another format", EPILOGUE, "return each_half_pair(ptx::f16{})", "return each_half_pair(ptx::bf16{})", NN),
+    Fault("bias one column off", EPILOGUE, "+ place.column + column;", "+ place.column + column + 1;", NT),
+    Fault("the halves of a pair exchanged", EPILOGUE, "low = load_one(p), high = load_one(p + 1);",
+          "high = load_one(p), low = load_one(p + 1);", NN),
+    Fault("a bias read before it is there", EPILOGUE, "uint32_t(mine) + 4, high);\n    sync_consumer();", "uint32_t(mine) + 4, high);", NT),
+    Fault("a bias written under its readers", EPILOGUE, "    sync_consumer();  // those of the tile before have been read\n", "", TILES,
+          LATE),
+    Fault("consumers share their scratch", MATMUL, "scratch + uint32_t(consumer()) * E::kScratch", "scratch", NT, LATE),
     Fault("a row past the last", EPILOGUE, "if (row < place.rows &&", "if (row <= place.rows &&", ODD, OUTSIDE),
     Fault("columns past the last", EPILOGUE, "&& column < place.columns)", "&& column <= place.columns)", TN),
     Fault("words not exchanged", EPILOGUE, "  transpose_quad(words);\n", "", NT),

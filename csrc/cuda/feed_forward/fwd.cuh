@@ -10,23 +10,24 @@ namespace pt::cuda {
 // An epilogue (sm90_matmul.cuh). The activation is taken from the unrounded sums.
 template <Activation A, bool Gated>
 struct Hidden {
-  static constexpr uint32_t kScratch = 0;
-  static constexpr int kPanels = 0;
   static constexpr int kProducts = Gated ? 2 : 1;
+  static constexpr uint32_t kScratch = TileBias<kProducts>::kBytes;
+  static constexpr int kPanels = 0;
   HiddenDropout drop;
-  Bias b1, gate_bias;
+  Bias bias[kProducts];  // b1, gate_bias
   MatrixOut hidden, pre, gate;
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     constexpr int kOf = R / kProducts;  // sums of one product
     const StripDropout dropout(drop);
+    const TileBias<kProducts> biases(bias, place);
     PT_UNROLL
     for (int strip = 0; strip < kOf / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;
       float b[8], g[8];
-      load_bias(b, b1, place, strip);
-      if constexpr (Gated) load_bias(g, gate_bias, place, strip);
+      biases.load(b, 0, strip);
+      if constexpr (Gated) biases.load(g, 1, strip);
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         float v[8], u[8];

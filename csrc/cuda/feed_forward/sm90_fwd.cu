@@ -8,12 +8,13 @@ void sm90_hidden(const HiddenProblem& f, const MatmulPlan& plan, void* stream) {
   with_kind(f.product, f.activation, [&](auto t, auto activation) {
     using T = decltype(t);
     constexpr Activation A = decltype(activation)::value;
-    const auto run = [&](auto epilogue, auto operands) {
-      epilogue = {f.dropout, f.b1, f.gate_bias, f.hidden, f.pre, f.gate};
-      launch_matmul<T, decltype(operands)>(f.product, epilogue, plan, stream);
-    };
-    if (f.product.gated) run(Hidden<A, true>{}, GatedNT{});
-    else run(Hidden<A, false>{}, NT{});
+    if (f.product.gated) {
+      const Hidden<A, true> epilogue{f.dropout, {f.b1, f.gate_bias}, f.hidden, f.pre, f.gate};
+      launch_matmul<T, GatedNT>(f.product, epilogue, plan, stream);
+    } else {
+      const Hidden<A, false> epilogue{f.dropout, {f.b1}, f.hidden, f.pre, f.gate};
+      launch_matmul<T, NT>(f.product, epilogue, plan, stream);
+    }
   });
 }
 

@@ -35,6 +35,39 @@ PT_DEVICE void load_bias(float (&v)[8], const Bias& bias, const MatmulPlace& pla
   });
 }
 
+// The same from a consumer's scratch, where it has put those of the tile: one wait for memory instead of one for each strip.
+template <int Products>
+class TileBias {
+ public:
+  static constexpr int kColumns = kMatmulTile.columns / Products;  // of a product
+  static constexpr uint32_t kBytes = kMatmulTile.columns * sizeof(float);
+
+  // Every thread of the consumer; biases of each product in turn.
+  PT_DEVICE TileBias(const Bias (&biases)[Products], const MatmulPlace& place) : at_(place.scratch) {
+    static_assert(kMatmulTile.columns == 2 * 128);  // a thread has two
+    const int mine = 2 * (int(threadIdx.x) % 128), column = mine % kColumns;
+    const Bias& bias = biases[mine / kColumns];
+    float low = 0.0f, high = 0.0f;
+    if (bias.data && place.column + column < place.columns)
+      with_type(bias.dtype, [&](auto t) {
+        const auto* p = static_cast<const decltype(t)*>(bias.data) + place.column + column;
+        low = load_one(p), high = load_one(p + 1);
+      });
+    sync_consumer();  // those of the tile before have been read
+    ptx::st_shared_f32(at_ + 4 * uint32_t(mine), low);
+    ptx::st_shared_f32(at_ + 4 * uint32_t(mine) + 4, high);
+    sync_consumer();
+  }
+  PT_DEVICE void load(float (&v)[8], int product, int strip) const {
+    const int column = product * kColumns + strip * kStripColumns + 2 * (lane_id() % 4);
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) ptx::ld_shared_v2_f32(at_ + 4 * uint32_t(column + 8 * c), v[2 * c], v[2 * c + 1]);
+  }
+
+ private:
+  uint32_t at_;
+};
+
 // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
 template <class T>
 PT_DEVICE void store_strip(const MatrixOut& out, const MatmulPlace& place, int strip, int r, const float (&v)[8]) {
@@ -49,17 +82,18 @@ PT_DEVICE void store_strip(const MatrixOut& out, const MatmulPlace& place, int s
 
 // out = sums + bias.
 struct Linear {
-  static constexpr uint32_t kScratch = 0;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes;
   static constexpr int kPanels = 0;
-  Bias bias;
+  Bias bias[1];
   MatrixOut out;
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const TileBias<1> biases(bias, place);
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       float b[8];
-      load_bias(b, bias, place, strip);
+      biases.load(b, 0, strip);
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         float v[8];

@@ -5,7 +5,7 @@
 namespace pt::cuda {
 
 void sm90_linear(const LinearProblem& l, const MatmulPlan& plan, void* stream) {
-  launch_plain(l.product, Linear{l.bias, l.out}, plan, stream);
+  launch_plain(l.product, Linear{{l.bias}, l.out}, plan, stream);
 }
 
 }  // namespace pt::cuda
