@@ -77,6 +77,13 @@ def test_what_is_seen_is_not_hidden() -> None:
     assert bool(out[:, 1][mask[:, 0, :, 30]].isnan().all()) and bool(out[:, 0].isfinite().all())
 
 
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+def test_small_float16_weights(schedule: int) -> None:
+    """Weights below 2^-24 count where they meet a large dP: heavy-tailed problems in which they once were lost."""
+    report = fuzz("attention", ["cuda"], 5, [3147, 3718, 4566, 4680, 5367], stop_after=5)
+    assert not report.failures and report.cases == 5, "\n".join(report.failures)
+
+
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_starts(causal: str) -> None:
     """Tiles of keys begin where dropout's groups do, before the first key."""
