@@ -11,6 +11,8 @@ from planted import Fault, check_caught, check_texts, parameters
 RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
+LOOKUPS, REDO = "attention/sm90_lookups.cuh", "attention/redo.cuh"
+OUTSIDE = "lies outside global memory"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -72,6 +74,41 @@ FAULTS = (
     Fault("what dropout drops kept", FWD, "kept & bit ? x[n][r] : 0.0f", "x[n][r]", "T5, dropout"),
     Fault("values of another head", FWD, "v.load(visit, args.v, row + t * BN, w.h / p.group", "v.load(visit, args.v, row + t * BN, 0",
           "causal, grouped"),
+    # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
+    Fault("sixteen other keys", LOOKUPS, "64 * c + 16 * quarter;", "64 * c + 16 * (3 - quarter);", "mask", slow=False),
+    Fault("bits of another lane's keys", LOOKUPS, "<< 4 * (quarter ^ x);", "<< 4 * quarter;", "mask"),
+    Fault("a lane's bits left out", LOOKUPS, "for (int x = 0; x < 4; ++x) {", "for (int x = 0; x < 3; ++x) {", "mask"),
+    Fault("bytes of a mask turned round", LOOKUPS, "for (int w = 3; w >= 0; --w) word", "for (int w = 0; w < 4; ++w) word", "mask"),
+    Fault("sixteen keys where fewer are aligned", LOOKUPS, "p_.mask.together == 16", "p_.mask.together >= 1", "mask, odd"),
+    Fault("keys of a mask past the last", LOOKUPS, "most(0, least(key, p_.num_keys - 1))", "most(0, key)", "mask, odd", OUTSIDE),
+    Fault("queries of a mask past the last", LOOKUPS, "least(w.i0 + own_row(r), p_.num_queries - 1)", "w.i0 + own_row(r)",
+          "mask, odd", OUTSIDE),
+    Fault("a mask's bytes of the other row", LOOKUPS, "mask + rows[r] + key", "mask + rows[0] + key", "mask, odd"),
+    Fault("a mask of another head", LOOKUPS, "w.b * d.batch + w.h * d.head", "w.b * d.batch", "mask, odd"),
+    Fault("a mask of another sequence", LOOKUPS, "w.b * d.batch + w.h * d.head", "w.h * d.head", "mask"),
+    Fault("a column too many below", LOOKUPS, "least(x % 8, 2)", "least(x % 8 + 1, 2)", "mask"),
+    Fault("keys before a row's first", LOOKUPS, " & ~columns_below(bounds.lo - column);", ";", "window and bias"),
+    Fault("a segment of the other row", LOOKUPS, "segment == own[r]", "segment == own[0]", "segments"),
+    Fault("segments of 32 bits", LOOKUPS, "segment == own[r]", "int32_t(segment) == int32_t(own[r])", "segments and causal"),
+    Fault("the part of a set", LOOKUPS, "1u << k << part", "1u << k", "segments"),
+    Fault("the second half of float32 pairs", LOOKUPS, "if (c > 0 && c % (kKept / 4) == 0) load_pairs(w, d, column, c);", "", "f32 bias"),
+    Fault("the second half of pairs", LOOKUPS, "if (c > 0 && c % (kKept / 2) == 0) load_pairs(w, d, column, c);", "", "bf16 mask"),
+    Fault("a pair's first twice", LOOKUPS, ">> 16 * (r % 2));", ">> 0 * (r % 2));", "f16 bias"),
+    Fault("pairs past the last key", LOOKUPS, "return uint32_t(key) < uint32_t(p_.num_keys);", "return true;", "f16 bias", OUTSIDE),
+    Fault("a term shows what another hides", LOOKUPS, " || x[n][r] == minus_infinity();", ";", "finfo.min"),
+    Fault("large terms overflow", LOOKUPS, "sum < -kFloatMax ? -kFloatMax : sum;", "sum;", "finfo.min"),
+    Fault("the second term left out", LOOKUPS, "which <= 2; ++which", "which < 2; ++which", "f32 mask and bias"),
+    Fault("the paired term added twice", LOOKUPS, " || which == paired_) continue;", ") continue;", "f16 bias"),
+    Fault("scores not hidden in the first tile", FWD, "        look_up(first);\n        ptx::wgmma_wait<0>();",
+          "        ptx::wgmma_wait<0>();",
+          "mask"),
+    Fault("bits of the tile before", FWD, "          look_up(first);\n", "          if (t % 2) look_up(first);\n", "mask"),
+    Fault("no flag raised", FWD, "if (K::looks_up && not_finite(o, factor)) raise", "if (K::looks_up && p.group == 0) raise",
+          "hidden keys"),
+    Fault("the flag of another tile", REDO, "redo.flags + head * redo.tiles + row / redo.rows, 1", "redo.flags + head * redo.tiles, 1",
+          "hidden keys, dropout"),
+    Fault("the flag of another head", REDO, "redo.flags + head * redo.tiles + row", "redo.flags + row", "hidden keys"),
+    Fault("infinities are finite", REDO, "return zero != 0.0f;  // NaN", "return false;", "hidden keys"),
     # backward over queries
     Fault("gradients of outputs not awaited", QUERIES, "        d_out.await_full(turn);\n", "", "grouped", UNAWAITED),
     Fault("scores not awaited, over queries", QUERIES, "        ptx::wgmma_wait<1>();\n        weigh", "        weigh", "grouped", TOUCHED),
