@@ -56,10 +56,10 @@ CUDA_BUILD = Part("cuda-build", "CUDA build", 3)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
-    Part(REST, "reference and cpu", 10),
+    Part(REST, "reference and cpu", 8),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 4, ("emulator",)),
+    Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
