@@ -17,10 +17,18 @@ struct ValueSlope {
 // exp(-x^2 / 2) of 0 <= x <= 20. x^2 is carried in two floats: its rounding alone would cost 5e-6 at x = 13.
 INLINE vf exp_minus_half_square(vf x) {
   constexpr double k = -0.5 * kLog2e;
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   constexpr float high = float(k), low = float(k - double(high));
   const vf square = x * x, rest = fma(x, x, -square);
   const vf z = square * set1<vf>(high);
   const vf correction = fma(square, set1<vf>(high), -z) + fma(square, set1<vf>(low), rest * set1<vf>(high));
+#else  // what products round away is lost but in double
+  vf z, correction;
+  for (int i = 0; i < kWidth<vf>; i++) {
+    const double exponent = k * x[i] * x[i];
+    z[i] = float(exponent), correction[i] = float(exponent - z[i]);
+  }
+#endif
   return exp2v<5>(z) * fma(correction, set1<vf>(float(kLn2)), set1<vf>(1.f));
 }
 
