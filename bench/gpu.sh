@@ -20,7 +20,8 @@ work=$(mktemp -d)
 site=$work/site
 failed=0
 mkdir -p "$out" "$work/bench"
-export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native}
+export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+export PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native} PYTRANSFORMER_CPU_ISAS=${PYTRANSFORMER_CPU_ISAS:-native}
 
 left() { echo $((budget - SECONDS)); }
 
