@@ -152,6 +152,8 @@ FAULTS = (
     Fault("the last sum read too early", SUMS, "slope.a, 0.0f);\n    sync();\n", "slope.a, 0.0f);\n", "ALiBi", LATE),
     Fault("tiles too far below added above", SUMS, "if (below) below_ += sum;", "if (!below) below_ += sum;", "T5, dropout"),
     Fault("both consumers' parts in one", SUMS, "w.i0 / 64 + consumer();", "w.i0 / 64;", "T5, dropout"),
+    Fault("the sign of the slopes' gradient", SUMS, "slope_ -= ds[i]", "slope_ += ds[i]", "ALiBi, lengths"),
+    Fault("diagonals too far below from too near on", SUMS, "low = d <= -p.before", "low = d <= 17 - p.before", "T5, dropout"),
     Fault("distances of the first consumer", SUMS, "own_row(0) % 64", "own_row(0)", "ALiBi"),
     Fault("another head's slope", KEYS, "        if (K::general && t == first) ++h;\n", "", "ALiBi"),
     Fault("dropped weights kept, over keys", KEYS, "kept.has(4 * (c + n) + r) ? x[n][r] : 0.0f", "x[n][r]", "dropout"),
