@@ -154,9 +154,13 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 AGREEMENT = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 8.0}
 
 
-def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two results are of the same computation: for what `check` has no exact result to compare with."""
-    return relative_error(ours, theirs) <= AGREEMENT[ours.dtype] * torch.finfo(ours.dtype).eps
+def agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether two results are of the same computation: for what `check` has no exact result to compare with.
+
+    dtype: of the arithmetic's inputs, if coarser than that of the results.
+    """
+    unit = ours.dtype if dtype is None else max(ours.dtype, dtype, key=lambda d: torch.finfo(d).eps)
+    return relative_error(ours, theirs) <= AGREEMENT[unit] * torch.finfo(unit).eps
 
 
 def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:

@@ -68,7 +68,7 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
     for ours, again, want in zip(run("cuda"), run("cuda"), run("reference")):
         assert torch.equal(ours, again)
-        assert bounds.relative_error(ours, want) < 4 * torch.finfo(dtype).eps
+        assert bounds.agree(ours, want, dtype)
 
 
 def test_dropout_mask() -> None:

@@ -74,23 +74,29 @@ def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | N
     return out
 
 
+def compare(out: torch.Tensor, given: list[torch.Tensor], *terms: torch.Tensor | None) -> bounds.Check:
+    """Of a @ b of each pair and the terms, summed in float32 and rounded to out's dtype, with float64."""
+    exact = size = torch.zeros((), dtype=torch.float64, device=given[0].device)
+    for a, b in zip(given[::2], given[1::2]):
+        exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()
+    for term in terms:
+        if term is not None:
+            exact, size = exact + term.double(), size + term.double().abs()
+    exact, size = exact.cpu(), size.cpu()
+    S = exact.abs() + torch.finfo(F32).eps / torch.finfo(out.dtype).eps * size
+    allowed = bounds.limit(out.dtype, False, "zero_mean", op="feed_forward")
+    return bounds.compare("out", out, exact, S, 0.0, out.dtype, allowed)
+
+
 def differences(problem: Problem, device: str = "cpu") -> list[str]:
     """From float64, beyond the bound; what is written behind the result."""
     given = operands(problem, device)
     bias = None if problem.bias is None else torch.randn(problem.columns).to(device, problem.bias)
-    exact = size = torch.zeros((), dtype=torch.float64, device=device)
-    for a, b in zip(given[::2], given[1::2]):
-        exact, size = exact + a.double() @ b.double(), size + a.double().abs() @ b.double().abs()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
     try:
         out = multiply(problem, given, bias).cpu()
     except RuntimeError as error:
         return [str(error)]
-    exact, size = exact.cpu(), size.cpu()
-    S = exact.abs() + torch.finfo(F32).eps / torch.finfo(problem.dtype).eps * size
-    allowed = bounds.limit(problem.dtype, False, "zero_mean", op="feed_forward")
-    check = bounds.compare("out", out[:, : problem.columns], exact, S, 0.0, problem.dtype, allowed)
+    check = compare(out[:, : problem.columns], given, bias)
     found = [] if check.ok else [str(check)]
     if problem.gap and not out[:, -problem.gap :].isnan().all():
         found.append("columns behind the result were written")
