@@ -13,39 +13,15 @@ import torch
 
 from ..reference.feed_forward import ACTIVATIONS
 from . import _cuda, _cuda_matmul
+from . import _gpu_feed_forward as gpu
 from ._cuda_matmul import ROWS_OF_A_PART, by_library, operand, padded_bias, result, room
-from ._gpu_feed_forward import deliver, empty, hidden_bytes, target
 from ._registry import Backend, Op
-from ._tensors import as_written, matrix
+from ._tensors import matrix
 
 
 def backend(op: Op) -> Backend:
-    def forward(a: Any) -> tuple[torch.Tensor, ...]:
-        if empty(a):
-            return op.backends["reference"].forward(a)
-        out, pre, gate = op.empty_outputs(a)
-        x = operand(matrix(a.x))
-        hidden = room(x, a.w1.shape[0])
-        with as_written(a.x.device), _whole_sums(a.x.device):
-            with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
-                _first_product(a, x, hidden, pre_to, gate_to)
-            to = target(out)
-            product(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), to, bias=a.b2)
-            deliver(to, out)
-        return out, pre, gate
-
-    def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
-        if empty(a):
-            return op.backends["reference"].backward(a, grads, saved, wanted)
-        results = op.empty_gradients(a, wanted)
-        by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
-        with as_written(a.x.device), _whole_sums(a.x.device):
-            _backward(a, operand(matrix(grads[0].to(a.x.dtype))), saved, by_name)
-        return results
-
-    return Backend("cuda", forward, backward, why_not, hidden_bytes)
+    """The backend of feed_forward."""
+    return gpu.backend("cuda", op, _forward, _backward, why_not)
 
 
 def why_not(a: Any) -> str | None:
@@ -53,8 +29,21 @@ def why_not(a: Any) -> str | None:
     return _cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape)
 
 
+def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
+    x = operand(matrix(a.x))
+    hidden = room(x, a.w1.shape[0])
+    with _whole_sums(a.x.device):
+        with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
+            _first_product(a, x, hidden, pre_to, gate_to)
+        product(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
+
+
 def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Write the gradients that ``wanted`` has, by the names of the op's arguments."""
+    with _whole_sums(a.x.device):
+        _gradients(a, operand(d_out), saved, wanted)
+
+
+def _gradients(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     if "b2" in wanted:
         wanted["b2"].copy_(d_out.sum(0, dtype=torch.float32))
     if wanted.keys() <= {"b2"}:
@@ -83,10 +72,8 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
         wanted[name].copy_(part.sum(0))
     d_pre, d_gate, hidden = (t if t is None else t[:, :columns] for t in (d_pre, d_gate, hidden))
     if "x" in wanted:
-        to = target(wanted["x"])
         second = (d_gate, operand(matrix(a.gate_weight))) if gated else ()
-        product(d_pre, operand(matrix(a.w1)), to, *second)
-        deliver(to, wanted["x"])
+        product(d_pre, operand(matrix(a.w1)), wanted["x"], *second)
     for name, rows, values in (("w1", d_pre, x), ("gate_weight", d_gate, x), ("w2", d_out, hidden)):
         if name in wanted:
             product(rows.t(), values, wanted[name])

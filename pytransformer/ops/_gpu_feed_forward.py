@@ -3,27 +3,73 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ._registry import Backend, Op
+from ._tensors import as_written, matrix
 
-def empty(a: Any) -> bool:
+Tensors = Sequence[torch.Tensor | None]
+
+
+def backend(
+    name: str,
+    op: Op,
+    run_forward: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None],
+    run_backward: Callable[[Any, torch.Tensor, Tensors, dict[str, torch.Tensor]], None],
+    why_not: Callable[[Any], str | None],
+) -> Backend:
+    """The backend of feed_forward.
+
+    run_forward(a, out, pre, gate): write out, (rows, d_out), and, if they are kept, pre and gate.
+    run_backward(a, d_out, saved, wanted): write the gradients that ``wanted`` has, by the names of the op's arguments; d_out and that
+    of x are matrices.
+    """
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        if _empty(a):
+            return op.backends["reference"].forward(a)
+        out, pre, gate = op.empty_outputs(a)
+        with as_written(a.x.device):
+            to = _target(out)
+            run_forward(a, to, pre, gate)
+            _deliver(to, out)
+        return out, pre, gate
+
+    def backward(a: Any, grads: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Tensors:
+        if _empty(a):
+            return op.backends["reference"].backward(a, grads, saved, wanted)
+        results = op.empty_gradients(a, wanted)
+        targets = by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
+        with as_written(a.x.device):
+            if "x" in by_name:
+                targets = by_name | {"x": _target(by_name["x"])}
+            run_backward(a, matrix(grads[0].to(a.x.dtype)), saved, targets)
+            if "x" in by_name:
+                _deliver(targets["x"], by_name["x"])
+        return results
+
+    return Backend(name, forward, backward, why_not, _hidden_bytes)
+
+
+def _empty(a: Any) -> bool:
     """A product over nothing: left to plain PyTorch, which does nothing either."""
     return a.x.numel() == 0 or a.w1.numel() == 0 or a.w2.numel() == 0
 
 
-def target(t: torch.Tensor) -> torch.Tensor:
-    """t as a matrix if it is contiguous, else one of its own for deliver to copy."""
+def _target(t: torch.Tensor) -> torch.Tensor:
+    """t as a matrix if it is contiguous, else one of its own for _deliver to copy."""
     rows = math.prod(t.shape[:-1])
     return t.view(rows, -1) if t.is_contiguous() else t.new_empty(rows, t.shape[-1])
 
 
-def deliver(matrix: torch.Tensor, t: torch.Tensor) -> None:
+def _deliver(matrix: torch.Tensor, t: torch.Tensor) -> None:
     if matrix.data_ptr() != t.data_ptr():
         t.copy_(matrix.view(t.shape))
 
 
-def hidden_bytes(a: Any) -> int:
+def _hidden_bytes(a: Any) -> int:
     """Forward: hidden. (Backward: hidden, d_pre, d_gate, and with recompute pre and gate.)"""
     return math.prod(a.x.shape[:-1]) * a.w1.shape[0] * a.x.element_size()

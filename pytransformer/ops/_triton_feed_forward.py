@@ -7,46 +7,29 @@ from typing import Any
 
 import torch
 
+from . import _gpu_feed_forward as gpu
 from . import _triton
-from ._gpu_feed_forward import deliver, empty, hidden_bytes, target
 from ._registry import Backend, Op
-from ._tensors import as_written, matrix
+from ._tensors import matrix
 
 LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted in 32 bits
 
 
 def backend(op: Op) -> Backend:
-    def forward(a: Any) -> tuple[torch.Tensor, ...]:
-        from pytransformer.kernels.feed_forward.fwd import forward as run
+    """The backend of feed_forward."""
+    return gpu.backend("triton", op, _forward, _backward, why_not)
 
-        if empty(a):
-            return op.backends["reference"].forward(a)
-        out, pre, gate = op.empty_outputs(a)
-        with as_written(a.x.device):
-            to = target(out)
-            run(_matrices(a), to, *_saved(a, pre, gate))
-            deliver(to, out)
-        return out, pre, gate
 
-    def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
-        from pytransformer.kernels.feed_forward.bwd import backward as run
+def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
+    from pytransformer.kernels.feed_forward.fwd import forward
 
-        if empty(a):
-            return op.backends["reference"].backward(a, grads, saved, wanted)
-        results = op.empty_gradients(a, wanted)
-        by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
-        with as_written(a.x.device):
-            targets = dict(by_name)
-            if "x" in by_name:
-                targets["x"] = target(by_name["x"])
-            run(_matrices(a), matrix(grads[0].to(a.x.dtype)), *_saved(a, *saved), targets)
-            if "x" in by_name:
-                deliver(targets["x"], by_name["x"])
-        return results
+    forward(_matrices(a), out, *_saved(a, pre, gate))
 
-    return Backend("triton", forward, backward, why_not, hidden_bytes)
+
+def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    from pytransformer.kernels.feed_forward.bwd import backward
+
+    backward(_matrices(a), d_out, *_saved(a, *saved), wanted)
 
 
 def why_not(a: Any) -> str | None:
