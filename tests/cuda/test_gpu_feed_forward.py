@@ -9,10 +9,10 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops import _cuda
-from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import bounds, fuzz_ffn
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
+from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,18 +72,11 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_dropout_mask() -> None:
-    x, eye = (f(1000, 512, device="cuda", dtype=torch.bfloat16) for f in (torch.ones, torch.eye))
-    out = pt.feed_forward(x, eye[:512], None, eye[:512], None, dropout_p=0.3, dropout_seed=-77, backend="cuda", strict=True)
-    assert torch.equal((out != 0).cpu(), column_keep_mask(torch.tensor(-77), 0.3, 1000, 512, TAG_FEED_FORWARD))
+    check_dropout_mask("cuda")
 
 
 def test_addresses_beyond_32_bits() -> None:
-    x = torch.zeros(2**31 // 1024 + 40, 1024, device="cuda", dtype=torch.bfloat16)
-    x[-40:] = torch.randn(40, 1024, device="cuda")
-    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
-    y = pt.feed_forward(x, weight, None, weight, None, backend="cuda", strict=True)
-    want = pt.feed_forward(x[-40:], weight, None, weight, None, backend="reference")
-    assert bounds.relative_error(y[-40:], want) < 0.02
+    check_addresses("cuda")
 
 
 def test_cuda_graph() -> None:

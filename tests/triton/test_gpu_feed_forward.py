@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import bounds, fuzz_ffn, oracle
+from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,15 +64,8 @@ def test_random_network(number: int) -> None:
 
 
 def test_network_dropout_mask() -> None:
-    x, eye = torch.ones(1000, 512, device="cuda", dtype=torch.bfloat16), torch.eye(512, device="cuda", dtype=torch.bfloat16)
-    out = pt.feed_forward(x, eye, None, eye, None, dropout_p=0.3, dropout_seed=-77, backend="triton", strict=True)
-    assert torch.equal((out != 0).cpu(), column_keep_mask(torch.tensor(-77), 0.3, 1000, 512, TAG_FEED_FORWARD))
+    check_dropout_mask("triton")
 
 
 def test_network_addresses_beyond_32_bits() -> None:
-    x = torch.zeros(2**31 // 1024 + 40, 1024, device="cuda", dtype=torch.bfloat16)
-    x[-40:] = torch.randn(40, 1024, device="cuda")
-    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
-    y = pt.feed_forward(x, weight, None, weight, None, backend="triton", strict=True)
-    want = pt.feed_forward(x[-40:], weight, None, weight, None, backend="reference")
-    assert bounds.relative_error(y[-40:], want) < 0.02
+    check_addresses("triton")

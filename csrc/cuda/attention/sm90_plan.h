@@ -6,6 +6,7 @@
 #include "cuda/attention/config.h"
 #include "cuda/attention/problem.h"
 #include "cuda/attention/sm90_config.h"
+#include "cuda/tile/order.h"
 
 namespace pt::cuda {
 
@@ -24,15 +25,7 @@ constexpr TilePlace place_of(const TileOrder& order, int n) {
   return {first + rest % heads, order.tiles - 1 - rest / heads};
 }
 constexpr bool visits_each_tile_once(const TileOrder& order) {
-  for (int place = 0; place < order.heads * order.tiles; ++place) {
-    int visits = 0;
-    for (int n = 0; n < order.heads * order.tiles; ++n) {
-      const TilePlace at = place_of(order, n);
-      visits += at.head == place / order.tiles && at.tile == place % order.tiles;
-    }
-    if (visits != 1) return false;
-  }
-  return true;
+  return each_once(order.heads * order.tiles, [&](int n) { return place_of(order, n).head * order.tiles + place_of(order, n).tile; });
 }
 static_assert(visits_each_tile_once({3, 7, 1}) && visits_each_tile_once({3, 7, 3}) && visits_each_tile_once({2, 5, 5}));
 

@@ -5,6 +5,7 @@
 
 #include "cuda/matmul/config.h"
 #include "cuda/matmul/problem.h"
+#include "cuda/tile/order.h"
 
 namespace pt::cuda {
 
@@ -24,15 +25,7 @@ constexpr TileAt tile_at(const TileGrid& grid, int n) {
   return {first + rest % height, rest / height};
 }
 constexpr bool makes_each_tile_once(const TileGrid& grid) {
-  for (int place = 0; place < grid.tiles(); ++place) {
-    int times = 0;
-    for (int n = 0; n < grid.tiles(); ++n) {
-      const TileAt at = tile_at(grid, n);
-      times += at.row == place / grid.across && at.column == place % grid.across;
-    }
-    if (times != 1) return false;
-  }
-  return true;
+  return each_once(grid.tiles(), [&](int n) { return tile_at(grid, n).row * grid.across + tile_at(grid, n).column; });
 }
 static_assert(makes_each_tile_once({5, 3, 2}) && makes_each_tile_once({4, 3, 16}) && makes_each_tile_once({1, 7, 1}));
 
