@@ -50,9 +50,9 @@ py::dict cuda_norm_plan(int64_t rows, int columns, const std::string& x, const s
 
 py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool plain, bool diagonals) {
   static const std::map<std::string, pt::cuda::Pass> kPasses = {{"forward", pt::cuda::Pass::Forward},
-                                                               {"queries", pt::cuda::Pass::Queries},
-                                                               {"keys", pt::cuda::Pass::Keys},
-                                                               {"dense", pt::cuda::Pass::Dense}};
+                                                                {"queries", pt::cuda::Pass::Queries},
+                                                                {"keys", pt::cuda::Pass::Keys},
+                                                                {"dense", pt::cuda::Pass::Dense}};
   const auto found = kPasses.find(pass);
   if (found == kPasses.end()) throw py::value_error("pass must be forward, queries, keys or dense, got " + pass);
   const auto plan = pt::cuda::plan_attention(found->second, dtype_of(dtype), head_dim, value_dim, plain, diagonals);
@@ -92,8 +92,7 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
                   "general"_a = plan.general, "looks_up"_a = plan.looks_up, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section,
-                  "blocks"_a = plan.blocks,
-                  "sums"_a = fused && !plan.why_not ? sm90_sums(p, plan.head_class) : 0);
+                  "blocks"_a = plan.blocks, "sums"_a = fused && !plan.why_not ? sm90_sums(p, plan.head_class) : 0);
 }
 
 // Of operands that are aligned and as large as the numbers say.

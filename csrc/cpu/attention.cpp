@@ -58,7 +58,8 @@ pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
   const int64_t n = t.dim();
   STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
   // contiguous() of an empty tensor keeps any strides
-  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name, " has a last stride of ", t.stride(n - 1), "; wanted 1");
+  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name, " has a last stride of ", t.stride(n - 1),
+                  "; wanted 1");
   return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
 }
 

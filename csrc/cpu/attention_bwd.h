@@ -229,9 +229,7 @@ class AttentionBackward {
   void write_keys(elem* out, int64_t stride, const acc* sum, int64_t columns, int64_t rows, const uint8_t* live, int64_t d,
                   double scale) const {
     const vec factor = set1<vec>(acc(scale));
-    const auto put = [&](int64_t r, int64_t c, vec x) {
-      T::store(out + r * stride + c, d - c, live && !live[r] ? vec{} : x * factor);
-    };
+    const auto put = [&](int64_t r, int64_t c, vec x) { T::store(out + r * stride + c, d - c, live && !live[r] ? vec{} : x * factor); };
     if constexpr (T::pack == 1) {  // row by row: often the first touch of fresh pages
       for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < d; c += T::width) put(r, c, load(sum + r * columns + c));

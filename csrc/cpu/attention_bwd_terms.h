@@ -33,12 +33,7 @@ class TileTerms {
   static int64_t workspace(int64_t block_q, int64_t block_k) { return kDense * block_k + block_q + block_k + 2 * T::width; }
 
   TileTerms(const AttentionProblem& p, const Sequence& sequence, const Target& target, acc* work, int64_t block_q, int64_t block_k)
-      : p_(p),
-        sequence_(sequence),
-        target_(target),
-        block_q_(block_q),
-        block_k_(block_k),
-        columns_(work),
+      : p_(p), sequence_(sequence), target_(target), block_q_(block_q), block_k_(block_k), columns_(work),
         diagonals_(work + kDense * block_k) {}
 
   // Starts the tile of `rows` queries from q0 and `keys` keys from k0.

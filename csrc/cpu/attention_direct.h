@@ -59,12 +59,12 @@ void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
 template <class T>
 void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
   constexpr int64_t step = T::width * T::pack;
-  const auto f = x.d % step                ? direct_scores<T, 0>
-                 : x.d == step             ? direct_scores<T, 1>
-                 : x.d == 2 * step         ? direct_scores<T, 2>
-                 : x.d == 4 * step         ? direct_scores<T, 4>
-                 : x.d == 8 * step         ? direct_scores<T, 8>
-                                           : direct_scores<T, 0>;
+  const auto f = x.d % step        ? direct_scores<T, 0>
+                 : x.d == step     ? direct_scores<T, 1>
+                 : x.d == 2 * step ? direct_scores<T, 2>
+                 : x.d == 4 * step ? direct_scores<T, 4>
+                 : x.d == 8 * step ? direct_scores<T, 8>
+                                   : direct_scores<T, 0>;
   f(x, s, ld);
 }
 

@@ -112,9 +112,10 @@ class RowBlock {
         for (int64_t r = 0; r < rows_; r += kRows<T>) {
           if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
           const int64_t rows = least<int64_t>(kRows<T>, rows_ - r);
-          for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, least<int64_t>(kPanel<T>, n - j));
-          pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du, S_ + r * ld_ + j, ld_,
-                                           nullptr);
+          for (int64_t i = r; i < r + rows && !plain_; i++)
+            scores_.fetch(h0_ + i / nq_, query(i), k0 + j, least<int64_t>(kPanel<T>, n - j));
+          pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, packed.k + (k0 - packed.first + j) * f_.du, S_ + r * ld_ + j,
+                                           ld_, nullptr);
         }
     };
     const auto output = [&] {

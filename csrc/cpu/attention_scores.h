@@ -406,9 +406,7 @@ class Scores {
       top = vmax(top, x);
     };
     if (last >= 0) {
-      const auto one = [&](int64_t j, vec x) {
-        finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x));
-      };
+      const auto one = [&](int64_t j, vec x) { finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x)); };
       int64_t done = 0;
       if (seen.lo <= k0 && seen.hi >= k0 + n && !s_.unsorted_segments() && !(terms[0].present() && terms[0].boolean())) {
         // All of it visible, as far as the term's values are finite: while they are, a few vectors at a time need one look.

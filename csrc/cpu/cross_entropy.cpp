@@ -16,8 +16,8 @@ using pt::edge::Tensor;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias, int64_t ignore_index,
-                                   double label_smoothing) {
+pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                                   int64_t ignore_index, double label_smoothing) {
   pt::CrossEntropyProblem p{};
   const Edge edge(kOp, x);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
@@ -41,12 +41,12 @@ void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTenso
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   PT_SELECT(cross_entropy_kernels)
-      .forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), edge.vector(product, "product", p.rows * p.classes)});
+      .forward(p,
+               {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), edge.vector(product, "product", p.rows * p.classes)});
 }
 
-void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse,
-                              MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
-                              double label_smoothing) {
+void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse, MaybeTensor product,
+                              MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index, double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   pt::CrossEntropyBackward f;

@@ -8,9 +8,9 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockBytes = int64_t(4) << 20;    // of a block of dz and of the weights that belong to it, in acc, about
-constexpr int64_t kLeastBlock = 512;                 // classes of a block
-constexpr int64_t kSumBytes = int64_t(8) << 20;      // of float sums of dx for 16-bit dtypes, kept at a time
+constexpr int64_t kBlockBytes = int64_t(4) << 20;  // of a block of dz and of the weights that belong to it, in acc, about
+constexpr int64_t kLeastBlock = 512;               // classes of a block
+constexpr int64_t kSumBytes = int64_t(8) << 20;    // of float sums of dx for 16-bit dtypes, kept at a time
 
 // Classes of a block. Few blocks: at the end of each of its products all threads wait for one another.
 template <class T>

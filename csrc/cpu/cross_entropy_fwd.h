@@ -12,9 +12,9 @@ namespace PT_ISA {
 
 inline thread_local Arena entropy_arena;  // of the calling thread: what rows have gathered so far
 
-constexpr int64_t kBlockPanels = 32;                      // panels of classes between two merges
-constexpr int64_t kChunkElements = int64_t(1) << 19;      // of x that pass the classes together, about
-constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;   // rows of such a chunk
+constexpr int64_t kBlockPanels = 32;                     // panels of classes between two merges
+constexpr int64_t kChunkElements = int64_t(1) << 19;     // of x that pass the classes together, about
+constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
 
 // Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
 INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
@@ -28,8 +28,7 @@ struct RowSums {
   int64_t size;
   acc *maximum, *sum, *logits;  // of exp(z - maximum), of z; over classes, or per panel
   static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
-  RowSums(int64_t n, Arena& arena)
-      : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
+  RowSums(int64_t n, Arena& arena) : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
 };
 
 template <class V>
@@ -45,7 +44,7 @@ struct LogitEpilogue {
   const CrossEntropyProblem& p;
   const RowSums<T>& panels;  // panel's rows at panel * rows
   int64_t first_row, rows, first_class;
-  acc* picked;  // (rows,)
+  acc* picked;   // (rows,)
   acc* product;  // (rows, classes), or null
 
   size_t scratch_bytes() const { return 0; }
@@ -54,7 +53,8 @@ struct LogitEpilogue {
   }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
     const int64_t c0 = first_class + n0;
-    if (n == kPanel<T> && p.label_smoothing == 0) summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());
+    if (n == kPanel<T> && p.label_smoothing == 0)
+      summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());
     else summarize<false>(tiles[0], ld, m0, count, n0, n);
     for (int64_t r = 0; r < count; r++) {
       const int64_t c = p.target[first_row + m0 + r] - c0;

@@ -37,8 +37,8 @@ class Edge {
   // A contiguous (rows, columns) matrix of the op's dtype, or null.
   void* matrix(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == dtype_, op_, ": ",
-                    name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
+    STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == dtype_, op_,
+                    ": ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
     return t->mutable_data_ptr();
   }
   // The same, to be written.

@@ -17,8 +17,7 @@ class TileDropout {
  public:
   static size_t bytes() { return ColumnKeep::bytes(kPanel<T>); }
   TileDropout(const FeedForwardProblem& p, int64_t n0, Arena& arena)
-      : active_(p.drop_threshold > 0),
-        scale_(typename T::acc(keep_scale(p.drop_threshold))),
+      : active_(p.drop_threshold > 0), scale_(typename T::acc(keep_scale(p.drop_threshold))),
         keep_(p.seed, p.drop_threshold, kTagFeedForward, n0, kPanel<T>, arena) {}
   INLINE void apply(int64_t row, typename T::acc* values, int64_t n) {
     using vec = typename T::vec;
@@ -98,8 +97,7 @@ void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward&
     }
     if (!f.y) continue;
     const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
-    Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads)
-        .run(StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
+    Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads).run(StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
   }
 }
 

@@ -56,7 +56,8 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
   // Four steps a turn where it counts: the loop's own additions compete with the products for ports.
   constexpr int turn = MR == kMR && kVecBytes == 64 ? 4 : 1;
   const auto steps = [&](auto along_k) {
-    for (; k >= turn; k -= turn, a += turn * along_k, b += turn * width * NV) UNROLL for (int u = 0; u < turn; u++) step(a + u * along_k, u);
+    for (; k >= turn; k -= turn, a += turn * along_k, b += turn * width * NV)
+      UNROLL for (int u = 0; u < turn; u++) step(a + u * along_k, u);
     for (; k > 0; k--, a += along_k, b += width * NV) step(a, 0);
   };
   if (a_k == 1) steps(std::integral_constant<int64_t, 1>());

@@ -23,9 +23,9 @@ struct NormBackwardRow {
   using vec = typename X::vec;
   using A = Acc<X>;
   const NormProblem& p;
-  acc* xhat;             // scratch, one row
-  acc *dweight, *dbias;  // this block's sums
-  acc scale;             // of kept elements
+  acc* xhat;                   // scratch, one row
+  acc *dweight, *dbias;        // this block's sums
+  acc scale;                   // of kept elements
   int64_t next_h, next_d_out;  // how far the next row is
 
   // h: what was normalized; d_residual_out, dx, dresidual may be null.

@@ -28,7 +28,7 @@ template <class T>
 struct Operand {
   const typename T::elem* data;
   int64_t stride;
-  bool along_k;  // rows of the matrix run along k
+  bool along_k;                   // rows of the matrix run along k
   const uint8_t* live = nullptr;  // of B along_k: rows to be read; the others count as zeros. Null: all
 };
 template <class T>
@@ -36,8 +36,8 @@ struct Product {
   Operand<T> a, b;
 };
 
-constexpr int64_t kTileRows = 192;                  // rows of a tile that accumulates while k passes
-constexpr int64_t kPart = 48;                       // rows of a call of the epilogue: they and their results stay in L1
+constexpr int64_t kTileRows = 192;  // rows of a tile that accumulates while k passes
+constexpr int64_t kPart = 48;       // rows of a call of the epilogue: they and their results stay in L1
 // Units of a panel that pass the tile's rows together. Tiles take 32 KB, which stay in L1; vectors take so much time that L2 serves them,
 // and gain by visiting their sums half as often.
 template <class T>
@@ -121,9 +121,9 @@ class Matmul {
     int64_t n0, cols, k0, units, depth, a_row;
     int64_t a_first;     // row of A that packed ones begin with
     int64_t panel_step;  // from a panel to the one that the same thread probably takes next
-    acc* const* sums;  // of panels of all rows; null: there is one slice only
-    unit* a[PRODUCTS];  // packed; null: where it lies
-    unit* b[PRODUCTS];  // packed panels; null: every task packs its own
+    acc* const* sums;    // of panels of all rows; null: there is one slice only
+    unit* a[PRODUCTS];   // packed; null: where it lies
+    unit* b[PRODUCTS];   // packed panels; null: every task packs its own
   };
 
   template <class Epilogue>
@@ -132,8 +132,7 @@ class Matmul {
     const int64_t groups = ceil_div(M_, group);
     const bool place = in_place(p_[0].a) && depth % T::pack == 0, share = groups > 1;
     // rows of packed A are an odd number of cache lines long, or nearly
-    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(unit)), 0, kWide,
-            sums[0] ? sums : nullptr, {}, {}};
+    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(unit)), 0, kWide, sums[0] ? sums : nullptr, {}, {}};
     shared_arena.reset((share ? PRODUCTS * Arena::bytes_for<unit>(panels * kWide * units) : 0) + Arena::bytes_for<int64_t>(groups + 1));
     if (share) pack_b(s, panels);
     if (groups >= threads_ && groups > 1) {

@@ -54,9 +54,7 @@ class StoreEpilogue {
 
  public:
   StoreEpilogue(elem* out, int64_t rows, int64_t columns, const void* bias = nullptr)
-      : out_(out),
-        columns_(columns),
-        bias_(bias),
+      : out_(out), columns_(columns), bias_(bias),
         streaming_(rows * columns * int64_t(sizeof(elem)) >= kStreamBytes && aligned(columns * int64_t(sizeof(elem))) &&
                    aligned(reinterpret_cast<intptr_t>(out))) {}
   size_t scratch_bytes() const { return 0; }

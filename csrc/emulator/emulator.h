@@ -117,7 +117,6 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending_groups);
 // a_regs != nullptr: A comes from registers and desc_a is ignored.
-void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b,
-           bool scale_d);
+void wgmma(int n, bool f16, float* acc, const uint32_t* a_regs, uint64_t desc_a, bool trans_a, uint64_t desc_b, bool trans_b, bool scale_d);
 
 }  // namespace emu

@@ -34,8 +34,8 @@ std::vector<Buffers> run(const Case& c, int threads) {
   Buffers bias = floats(c.Lq * c.Lk), slopes = floats(c.Hq), table = floats(8 * c.Hq);
   const int64_t starts[] = {0, 1, 2, 3, 5, 9, 16, 40};
   std::vector<Buffers> results;
-  for (int64_t n : {c.B * c.Hq * c.Lq * c.Dv, c.B * c.Hq * c.Lq, c.B * c.Hq * c.Lq * c.D, c.B * c.Hkv * c.Lk * c.D, c.B * c.Hkv * c.Lk * c.Dv,
-                    c.Lq * c.Lk, c.Hq, 8 * c.Hq})
+  for (int64_t n : {c.B * c.Hq * c.Lq * c.Dv, c.B * c.Hq * c.Lq, c.B * c.Hq * c.Lq * c.D, c.B * c.Hkv * c.Lk * c.D,
+                    c.B * c.Hkv * c.Lk * c.Dv, c.Lq * c.Lk, c.Hq, 8 * c.Hq})
     results.emplace_back(n);
 
   pt::AttentionProblem p{};

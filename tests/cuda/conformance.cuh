@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(128, 1) accumulators(bool rows, float* out) {
   float d[32];
   ptx::wgmma_fence();
   ptx::wgmma_ss<ptx::bf16, 64, false>(d, ptx::smem_descriptor(tile_a, 128, 256, ptx::SmemLayout::None),
-                           ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
+                                      ptx::smem_descriptor(tile_b, 128, 256, ptx::SmemLayout::None), false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   PT_UNROLL

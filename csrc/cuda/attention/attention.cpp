@@ -13,17 +13,17 @@ namespace {
 using namespace pt::cuda;
 
 // The arguments that forward and backward share.
-#define ATTENTION_PARAMETERS                                                                                                            \
-  MaybeTensor mask, MaybeTensor bias, MaybeTensor slopes, MaybeTensor diagonals, MaybeTensor query_lengths, MaybeTensor key_lengths,    \
-      MaybeTensor prefix_lengths, MaybeTensor query_segments, MaybeTensor key_segments, MaybeTensor cu_q, MaybeTensor cu_k,             \
-      MaybeTensor dropout_seed, int64_t before, int64_t align, int64_t left, int64_t right, int64_t query_start, int64_t key_start,     \
+#define ATTENTION_PARAMETERS                                                                                                         \
+  MaybeTensor mask, MaybeTensor bias, MaybeTensor slopes, MaybeTensor diagonals, MaybeTensor query_lengths, MaybeTensor key_lengths, \
+      MaybeTensor prefix_lengths, MaybeTensor query_segments, MaybeTensor key_segments, MaybeTensor cu_q, MaybeTensor cu_k,          \
+      MaybeTensor dropout_seed, int64_t before, int64_t align, int64_t left, int64_t right, int64_t query_start, int64_t key_start,  \
       int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
-#define ATTENTION_ARGUMENTS                                                                                                           \
+#define ATTENTION_ARGUMENTS                                                                                                          \
   mask, bias, slopes, diagonals, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, dropout_seed, \
       before, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                               \
+#define ATTENTION_SCHEMA                                                                                                                \
   "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? diagonals, Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, " \
-  "Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, int before, int align, int left, "  \
+  "Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, int before, int align, int left, "   \
   "int right, int query_start, int key_start, int max_q, int max_k, float scale, float softcap, float dropout_p"
 
 class Builder {
@@ -205,7 +205,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
 
 void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
                    ATTENTION_PARAMETERS, MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask, MaybeTensor dbias,
-                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor bucket_ranges, bool deterministic, int64_t device, int64_t stream_) {
+                   MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor bucket_ranges, bool deterministic, int64_t device,
+                   int64_t stream_) {
   Builder b(query, key, value, ATTENTION_ARGUMENTS);
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -294,10 +295,10 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(PT_EDGE_OP("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA
                    ", int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-                   ATTENTION_SCHEMA
-                   ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
-                   "Tensor(g!)? dtable, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
+      ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
+      "Tensor(g!)? dtable, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("attention_fwd"), TORCH_BOX(&attention_fwd));

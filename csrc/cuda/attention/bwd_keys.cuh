@@ -48,9 +48,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
   const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
   float dk[DB][4], dv[DB][4];
   PT_UNROLL
-  for (int d = 0; d < DB; ++d)
+  for (int d = 0; d < DB; ++d) {
     PT_UNROLL
     for (int r = 0; r < 4; ++r) dk[d][r] = dv[d][r] = 0.0f;
+  }
 
   if (steps > 0) {
     w.template copy_keys<T>(k, p.k, p.head_dim);

@@ -44,10 +44,10 @@ constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t
 constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals) {
   const int kept = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
-    case Pass::Forward: return kept + 2 * streamed;  // Q; K, V
+    case Pass::Forward: return kept + 2 * streamed;                                                            // Q; K, V
     case Pass::Queries: return 2 * kept + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
     case Pass::Keys: return 2 * kept + t.stages * (2 * streamed + 3 * 4 * t.columns);  // K, V; Q, dO, three numbers a row
-    default: return 2 * kept + 2 * streamed;  // Q, dO; K, V: dS takes their place
+    default: return 2 * kept + 2 * streamed;                                           // Q, dO; K, V: dS takes their place
   }
 }
 

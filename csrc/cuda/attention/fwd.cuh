@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
       m[half] = top;
       l[half] *= decay;
       PT_UNROLL
-      for (int n = 0; n < NB; ++n)
+      for (int n = 0; n < NB; ++n) {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& weight = x[n][2 * half + e];
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
           weight = ptx::exp2(K::general ? (weight - safe) * unit : ptx::fma_rn(weight, unit, -safe * unit));
           l[half] += weight;
         }
+      }
       PT_UNROLL
       for (int d = 0; d < DB; ++d) o[d][2 * half] *= decay, o[d][2 * half + 1] *= decay;
     }

@@ -66,8 +66,8 @@ Redo attention_forward_redo(const AttentionForward& f);
 void attention_backward_rows(const AttentionRows& r, void* stream);
 void attention_backward_queries(const AttentionBackward& g, void* stream);
 void attention_backward_keys(const AttentionBackward& g, void* stream);
-// d_query, d_key and d_value at once, the first added across blocks in any order: to g.query_sums, of as many zeros as attention_sums_wanted
-// says; 0: there is no such kernel for the problem.
+// d_query, d_key and d_value at once, the first added across blocks in any order: to g.query_sums, of as many zeros as
+// attention_sums_wanted says; 0: there is no such kernel for the problem.
 int64_t attention_sums_wanted(const AttentionBackward& g);
 void attention_backward_fused(const AttentionBackward& g, void* stream);
 void attention_backward_dense(const AttentionDense& f, void* stream);

@@ -108,7 +108,7 @@ struct AttentionSums {
 struct AttentionRows {
   AttentionProblem p;
   In out, d_out;
-  int columns;  // of out
+  int columns;               // of out
   const float *lse, *d_lse;  // d_lse may be null
   PerQuery at;
   float *delta, *top;

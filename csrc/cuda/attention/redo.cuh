@@ -7,9 +7,7 @@
 namespace pt::cuda {
 
 // By the optimistic kernel: what holds row `row` of head h of sequence b must be made again.
-PT_DEVICE void raise(const Redo& redo, int64_t head, int row) {
-  ptx::st_global_u32(redo.flags + head * redo.tiles + row / redo.rows, 1);
-}
+PT_DEVICE void raise(const Redo& redo, int64_t head, int row) { ptx::st_global_u32(redo.flags + head * redo.tiles + row / redo.rows, 1); }
 
 // Of the careful kernel: whether it has anything to do for rows [first, end) of a head (b * heads + h).
 PT_DEVICE bool must_do(const Redo& redo, int64_t head, int first, int end) {

@@ -10,8 +10,12 @@ namespace {
 Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const Sm90Tile& tile, bool keys) {
   const AttentionProblem& p = g.p;
   const int q_rows = keys ? tile.streamed : tile.rows(), k_rows = keys ? tile.rows() : tile.streamed;
-  return {map_rows(p, p.q, false, p.head_dim, q_rows), map_rows(p, p.k, true, p.head_dim, k_rows),
-          map_rows(p, p.v, true, p.value_dim, k_rows), map_rows(p, g.d_out, false, p.value_dim, q_rows), g, plan.order};
+  return {map_rows(p, p.q, false, p.head_dim, q_rows),
+          map_rows(p, p.k, true, p.head_dim, k_rows),
+          map_rows(p, p.v, true, p.value_dim, k_rows),
+          map_rows(p, g.d_out, false, p.value_dim, q_rows),
+          g,
+          plan.order};
 }
 
 // Calls run(kind) for the plan's kernel.
@@ -37,8 +41,8 @@ void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& pl
   const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general);
   with_half(g.p, [&](auto t) {
     with_kind(plan, [&](auto kind) {
-      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-             sm90_keys_smem(tile), stream, arguments(g, plan, tile, true));
+      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_keys_smem(tile),
+             stream, arguments(g, plan, tile, true));
     });
   });
 }

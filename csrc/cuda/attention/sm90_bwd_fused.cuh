@@ -29,8 +29,8 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
   using Keys::args, Keys::k, Keys::v, Keys::q, Keys::d_out, Keys::own_numbers, Keys::each_number;
   using Keys::kTile, Keys::D, Keys::BM, Keys::BN, Keys::kConsumers;
   using typename Keys::Work, typename Keys::RingOwn, typename Keys::RingStream, typename Keys::RingQueries;
-  static constexpr int kPart = 64 * 64;  // elements of d_query that a consumer makes of a tile
-  static constexpr int kStored = 4;      // the named barrier of dS
+  static constexpr int kPart = 64 * 64;            // elements of d_query that a consumer makes of a tile
+  static constexpr int kStored = 4;                // the named barrier of dS
   static constexpr bool kUnderProducts = D == 64;  // whether there are registers to keep d_query's part under dP
   static constexpr uint32_t kNotes = kSm90Notes / (128 * kConsumers);
   using RingGradients = Ring<2, BM, BN / 64>;  // dS, rows of keys: without barriers of its own

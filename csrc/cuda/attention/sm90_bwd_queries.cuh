@@ -68,7 +68,7 @@ struct Sm90QueriesBlock {
         top[r] = K::general ? numbers.top : in_base_2<T>(numbers.top), delta[r] = numbers.delta * kWeightUnit<T>;
       }
       float s[BN / 2], dp[BN / 2], dq[D / 2];
-      uint32_t weights[BN / 16][4];                           // P, then dS
+      uint32_t weights[BN / 16][4];  // P, then dS
       [[maybe_unused]] Pairs<BN / 2> seen, kept;
       [[maybe_unused]] Sm90TermSums<D> gradients(sums);
       PT_UNROLL

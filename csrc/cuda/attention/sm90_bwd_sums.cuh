@@ -9,9 +9,9 @@ namespace pt::cuda {
 
 // Of 64 queries, as many as a tile of the portable kernels has: their parts are the same.
 //
-// Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns lies
-// on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread adds a
-// diagonal, in order.
+// Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns
+// lies on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread
+// adds a diagonal, in order.
 template <int HeadDim>
 class Sm90TermSums {
   static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true);

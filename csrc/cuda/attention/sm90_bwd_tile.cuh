@@ -44,12 +44,12 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
   PT_UNROLL
   for (int i = 0; i < R / 2; ++i) {
     const uint32_t w = weights[i / 4][i % 4];
-    ds[i / 4][i % 4] =
-        Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
+    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
   }
 }
 
-// Kernels with terms go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few registers.
+// Kernels with terms go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few
+// registers.
 constexpr int kPiece = 2;
 
 // Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.

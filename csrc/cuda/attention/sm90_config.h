@@ -35,9 +35,9 @@ constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general) {
   return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2, false, 2, 40, 232} : Sm90Tile{128, general ? 48 : 64, 2, false, 2, 40, 232};
 }
 
-constexpr uint32_t kSm90Slack = 1024;          // to begin at a multiple of 1024
-constexpr uint32_t kSm90BarrierBytes = 16;     // of a buffer
-constexpr int kSm90SumRows = 32;               // of dS in shared memory, for a consumer's sums by diagonals
+constexpr uint32_t kSm90Slack = 1024;                                       // to begin at a multiple of 1024
+constexpr uint32_t kSm90BarrierBytes = 16;                                  // of a buffer
+constexpr int kSm90SumRows = 32;                                            // of dS in shared memory, for a consumer's sums by diagonals
 constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // words: rows begin eight banks apart
 constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
 // Forward: Q; K, V. Over queries: Q, dO; K, V; with terms, sums. Over keys: K, V; Q, dO, two numbers a query.

@@ -32,9 +32,7 @@ void with_kind(const Sm90Plan& plan, F run) {
 }  // namespace
 
 void sm90_attention_forward(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  with_half(f.p, [&](auto t) {
-    with_kind(plan, [&](auto kind) { forward_kind<decltype(t), decltype(kind)>(f, plan, stream); });
-  });
+  with_half(f.p, [&](auto t) { with_kind(plan, [&](auto kind) { forward_kind<decltype(t), decltype(kind)>(f, plan, stream); }); });
 }
 
 }  // namespace pt::cuda

@@ -92,7 +92,7 @@ struct Sm90ForwardBlock {
       rows.max[r] = top;
       float sum = rows.sum[r] * rows.decay[r];
       PT_UNROLL
-      for (int j = 0; j < BN / 8; ++j)
+      for (int j = 0; j < BN / 8; ++j) {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * j + 2 * r + e];
@@ -100,6 +100,7 @@ struct Sm90ForwardBlock {
           x = ptx::exp2(K::general ? (x - safe) * unit : ptx::fma_rn(x, unit, -safe * unit));
           sum += x;
         }
+      }
       rows.sum[r] = sum;
     }
   }
@@ -146,9 +147,7 @@ struct Sm90ForwardBlock {
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 
       const auto look_up = [&](int first) {
-        if constexpr (K::looks_up) {
-          lookups.load(w, first, K::general);
-        }
+        if constexpr (K::looks_up) { lookups.load(w, first, K::general); }
       };
       // Scores to weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {

@@ -131,20 +131,22 @@ class Lookups {
     const int quarter = lane_id() % 4;
     ptx::Words4 bytes[2][BN / 64];
     PT_UNROLL
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
       PT_UNROLL
       for (int c = 0; c < BN / 64; ++c) {
         const int key = first + 64 * c + 16 * quarter;
         const auto* row = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask) + int64_t(query(w, r)) * p_.mask.query;
         bytes[r][c] = there(key) ? ptx::ld_global_v4(row + key) : ptx::Words4{};
       }
+    }
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       uint32_t word = 0;  // bit 16 c + i: byte i, which is 0 or 1, of chunk c
       PT_UNROLL
-      for (int c = BN / 64 - 1; c >= 0; --c)
+      for (int c = BN / 64 - 1; c >= 0; --c) {
         PT_UNROLL
         for (int w = 3; w >= 0; --w) word = word << 4 | bytes[r][c].w[w] * 0x10204080u >> 28;
+      }
       uint32_t visible = 0;
       PT_UNROLL
       for (int x = 0; x < 4; ++x) {
@@ -177,13 +179,14 @@ class Lookups {
   PT_DEVICE void hide_each(Key key, Show show) {
     uint32_t visible[2] = {0, 0};
     PT_NO_UNROLL
-    for (int part = 0; part < BN / 4; part += kPart)
+    for (int part = 0; part < BN / 4; part += kPart) {
       PT_UNROLL
       for (int k = 0; k < kPart; ++k) {
         const int64_t of_key = key(4 * part + k / 2 * 8 + k % 2);
         PT_UNROLL
         for (int r = 0; r < 2; ++r) visible[r] |= show(of_key, r) ? 1u << k << part : 0;
       }
+    }
     seen[0] &= visible[0], seen[1] &= visible[1];
   }
 

@@ -93,8 +93,8 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::Keys;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(),
-                false, {}, 0};
+  Sm90Plan plan{
+      keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(), false, {}, 0};
   if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
   if (plan.head_class == 256) plan.why_not = "the backward kernels have head sizes to 128";
   if (plan.why_not) return plan;

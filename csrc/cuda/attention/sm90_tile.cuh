@@ -102,7 +102,6 @@ PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
   in_pieces<N>(s, Place(row, first), f);
 }
 
-
 // Calls f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first` on.
 template <int R, class F>
 PT_DEVICE void each_element(float (&x)[R], int first, F f) {

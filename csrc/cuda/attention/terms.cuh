@@ -24,7 +24,8 @@ PT_DEVICE float tanh_of(float x) {
 // Where a fragment lies: the lane's rows are row and row + 8, its columns column + 8 n + {0, 1}.
 struct Place {
   int row, column;
-  PT_DEVICE Place(int first_row, int first_column, int lane = lane_id()) : row(first_row + lane / 4), column(first_column + 2 * (lane % 4)) {}
+  PT_DEVICE Place(int first_row, int first_column, int lane = lane_id())
+      : row(first_row + lane / 4), column(first_column + 2 * (lane % 4)) {}
   PT_DEVICE int row_of(int r) const { return row + 8 * (r / 2); }
   PT_DEVICE int column_of(int n, int r) const { return column + 8 * n + r % 2; }
   PT_DEVICE Place after(int columns) const {
@@ -38,9 +39,10 @@ struct Place {
 template <int NB, class F>
 PT_DEVICE void each(F f) {
   PT_UNROLL
-  for (int n = 0; n < NB; ++n)
+  for (int n = 0; n < NB; ++n) {
     PT_UNROLL
     for (int r = 0; r < 4; ++r) f(n, r, 1u << (4 * n + r));
+  }
 }
 
 // The pairs that the rows' bounds leave visible.
@@ -80,11 +82,7 @@ template <bool Transposed, bool LooksUp = true>
 class Terms {
  public:
   PT_DEVICE Terms(const AttentionProblem& p, const Sequence& s, int b, int h)
-      : p_(p),
-        s_(s),
-        b_(b),
-        h_(h),
-        slope_(p.slopes ? load_one(p.slopes + h) : 0.0f),
+      : p_(p), s_(s), b_(b), h_(h), slope_(p.slopes ? load_one(p.slopes + h) : 0.0f),
         seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
   // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what is visible of `seen`. With softcap, slope
@@ -171,15 +169,17 @@ class Terms {
     static_assert(NB % 4 == 0);
     uint32_t bits = 0;
     PT_UNROLL
-    for (int n = 0; n < NB; n += 4)
+    for (int n = 0; n < NB; n += 4) {
       PT_UNROLL
       for (int half = 0; half < 2; ++half) {
         const Draws d = draws(at.row_of(2 * half), at.column + 8 * n);
         PT_UNROLL
-        for (int m = 0; m < 4; ++m)
+        for (int m = 0; m < 4; ++m) {
           PT_UNROLL
           for (int e = 0; e < 2; ++e) bits |= keeps(d.w[m], e) ? 1u << (4 * (n + m) + 2 * half + e) : 0;
+        }
       }
+    }
     return bits;
   }
 

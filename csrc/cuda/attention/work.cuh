@@ -33,8 +33,8 @@ struct QueryTile {
   }
   template <class T, int RowBytes>
   PT_DEVICE void copy_keys(SmemTile<RowBytes> to, const In& from, int columns, int t, int group) const {
-    copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end, columns,
-                        Products<T>::chunks(columns));
+    copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
+                        columns, Products<T>::chunks(columns));
   }
 };
 
@@ -47,9 +47,8 @@ struct KeyTile {
   Tiles range;
 
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
-      : b(b), hk(hk), j0(j0), s(p, b),
-        range(least(j0 + Rows, s.num_k) - most(j0, 0), s.queries_of(p, most(j0, 0)), s.queries_of(p, least(j0 + Rows, s.num_k) - 1), 0,
-              Streamed) {}
+      : b(b), hk(hk), j0(j0), s(p, b), range(least(j0 + Rows, s.num_k) - most(j0, 0), s.queries_of(p, most(j0, 0)),
+                                             s.queries_of(p, least(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
 
   // The queries that may see key j: none if it is not there.
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const { return j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0}; }

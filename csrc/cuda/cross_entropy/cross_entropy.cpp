@@ -46,7 +46,7 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
   const CrossEntropyPlan plan = plan_cross_entropy(rows, classes, label_smoothing > 0);
   f.parts = floats_to(parts, "parts", plan.parts, reachable), f.picked = floats_to(picked, "picked", rows, reachable);
-  const LossProblem second{f.labels, f.parts, f.picked, floats_to(loss, "loss", rows, reachable), floats_to(lse, "lse", rows, reachable),
+  const LossProblem second{f.labels, f.parts, f.picked,  floats_to(loss, "loss", rows, reachable), floats_to(lse, "lse", rows, reachable),
                            rows,     classes, plan.tiles};
   const DeviceGuard guard(device);
   sm90_logit_parts(f, planned(f.product), reinterpret_cast<void*>(stream));
@@ -71,10 +71,12 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) parts, Tensor(b!) picked, "
-                   "Tensor(c!) loss, Tensor(d!) lse, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor g, Tensor(a!)? d_logits, "
-                   "Tensor(b!)? bias_parts, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) parts, Tensor(b!) picked, "
+                 "Tensor(c!) loss, Tensor(d!) lse, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor g, Tensor(a!)? d_logits, "
+                 "Tensor(b!)? bias_parts, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("cross_entropy_fwd"), TORCH_BOX(&cross_entropy_fwd));

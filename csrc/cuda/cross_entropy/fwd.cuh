@@ -47,9 +47,10 @@ struct RowParts {
     for (int r = 0; r < 2; ++r) {
       float z[R / 2];  // in the registers of the sums
       PT_UNROLL
-      for (int strip = 0; strip < R / 16; ++strip)
+      for (int strip = 0; strip < R / 16; ++strip) {
         PT_UNROLL
         for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r, c)];
+      }
       if (bias.data) {  // one branch: models of language seldom have one
         PT_UNROLL
         for (int strip = 0; strip < R / 16; ++strip) {

@@ -1,7 +1,7 @@
 // Feed-forward, backward: from the sums of d_out w2 to d_pre, d_gate, hidden again, and the biases' gradients.
 //
-// pre and gate come as panels by the ring of the product (sm90_matmul.cuh), loaded under it. The biases' gradients are added up over 64 rows
-// in a fixed order, one row of partial sums for each consumer's rows, which the caller adds up: no atomics, equal bits at every run.
+// pre and gate come as panels by the ring of the product (sm90_matmul.cuh), loaded under it. The biases' gradients are added up over 64
+// rows in a fixed order, one row of partial sums for each consumer's rows, which the caller adds up: no atomics, equal bits at every run.
 #pragma once
 
 #include "cuda/feed_forward/activations.cuh"
@@ -46,7 +46,7 @@ struct DHidden {
             dropout.apply(d, place, strip, r);
             PT_UNROLL
             for (int c = 0; c < 8; ++c) {
-              const auto read = [&](const uint32_t(&words)[2][4]) {
+              const auto read = [&](const uint32_t (&words)[2][4]) {
                 return ptx::widen(T{uint16_t(words[c / 4][c / 2 % 2 * 2 + r] >> 16 * (c % 2))});
               };
               const float p = read(pre);

@@ -1,5 +1,5 @@
-// Feed-forward on a GPU, torch edge: the products that have more to do than multiply. Checks what the kernels rely on, fills in the problems,
-// launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_cuda_feed_forward.py.
+// Feed-forward on a GPU, torch edge: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
+// problems, launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_cuda_feed_forward.py.
 #include <cmath>
 
 #include "cuda/feed_forward/kernels.h"
@@ -51,15 +51,15 @@ void hidden_fwd(Tensor x, Tensor w1, MaybeTensor gate_weight, MaybeTensor b1, Ma
 float* parts_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable) {
   if (!t) return nullptr;
   const int64_t rows = (p.rows + kRowsOfAPart - 1) / kRowsOfAPart;
-  STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == p.columns && t->is_contiguous() &&
-                      t->scalar_type() == ScalarType::Float,
-                  "feed_forward: ", name, " must be contiguous float32, (", rows, ", ", p.columns, ")");
+  STD_TORCH_CHECK(
+      t->dim() == 2 && t->size(0) == rows && t->size(1) == p.columns && t->is_contiguous() && t->scalar_type() == ScalarType::Float,
+      "feed_forward: ", name, " must be contiguous float32, (", rows, ", ", p.columns, ")");
   return static_cast<float*>(write_to(*t, name, reachable));
 }
 
 void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTensor dropout_seed, MaybeTensor d_pre, MaybeTensor d_gate,
-                MaybeTensor hidden, MaybeTensor b1_parts, MaybeTensor gate_bias_parts, int64_t activation, double dropout_p,
-                int64_t device, int64_t stream) {
+                MaybeTensor hidden, MaybeTensor b1_parts, MaybeTensor gate_bias_parts, int64_t activation, double dropout_p, int64_t device,
+                int64_t stream) {
   Reachable reachable;
   HiddenGradient f{};
   Product& p = f.product;
@@ -87,11 +87,13 @@ void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(PT_EDGE_OP("hidden_fwd(Tensor x, Tensor w1, Tensor? gate_weight, Tensor? b1, Tensor? gate_bias, Tensor? dropout_seed, "
-                   "Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, int activation, float dropout_p, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
-                   "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_parts, Tensor(e!)? gate_bias_parts, int activation, "
-                   "float dropout_p, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("hidden_fwd(Tensor x, Tensor w1, Tensor? gate_weight, Tensor? b1, Tensor? gate_bias, Tensor? dropout_seed, "
+                 "Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, int activation, float dropout_p, int device, int stream) -> ()"));
+  m.def(
+      PT_EDGE_OP("hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
+                 "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_parts, Tensor(e!)? gate_bias_parts, int activation, "
+                 "float dropout_p, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("hidden_fwd"), TORCH_BOX(&hidden_fwd));

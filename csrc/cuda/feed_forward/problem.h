@@ -16,8 +16,8 @@ struct HiddenDropout {
   uint32_t threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
 };
 
-// pre = x w1^T + b1; gate = x gate_weight^T + gate_bias; hidden = dropout(act(pre)), or gated dropout(act(gate) pre). The product's a[0] is x,
-// b[0] w1^T and b[1] gate_weight^T.
+// pre = x w1^T + b1; gate = x gate_weight^T + gate_bias; hidden = dropout(act(pre)), or gated dropout(act(gate) pre). The product's a[0] is
+// x, b[0] w1^T and b[1] gate_weight^T.
 struct HiddenProblem {
   Product product;
   Activation activation;

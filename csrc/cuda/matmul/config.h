@@ -22,7 +22,7 @@ struct MatmulTile {
 };
 constexpr MatmulTile kMatmulTile{};
 
-constexpr int kPanelColumns = 64;  // of a panel: 128 bytes, the width of the swizzle
+constexpr int kPanelColumns = 64;        // of a panel: 128 bytes, the width of the swizzle
 constexpr uint32_t kMatmulSlack = 1024;  // to begin at a multiple of 1024
 
 // Scratch: of an epilogue, for each consumer.

@@ -19,8 +19,8 @@ inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable)
 inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product& p, Reachable& reachable, bool sums = false) {
   if (!t) return {};
   const int64_t width = (p.columns + 7) / 8 * 8;
-  STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == p.rows && t->size(1) == width && t->stride(1) == 1, "products: ", name, " must be (", p.rows,
-                  ", ", width, "), its columns contiguous");
+  STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == p.rows && t->size(1) == width && t->stride(1) == 1, "products: ", name, " must be (",
+                  p.rows, ", ", width, "), its columns contiguous");
   STD_TORCH_CHECK(dtype_of(*t, name) == (sums ? DType::f32 : p.dtype), "products: ", name,
                   sums ? " must be float32" : " must have the operands' dtype");
   const MatrixOut out{write_to(*t, name, reachable), t->stride(0)};

@@ -115,9 +115,10 @@ struct Sums {
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     PT_UNROLL
-    for (int strip = 0; strip < R / 16; ++strip)
+    for (int strip = 0; strip < R / 16; ++strip) {
       PT_UNROLL
       for (int r = 0; r < 2; ++r) store(place, strip, r, x);
+    }
   }
 
  private:

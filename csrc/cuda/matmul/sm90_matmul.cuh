@@ -168,8 +168,8 @@ struct Sm90Matmul {
       }
       ptx::wgmma_wait<0>();
       release_by_warp(ring, use - 1);
-      const MatmulPlace place{at, int64_t(at.row) * kTile.rows() + consumer() * 64, int64_t(at.column) * kColumns,
-                              args.rows, args.columns, scratch + uint32_t(consumer()) * E::kScratch};
+      const MatmulPlace place{at,           int64_t(at.row) * kTile.rows() + consumer() * 64, int64_t(at.column) * kColumns, args.rows,
+                              args.columns, scratch + uint32_t(consumer()) * E::kScratch};
       args.epilogue.template finish<T>(place, x, MatmulPanels{ring, use});
     });
   }
@@ -198,7 +198,8 @@ struct Sm90Matmul {
 };
 
 template <class T, class K, class E>
-__global__ void __launch_bounds__(kMatmulTile.threads(), 1) sm90_matmul_kernel([[maybe_unused]] const __grid_constant__ MatmulArgs<E> args) {
+__global__ void __launch_bounds__(kMatmulTile.threads(), 1)
+    sm90_matmul_kernel([[maybe_unused]] const __grid_constant__ MatmulArgs<E> args) {
 #if PT_SM90A
   Sm90Matmul<T, K, E>::run(args);
 #endif

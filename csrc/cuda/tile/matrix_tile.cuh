@@ -14,7 +14,6 @@
 
 namespace pt::cuda {
 
-
 // Rows of RowBytes; the 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that eight rows of one chunk use all banks.
 template <int RowBytes>
 struct SmemTile {
@@ -121,7 +120,7 @@ struct Products<float> {
     for (int s = 0; s < steps(columns); ++s) {
       const ptx::Words4 a0 = ptx::ld_shared_v4(a.at(row + g, s)), a1 = ptx::ld_shared_v4(a.at(row + g + 8, s));
       PT_UNROLL
-      for (int n = 0; n < NB; ++n)
+      for (int n = 0; n < NB; ++n) {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           const ptx::Words4 x = ptx::ld_shared_v4(b.at(8 * n + 2 * q + e, s));
@@ -131,6 +130,7 @@ struct Products<float> {
             acc[n][2 + e] += ptx::bits_float(a1.w[i]) * ptx::bits_float(x.w[i]);
           }
         }
+      }
     }
   }
 
@@ -142,7 +142,7 @@ struct Products<float> {
     for (int x = 0; x < 4; ++x) {
       const uint32_t theirs = ptx::shfl_xor_u32(seen, x);
       PT_UNROLL
-      for (int n = 0; n < NB; ++n)
+      for (int n = 0; n < NB; ++n) {
         PT_UNROLL
         for (int e = 0; e < 2; ++e) {
           const float p0 = ptx::shfl_xor(p[n][e], x), p1 = ptx::shfl_xor(p[n][2 + e], x);
@@ -157,6 +157,7 @@ struct Products<float> {
             acc[d][2] += p1 * v0, acc[d][3] += p1 * v1;
           }
         }
+      }
     }
   }
 };

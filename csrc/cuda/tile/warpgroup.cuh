@@ -13,7 +13,8 @@ PT_DEVICE int consumer() { return int(threadIdx.x) / 128 - 1; }
 PT_DEVICE int warp_row() { return consumer() * 64 + int(threadIdx.x) % 128 / 32 * 16; }
 PT_DEVICE int own_row(int r) { return warp_row() + lane_id() / 4 + 8 * r; }
 
-// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the others.
+// A block's life. `block` has begin(), which makes its barriers, by one thread; produce(), by the first warpgroup; consume(), by the
+// others.
 template <class B>
 PT_DEVICE void run_block(const B& block) {
   if (threadIdx.x == 0) {
