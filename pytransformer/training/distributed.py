@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,10 +24,23 @@ class World(NamedTuple):
         return self.rank == 0
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes."""
+        """The sum over all processes, which `value` becomes."""
         if self.size > 1:
-            dist.all_reduce(value)
+            _all_reduce(value)
         return value
+
+
+def _all_reduce(value: torch.Tensor, seconds: float = 10.0) -> None:
+    """The sum over all processes, in place; returns when gloo has let go of `value` too.
+
+    Its threads let go of a tensor after the collective has ended, and take the interpreter's lock for it: an interpreter that ends
+    in between aborts the process (pytorch/pytorch#190489), which for torchrun is a failed run.
+    """
+    references = sys.getrefcount(value)
+    dist.all_reduce(value)
+    end = time.monotonic() + (seconds if dist.get_backend() == "gloo" else 0.0)
+    while sys.getrefcount(value) > references and time.monotonic() < end:
+        time.sleep(1e-4)
 
 
 @contextmanager
