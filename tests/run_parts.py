@@ -66,10 +66,11 @@ PARTS = (
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
+NO_REFERENCE = ("-k", "not reference")  # which has no instruction sets
 SANITIZE, BENCH = "sanitize", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 FULL_PARTS = (
-    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), ("-k", "cpu")) for isa in ISAS),
+    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), NO_REFERENCE) for isa in ISAS),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
