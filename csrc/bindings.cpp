@@ -112,7 +112,7 @@ py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const st
   const MatmulPlan plan = plan_matmul(p, multiprocessors);
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "down"_a = plan.grid.down,
-                  "across"_a = plan.grid.across, "group"_a = plan.grid.group, "blocks"_a = plan.blocks,
+                  "across"_a = plan.grid.across, "group"_a = plan.grid.group, "halves"_a = plan.halves, "blocks"_a = plan.blocks,
                   "library"_a = plain_by_library(rows, columns, depth, ours));
 }
 

@@ -1,4 +1,4 @@
-"""Times the attention kernels for sm_90a beside variants of them: other tiles, stages and orders, compiled from changed copies of csrc.
+"""Times the kernels for sm_90a beside variants of them: other tiles, stages and orders, compiled from changed copies of csrc.
 
     python bench/tools/cuda_variants.py --list
     python bench/tools/cuda_variants.py --out variants.json             # on a Hopper GPU, with nvcc
@@ -6,7 +6,7 @@
 
 A variant whose results err more than the committed kernels' by half is reported and not timed; the others are timed by turns with
 these. Each is a library of its own with raw ops of its own name. A variant that is faster by more than the noise is worth a change of
-csrc/cuda/attention/sm90_config.h. Exit code 2: there is no such GPU, or no nvcc.
+csrc/cuda/attention/sm90_config.h or csrc/cuda/matmul/config.h. Exit code 2: there is no such GPU, or no nvcc.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-CONFIG, PLAN = "attention/sm90_config.h", "attention/sm90_plan.h"
+CONFIG, PLAN, MATMUL = "attention/sm90_config.h", "attention/sm90_plan.h", "matmul/config.h"
+PRODUCTS = ("matmul", "feed_forward", "cross_entropy")  # folders that stand on products by warpgroups
 NOTHING_TO_RUN_ON = 2
 WORSE = 1.5  # times the committed kernels' error: beyond that it is not the same computation
 ROUNDS, WARM_UP = 12, 3
@@ -43,7 +44,7 @@ FORWARD = "sm90_forward_tile(int head_dim, [[maybe_unused]] bool general) {\n  r
 
 class Variant(NamedTuple):
     name: str
-    passes: str  # "forward" or "backward": what it changes
+    passes: str  # "forward" or "backward" of attention, or "products": what it changes
     head_dims: tuple[int, ...]
     file: str  # below csrc/cuda
     old: str  # wherever it occurs
@@ -53,6 +54,11 @@ class Variant(NamedTuple):
 def plain_tile(head_dim: int, tile: str) -> tuple[str, str, str]:
     """Another tile of the forward kernels that know only bounds."""
     return CONFIG, FORWARD, f"{FORWARD}head_dim == {head_dim} && !general ? Sm90Tile{{{tile}}} : "
+
+
+def product_tile(name: str, old: str, new: str) -> Variant:
+    """Another tile of the products by warpgroups."""
+    return Variant(f"products: {name}", "products", (), MATMUL, old, new)
 
 
 VARIANTS = (
@@ -87,6 +93,8 @@ VARIANTS = (
     ),
     Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
     Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
+    product_tile("ping-pong", "kMatmulTile{};", "kMatmulTile = kPingPong;"),
+    product_tile("no lead", "lead = 3;", "lead = 0;"),
 )
 
 
@@ -152,15 +160,19 @@ def build(variants: Sequence[Variant], directory: Path) -> dict[str, str]:
         )
         return output
 
-    everything = [*sorted(CSRC.glob("cuda/attention/*.cu")), CSRC / "cuda" / "device.cu"]
-    shared = {path.name: compiled(CSRC, path, f"shared/{path.name}.o") for path in everything}
+    folders = [CSRC / "cuda" / folder for folder in ("attention", *PRODUCTS)]
+    everything = [*(path for folder in folders for path in sorted(folder.glob("*.cu"))), CSRC / "cuda" / "device.cu"]
+    edges = [path for folder in folders for path in sorted(folder.glob("*.cpp"))]
+    shared = {path: compiled(CSRC, path, f"shared/{object_name(path)}") for path in everything}
     for variant in (None, *variants):
         name, csrc = (variant.name, directory / slug(variant.name)) if variant else ("", CSRC)
         changed = [path for path in everything if variant and depends(path, variant)]
-        own = [csrc / "cuda" / "attention" / file for file in ("attention.cpp", *(path.name for path in changed))]
         edge = [f'-DPT_EDGE_PREFIX=\\"{prefix_of(name)}\\"']
-        objects = [compiled(csrc, path, f"{slug(name)}.d/{path.name}.o", edge) for path in own]
-        objects += [output for file, output in shared.items() if file not in {path.name for path in changed}]
+        objects = [
+            compiled(csrc, csrc / path.relative_to(CSRC), f"{slug(name)}.d/{object_name(path)}", edge)
+            for path in (*edges, *changed)
+        ]
+        objects += [output for path, output in shared.items() if path not in changed]
         lines.append(f"build {slug(name)}.so: link {' '.join(objects)}")
     (directory / "build.ninja").write_text("\n".join(lines) + "\n")
     done = subprocess.run([builder.find_ninja(), "-C", str(directory), "-k", "0"], capture_output=True, text=True)
@@ -175,9 +187,14 @@ def build(variants: Sequence[Variant], directory: Path) -> dict[str, str]:
 
 def depends(source: Path, variant: Variant) -> bool:
     """Whether a file of kernels sees what the variant changes: its pass, and the choice of kernels."""
-    return source.stem == "attention" or source.stem.startswith(
-        {"forward": "sm90_fwd", "backward": "sm90_bwd"}[variant.passes]
-    )
+    if variant.passes == "products":
+        return source.parent.name in PRODUCTS
+    kernels = {"forward": "sm90_fwd", "backward": "sm90_bwd"}[variant.passes]
+    return source.parent.name == "attention" and (source.stem == "attention" or source.stem.startswith(kernels))
+
+
+def object_name(source: Path) -> str:
+    return f"{source.parent.name}_{source.name}.o"
 
 
 def slug(name: str) -> str:
@@ -202,7 +219,7 @@ def raw_ops(name: str) -> Iterator[None]:
 # ---- measuring
 
 
-class Case(NamedTuple):
+class Attention(NamedTuple):
     passes: str
     head_dim: int
     length: int
@@ -211,48 +228,117 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.passes} D{self.head_dim} L{self.length}{' causal' if self.causal else ''}"
 
+    def takes(self, variant: Variant) -> bool:
+        return variant.passes == self.passes and self.head_dim in variant.head_dims
+
+    def shape(self, small: bool) -> tuple[int, int, int, int]:
+        """16,384 tokens of 2,048 columns, or few."""
+        batch, heads = (1, 1) if small else (max(1, 16384 // self.length), 2048 // self.head_dim)
+        return batch, heads, min(self.length, 2048) if small else self.length, self.head_dim
+
+    def inputs(self, small: bool) -> list[torch.Tensor]:
+        """query, key, value, grad_out."""
+        return normal(*[self.shape(small)] * 4)
+
+    def call(self, tensors: Sequence[torch.Tensor], backend: str = "cuda") -> Callable[[], list[torch.Tensor]]:
+        *qkv, grad = tensors
+        causal = "top_left" if self.causal else None
+        if self.passes == "forward":
+            return lambda: [pt.attention(*(t.detach() for t in qkv), causal=causal, backend=backend, strict=True)]
+        out = pt.attention(*qkv, causal=causal, backend=backend, strict=True)
+        return lambda: list(torch.autograd.grad(out, qkv, grad, retain_graph=True))
+
+    def flops(self) -> float:
+        batch, heads, length, head_dim = self.shape(small=False)
+        return (
+            4 * batch * heads * length**2 * head_dim * (0.5 if self.causal else 1) * (1 if self.passes == "forward" else 2.5)
+        )
+
+
+class Products(NamedTuple):
+    """feed_forward with `wide` hidden columns, or linear_cross_entropy with as many classes, of 8,192 rows of `d` columns."""
+
+    op: str
+    backward: bool
+    d: int
+    wide: int
+    activation: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op} {'backward' if self.backward else 'forward'} {self.d} x {self.wide} {self.activation}".rstrip()
+
+    def takes(self, variant: Variant) -> bool:
+        return variant.passes == "products"
+
+    def inputs(self, small: bool) -> list[torch.Tensor]:
+        rows, d, wide = (300, 512, 1100) if small else (8192, self.d, self.wide)
+        if self.op == "linear_cross_entropy":
+            return normal((rows, d), (wide, d))
+        return normal((rows, d), (wide, d), (d, wide), (rows, d))
+
+    def call(self, tensors: Sequence[torch.Tensor], backend: str = "cuda") -> Callable[[], list[torch.Tensor]]:
+        *weighted, last = tensors
+        if self.op == "linear_cross_entropy":
+            leaves, grad = list(tensors), None
+            target = torch.arange(len(tensors[0]), device=last.device) % len(last)
+            forward = lambda x, w: pt.linear_cross_entropy(x, w, target, backend=backend, strict=True)
+        else:
+            leaves, grad = weighted, last
+            keywords = {"activation": self.activation, "dropout_p": 0.1, "dropout_seed": 1, "backend": backend, "strict": True}
+            forward = lambda x, w1, w2: pt.feed_forward(x, w1, None, w2, None, **keywords)
+        if not self.backward:
+            return lambda: [forward(*(t.detach() for t in leaves))]
+        out = forward(*leaves)
+        return lambda: list(torch.autograd.grad(out, leaves, grad, retain_graph=True))
+
+    def flops(self) -> float:
+        """Of all products, the library's too."""
+        products = {"feed_forward": (2, 4), "linear_cross_entropy": (1, 3)}[self.op][self.backward]
+        return 2.0 * products * 8192 * self.d * self.wide
+
 
 CASES = [
-    Case(passes, head_dim, length, causal)
-    for passes, head_dims in (("forward", (64, 128, 256)), ("backward", (64, 128)))
-    for head_dim in head_dims
-    for length in (2048, 8192)
-    for causal in (False, True)
+    *(
+        Attention(passes, head_dim, length, causal)
+        for passes, head_dims in (("forward", (64, 128, 256)), ("backward", (64, 128)))
+        for head_dim in head_dims
+        for length in (2048, 8192)
+        for causal in (False, True)
+    ),
+    *(
+        Products(op, backward, d, wide, activation)
+        for op, wides, activation in (
+            ("feed_forward", (4096, 16384), "relu"),
+            ("feed_forward", (4096, 16384), "gelu"),
+            ("linear_cross_entropy", (32768, 32768), ""),
+        )
+        for d, wide in zip((1024, 4096), wides)
+        for backward in (False, True)
+    ),
 ]
 
 
-def inputs(case: Case, small: bool) -> list[torch.Tensor]:
-    """query, key, value, grad_out: 16,384 tokens of 2,048 columns, or few."""
+def normal(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Numbers of about the size that activations have; the last is the gradient of a result, or needs one too."""
     torch.manual_seed(0)
-    batch, heads = (1, 1) if small else (max(1, 16384 // case.length), 2048 // case.head_dim)
-    shape = (batch, heads, min(case.length, 2048) if small else case.length, case.head_dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
 
 
-def call(case: Case, tensors: Sequence[torch.Tensor], backend: str = "cuda") -> Callable[[], list[torch.Tensor]]:
-    *qkv, grad = tensors
-    causal = "top_left" if case.causal else None
-    if case.passes == "forward":
-        return lambda: [pt.attention(*(t.detach() for t in qkv), causal=causal, backend=backend, strict=True)]
-    out = pt.attention(*qkv, causal=causal, backend=backend, strict=True)
-    return lambda: list(torch.autograd.grad(out, qkv, grad, retain_graph=True))
-
-
-def error(case: Case, name: str, exact: Sequence[torch.Tensor]) -> float:
+def error(case: Attention | Products, name: str, exact: Sequence[torch.Tensor]) -> float:
     with raw_ops(name):
-        found = call(case, inputs(case, small=True))()
+        found = case.call(case.inputs(small=True))()
     return max(bounds.relative_error(f, e) for f, e in zip(found, exact))
 
 
-def measure(case: Case, names: Sequence[str]) -> dict[str, Any]:
+def measure(case: Attention | Products, names: Sequence[str]) -> dict[str, Any]:
     """Error and TFLOP/s by name; "" is what is committed."""
-    exact = call(case, inputs(case, small=True), "reference")()
+    exact = case.call(case.inputs(small=True), "reference")()
     errors = {name: error(case, name, exact) for name in names}
     right = [name for name in names if errors[name] <= WORSE * errors[""]]
     calls, times = {}, {name: [] for name in right}
     for name in right:
         with raw_ops(name):
-            calls[name] = call(case, inputs(case, small=False))
+            calls[name] = case.call(case.inputs(small=False))
     for _ in range(ROUNDS + WARM_UP):
         for name in right:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -262,11 +348,7 @@ def measure(case: Case, names: Sequence[str]) -> dict[str, Any]:
                 end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end))
-    batch, heads, length, head_dim = inputs(case, small=False)[0].shape
-    flops = (
-        4 * batch * heads * length * length * head_dim * (0.5 if case.causal else 1) * (1 if case.passes == "forward" else 2.5)
-    )
-    rates = {name: round(flops / statistics.median(t[WARM_UP:]) / 1e9, 1) for name, t in times.items()}
+    rates = {name: round(case.flops() / statistics.median(t[WARM_UP:]) / 1e9, 1) for name, t in times.items()}
     return {"case": str(case), "errors": errors, "tflops": rates, "wrong": [name for name in names if name not in right]}
 
 
@@ -283,7 +365,7 @@ def run(variants: Sequence[Variant], directory: Path, out: Path | None) -> int:
         torch.ops.load_library(directory / f"{slug(name)}.so")
     results: list[dict[str, Any]] = []
     for case in CASES:
-        names = ["", *(v.name for v in built if v.passes == case.passes and case.head_dim in v.head_dims)]
+        names = ["", *(v.name for v in built if case.takes(v))]
         if len(names) == 1:
             continue
         results.append(measure(case, names))
@@ -307,7 +389,7 @@ def check(variant: Variant, directory: Path) -> list[str]:
     builder = module(CSRC / "native_build.py").cuda_build
     if nvcc := builder.find_nvcc():
         os.environ["PYTRANSFORMER_CUDA_ARCHS"] = "sm_90a"
-        for source in (path for path in sorted(csrc.glob("cuda/attention/*.cu")) if depends(path, variant)):
+        for source in (path for path in sorted(csrc.glob("cuda/*/*.cu")) if depends(path, variant)):
             output = directory / "x.o"
             command = [nvcc, *builder.flags(source), "-I", str(csrc), "-c", str(source), "-o", str(output)]
             if builder.compile_checked(output, directory / "x.log", command):
@@ -315,16 +397,17 @@ def check(variant: Variant, directory: Path) -> list[str]:
     else:
         found.append("nvcc was not found, so that nothing is known of registers")
     emulator = module(CSRC / "emulator" / "build.py")
-    library = emulator.library(directory / slug(variant.name) / "build", csrc, "attention", "[as]*")
-    script = [sys.executable, str(ROOT / "tests" / "emulator" / "run_problems.py"), "sm90_problems", "1"]
-    done = subprocess.run(
-        script,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": "sm90"},
-    )
-    if done.returncode:
-        found.append(f"the emulator: {done.stdout}{done.stderr[-2000:]}")
+    if variant.passes == "products":
+        stem, only, problems = "*", "[cfm]*/*.c*", ("matmul_problems", "ffn_problems", "ce_problems")
+    else:
+        stem, only, problems = "attention", "[as]*", ("sm90_problems",)
+    library = emulator.library(directory / slug(variant.name) / "build", csrc, stem, only)
+    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": "sm90"}
+    for name in problems:
+        script = [sys.executable, str(ROOT / "tests" / "emulator" / "run_problems.py"), name, "1"]
+        done = subprocess.run(script, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            found.append(f"the emulator: {done.stdout}{done.stderr[-2000:]}")
     return found
 
 
@@ -333,14 +416,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the variants, and do nothing else")
     parser.add_argument("--check", action="store_true", help="compile them and run them in the emulator; needs no GPU")
     parser.add_argument("--only", default="", help="those whose name holds this")
+    parser.add_argument("--kernels", choices=("attention", "products"), help="those of these kernels")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     options = parser.parse_args(arguments)
-    variants = [variant for variant in VARIANTS if options.only in variant.name]
+    kernels = {"attention": ("forward", "backward"), "products": ("products",), None: ("forward", "backward", "products")}
+    variants = [v for v in VARIANTS if options.only in v.name and v.passes in kernels[options.kernels]]
     check_texts(variants)
     if not variants:
         parser.error(f"no variant's name holds {options.only!r}; --list names them")
     if options.list:
-        print("\n".join(f"{v.name} ({v.passes}, head size {', '.join(map(str, v.head_dims))})" for v in variants))
+        print(
+            "\n".join(
+                f"{v.name} ({v.passes}{', head size '[: 12 * bool(v.head_dims)]}{', '.join(map(str, v.head_dims))})"
+                for v in variants
+            )
+        )
         return 0
     with tempfile.TemporaryDirectory() as folder:
         if options.check:

@@ -1,6 +1,6 @@
 """The backend ``cuda`` of linear_cross_entropy: csrc/cuda/cross_entropy and csrc/cuda/matmul called with tensors allocated here.
 
-Forward stores no logit: the product's epilogue leaves two or three numbers for each row and 256 classes. Backward takes a chunk of
+Forward stores no logit: the product's epilogue leaves two or three numbers for each row and 128 classes. Backward takes a chunk of
 rows at a time: a product's epilogue writes their d_logits, of which two plain products make dx and add to dweight::
 
     d_logits = (p - q) g  in x's dtype;  dx = d_logits weight;  dweight += d_logitsᵀ x;  dbias = sum over rows of d_logits, unrounded
@@ -23,10 +23,10 @@ from ._cuda_matmul import ROWS_OF_A_PART, WIDTH, by_library, operand, padded_bia
 from ._registry import Backend, Op
 from ._tensors import as_written, matrix
 
-TILE = 256  # classes; csrc/cuda/matmul/config.h
+TILE = 128  # classes; csrc/cuda/matmul/config.h
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
-# Of what exists for a chunk of rows at a time. Forward: the parts of 2^17 classes take 4 KB a row, so 65,536 rows at a time. Backward:
+# Of what exists for a chunk of rows at a time. Forward: the parts of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
 # d_logits of 4,096 rows then; each chunk adds to dweight, 16 bytes for each of its elements against 6 operations for each row.
 PARTS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
 PARTS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16

@@ -284,9 +284,32 @@ def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | No
 def test_how_products_are_shared() -> None:
     """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in groups of 16 rows of tiles."""
     large, few, gated = matmul_plan(), matmul_plan(rows=100, columns=300), matmul_plan(gated=True)
-    assert (large["down"], large["across"], large["group"], large["blocks"]) == (64, 64, 16, 132)
-    assert (few["down"], few["across"], few["group"], few["blocks"]) == (1, 2, 1, 2)
-    assert (gated["down"], gated["across"]) == (64, 128)
+    assert (large["down"], large["across"], large["group"], large["blocks"], large["halves"]) == (64, 64, 16, 132, 2)
+    assert (few["down"], few["across"], few["group"], few["blocks"], few["halves"]) == (1, 3, 1, 3, 1)
+    assert (gated["down"], gated["across"], gated["halves"]) == (64, 128, 2)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "halves", "tiles"),
+    [
+        (1024, 2048, False, 1, 128),  # 64 wide tiles would leave more than half of 132 multiprocessors idle
+        (1024, 2112, False, 2, 72),  # 72: narrow ones would need two rounds
+        (2048, 2048, False, 2, 128),
+        (2048, 2304, False, 1, 288),  # 144: the second round would be almost empty
+        (2048, 3072, False, 1, 384),  # 192 of two rounds' 264: just
+        (2048, 3328, False, 2, 208),
+        (2048, 1024, True, 2, 128),
+        (1024, 1024, True, 1, 128),
+        (65536, 128, False, 1, 512),  # no wide tile would be more than half full
+        (8192, 4096, False, 2, 1024),
+    ],
+)
+def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, tiles: int) -> None:
+    """Half as wide where that many would leave multiprocessors idle, and narrow ones are done sooner."""
+    found = matmul_plan(rows=rows, columns=columns, gated=gated)
+    assert (found["halves"], found["down"] * found["across"]) == (halves, tiles)
+    assert found["blocks"] == min(tiles, 132)
 
 
 @needs_bindings
@@ -300,14 +323,14 @@ def test_which_plain_products_are_the_librarys() -> None:
 @pytest.mark.parametrize(
     ("rows", "classes", "smooth", "tiles", "parts", "blocks"),
     [
-        (4096, 131072, False, 512, 2 * 512 * 4096, 128),
+        (4096, 131072, False, 1024, 2 * 1024 * 4096, 128),
         (1, 1, False, 1, 2, 1),
-        (33, 257, True, 2, 3 * 2 * 33, 2),
-        (2**30, 2**30, False, 2**22, 2**53, 2**25),
+        (33, 129, True, 2, 3 * 2 * 33, 2),
+        (2**30, 2**30, False, 2**23, 2**54, 2**25),
     ],
 )
 def test_what_cross_entropys_tiles_leave(rows: int, classes: int, smooth: bool, tiles: int, parts: int, blocks: int) -> None:
-    """Two or three numbers for each row and 256 classes; Python makes the same room for them."""
+    """Two or three numbers for each row and 128 classes; Python makes the same room for them."""
     from pytransformer import _C
     from pytransformer.ops import _cuda_cross_entropy
 

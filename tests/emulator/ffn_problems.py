@@ -46,10 +46,11 @@ def problem(
     return Problem(dtype, "zero_mean", tensors, dict.fromkeys(tensors, layout), {"activation": "relu", **keywords}, wanted)
 
 
-# Tiles of 128 rows and 256 columns of hidden, 128 of each product if gated; the emulated GPU has two multiprocessors.
+# Tiles of 128 rows and 256 columns of hidden, 128 of each product if gated, or half as many where two blocks have too few of these.
 PROBLEMS = {
     "relu": problem(BF16, (200, 72, 528, 40), (*WEIGHTS, *BIASES), dropout_p=0.3, dropout_seed=-(2**62) + 5),
     "gated": problem(F16, (140, 40, 200, 72), (*WEIGHTS, *BIASES, *GATE), F32, activation="silu", dropout_p=0.5, dropout_seed=11),
+    "led": problem(BF16, (140, 264, 300, 264), (*WEIGHTS, *BIASES, *GATE), activation="gelu_tanh"),  # more steps than stages
     "odd sizes": problem(BF16, (37, 33, 70, 17), (*WEIGHTS, *BIASES), F64, activation="gelu", recompute=True),
     "no biases": problem(F16, (130, 64, 136, 24), (*WEIGHTS, GATE[0]), activation="gelu_tanh", recompute=True),
     "everything dropped": problem(BF16, (20, 16, 40, 16), (*WEIGHTS, *BIASES), dropout_p=1.0, dropout_seed=1),

@@ -40,15 +40,24 @@ def check_texts(faults: Sequence[Fault]) -> None:
 
 
 def check_caught(
-    fault: Fault, problems: str, stem: str, builder: ModuleType, directory: Path, only: str = "", path: str = "portable"
+    fault: Fault,
+    problems: str,
+    stem: str,
+    builder: ModuleType,
+    directory: Path,
+    only: str = "",
+    path: str = "portable",
+    variant: Fault | None = None,
 ) -> None:
     """A module of problems finds the fault in a library of that op alone, whatever the schedule.
 
-    only: a pattern of the files to compile, if not all of the op's; path: PYTRANSFORMER_CUDA_PATH.
+    only: a pattern of the files to compile, if not all of the op's; path: PYTRANSFORMER_CUDA_PATH; variant: what the sources are changed to
+    first, which is no fault.
     """
     shutil.copytree(CSRC / "cuda", directory / "cuda")
-    changed = directory / "cuda" / fault.file
-    changed.write_text(changed.read_text().replace(fault.old, fault.new))
+    for change in filter(None, (variant, fault)):
+        changed = directory / "cuda" / change.file
+        changed.write_text(changed.read_text().replace(change.old, change.new))
     library = builder.library(directory / "build", directory, stem, only)
     environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": path}
     script = str(Path(__file__).with_name("run_problems.py"))

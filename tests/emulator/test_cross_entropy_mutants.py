@@ -12,7 +12,7 @@ FWD, BWD, SUMS = "cross_entropy/fwd.cuh", "cross_entropy/bwd.cuh", "matmul/epilo
 LAUNCH = "cross_entropy/sm90_bwd.cu"
 TILES, CHUNKS, WEIGHTED, ODD, ONLY_BIAS = "several tiles", "chunks", "weighted rows", "odd sizes", "only the bias"
 OUTSIDE, LATE = "outside global memory", "not ordered after"
-SYNC = "    if (bias_parts) sync_consumer();  // the sums of the tile before have been read\n"
+SYNC = "{ sync_consumer(); }"
 
 # By the file that is compiled with the fault; the rest comes from the library without one.
 FAULTS_OF = {
@@ -20,7 +20,7 @@ FAULTS_OF = {
         Fault("a sum not rescaled", FWD, "sum = sum * ptx::exp2((top - base) * kLog2e) +", "sum = sum +", TILES, slow=False),
         Fault("a logarithm to base two", FWD, "ptx::fma_rn(ptx::log2(all.sum), kLn2, all.top)", "ptx::log2(all.sum) + all.top", CHUNKS),
         Fault("columns past the last class", FWD, "z[i] = column_of(i) < end ? z[i] : minus", "z[i] = true ? z[i] : minus", TILES),
-        Fault("the mean over whole tiles", FWD, "total / float(f.classes)", "total / float(256 * f.tiles)", TILES),
+        Fault("the mean over whole tiles", FWD, "total / float(f.classes)", "total / float(128 * f.tiles)", TILES),
         Fault("the maximum of two lanes", FWD, "return fmaxf(x, ptx::shfl_xor(x, 2));", "return x;", TILES),
         Fault("the sum of two lanes", FWD, "return x + ptx::shfl_xor(x, 2);", "return x;", TILES),
         Fault("odd targets left out", FWD, "at % 8 > 1", "at % 8 > 0", CHUNKS),
@@ -29,7 +29,7 @@ FAULTS_OF = {
         Fault("the last tile left out", FWD, "tile < f.tiles;", "tile < f.tiles - 1;", TILES),
         Fault("warps left out", FWD, "w < kLossWarps; ++w", "w < 2; ++w", TILES),
         Fault("no barrier in the second stage", FWD, "  ptx::syncthreads();\n", "", TILES, "ld.shared"),
-        Fault("parts of the first tile", FWD, "(kind * tiles + place.tile.column)", "(kind * tiles)", CHUNKS),
+        Fault("parts of the first tile", FWD, "(kind * tiles + place.column / kClassTile)", "(kind * tiles)", CHUNKS),
         Fault("parts of a row past the last", FWD, "if (row < place.rows && kind", "if (row <= place.rows && kind", TILES, OUTSIDE),
         Fault("the loss of a row past the last", FWD, "here = row < f.rows,", "here = row <= f.rows,", TILES, OUTSIDE),
         Fault("the smoothing left out", FWD, "if (smooth) loss -=", "if (false) loss -=", TILES),
@@ -50,7 +50,8 @@ FAULTS_OF = {
         Fault("the last strip left out", BWD, "strip < R / 16; ++strip", "strip < R / 16 - 1; ++strip", CHUNKS),
         Fault("sums of one row of two", BWD, "sum[c] = r == 0 ? v[c] : sum[c] + v[c];", "sum[c] = v[c];", ONLY_BIAS),
         Fault("sums read before they are there", BWD, "    sync_consumer();\n    sums.store", "    sums.store", ONLY_BIAS),
-        Fault("sums written under their readers", BWD, SYNC, "", TILES, LATE),
+        Fault("biases read, and sums written, too early", SUMS, SYNC, "{}", TILES, LATE),
+        Fault("the gradient's bias of the first half", SUMS, "place.half * kHalfColumns", "0", TILES),
     ),
     "matmul/sm90_sums.cu": (
         Fault("a chunk's sums forgotten", SUMS, "      if (add) {\n", "      if (false) {\n", CHUNKS),

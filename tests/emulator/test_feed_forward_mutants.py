@@ -17,7 +17,7 @@ DROPOUT, PHILOX, MATMUL, LAUNCH = (
 )
 EDGE, SUMS = "feed_forward/feed_forward.cpp", "matmul/row_sums.cuh"
 LATE, DEADLOCK = "not ordered after", "deadlock"
-SYNC = "    sync_consumer();  // the sums of the tile before have been read\n"
+SYNC = "    sync_consumer();  // the sums of the half before have been read\n"
 RELU, GATED, ODD, NO_BIASES, ONLY_BIASES = "relu", "gated", "odd sizes", "no biases", "only biases"
 
 # By the file of the op that is compiled with the fault; the rest comes from the library without one.
@@ -31,8 +31,8 @@ FAULTS_OF = {
         Fault("a strip left out", FWD, "strip < kOf / 16; ++strip", "strip < kOf / 16 - 1; ++strip", RELU),
         Fault("strips beyond the end only", FWD, "Columns >= place.columns) continue;", "Columns < place.columns) continue;", RELU),
         Fault("half a gated stage loaded twice", MATMUL, "args.b[K::gated ? q : pair]", "args.b[K::gated ? 0 : pair]", GATED),
-        Fault("the second weight over the first", MATMUL, "b + q * kColumns * kSwizzleRow, map", "b, map", GATED),
-        Fault("boxes of a gated stage too high", LAUNCH, "kMatmulTile.columns / K::products)", "kMatmulTile.columns)", GATED),
+        Fault("the second weight over the first", MATMUL, "* kHalfBytes + q * (kHalfBytes / kParts);", "* kHalfBytes;", GATED),
+        Fault("boxes of a gated stage too high", LAUNCH, "kHalfColumns / K::products)", "kHalfColumns)", GATED),
         # dropout
         Fault("another tag", PHILOX, "kTagFeedForward = 0x80000002u", "kTagFeedForward = 0x80000003u", RELU),
         Fault("dropout of another group", PHILOX, "column / 32 * 4 + threadIdx.x % 4,", "column / 32 * 4 + threadIdx.x % 2,", RELU),
@@ -55,8 +55,9 @@ FAULTS_OF = {
         Fault("panels loaded before it is empty", MATMUL, "    ring.await_empty(use);\n    ring.announce(use, E",
               "    ring.announce(use, E", RELU),
         Fault("the panel of other columns", MATMUL, "ring.full(use), column, row);", "ring.full(use), 0, row);", RELU),
+        Fault("panels of the first columns only", MATMUL, "p < panels(column); ++p", "p < 1; ++p", RELU, DEADLOCK),
         Fault("panels on top of each other", MATMUL, "ring.buffer(use) + i * MatmulPanels::kBytes", "ring.buffer(use)", GATED),
-        Fault("a panel's rows of the other consumer", MATMUL, "i * kBytes + uint32_t(consumer() * 64 * kSwizzleRow)", "i * kBytes", RELU),
+        Fault("a panel's rows of the other consumer", MATMUL, "i * kBytes + uint32_t(tile_part() * 64 * kSwizzleRow)", "i * kBytes", RELU),
         Fault("matrices of a panel exchanged", MATMUL, "8 * (matrix % 2);", "8 * (matrix / 2);", RELU),
         Fault("a panel not swizzled", MATMUL, "swizzle128(uint32_t(row), uint32_t(eight + matrix / 2))",
               "uint32_t(row) * 128 + uint32_t(eight + matrix / 2) * 16", RELU),
@@ -73,7 +74,7 @@ FAULTS_OF = {
         Fault("half the rows of a sum", SUMS, "ptx::shfl_xor(odd ? two[0] : two[1], 4)", "0.0f", RELU),
         Fault("columns of a sum exchanged", SUMS, "(middle ? four[2 + i] : four[i])", "(middle ? four[i] : four[2 + i])", RELU),
         Fault("a warp's sum left out", SUMS, "warp < 4; ++warp", "warp < 3; ++warp", RELU),
-        Fault("sums of a wrong tile", SUMS, "place.row / kRowsOfAPart * place.columns", "place.tile.row * place.columns", ONLY_BIASES),
+        Fault("sums of a wrong tile", SUMS, "place.row / kRowsOfAPart * place.columns", "place.row / 128 * place.columns", ONLY_BIASES),
         Fault("sums of the other bias", BWD, "gate_bias.put(strip, gate_sum)", "gate_bias.put(strip, b1_sum)", GATED),
         Fault("two biases in one place", BWD, "gate_bias{place.scratch + BiasSums::kBytes}", "gate_bias{place.scratch}", GATED),
         Fault("consumers share their scratch", MATMUL, "scratch + uint32_t(consumer()) * E::kScratch", "scratch", RELU),

@@ -8,9 +8,9 @@ namespace pt::cuda {
 
 // An epilogue (sm90_matmul.cuh).
 struct DLogits {
-  static constexpr uint32_t kScratch = BiasSums::kBytes;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes;
   static constexpr int kPanels = 0;
-  Bias bias;
+  Bias bias[1];
   Labels labels;
   const float *lse, *g;
   MatrixOut d_logits;
@@ -31,16 +31,18 @@ struct DLogits {
             clamped(target, place.columns) - place.column - 2 * (lane_id() % 4)};
   }
 
+  PT_DEVICE void begin(const MatmulPlace& place) const { TileBias<1>::bring(bias, place); }
+
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     const Row rows[2] = {row_of(place, 0), row_of(place, 1)};
-    const BiasSums sums{place.scratch};
-    if (bias_parts) sync_consumer();  // the sums of the tile before have been read
+    const BiasSums sums{place.scratch + TileBias<1>::kBytes};
+    const TileBias<1> biases(place);  // and the sums of the half before have been read
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;
       float b[8], sum[8];
-      load_bias(b, bias, place, strip);
+      biases.load(b, 0, strip);
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         const Row& row = rows[r];

@@ -32,12 +32,16 @@ PT_DEVICE float most_of_quad(float x) {
 
 // An epilogue (sm90_matmul.cuh).
 struct RowParts {
-  static constexpr uint32_t kScratch = 0;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes;
   static constexpr int kPanels = 0;
-  Bias bias;
+  Bias bias[1];
   Labels labels;
   float *parts, *picked;
   int64_t tiles;  // of classes
+
+  PT_DEVICE void begin(const MatmulPlace& place) const {
+    if (bias[0].data) TileBias<1>::bring(bias, place);  // models of language seldom have one
+  }
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
@@ -51,11 +55,12 @@ struct RowParts {
         PT_UNROLL
         for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r, c)];
       }
-      if (bias.data) {  // one branch: models of language seldom have one
+      if (bias[0].data) {
+        const TileBias<1> biases(place);
         PT_UNROLL
         for (int strip = 0; strip < R / 16; ++strip) {
           float b[8];
-          load_bias(b, bias, place, strip);
+          biases.load(b, 0, strip);
           PT_UNROLL
           for (int c = 0; c < 8; ++c) z[8 * strip + c] += b[c];
         }
@@ -92,7 +97,7 @@ struct RowParts {
     // Each number by a lane of its own.
     const int kind = lane_id() % 4;
     if (row < place.rows && kind < (labels.on_each > 0.0f ? 3 : 2))
-      store_one(parts + (kind * tiles + place.tile.column) * place.rows + row, kind == 0 ? top : kind == 1 ? sum : total);
+      store_one(parts + (kind * tiles + place.column / kClassTile) * place.rows + row, kind == 0 ? top : kind == 1 ? sum : total);
   }
 
   // Few rows have their target in a tile.

@@ -6,7 +6,8 @@
 
 namespace pt::cuda {
 
-constexpr int kLossWarps = 8;  // of a block, which share the tiles of 32 rows
+constexpr int kClassTile = kHalfColumns;  // classes of which a product's epilogue leaves the parts of a row
+constexpr int kLossWarps = 8;             // of a block, which share the tiles of 32 rows
 
 struct CrossEntropyPlan {
   int64_t tiles;   // of classes
@@ -16,7 +17,7 @@ struct CrossEntropyPlan {
 };
 
 inline CrossEntropyPlan plan_cross_entropy(int64_t rows, int64_t classes, bool smooth) {
-  const int64_t tiles = (classes + kMatmulTile.columns - 1) / kMatmulTile.columns;
+  const int64_t tiles = (classes + kClassTile - 1) / kClassTile;
   return {tiles, (smooth ? 3 : 2) * tiles * rows, (rows + 31) / 32, 3 * kLossWarps * 32 * sizeof(float)};
 }
 

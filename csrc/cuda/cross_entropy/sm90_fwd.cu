@@ -5,8 +5,9 @@
 namespace pt::cuda {
 
 void sm90_logit_parts(const LogitParts& f, const MatmulPlan& plan, void* stream) {
+  const int64_t tiles = (f.product.columns + kClassTile - 1) / kClassTile;
   with_half(f.product.dtype, [&](auto t) {
-    launch_matmul<decltype(t), NT>(f.product, RowParts{f.bias, f.labels, f.parts, f.picked, plan.grid.across}, plan, stream);
+    launch_matmul<decltype(t), NT>(f.product, RowParts{{f.bias}, f.labels, f.parts, f.picked, tiles}, plan, stream);
   });
 }
 

@@ -19,11 +19,13 @@ struct DHidden {
   MatrixOut d_pre, d_gate, hidden;
   float *b1_parts, *gate_bias_parts;
 
+  PT_DEVICE void begin(const MatmulPlace&) const {}
+
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels& panels) const {
     const StripDropout dropout(drop);
     const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
-    sync_consumer();  // the sums of the tile before have been read
+    sync_consumer();  // the sums of the half before have been read
     PT_UNROLL
     for (int panel = 0; panel < R / 32; ++panel) {
       if (!place.has_panel(panel)) continue;

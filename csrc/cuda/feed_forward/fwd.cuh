@@ -17,11 +17,13 @@ struct Hidden {
   Bias bias[kProducts];  // b1, gate_bias
   MatrixOut hidden, pre, gate;
 
+  PT_DEVICE void begin(const MatmulPlace& place) const { TileBias<kProducts>::bring(bias, place); }
+
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     constexpr int kOf = R / kProducts;  // sums of one product
     const StripDropout dropout(drop);
-    const TileBias<kProducts> biases(bias, place);
+    const TileBias<kProducts> biases(place);
     PT_UNROLL
     for (int strip = 0; strip < kOf / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;

@@ -10,54 +10,35 @@ constexpr int kStripColumns = 32;  // at a time: four lanes that share a row the
 // Which of a lane's sums is column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row r.
 PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) { return 16 * strip + c / 2 * 4 + 2 * r + c % 2; }
 
-// The bias of the lane's eight columns of a strip, or zeros: v[2 c + e] is column first(4 strip + c) + e.
-PT_DEVICE void load_bias(float (&v)[8], const Bias& bias, const MatmulPlace& place, int strip) {
-  PT_UNROLL
-  for (int c = 0; c < 8; ++c) v[c] = 0.0f;
-  const auto each_pair = [&](auto read) {
-    PT_UNROLL
-    for (int c = 0; c < 4; ++c)
-      if (const int64_t column = place.first(4 * strip + c); column < place.columns) read(column, v[2 * c], v[2 * c + 1]);
-  };
-  const auto each_half_pair = [&](auto t) {
-    using T = decltype(t);
-    each_pair([&](int64_t column, float& low, float& high) {
-      const uint32_t pair = ptx::ld_global_u32(static_cast<const T*>(bias.data) + column);
-      low = ptx::widen(T{uint16_t(pair)}), high = ptx::widen(T{uint16_t(pair >> 16)});
-    });
-  };
-  if (!bias.data) return;
-  if (bias.dtype == DType::bf16) return each_half_pair(ptx::bf16{});
-  if (bias.dtype == DType::f16) return each_half_pair(ptx::f16{});
-  each_pair([&](int64_t column, float& low, float& high) {
-    const float* p = static_cast<const float*>(bias.data) + column;
-    low = load_one(p), high = load_one(p + 1);
-  });
-}
-
-// The same from a consumer's scratch, where it has put those of the tile: one wait for memory instead of one for each strip.
+// A tile's biases, of each product in turn for each half, or zeros: in a consumer's scratch since the tile's first products.
 template <int Products>
 class TileBias {
  public:
-  static constexpr int kColumns = kMatmulTile.columns / Products;  // of a product
-  static constexpr uint32_t kBytes = kMatmulTile.columns * sizeof(float);
+  static constexpr int kColumns = kHalfColumns / Products;  // of a product, in a half
+  static constexpr uint32_t kBytes = 2 * kHalfColumns * sizeof(float);
 
-  // Every thread of the consumer; biases of each product in turn.
-  PT_DEVICE TileBias(const Bias (&biases)[Products], const MatmulPlace& place) : at_(place.scratch) {
-    static_assert(kMatmulTile.columns == 2 * 128);  // a thread has two
-    const int mine = 2 * (int(threadIdx.x) % 128), column = mine % kColumns;
+  // By an epilogue's begin(). Every thread of the consumer.
+  static PT_DEVICE void bring(const Bias (&biases)[Products], const MatmulPlace& place) {
+    static_assert(kHalfColumns == 128);  // a thread has one of each half
+    const int mine = int(threadIdx.x) % 128;
     const Bias& bias = biases[mine / kColumns];
-    float low = 0.0f, high = 0.0f;
-    if (bias.data && place.column + column < place.columns)
+    float v[2] = {};
+    if (bias.data)
       with_type(bias.dtype, [&](auto t) {
-        const auto* p = static_cast<const decltype(t)*>(bias.data) + place.column + column;
-        low = load_one(p), high = load_one(p + 1);
+        const auto* p = static_cast<const decltype(t)*>(bias.data);
+        PT_UNROLL
+        for (int h = 0; h < 2; ++h)
+          if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns) v[h] = load_one(p + column);
       });
     sync_consumer();  // those of the tile before have been read
-    ptx::st_shared_f32(at_ + 4 * uint32_t(mine), low);
-    ptx::st_shared_f32(at_ + 4 * uint32_t(mine) + 4, high);
-    sync_consumer();
+    PT_UNROLL
+    for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
   }
+
+  // Every thread of the consumer.
+  PT_DEVICE explicit TileBias(const MatmulPlace& place) : at_(place.scratch + 4 * uint32_t(place.half * kHalfColumns)) { sync_consumer(); }
+
+  // Of the lane's eight columns of a strip: v[2 c + e] is column first(4 strip + c) + e.
   PT_DEVICE void load(float (&v)[8], int product, int strip) const {
     const int column = product * kColumns + strip * kStripColumns + 2 * (lane_id() % 4);
     PT_UNROLL
@@ -87,9 +68,11 @@ struct Linear {
   Bias bias[1];
   MatrixOut out;
 
+  PT_DEVICE void begin(const MatmulPlace& place) const { TileBias<1>::bring(bias, place); }
+
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
-    const TileBias<1> biases(bias, place);
+    const TileBias<1> biases(place);
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       float b[8];
@@ -111,6 +94,8 @@ struct Sums {
   static constexpr int kPanels = 0;
   MatrixOut out;
   bool add;
+
+  PT_DEVICE void begin(const MatmulPlace&) const {}
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {

@@ -17,9 +17,9 @@ PT_DEVICE float sum_over_rows(const float (&v)[8]) {
   return (odd ? two[1] : two[0]) + ptx::shfl_xor(odd ? two[0] : two[1], 4);
 }
 
-// Of one bias, for a consumer: its warps' sums in shared memory, (4, 256), then their sum.
+// Of one bias, for a consumer: its warps' sums in shared memory, (4, 128), then their sum.
 struct BiasSums {
-  static constexpr int kColumns = kMatmulTile.columns;
+  static constexpr int kColumns = kHalfColumns;
   static constexpr uint32_t kBytes = 4 * kColumns * sizeof(float);
   uint32_t at;
 
@@ -30,12 +30,13 @@ struct BiasSums {
   // After a barrier of the consumer.
   PT_DEVICE void store(float* parts, const MatmulPlace& place) const {
     if (!parts || place.row >= place.rows) return;
-    for (int column = int(threadIdx.x) % 128; column < kColumns && place.column + column < place.columns; column += 128) {
-      float sum = 0.0f;
-      PT_UNROLL
-      for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
-      store_one(parts + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
-    }
+    static_assert(kColumns == 128);  // a thread has one
+    const int column = int(threadIdx.x) % 128;
+    if (place.column + column >= place.columns) return;
+    float sum = 0.0f;
+    PT_UNROLL
+    for (int warp = 0; warp < 4; ++warp) sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
+    store_one(parts + place.row / kRowsOfAPart * place.columns + place.column + column, sum);
   }
 };
 

@@ -16,13 +16,13 @@ inline ptx::TensorMap map_matrix(const Matrix& m, DType dtype, int rows) {
 template <class T, class K, class E>
 void launch_matmul(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream, const Matrix* panels = nullptr) {
   constexpr int kStep = kMatmulTile.step;
-  MatmulArgs<E> args{{}, {}, {}, epilogue, plan.grid, p.rows, p.columns, {}};
+  MatmulArgs<E> args{{}, {}, {}, epilogue, plan.grid, plan.halves, p.rows, p.columns, {}};
   for (int i = 0; i < 2; ++i) {
     if (p.a[i].data) {
       args.a[i] = map_matrix(p.a[i], p.dtype, K::a_by_k ? kStep : kMatmulTile.rows());
       args.steps[i] = int((p.a[i].width() + kStep - 1) / kStep);
     }
-    if (p.b[i].data) args.b[i] = map_matrix(p.b[i], p.dtype, K::b_by_k ? kStep : kMatmulTile.columns / K::products);
+    if (p.b[i].data) args.b[i] = map_matrix(p.b[i], p.dtype, K::b_by_k ? kStep : kHalfColumns / K::products);
     if (i < E::kPanels) args.panels[i] = map_matrix(panels[i], p.dtype, kMatmulTile.rows());
   }
   launch(sm90_matmul_kernel<T, K, E>, dim3(unsigned(plan.blocks)), kMatmulTile.threads(), matmul_smem(kMatmulTile, E::kScratch), stream,

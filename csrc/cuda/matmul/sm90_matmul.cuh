@@ -1,19 +1,22 @@
 // Products by warpgroups on sm_90a: out = epilogue(A B), float32 sums of 16-bit elements.
 //
-// Persistent blocks take tiles of 128 rows and 256 columns. One thread loads steps of 64 along k into a ring; two consumer warpgroups
-// multiply 64 rows each, one step's products in flight while the next step's begin, and hand their sums to the epilogue, under which the
-// ring fills with the next tile's steps.
+// Persistent blocks take tiles of 128 rows and 256 columns, or 128 where those would be too few. One thread loads steps of 64 along k into
+// a ring; two consumer warpgroups multiply 64 rows each, one step's products in flight while the next step's begin, and hand their sums to
+// the epilogue, under which the ring fills with the next tile's steps. The first consumer leads by a few steps, so that it has its epilogue
+// under the other's last products, and the other has its own under the first products of the next tile. Or, with ping_pong, each has tiles
+// of its own, whose steps come by one ring, tile after tile, and one multiplies under the other's epilogue.
 //
-// Gated, a tile is 128 columns of each of two products that share A: a stage of B has 128 columns of one operand and then 128 of the other,
-// one wgmma multiplies with both, and lane and element i hold a sum of the first product, i + 64 that of the second at the same place. Two
-// tiles in turn would read A twice; two accumulators of 128 columns would read it twice from shared memory; interleaved weights would have
-// to be copied.
+// Gated, a half of a tile is 64 columns of each of two products that share A: a stage of B has, for each half, 64 columns of one operand
+// and then 64 of the other, one wgmma multiplies with all, and lane and element i of a half hold a sum of the first product, i + 32 that of
+// the second at the same place. Two tiles in turn would read A twice; accumulators of their own would read it twice from shared memory;
+// interleaved weights would have to be copied.
 //
 // An epilogue E is a struct, part of the kernel's parameters, with
 //   kScratch   bytes of shared memory that a consumer has for itself
 //   kPanels    how many matrices of T, of the result's shape, it reads: they come by the same ring, 64 columns at a time
-//   finish<T>(place, x, panels) const   what becomes of a consumer's sums. Every thread of the consumer calls it. With kPanels > 0 it calls
-//              panels.visit once for each panel that place.has_panel, in order.
+//   begin(place) const                  what can be done under a tile's products: the place is that of its first half
+//   finish<T>(place, x, panels) const   what becomes of a consumer's sums of half a tile. Every thread of the consumer calls it. With
+//              kPanels > 0 it calls panels.visit once for each panel that place.has_panel, in order.
 #pragma once
 
 #include "cuda/matmul/plan.h"
@@ -30,21 +33,25 @@ struct MatmulArgs {
   ptx::TensorMap a[2], b[2], panels[2];
   E epilogue;
   TileGrid grid;
+  int halves;             // of a tile
   int64_t rows, columns;  // of the result
   int steps[2];           // along k, of the first and the second pair of operands
 };
 
 using MatmulRing = Buffers<kMatmulTile.stages, kMatmulTile.stage_bytes()>;
 
-// Where a consumer's sums are in the result. Of a lane's, element i is row own(i / 2 % 2), column first(i / 4) + i % 2.
+// Which 64 rows of a tile the consumer has.
+PT_DEVICE int tile_part() { return kMatmulTile.ping_pong ? 0 : consumer(); }
+
+// Where a consumer's sums of half a tile are in the result. Of a lane's, element i is row own(i / 2 % 2), column first(i / 4) + i % 2.
 struct MatmulPlace {
-  TileAt tile;
-  int64_t row, column, rows, columns;  // the consumer's first row, the tile's first column; the result's size
+  int64_t row, column, rows, columns;  // the consumer's first row, the half's first column; the result's size
+  int half;
   uint32_t scratch;
 
   PT_DEVICE int64_t own(int r) const { return row + warp_row() % 64 + lane_id() / 4 + 8 * r; }
   PT_DEVICE int64_t first(int eight) const { return column + 8 * eight + 2 * (lane_id() % 4); }
-  // Whether any of the 64 columns from 64 `panel` on is there.
+  // Whether any of the half's 64 columns from 64 `panel` on is there.
   PT_DEVICE bool has_panel(int panel) const { return column + kPanelColumns * panel < columns; }
 };
 
@@ -77,7 +84,7 @@ struct MatmulPanels {
     PanelReader readers[Count];
     ring.await_full(use);
     PT_UNROLL
-    for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(consumer() * 64 * kSwizzleRow);
+    for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(tile_part() * 64 * kSwizzleRow);
     f(readers);
     release_by_warp(ring, use++);
   }
@@ -86,16 +93,28 @@ struct MatmulPanels {
 template <class T, class K, class E>
 struct Sm90Matmul {
   static constexpr MatmulTile kTile = kMatmulTile;
-  static constexpr int kColumns = kTile.columns / K::products;  // of a product
+  static constexpr int kHalf = kHalfColumns / K::products;                                // columns of a product
+  static constexpr int kHalfSums = kHalfColumns / 2, kConsumers = 128 * kTile.consumers;  // threads
+  static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);         // of a stage of B
   static_assert(E::kScratch <= kMatmulMostScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
 
   const MatmulArgs<E>& args;
   MatmulRing ring;
   uint32_t scratch;
 
+  // f(the tile's first row, its first column).
   template <class F>
   PT_DEVICE void for_each_tile(F f) const {
-    for (int n = int(blockIdx.x); n < args.grid.tiles(); n += int(gridDim.x)) f(tile_at(args.grid, n));
+    for (int n = int(blockIdx.x); n < args.grid.tiles(); n += int(gridDim.x)) {
+      const TileAt at = tile_at(args.grid, n);
+      f(at.row * kTile.rows(), at.column * args.halves * kHalf);
+    }
+  }
+  PT_DEVICE int steps() const { return args.steps[0] + args.steps[1]; }
+  // Of each of the epilogue's matrices.
+  PT_DEVICE int panels(int column) const {
+    const int64_t left = args.columns - column, wide = args.halves * kHalf;
+    return E::kPanels > 0 ? int(((left < wide ? left : wide) + kPanelColumns - 1) / kPanelColumns) : 0;
   }
 
   PT_DEVICE void begin() const {
@@ -105,18 +124,17 @@ struct Sm90Matmul {
       if (i == 0 || args.steps[i] || K::gated) ptx::prefetch_tensor_map(args.b[i]);
       if (i < E::kPanels) ptx::prefetch_tensor_map(args.panels[i]);
     }
-    ring.init(1, 4 * kTile.consumers, "full", "empty");
+    ring.init(1, kTile.readers(), "full", "empty");
   }
 
   PT_DEVICE void produce() const {
     if (threadIdx.x != 0) return;
     int use = 0;
-    for_each_tile([&](const TileAt& at) {
-      const int row = at.row * kTile.rows(), column = at.column * kColumns;
+    for_each_tile([&](int row, int column) {
       for (int pair = 0; pair < 2; ++pair)
         for (int s = 0; s < args.steps[pair]; ++s) load_step(use++, pair, s * kTile.step, row, column);
       if constexpr (E::kPanels > 0)
-        for (int p = 0; p < kColumns && column + p < args.columns; p += kPanelColumns) load_panels(use++, row, column + p);
+        for (int p = 0; p < panels(column); ++p) load_panels(use++, row, column + p * kPanelColumns);
     });
   }
 
@@ -124,9 +142,10 @@ struct Sm90Matmul {
   PT_DEVICE void load_step(int use, int pair, int k, int row, int column) const {
     const uint32_t bar = ring.full(use), a = ring.buffer(use), b = a + kTile.a_bytes();
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
+    constexpr int kParts = K::b_by_k ? kHalf / kPanelColumns : K::products;  // boxes of half of B
     const auto inside = [](int first, int64_t size) { return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns; };
     ring.await_empty(use);
-    ring.announce(use, kTile.stage_bytes());
+    ring.announce(use, kTile.a_bytes() + uint32_t(args.halves) * kHalfBytes);
     if constexpr (K::a_by_k) {
       PT_UNROLL
       for (int p = 0; p < kTile.rows() / kPanelColumns; ++p)
@@ -134,15 +153,14 @@ struct Sm90Matmul {
     } else {
       ptx::tma_load_2d(a, args.a[pair], bar, k, row);
     }
-    PT_UNROLL
-    for (int q = 0; q < K::products; ++q) {
-      const ptx::TensorMap& map = args.b[K::gated ? q : pair];
-      if constexpr (K::b_by_k) {
-        PT_UNROLL
-        for (int p = 0; p < kColumns / kPanelColumns; ++p)
-          ptx::tma_load_2d(b + p * kPanel, map, bar, inside(column + p * kPanelColumns, args.columns), k);
-      } else {
-        ptx::tma_load_2d(b + q * kColumns * kSwizzleRow, map, bar, k, column);
+    for (int h = 0; h < args.halves; ++h) {
+      PT_UNROLL
+      for (int q = 0; q < kParts; ++q) {
+        const ptx::TensorMap& map = args.b[K::gated ? q : pair];
+        const uint32_t to = b + uint32_t(h) * kHalfBytes + q * (kHalfBytes / kParts);
+        const int first = column + h * kHalf + (K::gated ? 0 : q * (kHalf / kParts));
+        if constexpr (K::b_by_k) ptx::tma_load_2d(to, map, bar, inside(first, args.columns), k);
+        else ptx::tma_load_2d(to, map, bar, k, inside(first, args.columns));
       }
     }
   }
@@ -155,36 +173,90 @@ struct Sm90Matmul {
       ptx::tma_load_2d(ring.buffer(use) + i * MatmulPanels::kBytes, args.panels[i], ring.full(use), column, row);
   }
 
+  // Apart for each width: where paths met, ptxas would copy sums in flight.
   PT_DEVICE void consume() const {
-    int use = 0;
-    const int steps = args.steps[0] + args.steps[1];
-    for_each_tile([&](const TileAt& at) {
-      float x[kTile.sums()];
-      for (int s = 0; s < steps; ++s, ++use) {
-        ring.await_full(use);
-        multiply(x, use, s > 0);
-        ptx::wgmma_wait<1>();  // the step before
-        if (s > 0) release_by_warp(ring, use - 1);
+    if (args.halves == 2) consume_tiles<2>();
+    else consume_tiles<1>();
+  }
+
+  template <int Halves>
+  PT_DEVICE void consume_tiles() const {
+    int use = 0, n = 0;
+    for_each_tile([&](int row, int column) {
+      const Turn turn = turn_of(n++);
+      if (!turn.mine) {
+        use += steps() + panels(column);
+        return;
       }
-      ptx::wgmma_wait<0>();
-      release_by_warp(ring, use - 1);
-      const MatmulPlace place{at,           int64_t(at.row) * kTile.rows() + consumer() * 64, int64_t(at.column) * kColumns, args.rows,
-                              args.columns, scratch + uint32_t(consumer()) * E::kScratch};
-      args.epilogue.template finish<T>(place, x, MatmulPanels{ring, use});
+      const auto place = [&](int h) {
+        const uint32_t own = scratch + uint32_t(consumer()) * E::kScratch;
+        return MatmulPlace{row + tile_part() * 64, column + h * kHalf, args.rows, args.columns, h, own};
+      };
+      float x[Halves * kHalfSums];
+      make_sums(x, use, turn, [&] { args.epilogue.begin(place(0)); });
+      PT_UNROLL
+      for (int h = 0; h < Halves; ++h) {
+        if (h > 0 && column + kHalf >= args.columns) continue;
+        args.epilogue.template finish<T>(place(h), reinterpret_cast<float (&)[kHalfSums]>(x[h * kHalfSums]), MatmulPanels{ring, use});
+      }
     });
+  }
+
+  // Of a consumer, in the block's tile number n: whether it is one of its own, whether it waits for the other before its first products,
+  // and behind which step it lets the other begin (-1: none).
+  struct Turn {
+    bool mine, awaits;
+    int passes;
+  };
+  // A shared tile: the first consumer leads, but not where it could be two tiles ahead. Tiles of their own: a consumer begins when the last
+  // step of the tile before has come. Earlier its own would be further than the ring is long, where a barrier's parity tells nothing.
+  PT_DEVICE Turn turn_of(int n) const {
+    const bool first = consumer() == 0;
+    if constexpr (kTile.ping_pong) {
+      const bool more = int(blockIdx.x) + (n + 1) * int(gridDim.x) < args.grid.tiles();
+      return {n % kTile.consumers == consumer(), n > 0, more ? steps() - 1 : -1};
+    } else {
+      const bool leads = kTile.lead > 0 && steps() >= kTile.stages;
+      return {true, leads && !first, leads && first ? kTile.lead - 1 : -1};
+    }
+  }
+  static PT_DEVICE void await_turn() {
+    if (consumer() == 0) ptx::bar_sync(3, kConsumers);
+    else ptx::bar_sync(4, kConsumers);
+  }
+  static PT_DEVICE void pass_turn() {
+    if (consumer() == 0) ptx::bar_arrive(4, kConsumers);
+    else ptx::bar_arrive(3, kConsumers);
+  }
+
+  // All steps of a tile.
+  template <int N, class F>
+  PT_DEVICE void make_sums(float (&x)[N], int& use, const Turn& turn, F begin) const {
+    if (turn.awaits) await_turn();
+    for (int s = 0; s < steps(); ++s, ++use) {
+      ring.await_full(use);
+      multiply(x, use, s > 0);
+      if (s == turn.passes) pass_turn();
+      if (s == 0) begin();
+      ptx::wgmma_wait<1>();  // the step before
+      if (s > 0) release_by_warp(ring, use - 1);
+    }
+    ptx::wgmma_wait<0>();
+    release_by_warp(ring, use - 1);
   }
 
   // x (+)= the consumer's 64 rows of a step of A, times a step of B. 16 along k are 32 bytes inside the swizzle's rows, or two groups of
   // eight rows.
-  PT_DEVICE void multiply(float (&x)[kTile.sums()], int use, bool accumulate) const {
+  template <int N>
+  PT_DEVICE void multiply(float (&x)[N], int use, bool accumulate) const {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow), kInside = 32, kGroups = 2 * kSwizzleAtom;
-    const uint32_t a = ring.buffer(use) + uint32_t(consumer() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
+    const uint32_t a = ring.buffer(use) + uint32_t(tile_part() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
     static_assert(kPanel == 64 * kSwizzleRow);  // so that a consumer's rows begin alike, however A lies
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < kTile.step / 16; ++i)
-      ptx::wgmma_ss<T, kTile.columns, K::b_by_k, K::a_by_k>(x, swizzled(a + i * (K::a_by_k ? kGroups : kInside), kPanel),
-                                                            swizzled(b + i * (K::b_by_k ? kGroups : kInside), kPanel), accumulate || i > 0);
+      ptx::wgmma_ss<T, 2 * N, K::b_by_k, K::a_by_k>(x, swizzled(a + i * (K::a_by_k ? kGroups : kInside), kPanel),
+                                                    swizzled(b + i * (K::b_by_k ? kGroups : kInside), kPanel), accumulate || i > 0);
     ptx::wgmma_commit();
   }
 
