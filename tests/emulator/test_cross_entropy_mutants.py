@@ -9,7 +9,7 @@ import pytest
 from planted import Fault, check_caught, check_texts, parameters
 
 FWD, BWD, SUMS = "cross_entropy/fwd.cuh", "cross_entropy/bwd.cuh", "matmul/epilogue.cuh"
-LAUNCH = "cross_entropy/sm90_bwd.cu"
+LAUNCH, LABELS = "cross_entropy/sm90_bwd.cu", "cross_entropy/labels.cuh"
 TILES, CHUNKS, WEIGHTED, ODD, ONLY_BIAS = "several tiles", "chunks", "weighted rows", "odd sizes", "only the bias"
 OUTSIDE, LATE = "outside global memory", "not ordered after"
 SYNC = "{ sync_consumer(); }"
@@ -24,7 +24,10 @@ FAULTS_OF = {
         Fault("the maximum of two lanes", FWD, "return fmaxf(x, ptx::shfl_xor(x, 2));", "return x;", TILES),
         Fault("the sum of two lanes", FWD, "return x + ptx::shfl_xor(x, 2);", "return x;", TILES),
         Fault("odd targets left out", FWD, "at % 8 > 1", "at % 8 > 0", CHUNKS),
-        Fault("the target of the first tile", FWD, "place.columns) - place.column - 2", "place.columns) - 2", TILES),
+        Fault("the target of the first tile", FWD, "get(r)) - place.column - 2", "get(r)) - 2", TILES),
+        Fault("targets written under their readers", FWD, "    else sync_consumer();      ", "    else {}  ", WEIGHTED, LATE),
+        Fault("the target of the lane's other row", LABELS, "lane_id() / 4 + 8 * r", "lane_id() / 4 + 8 * (1 - r)", TILES),
+        Fault("targets of half the rows", LABELS, "i < 64 &&", "i < 32 &&", TILES),
         Fault("ignored rows count", FWD, "== f.labels.ignore_index ? 0.0f : loss", "== -7 ? 0.0f : loss", TILES),
         Fault("the last tile left out", FWD, "tile < f.tiles;", "tile < f.tiles - 1;", TILES),
         Fault("warps left out", FWD, "w < kLossWarps; ++w", "w < 2; ++w", TILES),
@@ -38,6 +41,8 @@ FAULTS_OF = {
     ),
     "cross_entropy/sm90_bwd.cu": (
         Fault("ignored rows have a gradient", BWD, "row.counts ? v[c] * row.g : 0.0f", "v[c] * row.g", TILES),
+        Fault("lse for the upstream gradient", BWD, "numbers(place, 2).get(r)", "numbers(place, 1).get(r)", WEIGHTED),
+        Fault("a row's numbers in one place", BWD, "uint32_t(which) * RowNumbers::kBytes", "0", WEIGHTED),
         Fault("the upstream gradient left out", BWD, "v[c] * row.g :", "v[c] :", WEIGHTED),
         Fault("the gradient's smoothing left out", BWD, " * kLog2e) - share;", " * kLog2e);", WEIGHTED),
         Fault("smoothing over whole tiles", LAUNCH, "float(f.product.columns)", "float(256 * plan.grid.across)", WEIGHTED),

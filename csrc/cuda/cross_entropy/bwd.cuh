@@ -8,7 +8,7 @@ namespace pt::cuda {
 
 // An epilogue (sm90_matmul.cuh).
 struct DLogits {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 3 * RowNumbers::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
@@ -24,20 +24,37 @@ struct DLogits {
     int64_t target;  // from the lane's first column on
   };
   PT_DEVICE Row row_of(const MatmulPlace& place, int r) const {
-    const int64_t row = place.own(r);
-    if (row >= place.rows) return {false, 0.0f, 0.0f, -1};
-    const int64_t target = target_of(labels, row);
-    return {target != labels.ignore_index, load_one(lse + row), load_one(g + row),
-            clamped(target, place.columns) - place.column - 2 * (lane_id() % 4)};
+    if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, -1};
+    const int target = int(numbers(place, 0).get(r));
+    return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)), ptx::bits_float(numbers(place, 2).get(r)),
+            target - place.column - 2 * (lane_id() % 4)};
+  }
+  // Of rows: the target, -1 without gradient; lse; g.
+  static PT_DEVICE RowNumbers numbers(const MatmulPlace& place, int which) {
+    return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes + uint32_t(which) * RowNumbers::kBytes};
   }
 
-  PT_DEVICE void begin(const MatmulPlace& place) const { TileBias<1>::bring(bias, place); }
+  PT_DEVICE void begin(const MatmulPlace& place) const {
+    int target = 0;
+    float row_lse = 0.0f, row_g = 0.0f;
+    RowNumbers::each(place, [&](int, int64_t row) {
+      const int64_t class_of = target_of(labels, row);
+      target = class_of == labels.ignore_index ? -1 : int(clamped(class_of, place.columns));
+      row_lse = load_one(lse + row), row_g = load_one(g + row);
+    });
+    TileBias<1>::bring(bias, place);
+    RowNumbers::each(place, [&](int i, int64_t) {
+      numbers(place, 0).put(i, uint32_t(target));
+      numbers(place, 1).put(i, ptx::float_bits(row_lse));
+      numbers(place, 2).put(i, ptx::float_bits(row_g));
+    });
+  }
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const TileBias<1> biases(place);  // and the sums of the half before have been read
     const Row rows[2] = {row_of(place, 0), row_of(place, 1)};
     const BiasSums sums{place.scratch + TileBias<1>::kBytes};
-    const TileBias<1> biases(place);  // and the sums of the half before have been read
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;

@@ -32,7 +32,7 @@ PT_DEVICE float most_of_quad(float x) {
 
 // An epilogue (sm90_matmul.cuh).
 struct RowParts {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowNumbers::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
@@ -40,11 +40,16 @@ struct RowParts {
   int64_t tiles;  // of classes
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
+    uint32_t target = 0;
+    RowNumbers::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
     if (bias[0].data) TileBias<1>::bring(bias, place);  // models of language seldom have one
+    else sync_consumer();                               // targets of the tile before have been read
+    RowNumbers::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
   }
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const TileBias<1> biases(place);
     const int64_t left = place.columns - place.column;
     const int end = int(left < 2 * R ? left : 2 * R) - 2 * (lane_id() % 4);  // of the classes, from the lane's first column on
     PT_UNROLL
@@ -56,7 +61,6 @@ struct RowParts {
         for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r, c)];
       }
       if (bias[0].data) {
-        const TileBias<1> biases(place);
         PT_UNROLL
         for (int strip = 0; strip < R / 16; ++strip) {
           float b[8];
@@ -65,17 +69,19 @@ struct RowParts {
           for (int c = 0; c < 8; ++c) z[8 * strip + c] += b[c];
         }
       }
-      finish_row(place, z, end, place.own(r));
+      finish_row(place, z, end, r);
     }
   }
 
  private:
+  static PT_DEVICE RowNumbers targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
   // The column of the lane's element i, from its first on.
   static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
 
   template <int N>
-  PT_DEVICE void finish_row(const MatmulPlace& place, float (&z)[N], int end, int64_t row) const {
-    if (row < place.rows) pick(place, z, row);
+  PT_DEVICE void finish_row(const MatmulPlace& place, float (&z)[N], int end, int r) const {
+    const int64_t row = place.own(r);
+    if (row < place.rows) pick(place, z, r);
     float total = 0.0f;
     if (labels.on_each > 0.0f) {
       PT_UNROLL
@@ -102,14 +108,14 @@ struct RowParts {
 
   // Few rows have their target in a tile.
   template <int N>
-  PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int64_t row) const {
-    const int64_t at = clamped(target_of(labels, row), place.columns) - place.column - 2 * (lane_id() % 4);
+  PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int r) const {
+    const int64_t at = int64_t(targets(place).get(r)) - place.column - 2 * (lane_id() % 4);
     if (at < 0 || at >= 4 * N || at % 8 > 1) return;
     float found = 0.0f;
     PT_UNROLL
     for (int i = 0; i < N; ++i)
       if (column_of(i) == int(at)) found = z[i];
-    store_one(picked + row, found);
+    store_one(picked + place.own(r), found);
   }
 };
 
