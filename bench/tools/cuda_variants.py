@@ -71,6 +71,7 @@ VARIANTS = (
     Variant("128: 160 keys", "forward", (128,), *plain_tile(128, "128, 160, 2")),
     Variant("128: turns", "forward", (128,), *plain_tile(128, "128, 128, 2, true")),
     Variant("128: 176 keys, turns", "forward", (128,), *plain_tile(128, "128, 176, 2, true")),
+    Variant("256: 80 keys", "forward", (256,), *plain_tile(256, "256, 80, 2")),
     Variant("256: turns", "forward", (256,), *plain_tile(256, "256, 64, 2, true")),
     Variant(
         "d_query 128: 80 keys",
@@ -90,6 +91,9 @@ VARIANTS = (
     ),
     Variant(
         "d_key 128: three stages", "backward", (128,), CONFIG, "general ? 48 : 64, 2, false", "general ? 48 : 64, 3, false"
+    ),
+    Variant(
+        "d_query 256: 48 keys, two stages", "backward", (256,), CONFIG, "{256, 64, 2, false, 2, 24, 240, 1}", "{256, 48, 2}"
     ),
     Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
     Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
@@ -300,7 +304,7 @@ class Products(NamedTuple):
 CASES = [
     *(
         Attention(passes, head_dim, length, causal)
-        for passes, head_dims in (("forward", (64, 128, 256)), ("backward", (64, 128)))
+        for passes, head_dims in (("forward", (64, 128, 256)), ("backward", (64, 128, 256)))
         for head_dim in head_dims
         for length in (2048, 8192)
         for causal in (False, True)

@@ -44,6 +44,18 @@ BOTH_WAYS = (
     Problem("weights of all sizes", F16, (1, 1, 1, 130, 140, 64, 64), lambda n: {"scale": 2.0}),
     Problem("one tile", BF16, (1, 1, 1, 20, 20, 72, 72), lambda n: {"scale": 0.05}),
 )  # fmt: skip
+# In the backward consumers share 64 keys: several tiles of these, persistent and not; weights from one consumer to the other.
+WIDE = (
+    Problem("wide", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {}),
+    Problem("wide, grouped", BF16, (1, 2, 1, 150, 330, 256, 256), lambda n: {}),
+    Problem("wide, causal", BF16, (1, 1, 1, 200, 200, 200, 256), lambda n: {"causal": "top_left"}),
+    Problem(
+        "wide, lengths and window", F16, (2, 2, 1, 200, 210, 248, 200),
+        lambda n: {"query_lengths": integers(200, 75), "key_lengths": integers(190, 100), "window": (60, 40),
+                   "causal": "bottom_right"},
+    ),
+    Problem("wide, one tile", BF16, (1, 1, 1, 20, 20, 256, 256), lambda n: {"scale": 0.05}),
+)  # fmt: skip
 # With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that some tiles are wholly beyond, or none.
 TERMS = (
     Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
@@ -64,7 +76,22 @@ TERMS = (
 )  # fmt: skip
 # Those whose backward the portable kernels have.
 FORWARD = (
-    Problem("wide heads", F16, (1, 1, 1, 70, 140, 256, 256), lambda n: {}),
+    # Wide heads: terms, lookups, both.
+    Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
+    Problem(
+        "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),
+        lambda n: {"bias": t5(n, 1, True), "dropout_p": 0.3, "dropout_seed": 7},
+    ),
+    Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": n(2, 1, 1, 150) > -0.5}),
+    Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
+    Problem(
+        "wide, bf16 mask and bias", BF16, (1, 2, 2, 130, 140, 256, 256),
+        lambda n: {"attn_mask": some(n(1, 1, 130, 140)).to(BF16), "bias": n(2, 130, 140), "softcap": 4.0},
+    ),
+    Problem(
+        "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
+        lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
+    ),
     # What is looked up pair by pair. Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
     Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64), lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
     Problem(
@@ -138,7 +165,7 @@ FUSED = (
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *TERMS, *FORWARD, *FUSED)
+    yield from (*BOTH_WAYS, *WIDE, *TERMS, *FORWARD, *FUSED)
 
 
 def wrong(problem: Problem) -> list[str]:
@@ -152,6 +179,9 @@ def wrong(problem: Problem) -> list[str]:
     products.append(torch.ops.pytransformer_C.emulator_products())
     found = attention_problems.wrong(problem)
     products.append(torch.ops.pytransformer_C.emulator_products())
+    told = " ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes)  # nothing without _C
+    if problem not in FORWARD and "portable" in told:
+        found.append(told)
     forward, both = products[1] - products[0], products[2] - products[1]
     if not forward or (problem not in FORWARD and forward == both):
         found.append(f"{forward} products of warpgroups in forward, {both} in forward and backward")

@@ -149,8 +149,11 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
     wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
-    partly = pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1]
-    assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels have head" in partly
+    assert pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1] == taken
+    partly = pt.explain(
+        "attention", query, query, query, attn_mask=torch.ones(20, 20, dtype=torch.bool), backend="cuda"
+    ).notes[-1]
+    assert "forward by the kernels for sm_90a; d_query by the portable kernels: masks, dense biases" in partly
     unordered = pt.explain("attention", query, query, query, deterministic=False, backend="cuda")
     assert unordered.notes[-1].endswith("d_query, added across blocks, d_key and d_value by the kernels for sm_90a")
     ordered = pt.explain("attention", query, query, query, backend="cuda")

@@ -11,7 +11,7 @@ from planted import Fault, check_caught, check_texts, parameters
 RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
-LOOKUPS, REDO = "attention/sm90_lookups.cuh", "attention/redo.cuh"
+LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 OUTSIDE = "lies outside global memory"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
@@ -91,8 +91,8 @@ FAULTS = (
     Fault("a segment of the other row", LOOKUPS, "segment == own[r]", "segment == own[0]", "segments"),
     Fault("segments of 32 bits", LOOKUPS, "segment == own[r]", "int32_t(segment) == int32_t(own[r])", "segments and causal"),
     Fault("the part of a set", LOOKUPS, "1u << k << part", "1u << k", "segments"),
-    Fault("the second half of float32 pairs", LOOKUPS, "if (c > 0 && c % (kKept / 4) == 0) load_pairs(w, d, column, c);", "", "f32 bias"),
-    Fault("the second half of pairs", LOOKUPS, "if (c > 0 && c % (kKept / 2) == 0) load_pairs(w, d, column, c);", "", "bf16 mask"),
+    Fault("the second half of float32 pairs", LOOKUPS, "c % (kKept / 4) == 0) load_pairs", "c % (kKept / 4) == 1) load_pairs", "f32 bias"),
+    Fault("the second half of pairs", LOOKUPS, "c % (kKept / 2) == 0) load_pairs", "c % (kKept / 2) == 1) load_pairs", "bf16 mask"),
     Fault("a pair's first twice", LOOKUPS, ">> 16 * (r % 2));", ">> 0 * (r % 2));", "f16 bias"),
     Fault("pairs past the last key", LOOKUPS, "return uint32_t(key) < uint32_t(p_.num_keys);", "return true;", "f16 bias", OUTSIDE),
     Fault("a term shows what another hides", LOOKUPS, " || x[n][r] == minus_infinity();", ";", "finfo.min"),
@@ -162,6 +162,30 @@ FAULTS = (
     Fault("maxima of the first columns", KEYS, "numbers_at + 32 * (c + n)", "numbers_at + 32 * n", "ALiBi"),
     Fault("kept values of d_value not scaled", KEYS, "? p.keep_scale * kWeightUnit<T>", "? kWeightUnit<T>", "dropout"),
     Fault("another half of the weights", GRADIENTS, "uint16_t(w >> 16)", "uint16_t(w)", "grouped"),
+    # wide heads: two consumers with the same keys, weights from one to the other
+    Fault("weights not awaited", WIDE, "    exchange.await_full(visit);\n", "", "wide, grouped", "", False),
+    Fault("the phase of weights flipped", WIDE, "exchange.await_full(visit);", "exchange.await_full(visit + kTile.stages);",
+          "wide, grouped"),
+    Fault("weights announced too early", WIDE, "    ptx::syncwarp();\n    if (lane_id() == 0) exchange", "    if (lane_id() == 0) exchange",
+          "wide, grouped", LATE),
+    Fault("wide rows released too early", WIDE, "    ptx::syncwarp();\n    if (lane_id() == 0) buffers", "    if (lane_id() == 0) buffers",
+          "wide, grouped", LATE),
+    Fault("weights in one buffer", WIDE, "exchange.buffer(visit)", "exchange.buffer(0)", "wide, grouped", LATE),
+    Fault("weights of the first sixteen queries", WIDE, "uint32_t(i * 128 + ptx", "uint32_t((consumer() ? 0 : i) * 128 + ptx", "wide"),
+    Fault("another thread's weights", WIDE, "% 128) * 16", "% 128 ^ consumer()) * 16", "wide"),
+    Fault("half of the weights twice", WIDE, ">> 16 * (e % 2)", ">> 0 * (e % 2)", "wide"),
+    Fault("d_key from the gradients of outputs", WIDE, "sum<true>(v, d_out, q)", "sum<true>(v, d_out, d_out)", "wide"),
+    Fault("results exchanged", WIDE, "OfKeys, !OfKeys", "!OfKeys, OfKeys", "wide"),
+    Fault("the second consumer's keys", KEYS, "kTile.split ? own_row(r) % 64 : own_row(r)", "own_row(r)", "wide, causal"),
+    Fault("scores of wide heads not awaited", WIDE, WAIT, "", "wide, grouped", TOUCHED),
+    Fault("wide rows released under their product", WIDE, "          ptx::wgmma_wait<0>();\n          release(right, visit - 1);\n",
+          "          release(right, visit - 1);\n          ptx::wgmma_wait<0>();\n", "wide, grouped", LATE),
+    Fault("wide scores not hidden", WIDE, "e = bounds[r].has(column) ? e : 0.0f;", "", "wide, causal"),
+    Fault("wide queries that see nothing kept", WIDE, "          clear_rows<kConsumers>(q, visit, t * BN, keep);\n", "",
+          "wide, lengths and window"),
+    Fault("wide pairs loaded too late", LOOKUPS, "(c > 0 || !kEarly) && c", "c > 0 && c", "wide, f32 mask, dropout"),
+    Fault("delta of wide heads forgotten", WIDE, "(e + delta)", "(e + 0.0f)", "wide"),
+    Fault("the other panel of wide queries", QUERIES, "int(ring.buffer(0)))", "int(ring.buffer(0) + RingOwn::kPanelBytes))", "wide"),
     # all three gradients at once, d_query added across blocks
     Fault("a part stored over the one before", FUSED, "      if (!first) part_of(consumer()).await_empty(visit - 1);\n", "",
           "grouped, unordered", LATE, False),

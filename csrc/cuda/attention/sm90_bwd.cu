@@ -1,5 +1,5 @@
-#include "cuda/attention/sm90_bwd_keys.cuh"
 #include "cuda/attention/sm90_bwd_queries.cuh"
+#include "cuda/attention/sm90_bwd_wide_keys.cuh"
 #include "cuda/attention/sm90_kernels.h"
 #include "cuda/attention/sm90_launch.cuh"
 
@@ -21,7 +21,8 @@ Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const S
 // Calls run(kind) for the plan's kernel.
 template <class F>
 void with_kind(const Sm90Plan& plan, F run) {
-  if (plan.head_class == 64) plan.general ? run(Hopper<64, true, false>{}) : run(Hopper<64, false, false>{});
+  if (plan.head_class == 256) run(Hopper<256, false, false>{});
+  else if (plan.head_class == 64) plan.general ? run(Hopper<64, true, false>{}) : run(Hopper<64, false, false>{});
   else plan.general ? run(Hopper<128, true, false>{}) : run(Hopper<128, false, false>{});
 }
 

@@ -31,13 +31,13 @@ struct Sm90KeysBlock {
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
     // The queries of the lane's row r; those that some key of the sequence is seen by, or TMA leaves as zeros; and those that see all 64
     // keys of this consumer.
-    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, j0 + own_row(r)); }
+    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, j0 + key_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
       const Range seen{s.queries_of(p, 0).lo, s.queries_of(p, s.num_k - 1).hi};
       return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
     }
     PT_DEVICE Range whole(const AttentionProblem& p) const {
-      const int first = j0 + consumer() * 64;
+      const int first = j0 + key_row(0) / 64 * 64;
       return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
     }
     // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards,
@@ -57,6 +57,9 @@ struct Sm90KeysBlock {
         : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
     static PT_DEVICE int first_key(const AttentionProblem& p) { return K::general ? key_origin(p) : 0; }
   };
+
+  // The lane's row r of the tile: consumers may share its 64.
+  static PT_DEVICE int key_row(int r) { return kTile.split ? own_row(r) % 64 : own_row(r); }
 
   PT_DEVICE void begin() const {
     for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
@@ -240,7 +243,7 @@ struct Sm90KeysBlock {
   }
 
   // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
-  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2]) const {
+  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2], bool keys = true, bool values = true) const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
     const Work w(p, args.order, ptx::again(n));
@@ -249,37 +252,33 @@ struct Sm90KeysBlock {
     int64_t index[2];
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int j = w.j0 + own_row(r);
+      const int j = w.j0 + key_row(r);
       const bool nobody = w.own_bounds(p, r).empty();
       dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : K::general ? p.keep_scale * kWeightUnit<T> : kWeightUnit<T>;
       index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
-    if (g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
-    if (g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
+    if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
+    if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
+  }
+
+  static constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kNumbersAt = 2 * kOwn + 2 * kStream;
+  static constexpr uint32_t kBarriers = kNumbersAt + kTile.stages * kNumbers;
+  static constexpr uint32_t kEnd = kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
+
+  static PT_DEVICE Sm90KeysBlock at(const Sm90Backward& args, uint32_t base) {
+    const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
+    return {args,
+            RingOwn(base, own_bars),
+            RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
+            RingQueries(base + 2 * kOwn, stream_bars),
+            RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
+            base + kNumbersAt};
   }
 
   static PT_DEVICE void run(const Sm90Backward& args) {
-    const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kNumbersAt = 2 * kOwn + 2 * kStream;
-    constexpr uint32_t kBarriers = kNumbersAt + kTile.stages * kNumbers;
-    static_assert(kSm90Slack + kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes) == sm90_keys_smem(kTile));
-    const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
-    const Sm90KeysBlock block{args,
-                              RingOwn(base, own_bars),
-                              RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
-                              RingQueries(base + 2 * kOwn, stream_bars),
-                              RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
-                              base + kNumbersAt};
-    run_block(block);
+    static_assert(kSm90Slack + kEnd == sm90_keys_smem(kTile));
+    run_block(at(args, align_to_atom(ptx::dynamic_smem())));
   }
 };
-
-template <class T, class K>
-__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim, K::general).threads(), 1)
-    sm90_attention_bwd_keys_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
-#if PT_SM90A
-  Sm90KeysBlock<T, K>::run(args);
-#endif
-}
 
 }  // namespace pt::cuda

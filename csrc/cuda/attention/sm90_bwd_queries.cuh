@@ -16,11 +16,13 @@ struct Sm90QueriesBlock {
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   using RingOwn = Ring<1, BM, kTile.panels()>;
-  using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
+  using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
+  using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
 
   const Sm90Backward& args;
   RingOwn q, d_out;
-  RingStream k, v;
+  RingKeys k;
+  RingValues v;
   uint32_t sums;
 
   using Work = QueryWork<BM, BN>;
@@ -49,6 +51,9 @@ struct Sm90QueriesBlock {
     });
   }
 
+  // Kept in registers from visit to visit, descriptors of all steps of wide heads would not leave enough.
+  static PT_DEVICE RingOwn own(const RingOwn& ring) { return D > 128 ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring; }
+
   PT_DEVICE void consume() const {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
@@ -70,16 +75,16 @@ struct Sm90QueriesBlock {
       float s[BN / 2], dp[BN / 2], dq[D / 2];
       uint32_t weights[BN / 16][4];  // P, then dS
       [[maybe_unused]] Pairs<BN / 2> seen, kept;
-      [[maybe_unused]] Sm90TermSums<D> gradients(sums);
+      [[maybe_unused]] std::conditional_t<K::general, Sm90TermSums<D>, NoTermSums> gradients(sums);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) dq[i] = 0.0f;
 
       const auto start = [&](int first) {
         clear_rows<kConsumers>(k, visit, first, keep);
         k.await_full(visit);
-        multiply_rows<T, D>(s, q, turn, k, visit, false);
+        multiply_rows<T, D>(s, own(q), turn, k, visit, false);
         v.await_full(visit);
-        multiply_rows<T, D>(dp, d_out, turn, v, visit, false);
+        multiply_rows<T, D>(dp, own(d_out), turn, v, visit, false);
       };
       const auto cut = [&](int first) { return first < whole.lo || first + BN > whole.hi; };
       const auto hide = [&](float (&x)[BN / 2], int first) {
@@ -196,15 +201,16 @@ struct Sm90QueriesBlock {
 
   static PT_DEVICE void run(const Sm90Backward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kBarriers = 2 * kOwn + 2 * kStream;
-    constexpr uint32_t kEnd = kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
+    constexpr uint32_t kOwn = RingOwn::kBufferBytes, kValuesAt = 2 * kOwn + RingKeys::kBufferBytes;
+    constexpr uint32_t kBarriers = kValuesAt + RingValues::kBufferBytes;
+    constexpr uint32_t kEnd = kBarriers + 2 * RingOwn::kBarrierBytes + RingKeys::kBarrierBytes + RingValues::kBarrierBytes;
     static_assert(kSm90Slack + kEnd == sm90_queries_smem(kTile, false));
     const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
     const Sm90QueriesBlock block{args,
                                  RingOwn(base, own_bars),
                                  RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
-                                 RingStream(base + 2 * kOwn, stream_bars),
-                                 RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
+                                 RingKeys(base + 2 * kOwn, stream_bars),
+                                 RingValues(base + kValuesAt, stream_bars + RingKeys::kBarrierBytes),
                                  base + kEnd};
     run_block(block);
   }

@@ -7,6 +7,10 @@
 
 namespace pt::cuda {
 
+struct NoTermSums {
+  PT_DEVICE explicit NoTermSums(uint32_t) {}
+};
+
 // Of 64 queries, as many as a tile of the portable kernels has: their parts are the same.
 //
 // Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns

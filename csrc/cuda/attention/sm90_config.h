@@ -13,12 +13,15 @@ struct Sm90Tile {
   bool ping_pong = false;  // the products of one consumer run while the other computes its weights
   int consumers = 2;
   int producer_registers = 24, consumer_registers = 240;
+  int fewer = 0;       // stages of the second of the two streamed operands
+  bool split = false;  // all consumers have the same 64 rows, and each one of the results
 
-  constexpr int rows() const { return 64 * consumers; }
+  constexpr int rows() const { return split ? 64 : 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
   constexpr int panels() const { return head_dim / 64; }
+  constexpr int second_stages() const { return stages - fewer; }
   constexpr uint32_t own_bytes() const { return uint32_t(rows() * head_dim * 2); }
-  constexpr uint32_t streamed_bytes() const { return uint32_t(stages * streamed * head_dim * 2); }
+  constexpr uint32_t streamed_bytes() const { return uint32_t((stages + second_stages()) * streamed * head_dim * 2); }  // of both
 };
 
 // Plain kernels could have other tiles than general ones, which go through a tile in pieces of 64 columns: FlashAttention-3 has three
@@ -28,10 +31,12 @@ constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool general
 }
 // More rows would need more registers than there are; with terms, which need some too, there are fewer.
 constexpr Sm90Tile sm90_queries_tile(int head_dim, bool general) {
+  if (head_dim == 256) return {256, 64, 2, false, 2, 24, 240, 1};
   return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2} : Sm90Tile{128, general ? 64 : 96, 2};
 }
-// Its producers do more, and need more.
+// Its producers do more, and need more. Of 256 columns one consumer has no registers for both d_key and d_value.
 constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general) {
+  if (head_dim == 256) return {256, 64, 2, false, 2, 56, 224, 0, true};
   return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2, false, 2, 40, 232} : Sm90Tile{128, general ? 48 : 64, 2, false, 2, 40, 232};
 }
 
@@ -42,13 +47,19 @@ constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // w
 constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
 // Forward: Q; K, V. Over queries: Q, dO; K, V; with terms, sums. Over keys: K, V; Q, dO, two numbers a query.
 constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
-  return kSm90Slack + t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + 2 * t.stages);
+  return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + t.stages + t.second_stages());
 }
 constexpr uint32_t sm90_queries_smem(const Sm90Tile& t, bool general) {
-  return kSm90Slack + 2 * t.own_bytes() + 2 * t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + 2 * t.stages) +
+  return kSm90Slack + 2 * t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + t.stages + t.second_stages()) +
          (general ? sm90_sums_bytes(t) : 0);
 }
-constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) { return sm90_queries_smem(t, false) + uint32_t(t.stages * t.streamed * 2 * 4); }
+// Weights that one consumer leaves for the other.
+constexpr uint32_t sm90_exchange_bytes(const Sm90Tile& t) {
+  return t.split ? t.stages * (uint32_t(t.rows() * t.streamed * 2) + kSm90BarrierBytes) : 0;
+}
+constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) {
+  return sm90_queries_smem(t, false) + uint32_t(t.stages * t.streamed * 2 * 4) + sm90_exchange_bytes(t);
+}
 
 // sums: accumulators and fragments of a lane, all alive at once.
 constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
@@ -74,12 +85,15 @@ constexpr bool sm90_queries_fit(int head_dim, bool general) {
          (!general || t.streamed % 32 == 0);  // dropout's groups
 }
 static_assert(sm90_queries_fit(64, false) && sm90_queries_fit(64, true) && sm90_queries_fit(128, false) && sm90_queries_fit(128, true));
-// S, dP, P, dK, dV. With terms S becomes two operands, as large as it is.
+static_assert(sm90_queries_fit(256, false));
+// S, dP, P, dK, dV. With terms S becomes two operands, as large as it is. Split: S or dP, of that an operand, dK or dV.
 constexpr bool sm90_keys_fit(int head_dim, bool general) {
   const Sm90Tile t = sm90_keys_tile(head_dim, general);
+  if (t.split) return sm90_fits(t, sm90_keys_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
   return sm90_fits(t, sm90_keys_smem(t), general ? t.streamed + t.head_dim + kSm90Terms : t.streamed + t.streamed / 4 + t.head_dim);
 }
 static_assert(sm90_keys_fit(64, false) && sm90_keys_fit(64, true) && sm90_keys_fit(128, false) && sm90_keys_fit(128, true));
+static_assert(sm90_keys_fit(256, false));
 
 // What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks
 // and segments; both: floating masks and biases too. Neither: only bounds.

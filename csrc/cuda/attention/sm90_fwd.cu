@@ -19,14 +19,14 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
 // Calls run(kind) for the plan's kernel.
 template <class F>
 void with_kind(const Sm90Plan& plan, F run) {
-  if (plan.head_class == 256) return run(Hopper<256, false>{});
   const auto of_class = [&](auto head_dim) {
     constexpr int D = decltype(head_dim)::value;
     if (plan.general) plan.looks_up ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
     else plan.looks_up ? run(Hopper<D, false, true>{}) : run(Hopper<D, false>{});
   };
   if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
-  else of_class(std::integral_constant<int, 128>{});
+  else if (plan.head_class == 128) of_class(std::integral_constant<int, 128>{});
+  else of_class(std::integral_constant<int, 256>{});
 }
 
 }  // namespace

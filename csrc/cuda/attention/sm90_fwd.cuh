@@ -27,7 +27,7 @@ struct Sm90ForwardBlock {
   static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::plain);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
-  static constexpr int kPiece = K::looks_up ? 4 : 8;  // eights of columns that terms are applied to at a time
+  static constexpr int kPiece = K::looks_up ? Lookups<D, BN>::kPiece : 8;  // eights of columns that terms are applied to at a time
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -128,6 +128,9 @@ struct Sm90ForwardBlock {
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
+  // Kept in registers from visit to visit, descriptors of all steps of wide heads would not leave enough.
+  static PT_DEVICE RingQ own(const RingQ& ring) { return D > 128 ? RingQ(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring; }
+
   PT_DEVICE void consume() const {
     static_assert(!kTile.ping_pong || kConsumers == 2);
     const AttentionProblem& p = args.f.p;
@@ -180,7 +183,7 @@ struct Sm90ForwardBlock {
         q.await_full(turn);
         k.await_full(visit);
         await_turn();
-        multiply_rows<T, D>(s, q, turn, k, visit, false);
+        multiply_rows<T, D>(s, own(q), turn, k, visit, false);
         pass_turn();
         look_up(first);
         ptx::wgmma_wait<0>();
@@ -194,7 +197,7 @@ struct Sm90ForwardBlock {
           first -= BN;
           k.await_full(visit + 1);
           await_turn();
-          multiply_rows<T, D>(s, q, turn, k, visit + 1, false);
+          multiply_rows<T, D>(s, own(q), turn, k, visit + 1, false);
           v.await_full(visit);
           multiply_weights<T>(o, weights, v, visit);
           pass_turn();

@@ -21,9 +21,11 @@ template <int D, int BN>
 class Lookups {
   static_assert(BN % 64 == 0 && BN <= 128);
   // As many as there are registers for: words of paired terms that are kept; columns whose loads are in flight together.
-  static constexpr int kKept = D == 64 ? 32 : 16, kPart = D == 64 ? 16 : 8;
+  static constexpr int kKept = D == 64 ? 32 : D == 128 ? 16 : 8, kPart = D == 64 ? 16 : 8;
+  static constexpr bool kEarly = D <= 128;  // whether there are any while the scores' product runs
 
  public:
+  static constexpr int kPiece = kEarly ? 4 : 2;  // eights of columns that terms are added to at a time
   uint32_t seen[2];
 
   PT_DEVICE explicit Lookups(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
@@ -37,7 +39,7 @@ class Lookups {
       const Range bounds = w.own_bounds(p_, r);
       seen[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
     }
-    if (adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
+    if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
     if (p_.mask.data && p_.mask.type == Term::boolean) {
       if (p_.mask.together == 16) hide_chunks(w, first);
       else hide_bytes(w, column);
@@ -45,18 +47,18 @@ class Lookups {
     if (p_.query_segments) hide_segments(w, column);
   }
 
-  // Adds the floating terms to x, scores in natural units of 32 columns that begin with the eights c of the tile, whose first is `first`;
+  // Adds the floating terms to x, scores in natural units of columns that begin with the eights c of the tile, whose first is `first`;
   // -inf where one of them hides. To be called for all of them in order.
   template <class Work>
-  PT_DEVICE void add(const Work& w, float (&x)[4][4], int first, int c) {
+  PT_DEVICE void add(const Work& w, float (&x)[kPiece][4], int first, int c) {
     const int column = first + 2 * (lane_id() % 4);
     if (paired_) {
       const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
       if (d.type == Term::f32) {
-        if (c > 0 && c % (kKept / 4) == 0) load_pairs(w, d, column, c);
+        if ((c > 0 || !kEarly) && c % (kKept / 4) == 0) load_pairs(w, d, column, c);
         add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kKept]); });
       } else {
-        if (c > 0 && c % (kKept / 2) == 0) load_pairs(w, d, column, c);
+        if ((c > 0 || !kEarly) && c % (kKept / 2) == 0) load_pairs(w, d, column, c);
         const auto pair = [&](int n, int r) { return uint16_t(raw_[(2 * (c + n) + r / 2) % kKept] >> 16 * (r % 2)); };
         if (d.type == Term::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
         else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
@@ -97,8 +99,8 @@ class Lookups {
 
   // x + term, -inf if one of them is; else no less than -finfo.max, which two large terms would go beyond.
   template <class F>
-  static PT_DEVICE void add_each(float (&x)[4][4], F term) {
-    each<4>([&](int n, int r, uint32_t) {
+  static PT_DEVICE void add_each(float (&x)[kPiece][4], F term) {
+    each<kPiece>([&](int n, int r, uint32_t) {
       const float t = term(n, r), sum = x[n][r] + t;
       const bool hidden = t == minus_infinity() || x[n][r] == minus_infinity();
       x[n][r] = hidden ? minus_infinity() : sum < -kFloatMax ? -kFloatMax : sum;

@@ -82,7 +82,6 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   const AttentionProblem& p = f.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p.head_dim), p.general(), p.looks_up(), {}, 0};
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
-  if (plan.head_class == 256 && !p.plain()) plan.why_not = "masks, biases, softcap and dropout have no registers left at head size 256";
   if (plan.why_not) return plan;
   const int rows = sm90_forward_tile(plan.head_class, !p.plain()).rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
@@ -96,7 +95,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   Sm90Plan plan{
       keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(), false, {}, 0};
   if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
-  if (plan.head_class == 256) plan.why_not = "the backward kernels have head sizes to 128";
+  if (plan.head_class == 256 && p.general()) plan.why_not = "softcap, ALiBi, T5 and dropout are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
   const Sm90Tile tile = keys ? sm90_keys_tile(plan.head_class, plan.general) : sm90_queries_tile(plan.head_class, plan.general);
   // Dropout's groups of keys may begin before the first.
@@ -112,6 +111,7 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
   Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
   if (!p.plain()) plan.why_not = "masks, biases, softcap and dropout are only in the passes that add in order";
+  if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
   return plan;

@@ -53,11 +53,11 @@ struct QueryWork : QueryTile<Rows, Streamed> {
 
 // ---- products
 
-// x (+)= A B^T; A is this consumer's 64 rows of a tile, B a tile of N rows, both K-major: a step of 16 columns is 32 bytes inside the
-// swizzle's rows.
+// x (+)= A B^T; A is this consumer's 64 rows of a tile, or all of a tile of 64, B a tile of N rows, both K-major: a step of 16 columns is
+// 32 bytes inside the swizzle's rows.
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
-  const uint32_t a = a_ring.buffer(a_use) + consumer() * 64 * kSwizzleRow, b = b_ring.buffer(b_use);
+  const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < D / 16; ++i)
