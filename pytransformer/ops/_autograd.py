@@ -146,7 +146,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
             return first_order(ctx, grads, op.backward, num_tensors + 1)
 
     # Where nothing needs a gradient, torch.compile tells from the number of parameters that forward takes no ctx.
-    Forward.forward.__signature__ = inspect.Signature(
+    Forward.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions may have one
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"
@@ -172,11 +172,11 @@ def _second_order(
 
     def first_order(*primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         d_outputs, tensors = primals[: len(given)], primals[len(given) :]
-        _, vjp = torch.func.vjp(lambda *t: reference_outputs(op, args, live, t, given), *tensors)
+        vjp = torch.func.vjp(lambda *t: reference_outputs(op, args, live, t, given), *tensors)[1]
         by_arg = dict(zip(live, vjp(d_outputs)))
         return tuple(by_arg[i] for i in asked)
 
-    _, vjp = torch.func.vjp(first_order, *(grads[i] for i in given), *(args[i] for i in live))
+    vjp = torch.func.vjp(first_order, *(grads[i] for i in given), *(args[i] for i in live))[1]
     seconds = vjp(tuple(asked.values()))
     for place, second in zip([*given, *(num_grads + i for i in live)], seconds):
         result[place] = second

@@ -69,7 +69,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         torch.ops.pytransformer_C.attention_bwd.default(
             grad_out, grad_lse, *tensors[:3], last_contiguous(out), lse, *tensors[3:], *numbers, *results[:3], *dense, *sums
         )
-        return [*results[:3], *(None if r is None else r.copy_(s) for r, s in zip(results[3:], sums))]
+        return [*results[:3], *(None if r is None or s is None else r.copy_(s) for r, s in zip(results[3:], sums))]
 
     return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)
 

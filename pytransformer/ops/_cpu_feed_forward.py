@@ -32,7 +32,7 @@ def backend(op: Op) -> Backend:
         out, pre, gate = op.empty_outputs(a)
         rows = math.prod(a.x.shape[:-1])
         result = _as_matrix(out)
-        kept = _matrices(a, pre, gate) if a.save else (None, None)
+        kept: tuple[torch.Tensor | None, torch.Tensor | None] = _matrices(a, pre, gate) if a.save else (None, None)
         _run_forward(a, *kept, result.view(rows, -1))
         return (out if result.data_ptr() == out.data_ptr() else out.copy_(result)), pre, gate
 
@@ -41,9 +41,12 @@ def backend(op: Op) -> Backend:
     ) -> Sequence[Any]:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
+        (grad,) = grads
+        assert grad is not None  # the only output's: without it nothing calls backward
         rows, hidden = math.prod(a.x.shape[:-1]), a.w1.shape[0]
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
-        h, d_pre, d_gate = (*_scratch(2 if a.gate_weight is None else 3, rows, hidden, a.x.dtype), None)[:3]
+        h, d_pre, *more = _scratch(2 if a.gate_weight is None else 3, rows, hidden, a.x.dtype)
+        d_gate = more[0] if more else None
         if a.save:
             pre, gate = _matrices(a, *saved)
         else:
@@ -59,13 +62,14 @@ def backend(op: Op) -> Backend:
             else:
                 targets[name] = _as_matrix(t).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.feed_forward_bwd(
-            _matrix(grads[0].to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
+            _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
             a.dropout_seed, h, d_pre, d_gate,
             *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), ACTIVATIONS[a.activation], a.dropout_p,
         )  # fmt: skip
         for name, t in results.items():
-            if t is not None and targets[name].data_ptr() != t.data_ptr():
-                t.copy_(targets[name].view(t.shape))
+            target = targets[name]
+            if t is not None and target is not None and target.data_ptr() != t.data_ptr():
+                t.copy_(target.view(t.shape))
         return [results[n] for n in op.differentiable]
 
     return Backend("cpu", forward, backward, why_not, _extra_bytes)

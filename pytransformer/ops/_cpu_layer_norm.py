@@ -60,7 +60,7 @@ def backend(op: Op) -> Backend:
         out, stream = empty_in_order(x), None if plain else empty_in_order(residual)
         columns = x.shape[-1] if a.dims == 1 else math.prod(x.shape[-a.dims :])
         raw("norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
-        return (out,) if plain else (out, stream)
+        return (out,) if stream is None else (out, stream)
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
@@ -103,7 +103,7 @@ def ready(t: torch.Tensor | None, work: torch.dtype) -> bool:
 
 
 def vector(t: torch.Tensor | None, work: torch.dtype) -> torch.Tensor | None:
-    return t if ready(t, work) else t.to(work).contiguous()
+    return t if t is None or ready(t, work) else t.to(work).contiguous()
 
 
 def _extra_bytes(a: Any) -> int:

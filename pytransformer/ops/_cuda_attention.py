@@ -97,7 +97,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
     """What the kernels for sm_90a plan for tensors that are aligned; None where they do not run or nobody can be asked."""
     if _nothing(a) or not _cuda.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
         return None
-    from pytransformer import _C
+    from pytransformer._C import cuda_sm90_attention_plan
 
     terms = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
     bounds = [getattr(a, name, None) for name in ("query_lengths", "key_lengths", "cu_seqlens_q")]
@@ -109,7 +109,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
         plain=a.scale > 0 and all(t is None for t in terms),
         looks_up=not packed and any(t is not None for t in (a.mask, a.bias, a.query_segments)),
     )  # fmt: skip
-    return _C.cuda_sm90_attention_plan(direction, **problem | other)
+    return cuda_sm90_attention_plan(direction, **problem | other)
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:

@@ -93,14 +93,18 @@ def _backward(
                 a.ignore_index, a.label_smoothing,
             )  # fmt: skip
             if d_bias is not None:
+                assert sums is not None
                 d_bias += sums.sum(0)
             if dx is not None:
+                assert to is not None and dx_part is not None
                 _product(to[:, :classes], weight, dx_part[:n])
                 dx[part] = torch.where(valid[part], dx_part[:n, :d] * unscale, 0.0)
             if d_weight is not None:
+                assert to is not None and total is not None
                 clean = operand(torch.where(valid[part], x[part], 0.0))  # an ignored row may hold NaN
                 _product(to[:, :classes].t(), clean, total, add=True)
         if d_weight is not None and (scale is not None or total is not d_weight):
+            assert total is not None
             torch.mul(total[:, :d], unscale, out=d_weight)
         if d_bias is not None and scale is not None:
             d_bias *= unscale

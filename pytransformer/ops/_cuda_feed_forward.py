@@ -63,7 +63,9 @@ def _gradients(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wante
     d_pre, hidden = wide(not wanted.keys().isdisjoint(("x", "w1"))), wide("w2" in wanted)
     d_gate = wide(gated and not wanted.keys().isdisjoint(("x", "gate_weight")))
     height = -(-x.shape[0] // ROWS_OF_A_PART)
-    parts = {n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted}
+    parts: dict[str, torch.Tensor] = {
+        n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted
+    }
     _cuda.call(
         "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre, d_gate, hidden,
         parts.get("b1"), parts.get("gate_bias"), _activation(a), a.dropout_p,
@@ -72,10 +74,12 @@ def _gradients(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wante
         wanted[name].copy_(part.sum(0))
     d_pre, d_gate, hidden = (t if t is None else t[:, :columns] for t in (d_pre, d_gate, hidden))
     if "x" in wanted:
-        second = (d_gate, operand(matrix(a.gate_weight))) if gated else ()
-        product(d_pre, operand(matrix(a.w1)), wanted["x"], *second)
+        assert d_pre is not None
+        gate_weight = operand(matrix(a.gate_weight)) if gated else None
+        product(d_pre, operand(matrix(a.w1)), wanted["x"], d_gate, gate_weight)
     for name, rows, values in (("w1", d_pre, x), ("gate_weight", d_gate, x), ("w2", d_out, hidden)):
         if name in wanted:
+            assert rows is not None and values is not None
             product(rows.t(), values, wanted[name])
 
 
@@ -103,7 +107,8 @@ def product(
     bias: torch.Tensor | None = None,
 ) -> None:
     """out = a @ b (+ a2 @ b2) + bias, of operands as the kernels take them."""
-    if not by_library(*out.shape, a.shape[1]):
+    rows, columns = out.shape
+    if not by_library(rows, columns, a.shape[1]):
         with result(out) as to:
             _cuda.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
         return
@@ -111,7 +116,7 @@ def product(
         torch.addmm(bias, a, b, out=out)
     else:
         torch.mm(a, b, out=out)
-    if a2 is not None:
+    if a2 is not None and b2 is not None:
         out.addmm_(a2, b2)
     if bias is not None and bias.dtype != out.dtype:
         out.copy_(out + bias)

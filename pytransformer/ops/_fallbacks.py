@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -60,7 +61,7 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False) ->
 
 def _call_site() -> str:
     """file:line of the innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     theirs = os.path.dirname(os.path.abspath(torch.__file__))
     while frame is not None:

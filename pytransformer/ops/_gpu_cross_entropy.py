@@ -65,7 +65,7 @@ def backend(
         sums = [None if r is None else torch.zeros(r.shape, device=r.device) for r in (d_weight, d_bias)]
         load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
         for result, found in zip(results, (rows, *sums)):
-            if result is not None:
+            if result is not None and found is not None:
                 result.copy_(found.view(result.shape))
         return results
 

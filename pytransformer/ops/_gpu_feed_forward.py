@@ -18,7 +18,7 @@ def backend(
     name: str,
     op: Op,
     run_forward: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None],
-    run_backward: Callable[[Any, torch.Tensor, Tensors, dict[str, torch.Tensor]], None],
+    run_backward: Callable[[Any, torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]], None],
     why_not: Callable[[Any], str | None],
 ) -> Backend:
     """The backend of feed_forward.
@@ -38,15 +38,17 @@ def backend(
             _deliver(to, out)
         return out, pre, gate
 
-    def backward(a: Any, grads: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Tensors:
+    def backward(a: Any, grads: Tensors, saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Tensors:
         if _empty(a):
             return op.backends["reference"].backward(a, grads, saved, wanted)
+        (grad,) = grads
+        assert grad is not None  # the only output's: without it nothing calls backward
         results = op.empty_gradients(a, wanted)
         targets = by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
         with as_written(a.x.device):
             if "x" in by_name:
                 targets = by_name | {"x": _target(by_name["x"])}
-            run_backward(a, matrix(grads[0].to(a.x.dtype)), saved, targets)
+            run_backward(a, matrix(grad.to(a.x.dtype)), saved, targets)
             if "x" in by_name:
                 _deliver(targets["x"], by_name["x"])
         return results

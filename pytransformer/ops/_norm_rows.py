@@ -78,5 +78,7 @@ class Grid:
 
 def deliver(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
     """Copy what was computed elsewhere, or in another dtype, to where it is wanted."""
-    if source is not t and source.data_ptr() != t.data_ptr():
+    if source is t or source is None or t is None:
+        return
+    if source.data_ptr() != t.data_ptr():
         t.copy_(source.view(t.shape))

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 
 import torch
 from torch.library import Library, register_fake, register_vmap
@@ -35,6 +35,9 @@ from torch.library import Library, register_fake, register_vmap
 from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched
 from ._fallbacks import BackendError, record_fallback
 from ._tensors import empty_in_order, looks_at_values
+
+if TYPE_CHECKING:
+    from ..integrations.explain_model import ModelExplanation
 
 LIBRARY = Library("pytransformer", "DEF")
 OPS: dict[str, Op] = {}
@@ -46,6 +49,16 @@ HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 _forced: dict[str, str] = {}
 _traces: list[list[tuple[str, str]]] = []
 _observers: list[Callable[[Op, Any, str], None]] = []
+
+
+class ArgumentsClass(Protocol):
+    """The named-tuple class of an op's arguments. Its fields are the names in the op's schema, so checkers know none of them."""
+
+    _fields: tuple[str, ...]
+
+    def __call__(self, *values: Any) -> Any: ...
+
+    def _make(self, values: Iterable[Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,9 @@ class Explanation:
 class Op:
     """One public op: its two raw ops, its backends and its gradient. See the module's docstring."""
 
+    prepare: Callable[..., tuple[Any, str | None, bool]]  # public call -> (arguments, backend, strict); set by the op's file
+    reference: Callable[[Any], tuple[torch.Tensor, ...]]  # set by add_reference
+
     def __init__(
         self,
         name: str,
@@ -107,9 +123,8 @@ class Op:
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
         self.backends: dict[str, Backend] = {}
-        self.prepare: Callable[..., tuple[Any, str | None, bool]] | None = None  # public call -> (arguments, backend, strict)
         names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
-        self.Arguments = namedtuple(f"{name}_arguments", names)
+        self.Arguments = _arguments_class(f"{name}_arguments", names)
         self.positions = tuple(names.index(n) for n in differentiable)
         is_tensor = [a.split()[0].startswith("Tensor") for a in arguments.split(",")]
         self.num_args, self.num_tensors = len(names), sum(is_tensor)
@@ -139,7 +154,7 @@ class Op:
 
     # ---- registration
 
-    def _define(self, name: str, schema: str, body: Callable, fake: Callable) -> torch._ops.OpOverload:
+    def _define(self, name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         register_fake(f"pytransformer::{name}", fake, lib=LIBRARY)
@@ -173,11 +188,13 @@ class Op:
             if looks_at_values(a[0].device):
                 check_values(a)
             with torch.no_grad(), torch.autocast(a[0].device.type, enabled=False):
-                return _copied(self.empty_outputs(a), forward(a))
+                # In the memory order (and dtype) that the fake promised; backward's results too.
+                return tuple(e.copy_(r) for e, r in zip(self.empty_outputs(a), forward(a)))
 
         def backward(a: Any, grads: Any, saved: Any, wanted: Sequence[bool]) -> Sequence[torch.Tensor | None]:
             places = [i for i, want in zip(self.positions, wanted) if want]
             given = [i for i, g in enumerate(grads) if g is not None]
+            results: Sequence[torch.Tensor]
             with _autograd_inside():
                 leaves = [a[i].detach().requires_grad_() for i in places]
                 outputs = reference_outputs(self, a, places, leaves, given)
@@ -187,7 +204,8 @@ class Op:
                 if pairs:
                     results = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True)
             by_place = dict(zip(places, results))
-            return _copied(self.empty_gradients(a, wanted), [by_place.get(i) for i in self.positions])
+            empty = zip(self.positions, self.empty_gradients(a, wanted))
+            return [None if e is None else e.copy_(by_place[i]) for i, e in empty]
 
         self.backend(Backend("reference", checked_forward, backward, lambda a: None, extra_bytes))
 
@@ -328,11 +346,16 @@ def at_home(backend: str, device: str) -> bool:
 WRONG_DEVICE = "runs on "  # how the reason starts when a backend cannot take tensors of this device at all
 
 
-def _joined(reasons: dict[str, str | None]) -> str:
+def _arguments_class(name: str, fields: Sequence[str]) -> ArgumentsClass:
+    # The stubs take a named tuple whose fields are computed for any tuple.
+    return cast(ArgumentsClass, namedtuple(name, fields))
+
+
+def _joined(reasons: Mapping[str, str | None]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
-def _vmap_by_loop(raw: torch._ops.OpOverload) -> Callable:
+def _vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
     """vmap rule: run the op once per element. Exact for every argument; the op's own batch dimension is the fast way."""
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -357,11 +380,6 @@ def _autograd_inside() -> Iterator[None]:
         yield
 
 
-def _copied(into: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The results in the memory order (and dtype) that the fake promised."""
-    return tuple(None if e is None else e.copy_(r) for e, r in zip(into, results))
-
-
 def _record(raw: str, backend: str) -> None:
     for trace in _traces:
         trace.append((raw, backend))
@@ -371,7 +389,7 @@ def _record(raw: str, backend: str) -> None:
 
 
 @contextlib.contextmanager
-def use_backend(**choice: str) -> Iterator[None]:
+def use_backend(**choice: str | None) -> Iterator[None]:
     """Force backends by op, in the whole process: ``with use_backend(attention="cpu"): ...``.
 
     Forced means forced: a call that the backend cannot do raises :class:`BackendError` with the reason. Takes effect
@@ -385,9 +403,11 @@ def use_backend(**choice: str) -> Iterator[None]:
             raise ValueError(f"use_backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
         check_backend(op, backend)
     saved = dict(_forced)
-    _forced.update(choice)
-    for op in [op for op, backend in choice.items() if backend is None]:
-        del _forced[op]
+    for op, backend in choice.items():
+        if backend is None:
+            _forced.pop(op, None)
+        else:
+            _forced[op] = backend
     try:
         yield
     finally:
@@ -401,7 +421,11 @@ def check_backend(op: str, backend: str | None) -> None:
         raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
 
 
-def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+@overload
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation: ...
+@overload
+def explain(op: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExplanation: ...
+def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
     """Which backend a call would use and why not the others, without running it; or what each layer of a model runs on.
 
     Args:
@@ -420,7 +444,6 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if op not in OPS:
         raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
     target = OPS[op]
-    assert target.prepare is not None, f"{op} was declared without prepare"
     a, backend, _ = target.prepare(*args, **kwargs)
     reasons = {name: b.why_not(a) for name, b in target.backends.items()}
     forced = backend or _forced.get(op)

@@ -6,11 +6,12 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TensorOrNone = TypeVar("_TensorOrNone", torch.Tensor, torch.Tensor | None)
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -102,7 +103,7 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
     return p, torch.tensor(seed, dtype=torch.int64, device=device)
 
 
-def autocast(device: torch.device, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNone, ...]:
     """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
     kind = device.type
     if (kind != "cpu" and not torch.amp.is_autocast_available(kind)) or not torch.is_autocast_enabled(kind):

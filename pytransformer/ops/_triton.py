@@ -17,6 +17,7 @@ from ._registry import WRONG_DEVICE
 def why_not(**tensors: torch.Tensor | None) -> str | None:
     """Why no Triton kernel can take these arguments of an op, of which the first is there, or None."""
     name, first = next(iter(tensors.items()))
+    assert first is not None
     if (reason := _unavailable(first.device, name)) is not None:
         return reason
     double = (name for name, t in tensors.items() if t is not None and t.dtype == torch.float64)

@@ -50,7 +50,8 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
     """Head sizes above 128 in float32 are too much for what some GPUs have (compute capability 8.6, 8.9, 12.0)."""
     if query.device.type != "cuda" or query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= 128:
         return None
-    has = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    # Missing in torch's stubs.
+    has = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     if has >= WIDE_SHARED:
         return None
     return f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in backward, this GPU has {has:,}"

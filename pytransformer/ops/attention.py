@@ -7,14 +7,16 @@ call one raw op; see docs/ops/attention.md for the mathematics.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from ..reference.attention import attention_forward
 from . import _cpu_attention as cpu_attention
 from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
+from ._options import AttentionOptions
 from ._registry import Op, check_backend
 from ._tensors import (
     alike,
@@ -72,6 +74,28 @@ attention_op = Op(
 # ---- public functions
 
 
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -161,7 +185,6 @@ def scaled_dot_product_attention(
     """
     q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)
     out = attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, causal="top_left" if is_causal else None, scale=scale)
-    assert isinstance(out, torch.Tensor)
     return out.reshape(*lead, *out.shape[-2:])
 
 
@@ -200,7 +223,7 @@ def four_dimensional(
             mask = mask.expand(*heads, *mask.shape[-2:]).reshape(*q.shape[:2], *mask.shape[-2:])
         except RuntimeError:
             raise ValueError(
-                f"{name}: attn_mask of shape {shape_of(attn_mask)} does not broadcast to {(*heads, q.shape[2], k.shape[2])}"
+                f"{name}: attn_mask of shape {shape_of(mask)} does not broadcast to {(*heads, q.shape[2], k.shape[2])}"
             ) from None
     return q, k, v, mask, ((*lead, q.shape[1]) if keep == 3 else tuple(lead))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from ..reference.attention import attention_varlen_forward
 from . import _cpu_attention as cpu_attention
 from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
+from ._options import PackedOptions
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import ORDER, biases, positions
@@ -52,6 +54,45 @@ attention_varlen_op = Op(
 )
 
 
+@overload
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PackedOptions],
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PackedOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[PackedOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_varlen(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from ..reference.attention import indices, scores, visible_pairs
+from ._options import MaskAndBias
 from ._tensors import check_choice, check_tensor, shape_of
 from .attention import attention_op
 
+MASK_AND_BIAS = frozenset(MaskAndBias.__annotations__)
 KINDS = ("entropy", "argmax", "column_sum", "distance")
 BLOCK_BYTES = 64 << 20  # of one (B, Hq, rows, Lk) float32 matrix of weights
 
@@ -22,7 +25,7 @@ def attention_weights(
     *,
     rows: Sequence[int] | torch.Tensor | None = None,
     heads: Sequence[int] | torch.Tensor | None = None,
-    **mask_and_bias_args: Any,
+    **mask_and_bias_args: Unpack[MaskAndBias],
 ) -> torch.Tensor:
     """The softmax weights ``exp(score - lse)`` of some queries and heads, without dropout.
 
@@ -46,7 +49,7 @@ def attention_summary(
     lse: torch.Tensor,
     *,
     kinds: Sequence[str] = KINDS,
-    **mask_and_bias_args: Any,
+    **mask_and_bias_args: Unpack[MaskAndBias],
 ) -> dict[str, torch.Tensor]:
     """Summaries of the softmax weights p, a block of rows at a time: memory linear in Lq and Lk.
 
@@ -91,12 +94,9 @@ def _summarise(kind: str, weights: torch.Tensor, relative: torch.Tensor) -> torc
     return torch.where(top > 0, where, -1)
 
 
-def _arguments(op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, keywords: dict[str, Any]) -> Any:
-    allowed = {"attn_mask", "causal", "window", "query_lengths", "key_lengths", "prefix_lengths", "query_segments"}
-    allowed |= {"key_segments", "bias", "softcap", "scale"}
-    if unknown := sorted(keywords.keys() - allowed):
-        raise TypeError(f"{op}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(allowed))}")
-    assert attention_op.prepare is not None
+def _arguments(op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, keywords: MaskAndBias) -> Any:
+    if unknown := sorted(keywords.keys() - MASK_AND_BIAS):
+        raise TypeError(f"{op}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(MASK_AND_BIAS))}")
     a, _, _ = attention_op.prepare(query, key, key, **keywords)
     check_tensor(op, "lse", lse, floating=True)
     if lse.shape != query.shape[:3]:

@@ -168,7 +168,8 @@ def add_norm(
         backend=backend,
         strict=strict,
     )
-    return add_norm_op(*prepared)[:2]
+    outputs = add_norm_op(*prepared)
+    return outputs[0], outputs[1]
 
 
 # ---- checks and lowering

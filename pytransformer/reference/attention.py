@@ -121,7 +121,8 @@ def _saturating_sum(terms: list[torch.Tensor]) -> torch.Tensor:
 
     Summed at an eighth of the size, which is exact and cannot overflow.
     """
-    total = sum(term / 8 for term in terms)
+    first, *more = (term / 8 for term in terms)
+    total = sum(more, first)
     limit = torch.finfo(total.dtype).max / 8
     return 8 * (total + (total.clamp(-limit, limit) - total).detach())
 

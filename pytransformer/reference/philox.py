@@ -61,7 +61,7 @@ def _draws(columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor) -> t
 
 def _keep(
     p: float, device: torch.device, shape: tuple[int, ...], columns: torch.Tensor, seed: torch.Tensor, *words: torch.Tensor
-):
+) -> torch.Tensor:
     t = threshold(p)
     if t in (0, 65536):
         return torch.full(shape, t == 0, dtype=torch.bool, device=device)
