@@ -92,16 +92,12 @@ class MultiHeadAttention(nn.Module):
                 key, value = cache.append(key, value)
         arguments = {**visible, "scale": self.scale}
         packed = x.dim() == 2
-        result = (attention_varlen if packed else attention)(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            return_lse=self.observer is not None,
-            **arguments,
-        )
-        if self.observer is not None:
-            result, lse = result
+        run = attention_varlen if packed else attention
+        p = self.dropout if self.training else 0.0
+        if self.observer is None:
+            result = run(query, key, value, dropout_p=p, **arguments)
+        else:
+            result, lse = run(query, key, value, dropout_p=p, return_lse=True, **arguments)
             self.observer(AttentionTap(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
 

@@ -94,10 +94,9 @@ class Block(nn.Module):
         if cache is not None:
             visible = {**visible, "cache": cache}
         stream = self.mixing_residual(stream, lambda x: self.mixing(x, **visible))
-        if self.cross_residual is not None:
-            stream = self.cross_residual(
-                stream, lambda x: self.cross_attention(x, context, cache=cache, **(context_visible or {}))
-            )
+        cross = self.cross_attention
+        if cross is not None and self.cross_residual is not None:
+            stream = self.cross_residual(stream, lambda x: cross(x, context, cache=cache, **(context_visible or {})))
         return self.feed_forward_residual(stream, self.feed_forward)
 
 
@@ -161,6 +160,8 @@ class Stack(nn.Module):
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
             stream = block(stream, visible, context, context_visible, layer)
+        if self.norm is None:
+            return stream.x
         if self.pre:
             return self.norm.add(*stream, self.dropout if self.training else 0.0)[0]
-        return stream.x if self.norm is None else self.norm(stream.x)
+        return self.norm(stream.x)

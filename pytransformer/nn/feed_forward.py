@@ -39,10 +39,11 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden, d_out or d_model, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = {} if self.gate is None else {"gate_weight": self.gate.weight, "gate_bias": self.gate.bias}
+        gate = self.gate
         return feed_forward(
             x, self.w1.weight, self.w1.bias, self.w2.weight, self.w2.bias, activation=self.activation,
-            dropout_p=self.dropout if self.training else 0.0, **gate,
+            gate_weight=None if gate is None else gate.weight, gate_bias=None if gate is None else gate.bias,
+            dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import nn
 
@@ -11,6 +13,10 @@ from .packing import select, worth_selecting
 IGNORE = -100
 
 
+@overload
+def learned(labels: torch.Tensor) -> torch.Tensor: ...
+@overload
+def learned(labels: torch.Tensor | None) -> torch.Tensor | None: ...
 def learned(labels: torch.Tensor | None) -> torch.Tensor | None:
     """Where labels say what is to be learned, bool; None without labels."""
     return None if labels is None else labels != IGNORE
@@ -24,6 +30,9 @@ class Classifier(nn.Module):
         scale: multiplies x (T5's tied head).
         label_smoothing: in training only, so that a validation loss is what it is called.
     """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(
         self,

@@ -24,7 +24,9 @@ def worth_selecting(keep: torch.Tensor) -> bool:
     """
     if type(keep) is not torch.Tensor or keep.device.type != "cpu":
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or transforming():
+    if torch.compiler.is_compiling() or transforming():
+        return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # public, but not in torch.jit's list
         return False
     return int(keep.count_nonzero()) <= (1 - WORTH) * keep.numel()
 

@@ -84,6 +84,8 @@ class Alibi(nn.Module):
     Source: Press, Smith, Lewis (2022), section 3.
     """
 
+    slopes: torch.Tensor
+
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         power = 1 << (num_heads.bit_length() - 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.attention_weights import attention_summary, attention_weights
+from ..ops.attention_weights import KINDS, attention_summary, attention_weights
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class AttentionTap:
 
     def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
         """:func:`pytransformer.attention_summary`, in linear memory; all kinds if none is named."""
-        chosen = {"kinds": kinds} if kinds else {}
-        return attention_summary(self.query, self.key, self.lse, **chosen, **self.arguments)
+        return attention_summary(self.query, self.key, self.lse, kinds=kinds or KINDS, **self.arguments)
 
 
 @contextlib.contextmanager
