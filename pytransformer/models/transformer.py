@@ -18,13 +18,13 @@ from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
 from . import _hugging_face
-from ._encoder_decoder import EncoderDecoder
+from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
 POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(EncoderDecoderConfig):
     """target_vocab_size None: one vocabulary and one embedding for both languages. norm: ``"post"`` (the paper's) or ``"pre"``.
     final_norm: a norm after each stack (pre-norm always has one). tied: the output layer's weight is the target embedding.
     start_token_id: what decoder inputs made from labels begin with. num_experts: of a mixture of experts in place of every
@@ -61,6 +61,7 @@ class Transformer(EncoderDecoder):
     The small translation model ``"notes-small"`` has two vocabularies and an output layer of its own.
     """
 
+    config: TransformerConfig
     Config = TransformerConfig
     PRESETS: ClassVar = {
         "base": TransformerConfig(),
@@ -80,8 +81,8 @@ class Transformer(EncoderDecoder):
         if c.positions not in POSITIONS:
             raise ValueError(f"TransformerConfig: positions must be one of {', '.join(POSITIONS)}, got {c.positions!r}")
         self.source_embedding = nn.Embedding(c.vocab_size, c.d_model)
-        shared = c.target_vocab_size is None
-        self.target_embedding = self.source_embedding if shared else nn.Embedding(c.target_vocab_size, c.d_model)
+        theirs = c.target_vocab_size
+        self.target_embedding = self.source_embedding if theirs is None else nn.Embedding(theirs, c.d_model)
         self.source_positions, self.target_positions = self._positions(), self._positions()
         self.encoder = self._stack(c.num_encoder_layers, decoder=False)
         self.decoder = self._stack(c.num_decoder_layers, decoder=True)
@@ -158,4 +159,5 @@ class Transformer(EncoderDecoder):
 
     def extra_loss(self) -> torch.Tensor | float:
         """The weighted balance of the experts, if there are any."""
-        return self.config.balance_weight * balance_loss(self) if self.config.num_experts else 0.0
+        balance = balance_loss(self)
+        return 0.0 if balance is None else self.config.balance_weight * balance

@@ -178,6 +178,16 @@ def test_label_smoothing_in_training_only():
         assert_same_logits(out.loss, expected)
 
 
+def test_experts_that_no_layer_has_cost_nothing():
+    """Every second layer is a mixture: with one layer a stack there is none, whatever num_experts says."""
+    given = inputs("Transformer-pre")
+    losses = [
+        build("Transformer-pre", num_experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0).train()(**given).loss
+        for n in (3, 0)
+    ]
+    assert torch.equal(*losses)
+
+
 def test_decoder_inputs_are_the_labels_shifted_right():
     model, given = build("Transformer", start_token_id=5, pad_token_id=7).eval(), inputs("Transformer")
     given["labels"][0, 4:] = -100
