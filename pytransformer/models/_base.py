@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,11 @@ from .. import __version__
 from . import _convert, _files
 
 
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is made from: sizes and choices, the fields of each model's own config."""
+
+
 class Model(nn.Module):
     """A module made from a frozen config.
 
@@ -21,11 +27,12 @@ class Model(nn.Module):
     weights of each ``model_type`` become ours.
     """
 
-    Config: ClassVar[type]
+    Config: ClassVar[type[Any]]
     PRESETS: ClassVar[dict[str, Any]]
     CONVERSIONS: ClassVar[dict[str, _convert.Conversion]] = {}
+    config: ModelConfig  # each model says which
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not isinstance(config, self.Config):
             raise TypeError(f"{type(self).__name__} is made from a {self.Config.__name__}, got {type(config).__name__}")

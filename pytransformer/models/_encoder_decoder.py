@@ -10,13 +10,21 @@ import torch
 from ..nn.cache import KeyValueCache
 from ..nn.heads import Classifier, learned
 from ..nn.masks import causal, padding
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output, shifted_right
+
+
+class EncoderDecoderConfig(ModelConfig):
+    """A config that names the tokens for padding and the start. (No dataclass: each model's own says in which order its fields come.)"""
+
+    pad_token_id: int
+    start_token_id: int
 
 
 class EncoderDecoder(Model, abc.ABC):
     """A model with :meth:`encode`, :meth:`decode` and a head; its config names the tokens for padding and the start."""
 
+    config: EncoderDecoderConfig
     head: Classifier
 
     @abc.abstractmethod

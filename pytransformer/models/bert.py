@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions
 from ..reference.feed_forward import ACTIVATIONS
 from . import _hugging_face
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output
 
 HEADS = ("mlm", "nsp", "boundary", "classification")
@@ -27,7 +28,7 @@ MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
 
 
 @dataclass(frozen=True)
-class BERTConfig:
+class BERTConfig(ModelConfig):
     """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT) and ``"classification"``. pooler: the tanh layer
     on the first token, which nsp and classification need. num_labels: of the classification."""
 
@@ -53,6 +54,7 @@ class BERT(Model):
     Source: Devlin et al., "BERT" (2019); the boundary head: Joshi et al., "SpanBERT" (2020), section 3.2.
     """
 
+    config: BERTConfig
     Config = BERTConfig
     PRESETS: ClassVar = {
         "base": BERTConfig(),
@@ -96,8 +98,9 @@ class BERT(Model):
 
     def with_heads(self, *heads: str, num_labels: int | None = None) -> Self:
         """A model with this one's trunk (copied) and the heads named, those that are new untrained: for fine-tuning."""
-        changes = {"heads": heads, "num_labels": num_labels or self.config.num_labels}
-        config = dataclasses.replace(self.config, **changes, pooler=self.config.pooler or heads != ("mlm",))
+        c = self.config
+        pooler = c.pooler or heads != ("mlm",)
+        config = dataclasses.replace(c, heads=heads, num_labels=num_labels or c.num_labels, pooler=pooler)
         model = type(self)(config).to(self.embedding.weight.device, self.embedding.weight.dtype)
         mine, theirs = self.state(), model.state()
         with torch.no_grad():
@@ -139,26 +142,30 @@ class BERT(Model):
         wanted = learned(labels) if self.classifier is None else None
         hidden = self.encoder(self._embed(input_ids, token_type_ids), visible, wanted=wanted)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
-        losses, logits = [], None
-        if self.classifier is not None:
+        losses: list[torch.Tensor] = []
+        logits: Callable[[], torch.Tensor] | None = None
+        classifier, mlm = self.classifier, self.mlm
+        if classifier is not None:
+            assert pooled is not None  # without a pooler there is no such head
             first = nn.functional.dropout(pooled, self.config.dropout, self.training)
-            logits = lambda: self.classifier(first)
-            losses += [] if labels is None else [self.classifier.loss(first, labels)]
-        elif self.mlm is not None:
-            logits = lambda: self.mlm(hidden)
-        if labels is not None and self.classifier is None:
+            logits = lambda: classifier(first)
+            losses += [] if labels is None else [classifier.loss(first, labels)]
+        elif mlm is not None:
+            logits = lambda: mlm(hidden)
+        if labels is not None and classifier is None:
             masked = labels != IGNORE  # the vocabulary is long and the masked tokens are few
-            losses += [] if self.mlm is None else [self.mlm.loss(hidden[masked], labels[masked])]
+            losses += [] if mlm is None else [mlm.loss(hidden[masked], labels[masked])]
             if self.boundary is not None and span_bounds is not None:
                 losses.append(self.boundary.loss(hidden, labels, span_bounds))
         if next_sentence_label is not None:
             if self.nsp is None:
                 raise ValueError("next_sentence_label was given to a BERT without the head 'nsp'")
+            assert pooled is not None
             losses.append(self.nsp.loss(pooled, next_sentence_label))
         if labels is not None and not losses:
             raise ValueError(f"labels were given to a BERT whose heads {self.config.heads} have no loss for them")
         return Output(
-            hidden, sum(losses) if losses else None, pooler_output=pooled, compute_logits=logits,
+            hidden, sum(losses[1:], losses[0]) if losses else None, pooler_output=pooled, compute_logits=logits,
             next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
         )  # fmt: skip
 

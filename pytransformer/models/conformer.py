@@ -11,12 +11,12 @@ from torch import nn
 from ..nn.conformer import ConformerBlock
 from ..nn.heads import Classifier
 from ..nn.masks import padding
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
-class ConformerConfig:
+class ConformerConfig(ModelConfig):
     """input_dim: features a frame. vocab_size: of a classifier of each frame; 0: none."""
 
     input_dim: int = 80
@@ -35,6 +35,7 @@ class Conformer(Model):
     The encoder of Gulati et al., "Conformer" (2020), sizes S, M, L, without its subsampling and relative positions.
     """
 
+    config: ConformerConfig
     Config = ConformerConfig
     PRESETS: ClassVar = {
         "small": ConformerConfig(d_model=144, hidden=576),

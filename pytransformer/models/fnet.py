@@ -28,6 +28,7 @@ class FNet(BERT):
     Source: Lee-Thorp et al., "FNet: Mixing Tokens with Fourier Transforms" (2022).
     """
 
+    config: FNetConfig
     Config = FNetConfig
     PRESETS: ClassVar = {"base": FNetConfig(), "large": FNetConfig(d_model=1024, num_layers=24, hidden=4096)}
     CONVERSIONS: ClassVar = {"fnet": _hugging_face.FNET}

@@ -229,7 +229,8 @@ class _Finished:
     """The best hypotheses of one sequence that have ended: (score, tokens), at most `keep`."""
 
     def __init__(self, keep: int) -> None:
-        self.keep, self.hypotheses = keep, []
+        self.keep = keep
+        self.hypotheses: list[tuple[float, list[int]]] = []
 
     def add(self, score: float, tokens: Sequence[int]) -> None:
         self.hypotheses = sorted([*self.hypotheses, (score, list(tokens))], key=lambda h: -h[0])[: self.keep]

@@ -17,12 +17,12 @@ from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
 from . import _hugging_face
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """positions: ``"learned"``, or ``"alibi"`` for sequences longer than trained on. window: how many tokens back attention
     reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads."""
 
@@ -51,6 +51,7 @@ class GPT(Model):
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
     """
 
+    config: GPTConfig
     Config = GPTConfig
     PRESETS: ClassVar = {
         "base": GPTConfig(),
@@ -90,7 +91,9 @@ class GPT(Model):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Block):  # what is added to the stream: smaller in deeper models
-            for linear in (module.mixing.out, module.feed_forward.w2):
+            attention, network = module.mixing, module.feed_forward
+            assert isinstance(attention, MultiHeadAttention) and isinstance(network, FeedForward)
+            for linear in (attention.out, network.w2):
                 with torch.no_grad():
                     linear.weight.mul_((2 * self.config.num_layers) ** -0.5)
 

@@ -14,12 +14,12 @@ from ..nn.heads import Classifier
 from ..nn.mixing import TokenMixing
 from ..nn.norm import LayerNorm
 from ..nn.patches import PatchEmbedding
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
-class MixerConfig:
+class MixerConfig(ModelConfig):
     """token_hidden and hidden: of the networks along the patches and along the features."""
 
     image_size: int = 224
@@ -41,6 +41,7 @@ class Mixer(Model):
     Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (2021).
     """
 
+    config: MixerConfig
     Config = MixerConfig
     PRESETS: ClassVar = {
         "B/16": MixerConfig(),

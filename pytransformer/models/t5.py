@@ -17,11 +17,11 @@ from ..nn.masks import padding
 from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
 from . import _hugging_face
-from ._encoder_decoder import EncoderDecoder
+from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
 
 @dataclass(frozen=True)
-class T5Config:
+class T5Config(EncoderDecoderConfig):
     """num_decoder_layers None: num_layers. tied: the output layer's weight is the embedding. scale_outputs: hidden states times
     d_model^-1/2 before it. Version 1.1 is gated with gelu_tanh, not tied and not scaled."""
 
@@ -58,6 +58,7 @@ class T5(EncoderDecoder):
     Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer" (2020).
     """
 
+    config: T5Config
     Config = T5Config
     PRESETS: ClassVar = {
         "small": T5Config(d_model=512, hidden=2048, num_layers=6, num_heads=8),

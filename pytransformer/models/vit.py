@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,12 +16,12 @@ from ..nn.norm import LayerNorm
 from ..nn.patches import PatchEmbedding
 from ..nn.positions import LearnedPositions
 from . import _hugging_face
-from ._base import Model
+from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(ModelConfig):
     """num_labels 0: no classifier. pooler: a tanh layer on the first token, its ``pooler_output`` (the classifier does not use it)."""
 
     image_size: int = 224
@@ -41,8 +41,7 @@ class ViTConfig:
     eps: float = 1e-12
 
 
-_LARGE = dict(d_model=1024, num_layers=24, num_heads=16, hidden=4096)
-_HUGE = dict(d_model=1280, num_layers=32, num_heads=16, hidden=5120)
+_LARGE = ViTConfig(d_model=1024, num_layers=24, num_heads=16, hidden=4096)
 
 
 class ViT(Model):
@@ -51,13 +50,14 @@ class ViT(Model):
     Source: Dosovitskiy et al., "An image is worth 16x16 words" (2021).
     """
 
+    config: ViTConfig
     Config = ViTConfig
     PRESETS: ClassVar = {
         "B/16": ViTConfig(),
         "B/32": ViTConfig(patch_size=32),
-        "L/16": ViTConfig(**_LARGE),
-        "L/32": ViTConfig(patch_size=32, **_LARGE),
-        "H/14": ViTConfig(patch_size=14, **_HUGE),
+        "L/16": _LARGE,
+        "L/32": replace(_LARGE, patch_size=32),
+        "H/14": ViTConfig(patch_size=14, d_model=1280, num_layers=32, num_heads=16, hidden=5120),
     }
     CONVERSIONS: ClassVar = {"vit": _hugging_face.VIT}
 
@@ -71,7 +71,7 @@ class ViT(Model):
         def block() -> Block:
             attention = MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout)
             if not c.qkv_bias:
-                attention.qkv.bias = None
+                attention.qkv.register_parameter("bias", None)
             network = FeedForward(c.d_model, c.hidden, activation=c.activation)
             return Block(attention, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 
