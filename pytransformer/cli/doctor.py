@@ -306,12 +306,12 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
     console.heading("Self-check: forward and backward against float64")
     lines = report["self_check"]
-    rows = []
+    verdicts = []
     for line in lines:
         shown = "ok" if line["verdict"] == "ok" else line["verdict"].upper()
         figure = line["detail"] or f"{100 * line['bound_used']:.0f} %"
-        rows.append((line["op"], line["case"], line["device"], line["backend"], shown, figure))
-    console.table(("op", "case", "device", "backend", "", "share of the error bound"), rows)
+        verdicts.append((line["op"], line["case"], line["device"], line["backend"], shown, figure))
+    console.table(("op", "case", "device", "backend", "", "share of the error bound"), verdicts)
     bad = sum(line["verdict"] != "ok" for line in lines)
     backends = ", ".join(dict.fromkeys(line["backend"] for line in lines))
     console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")

@@ -9,10 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import OK, UsageError
 from .console import Console
 from .train import DEFAULT_OUT
+
+if TYPE_CHECKING:
+    from ..training import Translator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _draw(translator: object, texts: list[str], arguments: argparse.Namespace) -> str:
+def _draw(translator: Translator, texts: list[str], arguments: argparse.Namespace) -> str:
     """Draws one picture for each text, and says where it is, or why there is none."""
     from .. import viz
 

@@ -60,10 +60,12 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
     Returns:
         A :class:`ModelExplanation`; ``print`` shows it as a table.
     """
-    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-        args, kwargs = (), dict(args[0])
-    elif len(args) == 1 and not kwargs and isinstance(args[0], tuple):
-        args = args[0]
+    if len(args) == 1 and not kwargs:
+        (alone,) = args
+        if isinstance(alone, Mapping):
+            args, kwargs = (), dict(alone)
+        elif isinstance(alone, tuple):
+            args = alone
     names = {module: name for name, module in model.named_modules()}
     stack: list[str] = []
     calls: list[Call] = []

@@ -29,6 +29,7 @@ import torch
 from transformers import masking_utils as masking
 from transformers.utils import output_capturing
 
+from ..ops._options import MaskAndBias
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from ..ops.attention_weights import attention_weights
@@ -110,7 +111,8 @@ def causal_window(mask_function: Callable[..., Any]) -> int | None:
     # A compiler's trace has no closures to look into.
     if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND_CODE:
         return None
-    parts = mask_function.__closure__[0].cell_contents
+    (cell,) = mask_function.__closure__ or ()  # as _window_codes has seen
+    parts = cell.cell_contents
     if len(parts) != 2 or parts[1] is not masking.causal_mask_function:
         return None
     if getattr(parts[0], "__code__", None) is not _OVERLAY_CODE:
@@ -183,12 +185,14 @@ def attention_forward(
         mask = mask[:, :, :1]  # every query has the same row: key padding
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
     query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
-    bias = position_bias
-    if bias is not None and bias.dim() == 2:
-        bias, causal = _table_bias(module, bias, causal, mask, query.shape[2], key.shape[2])
+    bias: torch.Tensor | RelativePositionBias | None = position_bias
+    if position_bias is not None and position_bias.dim() == 2:
+        bias, causal = _table_bias(module, position_bias, causal, mask, query.shape[2], key.shape[2])
     elif getattr(module, "position_bias_is_zero", False):
         bias = None
-    terms = dict(attn_mask=mask, causal=causal, window=window, bias=bias, softcap=kwargs.get("softcap"), scale=scaling)
+    terms: MaskAndBias = {
+        "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": kwargs.get("softcap"), "scale": scaling,
+    }  # fmt: skip
     if not weights_wanted(kwargs):
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
@@ -201,8 +205,8 @@ def _packed(
 ) -> torch.Tensor:
     """Attention of each sequence to itself, (1, H, total, D) to (1, total, H, Dv)."""
     longest = int(offsets.diff().max())
-    rows = [t[0].transpose(0, 1) for t in (query, key, value)]
-    return attention_varlen(*rows, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return attention_varlen(q, k, v, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
 
 
 def weights_wanted(kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -143,7 +144,9 @@ class _layers:
     """Notes which backends ran inside each attention module of the model, forward; and which ran backward, in all."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.forward, self.backward = subject, {}, Counter()
+        self.subject = subject
+        self.forward: dict[str, str] = {}
+        self.backward: Counter[str] = Counter()
 
     def __enter__(self) -> _layers:
         self._tracing = trace()
@@ -160,8 +163,8 @@ class _layers:
             )
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._tracing.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._tracing.__exit__(kind, error, where)
         self.backward = Counter(b for raw, b in self._record if raw == "attention_bwd")
         for hook in self._hooks:
             hook.remove()

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from ..cli.benchmark.memory import ENVIRONMENT, Unmeasured, measure_rise, why_not
+from ..cli.benchmark.memory import ENVIRONMENT, measure_rise, why_not
+from ..cli.benchmark.memory import Unmeasured as Unmeasured
 
 
 def peaks(

@@ -70,7 +70,8 @@ def prune(folder: Path, keep: int) -> None:
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors named "<parameter>.<entry>", the rest) of an optimizer's state."""
     state = optimizer.state_dict()
-    tensors, numbers = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, torch.Tensor) else numbers)[f"{index}.{name}"] = value

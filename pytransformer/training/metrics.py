@@ -16,7 +16,8 @@ class Metrics:
     """The rows of a run, in `path` too unless that is None: {"step": 50, "loss": 4.2, ...}, in order of their steps."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.rows = path, []
+        self.path = path
+        self.rows: list[Row] = []
 
     def resume(self, step: int) -> None:
         """Keeps what is written up to `step`: what came after is going to be computed, and written, again."""

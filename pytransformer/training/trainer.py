@@ -109,7 +109,7 @@ class Trainer:
         self.model, self.batches, self.recipe, self.schedule = model.to(self.world.device), batches, recipe, schedule
         self.evaluate, self.console = evaluate, console if self.world.first else None
         self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
-        self._step: nn.Module = _Step(model, objective)
+        self._step: _Step | nn.parallel.DistributedDataParallel = _Step(model, objective)
         if self.world.size > 1:
             self._step = nn.parallel.DistributedDataParallel(self._step)
         self.out = out
@@ -236,9 +236,9 @@ class Trainer:
 
     def _no_sync(self, number: int) -> AbstractContextManager[Any]:
         """DDP adds gradients up over the processes once a step, with the last batch."""
-        if self.world.size == 1 or number == self.recipe.accumulate - 1:
-            return nullcontext()
-        return self._step.no_sync()
+        if isinstance(self._step, nn.parallel.DistributedDataParallel) and number < self.recipe.accumulate - 1:
+            return self._step.no_sync()
+        return nullcontext()
 
     def _log(self, since: list[float], seconds: float) -> None:
         sums = self.world.total(torch.tensor(since[:2], dtype=torch.float64, device=self.world.device)).tolist()

@@ -179,7 +179,9 @@ def regimes(contender: Contender, seconds: float, device: str = "cpu") -> tuple[
 
     Processors and GPUs run faster after a rest than under a load that lasts: clock frequencies and power limits follow it.
     """
-    clock, bursts, calls = _clock(device, False), [], []
+    clock = _clock(device, False)
+    bursts: list[float] = []
+    calls: list[float] = []
     with contender.context():
         clock.sample(contender.call, 1)
         for _ in range(BURSTS):

@@ -127,7 +127,7 @@ def _panels(path: Path, document: Row, groups: list[list[Row]], name: str, unit:
         plain_ticks(axis.yaxis)
     for axis in axes[::columns]:
         axis.set_ylabel(unit)
-    everyone = {}
+    everyone: dict[str, Any] = {}
     for axis in axes[: len(groups)]:
         everyone |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
     title = f"{unit.split(',')[0].capitalize() if 'memory' in unit else unit} against {'length' if name == 'L' else name}"
@@ -141,7 +141,7 @@ def _roofline(path: Path, document: Row) -> None:
     dtypes = [d for d in dict.fromkeys(row["dtype"] for row in rows) if d in peaks["tflops"]]
     figure = figure_of(1.0 + 5.0 * len(dtypes), 4.8)
     axes = figure.subplots(1, len(dtypes), squeeze=False)[0]
-    everyone = {}
+    everyone: dict[str, Any] = {}
     for axis, dtype in zip(axes, dtypes):
         members = [row for row in rows if row["dtype"] == dtype and row["gbps"] > 0]
         spots = [(1e3 * row["tflops"] / row["gbps"], row["tflops"], row["backend"]) for row in members]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -55,9 +56,10 @@ def excerpt(
     """What of the results of the whole problem is compared with the exact ones of its `rows`."""
     if rows is None:
         return found
-    picked = {name: found[name][..., rows, :] for name in ("out", "query") if found.get(name) is not None}
-    if "query" in picked:  # the other rows' gradient must be zero: what is left of it goes into a row that is compared
-        rest = found["query"].index_fill(-2, rows.to(found["query"].device), 0.0)
+    picked = {name: t[..., rows, :] for name in ("out", "query") if (t := found.get(name)) is not None}
+    if (d_query := found.get("query")) is not None:
+        # The other rows' gradient must be zero: what is left of it goes into a row that is compared.
+        rest = d_query.index_fill(-2, rows.to(d_query.device), 0.0)
         picked["query"] = picked["query"] + rest.abs().amax(-2, keepdim=True)
     return {**found, **picked}
 
@@ -105,12 +107,10 @@ def _packed(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Soluti
         pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *(pad(g, 0) for g in grads or []),
         query_lengths=cu_q.diff(), key_lengths=cu_k.diff(), **problem.kwargs,
     )  # fmt: skip
-    results = {
-        name: dataclasses.replace(r, **{part: pack(getattr(r, part), sides[name]) for part in ("value", "S", "floor")})
-        if name in sides
-        else r
-        for name, r in solution.results.items()
-    }
+    results = dict(solution.results)
+    for name, side in sides.items():
+        if (r := results.get(name)) is not None:
+            results[name] = dataclasses.replace(r, value=pack(r.value, side), S=pack(r.S, side), floor=pack(r.floor, side))
     return dataclasses.replace(solution, results=results)
 
 
@@ -118,7 +118,7 @@ def _norm(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution
     named = problem.named
     tensors = {name: named[name] for name in ("x", "residual", "weight", "bias") if named.get(name) is not None}
     tensors |= dict(zip(("grad_out", "grad_residual_out"), grads or []))
-    keywords = {name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named}
+    keywords: dict[str, Any] = {name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named}
     drawn = fuzz_norm.Problem(problem.case.op, problem.dtype, 1, "zero_mean", tensors, {}, keywords, [])
     stored = None
     if problem.case.op == "add_norm":
@@ -132,7 +132,9 @@ def _feed_forward(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.
     names = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
     tensors = {name: problem.named[name] for name in names if problem.named.get(name) is not None}
     tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {name: problem.named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in problem.named}
+    keywords: dict[str, Any] = {
+        name: problem.named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in problem.named
+    }
     drawn = fuzz_ffn.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])
     return _solution(fuzz_ffn.solve(drawn))
 
@@ -141,7 +143,9 @@ def _cross_entropy(problem: Problem, grads: list[torch.Tensor] | None) -> oracle
     named = problem.named
     tensors = {name: named[name] for name in ("x", "weight", "target", "bias") if named.get(name) is not None}
     tensors |= dict(zip(("grad_out",), grads or []))
-    keywords = {name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named}
+    keywords: dict[str, Any] = {
+        name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named
+    }
     return _solution(
         fuzz_cross_entropy.solve(fuzz_cross_entropy.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, []))
     )

@@ -9,7 +9,9 @@ import torch
 
 from pytransformer.cli import UsageError
 from pytransformer.cli.benchmark import exact
-from pytransformer.testing.cases import Case, case, cases
+from pytransformer.testing.cases import Case as Case
+from pytransformer.testing.cases import case as case
+from pytransformer.testing.cases import cases as cases
 
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,

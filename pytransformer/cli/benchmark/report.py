@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ LIGER_COLUMNS = (
 _LIGER_MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "full"}
 
 
-def shape_text(shape: dict[str, int]) -> str:
+def shape_text(shape: Mapping[str, int]) -> str:
     """The shape in one short word: B2 H8/2 L512x512 D64, or 1024x512x2048 for row-wise ops."""
     if "Lq" not in shape:
         return "x".join(str(n) for n in shape.values())

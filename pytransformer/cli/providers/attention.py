@@ -98,7 +98,7 @@ def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: T
     if terms.visible is not None:
         score = score.masked_fill(~terms.visible, -math.inf)
     weight = torch.softmax(score, dim=-1)
-    if terms.blind_rows:
+    if terms.blind_rows and terms.visible is not None:
         weight = weight.masked_fill(~terms.visible.any(-1, keepdim=True), 0.0)
     if terms.dropout_p:
         weight = F.dropout(weight, terms.dropout_p)

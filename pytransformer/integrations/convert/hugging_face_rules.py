@@ -63,7 +63,7 @@ _rule(
 
 def _network(
     linear1: str, linear2: str, activation: str, *, gate: str | None = None, dropout: bool = False
-) -> tuple[type, Callable]:
+) -> tuple[type, Callable[[Any], str | None]]:
     """Mixin and condition of a module whose forward is the network with these attributes and nothing else."""
     names = [n for n in (linear1, linear2, gate) if n is not None]
 

@@ -109,9 +109,11 @@ def fusable_norm(*candidates: nn.Module) -> str | None:
     for norm in candidates:
         cls = getattr(type(norm), "converted_from", type(norm))
         if is_norm(cls, "layer_norm"):
-            if norm.weight is None or norm.weight.dim() != 1:
+            if not isinstance(norm.weight, torch.Tensor) or norm.weight.dim() != 1:
                 return "its norm has no weight, or is over more than one dimension"
-            if (reason := find_rule(cls).condition(norm)) is not None:
+            rule = find_rule(cls)
+            assert rule is not None
+            if (reason := rule.condition(norm)) is not None:
                 return f"its norm {reason}"
         elif cls is nn.RMSNorm or not is_norm(cls, "rms_norm"):
             return f"has a {type(norm).__name__} where a LayerNorm or a known RMS norm was expected"

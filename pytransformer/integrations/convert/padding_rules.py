@@ -37,7 +37,8 @@ def _packing(encoder: Any, x: torch.Tensor, mask: torch.Tensor | None, kwargs: d
 
     plain = mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and (mask.shape[2] == 1 or mask.stride(2) == 0)
     if (
-        not plain
+        mask is None
+        or not plain
         or kwargs.get("use_cache")
         or weights_wanted(kwargs)
         or "hidden_states" in collected()

@@ -24,15 +24,16 @@ class Converted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled and copied as what it is: the class is made anew from the one it came from."""
-        _, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, arguments, *rest = reduced
         assert arguments[0] is type(self), "torch.nn.Module changed how it is pickled"
         return (_rebuild, (type(self).converted_from,), *rest)
 
 
-def _rebuild(original: type) -> Any:
+def _rebuild(original: type[torch.nn.Module]) -> torch.nn.Module:
     rule = find_rule(original)
     cls = original if rule is None else rule.subclass(original)
-    return cls.__new__(cls)
+    return torch.nn.Module.__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,6 @@ def digest(cls: type, method: str = "forward") -> str:
     return hashlib.sha256(f"{names}{[ast.dump(s) for s in body]}".encode()).hexdigest()[:12]
 
 
-@functools.cache
 def find_rule(cls: type) -> Rule | None:
     """The rule for exactly this class, or None."""
     from . import hugging_face_rules, padding_rules, t5_rules, timm_rules, torch_rules

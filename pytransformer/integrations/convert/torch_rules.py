@@ -62,6 +62,7 @@ def _projections(
     m: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Three products, or one where the inputs are the same tensor."""
+    weights: tuple[torch.Tensor, ...]
     if not m._qkv_same_embed_dim:
         weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
     elif query is key and key is value:
