@@ -38,17 +38,18 @@ def check_attention(
 ) -> dict[str, Tensor]:
     """Assert that a call, with random upstream gradients, keeps within the bounds; returns its results. With ``poisoned`` the backend
     gets NaN in all rows of query, key, value and upstream gradient that take part in no pair, which must reach nothing."""
-    query, _, value = args
+    query, key, value = args
     generator = torch.Generator().manual_seed(seed)
     grad_out = torch.randn(*query.shape[:3], value.shape[3], generator=generator).to(query.dtype)
     grad_lse = torch.randn(query.shape[:3], generator=generator)
     grad_lse = grad_lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    solution = oracle.solve(*args, grad_out, grad_lse, **kwargs)
+    solution = oracle.solve(query, key, value, grad_out, grad_lse, **kwargs)
     if poisoned:
         dead, unseen = solution.dead_queries, solution.unseen_keys
         rows = (dead, unseen, unseen, dead)
-        *args, grad_out = (t.detach().masked_fill(r[..., None], torch.nan) for t, r in zip((*args, grad_out), rows))
-    results = run_attention(tuple(args), kwargs, backend, grad_out, grad_lse)
+        tensors = (query, key, value, grad_out)
+        query, key, value, grad_out = (t.detach().masked_fill(r[..., None], torch.nan) for t, r in zip(tensors, rows))
+    results = run_attention((query, key, value), kwargs, backend, grad_out, grad_lse)
     wrong = [str(c) for c in bounds.check(solution, results, query.dtype, data) if not c.ok]
     assert not wrong, "\n".join(wrong)
     return results
@@ -100,7 +101,7 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) ->
         t.requires_grad_()
     out = pt.attention_varlen(*inputs, *args[3:], **kwargs, backend=backend, strict=True)
     lengths = {"query_lengths": offsets[0].diff(), "key_lengths": offsets[1].diff()}
-    want = pt.attention(*wide, **lengths, **kwargs, backend=backend, strict=True)
+    want = pt.attention(wide[0], wide[1], wide[2], **lengths, **kwargs, backend=backend, strict=True)
     ours = [out, *torch.autograd.grad(out, inputs, grad)]
     theirs = [want, *torch.autograd.grad(want, wide, padded(grad, *sides[0]))]
     for name, a, b, (end, _) in zip(("out", "query", "key", "value"), ours, theirs, (sides[0], *sides)):

@@ -10,6 +10,7 @@ result must be exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +120,7 @@ def rounding(result: Result, dtype: torch.dtype) -> torch.dtype:
 
 
 def check(
-    solution: Solution, ours: dict[str, Tensor | None], dtype: torch.dtype, data: str = "any", op: str = ""
+    solution: Solution, ours: Mapping[str, Tensor | None], dtype: torch.dtype, data: str = "any", op: str = ""
 ) -> list[Check]:
     """Every tensor of `ours` against the solution; a gradient given as None counts as zeros.
 
@@ -168,3 +169,14 @@ def relative_error_ratio(ours: Tensor, naive: Tensor, exact: Tensor) -> float:
     better."""
     mine, theirs = relative_error(ours, exact), relative_error(naive, exact)
     return mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))
+
+
+def other_bits(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> list[str]:
+    """Names of the results that differ in any bit between two runs, but for which NaN it is."""
+
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) and torch.equal(x.signbit(), y.signbit())
+
+    return [name for name in a if not equal(a[name], b[name])]

@@ -12,6 +12,7 @@ the same problems.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import warnings
@@ -59,7 +60,9 @@ def pytorch(p: Problem, kernel: SDPBackend) -> dict[str, Tensor]:
         mask = mask[(None,) * (4 - mask.dim())]
     with sdpa_kernel(kernel):
         out = F.scaled_dot_product_attention(
-            *leaves.values(),
+            leaves["query"],
+            leaves["key"],
+            leaves["value"],
             attn_mask=mask,
             is_causal="causal" in p.keywords,
             scale=p.keywords.get("scale"),
@@ -75,7 +78,9 @@ def ours(p: Problem, backend: str) -> dict[str, Tensor]:
 
     leaves = {n: p.tensors[n].detach().requires_grad_() for n in p.wanted}
     out = pt.attention(
-        *leaves.values(),
+        leaves["query"],
+        leaves["key"],
+        leaves["value"],
         **p.public_keywords({k: t for k, t in p.tensors.items() if k not in leaves}),
         backend=backend,
         strict=True,
@@ -87,8 +92,8 @@ def ours(p: Problem, backend: str) -> dict[str, Tensor]:
 def calibrate(seed: int, cases: int, backends: list[str]) -> Table:
     """c of every result, by (kernel, dtype, data, result)."""
     runs: dict[str, Callable[[Problem], dict[str, Tensor]]] = {
-        **{name: lambda p, kernel=kernel: pytorch(p, kernel) for name, kernel in KERNELS.items()},
-        **{f"ours, {name}": lambda p, name=name: ours(p, name) for name in backends},
+        **{name: functools.partial(pytorch, kernel=kernel) for name, kernel in KERNELS.items()},
+        **{f"ours, {name}": functools.partial(ours, backend=name) for name in backends},
     }
     table: Table = defaultdict(list)
     for case in range(cases):

@@ -88,11 +88,15 @@ def ours(op: str, backend: str, p: Any, t: dict[str, Tensor]) -> Tensor:
 
     if op == "norm":
         return fuzz_norm.call(p, t, backend)["out"]
-    keywords, forced = p.keywords, {"backend": backend, "strict": True}
+    keywords = p.keywords
     if op == "feed_forward":
-        gate = {n: t.get(n) for n in ("gate_weight", "gate_bias")}
-        return pt.feed_forward(*(t.get(n) for n in ("x", "w1", "b1", "w2", "b2")), **gate, **keywords, **forced)
-    return pt.linear_cross_entropy(t["x"], t["weight"], t["target"], bias=t.get("bias"), **keywords, **forced)
+        return pt.feed_forward(
+            t["x"], t["w1"], t.get("b1"), t["w2"], t.get("b2"), gate_weight=t.get("gate_weight"), gate_bias=t.get("gate_bias"),
+            **keywords, backend=backend, strict=True,
+        )  # fmt: skip
+    return pt.linear_cross_entropy(
+        t["x"], t["weight"], t["target"], bias=t.get("bias"), **keywords, backend=backend, strict=True
+    )
 
 
 def calibrate(op: str, seed: int, cases: int, backends: list[str]) -> Table:

@@ -451,7 +451,7 @@ def _cross_entropy(**fixed: Any) -> Builder:
     return build
 
 
-SEEDED = {"dropout_p": 0.1, "dropout_seed": 1234}
+SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 1234}
 ROWWISE: dict[str, tuple[str, Builder, str]] = {
     "layer_norm": ("layer_norm", _norm(), "core"),
     "layer_norm_plain": ("layer_norm", _norm(weight=False, bias=False), ""),

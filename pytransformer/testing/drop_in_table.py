@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 import pytransformer as pt
 from pytransformer.ops._registry import trace
@@ -30,6 +29,9 @@ from pytransformer.testing.hugging_face import (
     real_tokens,
     run,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "drop-in.md"
 START, END = (
@@ -50,7 +52,7 @@ def expect(condition: bool, what: str) -> None:
         raise Different(what)
 
 
-def build(family: Family, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(family: Family, implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model = family.build(implementation, dtype)
     if implementation != "eager":
         pt.integrations.convert(model)
@@ -154,7 +156,7 @@ def bfloat16(family: Family) -> str:
     return OURS
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """In training mode, where checkpoints act, with every probability 0."""
     for module in model.modules():
         for name in ("p", "dropout", "activation_dropout", "attention_dropout", "layerdrop", "encoder_layerdrop"):

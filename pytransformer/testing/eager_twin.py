@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..models import Transformer
-from ..nn import sinusoidal
+from ..nn import Block, FeedForward, MultiHeadAttention, sinusoidal
 
 
 class EagerTransformer(nn.Module):
@@ -17,6 +17,8 @@ class EagerTransformer(nn.Module):
     Args:
         ours: with sinusoidal positions, equal numbers of heads, and dropout only on sub-layers and embeddings.
     """
+
+    places: torch.Tensor
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
@@ -49,16 +51,18 @@ class EagerTransformer(nn.Module):
         for side, stack in (("encoder", ours.encoder), ("decoder", ours.decoder)):
             norms = ("mixing", "feed_forward") if side == "encoder" else ("mixing", "cross", "feed_forward")
             for i, block in enumerate(stack.blocks):
+                assert isinstance(block, Block)
+                mixing, network, cross = block.mixing, block.feed_forward, block.cross_attention
+                assert isinstance(mixing, MultiHeadAttention) and isinstance(network, FeedForward)
                 to = f"core.{side}.layers.{i}"
                 for kind in ("weight", "bias"):
-                    state[f"{to}.self_attn.in_proj_{kind}"] = getattr(block.mixing.qkv, kind)
-                    state[f"{to}.self_attn.out_proj.{kind}"] = getattr(block.mixing.out, kind)
-                    state[f"{to}.linear1.{kind}"] = getattr(block.feed_forward.w1, kind)
-                    state[f"{to}.linear2.{kind}"] = getattr(block.feed_forward.w2, kind)
+                    state[f"{to}.self_attn.in_proj_{kind}"] = getattr(mixing.qkv, kind)
+                    state[f"{to}.self_attn.out_proj.{kind}"] = getattr(mixing.out, kind)
+                    state[f"{to}.linear1.{kind}"] = getattr(network.w1, kind)
+                    state[f"{to}.linear2.{kind}"] = getattr(network.w2, kind)
                     for n, norm in enumerate(norms, 1):
                         state[f"{to}.norm{n}.{kind}"] = getattr(getattr(block, f"{norm}_residual").norm, kind)
-                    if side == "decoder":
-                        cross = block.cross_attention
+                    if isinstance(cross, MultiHeadAttention):
                         parts = getattr(cross.query, kind), getattr(cross.key_value, kind)
                         state[f"{to}.multihead_attn.in_proj_{kind}"] = torch.cat(parts)
                         state[f"{to}.multihead_attn.out_proj.{kind}"] = getattr(cross.out, kind)

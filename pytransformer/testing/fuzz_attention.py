@@ -74,13 +74,13 @@ def run(problem: Problem, backend: str) -> Run:
     from pytransformer.ops._registry import trace
 
     op = "attention_varlen" if problem.packed else "attention"
-    keywords = {"backend": backend, "strict": True}
+    keywords: dict[str, Any] = {"backend": backend, "strict": True}
     with poisoned(), trace() as record:
         if problem.packed:
             results, explained = _run_packed(problem, keywords)
         else:
             leaves = _leaves(problem, problem.tensors)
-            args = [leaves[n] for n in ("query", "key", "value")]
+            args = leaves["query"], leaves["key"], leaves["value"]
             keywords |= problem.public_keywords(leaves)
             explained = pt.explain(op, *args, **keywords).backend
             out, lse = _outputs(pt.attention(*args, **keywords))
@@ -106,7 +106,7 @@ def _run_packed(problem: Problem, keywords: dict[str, Any]) -> tuple[dict[str, T
     packed = {n: sides[n].pack(t[n], places[n]) if n in sides else t[n] for n in t}
     leaves = _leaves(problem, packed)
     keywords |= {n: v for n, v in problem.public_keywords(leaves).items() if not n.endswith("_lengths")}
-    args = [leaves["query"], leaves["key"], leaves["value"], q.offsets, kv.offsets, q.max, kv.max]
+    args = leaves["query"], leaves["key"], leaves["value"], q.offsets, kv.offsets, q.max, kv.max
     explained = pt.explain("attention_varlen", *args, **keywords).backend
     out, lse = _outputs(pt.attention_varlen(*args, **keywords))
     results = {"out": q.unpack(out), "lse": None if lse is None else q.unpack(lse.mT, -torch.inf)}
@@ -148,17 +148,6 @@ def judge(problem: Problem, solution: oracle.Solution, run: Run, backend: str) -
     return checks, wrong
 
 
-def same_bits(a: Run, b: Run) -> list[str]:
-    """Names of the results that differ in any bit between two runs."""
-
-    def equal(x: Tensor | None, y: Tensor | None) -> bool:
-        if x is None or y is None:
-            return x is y
-        return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) and torch.equal(x.signbit(), y.signbit())
-
-    return [n for n in a.results if not equal(a.results[n], b.results[n])]
-
-
 def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
@@ -171,7 +160,7 @@ def examine(
         try:
             first = run(problem, backend)
             checks, wrong = judge(problem, solution, first, backend)
-            if repeat and (different := same_bits(first, run(problem, backend))):
+            if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             checks, wrong = [], [f"{type(error).__name__}: {error}"]

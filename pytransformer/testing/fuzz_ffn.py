@@ -137,7 +137,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     if threshold in (0, 65536):
         keep = torch.full_like(pre, 0.0 if threshold else 1.0)
     else:
-        keep = column_keep(problem.keywords["dropout_seed"], threshold, *pre.shape, TAG)
+        keep = column_keep(problem.keywords["dropout_seed"], threshold, pre.shape[0], pre.shape[1], TAG)
     name = problem.keywords["activation"]
     gated = "gate_weight" in t
     source, e_source = pre, e_pre
@@ -194,7 +194,7 @@ def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n != "grad_out"}
     with poisoned(), trace() as record:
         out = pt.feed_forward(
-            *(leaves.get(n) for n in ("x", "w1", "b1", "w2", "b2")), gate_weight=leaves.get("gate_weight"),
+            leaves["x"], leaves["w1"], leaves.get("b1"), leaves["w2"], leaves.get("b2"), gate_weight=leaves.get("gate_weight"),
             gate_bias=leaves.get("gate_bias"), **problem.keywords, backend=backend, strict=True,
         )  # fmt: skip
         results: dict[str, Tensor | None] = {"out": out}
@@ -224,12 +224,8 @@ def examine(
                 wrong.append(f"ran {record}, {backend} was forced")
             if repeat:
                 again, _ = run(problem, backend)
-                differing = [
-                    n
-                    for n, r in results.items()
-                    if r is not None and not torch.equal(r.nan_to_num(7.0), again[n].nan_to_num(7.0))
-                ]
-                wrong += [f"two runs differ in {', '.join(differing)}"] * bool(differing)
+                if differing := bounds.other_bits(results, again):
+                    wrong.append(f"two runs differ in {', '.join(differing)}")
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             wrong = [f"{type(error).__name__}: {error}"]
         verdicts[backend] = checks, wrong

@@ -67,7 +67,8 @@ def place(x: Tensor, layout: str = "contiguous", fill: float | int | bool | None
     if thirds > 1:
         inner = inner[..., shape[-1] : 2 * shape[-1]]
     if step > 1:
-        inner = inner[(..., *(slice(None, None, 2) for _ in range(min(2, x.dim()))))]
+        for dim in range(max(0, x.dim() - 2), x.dim()):
+            inner = inner[(slice(None),) * dim + (slice(None, None, 2),)]
     view = inner.permute([permutation.index(i) for i in range(x.dim())]) if x.dim() else inner.view(())
     view.copy_(x)
     return view.detach()

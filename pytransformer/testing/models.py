@@ -46,7 +46,9 @@ def assert_same_elements(ours: torch.Tensor, theirs: torch.Tensor, *, gradient: 
 def assert_same_training(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """AssertionError unless these are the weights of the same training, within :data:`TRAINED`."""
     assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        torch.testing.assert_close(
-            weight, theirs[name], rtol=TRAINED, atol=TRAINED_LEAST, msg=lambda m, name=name: f"{name}: {m}"
-        )
+
+    def same(name: str) -> None:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=TRAINED, atol=TRAINED_LEAST, msg=lambda m: f"{name}: {m}")
+
+    for name in ours:
+        same(name)

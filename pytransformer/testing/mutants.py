@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ..ops._registry import OPS, Backend
+from ..ops._registry import OPS, Backend, Op
 
 # The module: `pytransformer.reference.attention` is also the name of the public function.
 source = importlib.import_module("pytransformer.reference.attention")
@@ -298,7 +298,7 @@ def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any
     def attend(a: Any) -> Outputs:
         return forward_fault(a, source.attention_forward)
 
-    def forward(a: Any) -> Sequence[Tensor]:
+    def forward(a: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return tuple(e.copy_(r) for e, r in zip(op.empty_outputs(a), attend(a)))
 
@@ -309,17 +309,21 @@ def _backend(name: str, forward_fault: Fault, backward_fault: Callable[[Any, Any
             replaced = a._replace(**{a._fields[p]: leaf for p, leaf in zip(places, leaves)})
             replaced, grads = backward_fault(replaced, list(grads))
             pairs = [(o, g) for o, g in zip(attend(replaced), grads) if g is not None and o.requires_grad]
-            found = [None] * len(leaves)
+            found: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-        by_place = dict(zip(places, found))
-        empty = op.empty_gradients(a, wanted)
-        return [
-            None if e is None else e.zero_() if by_place[p] is None else e.copy_(by_place[p])
-            for p, e in zip(op.positions, empty)
-        ]
+        return stored(op, a, wanted, dict(zip(places, found)))
 
     return Backend(name, forward, backward, lambda a: None)
+
+
+def stored(op: Op, a: Any, wanted: Sequence[bool], by_place: Mapping[int, Tensor | None]) -> list[Tensor | None]:
+    """Gradients by the place of their argument as what a backend returns; those that autograd did not find are zero."""
+    gradients: list[Tensor | None] = []
+    for place, empty in zip(op.positions, op.empty_gradients(a, wanted)):
+        found = by_place.get(place)
+        gradients.append(empty if empty is None else empty.zero_() if found is None else empty.copy_(found))
+    return gradients
 
 
 @contextlib.contextmanager

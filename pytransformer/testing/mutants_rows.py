@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops._registry import OPS, Backend
+from .mutants import stored
 
 # The modules: the package holds functions of the same names.
 norms = importlib.import_module("pytransformer.reference.layer_norm")
@@ -227,7 +228,7 @@ def _backend(op_name: str, name: str, fault: Fault, backward_fault: BackwardFaul
     def wrong(a: Any) -> Outputs:
         return fault(a, op.reference)
 
-    def forward(a: Any) -> Sequence[Tensor]:
+    def forward(a: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return tuple(e.copy_(r) for e, r in zip(op.empty_outputs(a), wrong(a)))
 
@@ -242,11 +243,7 @@ def _backend(op_name: str, name: str, fault: Fault, backward_fault: BackwardFaul
             found: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-        by_place = dict(zip(places, found))
-        return [
-            None if e is None else e.zero_() if by_place[p] is None else e.copy_(by_place[p])
-            for p, e in zip(op.positions, op.empty_gradients(a, wanted))
-        ]
+        return stored(op, a, wanted, dict(zip(places, found)))
 
     return Backend(name, forward, backward, lambda a: None)
 

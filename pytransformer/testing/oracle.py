@@ -150,7 +150,7 @@ def visible_pairs(
         visible = visible & (relative >= -left)
     if right is not None:
         visible = visible & (relative <= right)
-    if query_segments is not None:
+    if query_segments is not None and key_segments is not None:
         visible = visible & (query_segments.cpu()[:, None, :, None] == key_segments.cpu()[:, None, None, :])
     return visible, relative
 
@@ -347,5 +347,6 @@ def solve(
             ]
         else:
             sums = [_reduce_to(y, shape) for y in parts]
-        gradient(name, *sums, kind)
+        value_of, S_of, floor_of = sums
+        gradient(name, value_of, S_of, floor_of, kind)
     return Solution(results, query.shape[-1], dead, unseen)

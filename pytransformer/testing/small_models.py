@@ -10,7 +10,7 @@ import torch
 from .. import models
 
 VOCABULARY = 31
-_SIZES = dict(vocab_size=VOCABULARY, d_model=16, num_heads=4, hidden=24)
+_SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=16, num_heads=4, hidden=24)
 
 CONFIGS: dict[str, Any] = {
     "Transformer": models.TransformerConfig(**_SIZES, num_encoder_layers=2, num_decoder_layers=2, max_length=12),
