@@ -49,10 +49,11 @@ inspect: install  ## what the GPU kernels take (registers, spills, shared memory
 tune: install  ## on a GPU: measure the Triton kernels' configurations, write kernels/tuned/<gpu>/
 	$(BIN)/python bench/tools/tune.py
 
-check:  ## formatting, lint and layout
+check:  ## formatting, lint, types and layout
 	@$(PYTHON) bench/tools/install.py --extras test,dev
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
