@@ -14,11 +14,10 @@ static void check(cudaError_t error) {
 
 DeviceGuard::DeviceGuard(int64_t device) {
   check(cudaGetDevice(&previous_));
-  if (previous_ == device) {
-    previous_ = -1;
-  } else {
-    check(cudaSetDevice(int(device)));
-  }
+  // Also where it is current already: a thread that has made no CUDA call yet, as one of autograd's, has no context, without which the
+  // driver encodes no tensor map. This gives it the device's; a capture of a graph does not mind.
+  check(cudaSetDevice(int(device)));
+  if (previous_ == device) previous_ = -1;
 }
 
 DeviceGuard::~DeviceGuard() {

@@ -7,7 +7,7 @@
 
 namespace pt::cuda {
 
-// Makes a device current while it lives.
+// Makes a device current while it lives, and its context that of the thread.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int64_t device);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attention_problems
@@ -136,3 +137,17 @@ def test_values_are_checked_when_asked(backend: str, monkeypatch: pytest.MonkeyP
         pt.attention(x, x, x, key_lengths=long, backend=backend)
     with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never decrease and end at most at 40"):
         pt.attention_varlen(*packed, backend=backend)
+
+
+@pytest.mark.unpoisoned
+def test_a_thread_without_a_context() -> None:
+    """The first CUDA call of a new thread is ours, and makes tensor maps: its memory is what the allocator kept."""
+    query = torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> torch.Tensor:
+        return pt.attention(query, query, query, backend="cuda", strict=True)
+
+    call()
+    want = call()
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(call).result(), want)
