@@ -3,8 +3,10 @@ told."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -81,6 +83,27 @@ def backend(request: pytest.FixtureRequest) -> str:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+    on_gpu = "gpu" in report.keywords or report.when == "???"  # xdist's word for a worker that is gone
+    if report.failed and on_gpu and "PYTEST_XDIST_WORKER" not in os.environ:
+        # At once: a run on a GPU may be cut short before pytest tells of failures.
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """An error on the GPU spoils the process's CUDA context, and with it every test that would follow: this process ends. Of xdist's
+    workers another takes its place."""
+    result = yield
+    if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            lost = f"{item.nodeid} lost the CUDA context: {error}"
+            if "PYTEST_XDIST_WORKER" not in os.environ:
+                pytest.exit(lost, 1)
+            print(lost, file=sys.__stderr__, flush=True)
+            os._exit(1)
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

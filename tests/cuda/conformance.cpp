@@ -238,6 +238,7 @@ void hopper() {
 
 int main(int argc, char** argv) {
   state = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // what it had done is told even if it hangs
   const auto simple = [](const char* name, void (*kernel)(const uint32_t*, uint32_t*), int threads, size_t smem, Buffer in, size_t words) {
     in.print((std::string("in:") + name).c_str());
     Buffer out = zeros(words);

@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "build" / "conformance"
 SEEDS = (1, 2, 3)
+SECONDS = 30  # that a program may take
 # ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the logarithm is small.
 APPROXIMATE = {"approximate": (2.0**-21, 2.0**-21)}
 FLOATS = {"arithmetic": (0, 1, 2, 5, 6)}  # columns of 7 that are float32; a NaN's bits are not defined
@@ -62,9 +63,17 @@ def emulated() -> Path:
 
 
 def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
-    done = subprocess.run([program, str(seed)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = (line.split() for line in done.stdout.splitlines())
+    """What it prints; where it fails or hangs, an error that says after what."""
+    with subprocess.Popen([program, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            said, complaint = running.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            said, complaint = running.communicate()
+            complaint += f"it hangs: {SECONDS} s"
+    reached = said.splitlines()[-1].split()[0] if said else "nothing"
+    assert running.returncode == 0, f"after {reached}: {complaint}"
+    lines = (line.split() for line in said.splitlines())
     return {name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64) for name, *rest in lines}
 
 
@@ -101,6 +110,16 @@ def test_the_comparison_finds_differences() -> None:
     assert "first word 1: 0x2, 0x3" in differences(ours, {**ours, "memory": torch.tensor([1, 3])})[0]
     assert "1 of 2 words" in differences(ours, {**ours, "approximate": torch.tensor([one, one + 64])})[0]
     assert "only one" in differences(ours, {"memory": ours["memory"], "arithmetic": ours["arithmetic"]})[0]
+
+
+@pytest.mark.parametrize("end, told", [("exec sleep 60", "it hangs"), ("echo lost >&2; exit 1", "lost")])
+def test_it_says_how_far_a_program_came(end: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SECONDS", 1)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho memory 1 2\necho in:mbarrier 3\n{end}\n")
+    program.chmod(0o755)
+    with pytest.raises(AssertionError, match=f"after in:mbarrier: .*{told}"):
+        words(program, 1)
 
 
 def test_it_compiles_for_hopper() -> None:
