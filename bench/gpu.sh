@@ -6,10 +6,11 @@
 #
 # Where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
 # and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
+# ONLY='attention|variants' carries out the steps whose names hold that, after the installation: for a second run.
 #
-# In $OUT afterwards: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time), a log of each
-# step, results.tar.gz (the benchmark's results.json and report.md, to be committed under bench/results/<gpu>/), and tuned/
-# (the Triton kernels' measured configurations, to be committed in kernels/tuned/).
+# In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time),
+# results.tar.gz (logs/, a log of each step; bench/, the benchmark's results.json and report.md, to be committed under
+# bench/results/<gpu>/), and tuned/ (the Triton kernels' measured configurations, to be committed in kernels/tuned/).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -19,8 +20,11 @@ python=${PYTHON:-python3}
 work=$(mktemp -d)
 site=$work/site
 failed=0
-mkdir -p "$out" "$work/bench"
-export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
+mkdir -p "$out" "$work/bench" "$work/logs"
+for toolkit in "${CUDA_HOME:-}" /usr/local/cuda; do
+  command -v nvcc >/dev/null || [[ ! -x $toolkit/bin/nvcc ]] || PATH=$toolkit/bin:$PATH
+done
+export PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 export PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native} PYTRANSFORMER_CPU_ISAS=${PYTRANSFORMER_CPU_ISAS:-native}
 
 left() { echo $((budget - SECONDS)); }
@@ -29,6 +33,7 @@ left() { echo $((budget - SECONDS)); }
 step() {
   local name=$1 limit=$2 start=$SECONDS code=0
   shift 2
+  [[ $name == install || $name =~ ${ONLY:-.} ]] || return 0
   if [[ -n ${DRY_RUN:-} ]]; then
     echo "$name ($limit s): $*"
     return 0
@@ -38,9 +43,10 @@ step() {
     echo "$name: left out, no time" | tee -a "$out/steps.txt"
     return 1
   fi
-  timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
-  tail -n 5 "$out/$name.log"
+  timeout -k 5 "$limit" "$@" >"$work/logs/$name.log" 2>&1 || code=$?
+  tail -n 5 "$work/logs/$name.log"
   echo "$name: exit code $code after $((SECONDS - start)) s" | tee -a "$out/steps.txt"
+  tar -czf "$work/results.tar.gz" -C "$work" logs bench && mv "$work/results.tar.gz" "$out/"  # a run that is cut short leaves it
   ((code == 0)) || failed=1
   return "$code"
 }
@@ -54,24 +60,31 @@ step() {
 cat "$out/facts.txt"
 
 # Outside the checkout, whose kernels/ folder is not a package of that name.
-step install 150 "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" "$root" || exit 1
+step install 300 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" || exit 1
 if ! command -v nvcc >/dev/null && [[ -f $root/pytransformer/libpytransformer_cuda.so && -d $site/pytransformer ]]; then
   cp "$root"/pytransformer/{libpytransformer_cuda.so,_build_info.json} "$site/pytransformer/"
 fi
 export PYTHONPATH=$site
 cd "$work"
 
+# Tests by several processes where pytest-xdist and pytest-timeout are installed: one that hangs, or spoils the CUDA context, takes no other
+# with it, and the float64 solutions on the CPU are made side by side.
+apart=()
+if "$python" -c 'import pytest_timeout, xdist' 2>/dev/null; then
+  apart=(-n 4 --timeout 60 --timeout-method thread)
+fi
+pytest=(env OMP_NUM_THREADS=4 "$python" -m pytest -p no:cacheprovider -v -m gpu "${apart[@]}")
+
 # First whether the machine does what the emulator takes for granted, and the CUDA tier is right.
-step conformance 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_ptx_conformance.py"
-step test_cuda 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py"
+step conformance 150 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
+step test_cuda 90 "${pytest[@]}" "$root/tests/cuda/test_gpu.py"
 
-step test_cuda_attention 120 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_attention.py"
+step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py"
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
-PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "$python" -m pytest -p no:cacheprovider -q -m gpu \
-  "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
+PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 
-step test_cuda_feed_forward 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_feed_forward.py"
-step test_cuda_cross_entropy 90 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu_cross_entropy.py"
+step test_cuda_feed_forward 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_feed_forward.py"
+step test_cuda_cross_entropy 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_cross_entropy.py"
 
 bench() { # NAME SECONDS ARGUMENTS…
   local name=$1 limit=$2
@@ -85,8 +98,8 @@ norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat1
 bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
 bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
 
-tests=(-p no:cacheprovider -q -m gpu "$root/tests/triton")
-step test_cases 180 "$python" -m pytest "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
+tests=("${pytest[@]}" "$root/tests/triton")
+step test_cases 180 "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
 bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
 bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \
@@ -98,7 +111,7 @@ PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backend
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
 bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
 # What other tiles would bring: faster ones are worth a change of csrc/cuda/attention/sm90_config.h.
-step variants 150 "$python" "$root/bench/tools/cuda_variants.py" --kernels attention --out "$out/variants.json"
+step variants 240 "$python" "$root/bench/tools/cuda_variants.py" --kernels attention --out "$out/variants.json"
 step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
@@ -112,17 +125,17 @@ losses=(linear_cross_entropy --dtype bfloat16 --mode fwd,bwd --shape)
 bench cross_entropy 60 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,triton,torch
 bench cross_entropy_1024 45 "${losses[@]}" rows=8192,d=1024,classes=32768 --backends cuda,triton,torch
 PYTRANSFORMER_CUDA_PATH=sm90 bench cross_entropy_ours 45 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,torch
-step test_random 120 "$python" -m pytest "${tests[@]}" -k "random"
-step test_head_dims 90 "$python" -m pytest "${tests[@]}" -k "head_dims"
+step test_random 120 "${tests[@]}" -k "random"
+step test_head_dims 90 "${tests[@]}" -k "head_dims"
 step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
     "$root/tests/cuda/test_gpu_attention.py" "$root/tests/cuda/test_gpu_feed_forward.py" "$root/tests/cuda/test_gpu_cross_entropy.py" \
     -k "test_every_path or test_case or test_products"
-  step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest "${tests[@]}" -k "test_case and bfloat16 and (causal or everything)"
+  step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/triton" \
+    -k "test_case and bfloat16 and (causal or everything)"
 fi
 
 [[ -n ${DRY_RUN:-} ]] && exit 0
-tar -czf "$out/results.tar.gz" -C "$work" bench
 rm -rf "$work"
 exit "$failed"

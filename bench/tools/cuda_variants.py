@@ -140,9 +140,10 @@ def build(variants: Sequence[Variant], directory: Path) -> dict[str, str]:
     os.environ["PYTRANSFORMER_CUDA_ARCHS"] = "sm_90a"
     nvcc, torch_folder, compiler = builder.cuda_build.find_nvcc(), builder.find_torch(), builder.find_compiler()
     checked = f"{sys.executable} {CSRC / 'cuda_build.py'} $out $out.log {nvcc} $flags -c $in -o $out"
+    hidden = "-Xlinker=--exclude-libs,ALL"  # each has a CUDA runtime of its own
     lines = [
         "rule nvcc", f"  command = {checked}", "rule cxx", f"  command = {' '.join(compiler)} $flags -c $in -o $out",
-        "rule link", f"  command = {nvcc} -shared -cudart=static $in -L {torch_folder / 'lib'} -ltorch_cpu -o $out",
+        "rule link", f"  command = {nvcc} -shared -cudart=static {hidden} $in -L {torch_folder / 'lib'} -ltorch_cpu -o $out",
     ]  # fmt: skip
 
     def compiled(csrc: Path, source: Path, output: str, edge: Sequence[str] = ()) -> str:

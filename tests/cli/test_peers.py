@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,18 @@ def test_the_gpu_runs_benchmarks_can_be_carried_out(tmp_path: Path) -> None:
         arguments = build_parser().parse_args(words)
         steps = command._steps(arguments, command._ops(arguments.ops))
         assert steps and arguments.device == "cuda", words
+
+
+def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
+    """Few files, for a machine that gives back no more; and a later run carries out the steps that are asked for."""
+    script = Path(__file__).resolve().parents[2] / "bench" / "gpu.sh"
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
+    assert subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.txt", "results.tar.gz", "steps.txt"]
+    assert "install: exit code 1" in (tmp_path / "steps.txt").read_text()
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        assert "logs/install.log" in archive.getnames()
+    environment |= {"DRY_RUN": "1", "ONLY": "portable|gluon"}
+    said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
+    assert steps == ["install", "test_cuda_portable", "attention_portable", "gluon"]
