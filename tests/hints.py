@@ -20,6 +20,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, asked: bool) -> 
     assert_type(pt.attention_varlen(q, k, v, lengths, lengths, 3, 3, window=(2, None)), Tensor)
     assert_type(pt.attention_weights(q, k, lengths, rows=[1], softcap=2.0), Tensor)
     pt.attention(q, k, v, causl="top_left")  # type: ignore[call-overload]
+    pt.attention(q, k, v, causal="bottom-right")  # type: ignore[call-overload]
     pt.attention_weights(q, k, lengths, dropout_p=0.1)  # type: ignore[call-arg]
 
 
@@ -27,6 +28,7 @@ def rows(x: Tensor, w: Tensor) -> None:
     assert_type(pt.add_norm(x, None, w), tuple[Tensor, Tensor])
     assert_type(pt.reference.layer_norm(x, 16), Tensor)
     assert_type(pt.feed_forward(x, w, None, w, None, activation="gelu"), Tensor)
+    models.BERTConfig(activation="tanh")  # type: ignore[arg-type]
 
 
 def controls(x: Tensor, module: torch.nn.Module) -> None:

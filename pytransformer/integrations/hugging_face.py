@@ -29,7 +29,7 @@ import torch
 from transformers import masking_utils as masking
 from transformers.utils import output_capturing
 
-from ..ops._options import MaskAndBias
+from ..ops._options import Alignment, MaskAndBias
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from ..ops.attention_weights import attention_weights
@@ -169,7 +169,9 @@ def attention_forward(
     _refuse_unsupported(kwargs)
     if attention_mask is not None and attention_mask.dtype == PACKED and attention_mask.dim() == 1:
         return _packed(query, key, value, attention_mask, dropout, scaling), None
-    causal, window, mask = None, None, attention_mask
+    causal: Alignment | None = None
+    window: tuple[int | None, int | None] | None = None
+    mask = attention_mask
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = "top_left" if is_causal and query.shape[2] > 1 else None
@@ -221,8 +223,8 @@ def collected() -> tuple[str, ...]:
 
 
 def _table_bias(
-    module: Any, table: torch.Tensor, causal: str | None, mask: torch.Tensor | None, q_length: int, k_length: int
-) -> tuple[RelativePositionBias | torch.Tensor, str | None]:
+    module: Any, table: torch.Tensor, causal: Alignment | None, mask: torch.Tensor | None, q_length: int, k_length: int
+) -> tuple[RelativePositionBias | torch.Tensor, Alignment | None]:
     """T5's bias from its table, and the diagonal that puts the last query at the last key."""
     settings = dict(bidirectional=not module.is_decoder, max_distance=module.relative_attention_max_distance)
     if causal is None and mask is None and q_length == 1:

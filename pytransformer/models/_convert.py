@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-ACTIVATIONS = {
+from ..ops._options import ActivationName
+
+ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 
@@ -94,7 +96,7 @@ class Conversion:
         return theirs
 
 
-def activation(name: str) -> str:
+def activation(name: str) -> ActivationName:
     """Our name of a Hugging Face activation."""
     if name not in ACTIVATIONS:
         raise ValueError(f"the activation {name!r} has no fused feed-forward here; there are {', '.join(ACTIVATIONS)}")

@@ -18,6 +18,7 @@ from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions
+from ..ops._options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS
 from . import _hugging_face
 from ._base import Model, ModelConfig
@@ -37,7 +38,7 @@ class BERTConfig(ModelConfig):
     num_layers: int = 12
     num_heads: int = 12
     hidden: int = 3072
-    activation: str = "gelu"
+    activation: ActivationName = "gelu"
     max_length: int = 512
     num_segments: int = 2
     dropout: float = 0.1

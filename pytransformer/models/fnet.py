@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..nn.mixing import FourierMixing
+from ..ops._options import ActivationName
 from . import _hugging_face
 from .bert import BERT, BERTConfig
 
@@ -18,7 +19,7 @@ class FNetConfig(BERTConfig):
     """num_heads and attention_dropout mean nothing here."""
 
     vocab_size: int = 32000
-    activation: str = "gelu_tanh"
+    activation: ActivationName = "gelu_tanh"
     num_segments: int = 4
 
 

@@ -16,6 +16,7 @@ from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
+from ..ops._options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output
@@ -32,7 +33,7 @@ class GPTConfig(ModelConfig):
     num_heads: int = 12
     num_kv_heads: int | None = None
     hidden: int | None = None
-    activation: str = "gelu_tanh"
+    activation: ActivationName = "gelu_tanh"
     max_length: int = 1024
     positions: str = "learned"
     window: int | None = None

@@ -16,6 +16,7 @@ from ..nn.heads import Classifier
 from ..nn.masks import padding
 from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
+from ..ops._options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
@@ -34,7 +35,7 @@ class T5Config(EncoderDecoderConfig):
     num_heads: int = 12
     buckets: int = 32
     max_distance: int = 128
-    activation: str = "relu"
+    activation: ActivationName = "relu"
     gated: bool = False
     dropout: float = 0.1
     eps: float = 1e-6

@@ -17,6 +17,7 @@ from ..nn.heads import Classifier
 from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
+from ..ops._options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 
@@ -37,7 +38,7 @@ class TransformerConfig(EncoderDecoderConfig):
     num_heads: int = 8
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    activation: str = "relu"
+    activation: ActivationName = "relu"
     dropout: float = 0.1
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0

@@ -15,6 +15,7 @@ from ..nn.heads import Classifier
 from ..nn.norm import LayerNorm
 from ..nn.patches import PatchEmbedding
 from ..nn.positions import LearnedPositions
+from ..ops._options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output
@@ -31,7 +32,7 @@ class ViTConfig(ModelConfig):
     num_layers: int = 12
     num_heads: int = 12
     hidden: int = 3072
-    activation: str = "gelu"
+    activation: ActivationName = "gelu"
     dropout: float = 0.0
     attention_dropout: float = 0.0
     qkv_bias: bool = True

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from ..ops._options import ActivationName
 from ..ops.feed_forward import feed_forward
 
 
@@ -26,7 +27,7 @@ class FeedForward(nn.Module):
         d_model: int,
         hidden: int,
         *,
-        activation: str = "relu",
+        activation: ActivationName = "relu",
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
@@ -69,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         num_experts: int,
         *,
         capacity_factor: float | None = None,
-        activation: str = "relu",
+        activation: ActivationName = "relu",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops._options import ActivationName
 from .feed_forward import FeedForward
 
 
@@ -27,7 +28,7 @@ class TokenMixing(nn.Module):
     Source: Tolstikhin et al., "MLP-Mixer" (2021), equation 1.
     """
 
-    def __init__(self, num_tokens: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:
+    def __init__(self, num_tokens: int, hidden: int, *, activation: ActivationName = "gelu", dropout: float = 0.0) -> None:
         super().__init__()
         self.network = FeedForward(num_tokens, hidden, activation=activation, dropout=dropout)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..ops._options import NormKind
 from ..ops.layer_norm import add_norm, layer_norm, rms_norm
 
 
 class Norm(nn.Module):
     """What :class:`LayerNorm` and :class:`RMSNorm` share: a weight, perhaps a bias, and :meth:`add`."""
 
-    kind = "layer"
+    kind: NormKind = "layer"
 
     def __init__(self, d_model: int, eps: float, bias: bool) -> None:
         super().__init__()

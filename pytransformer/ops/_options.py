@@ -1,19 +1,24 @@
-"""The keywords of the attention functions as types, so that what passes them on (models, taps, integrations) is checked too.
+"""The choices and the keywords of the ops as types, so that what passes them on (models, taps, integrations) is checked too.
 
-For hints alone: torch.compile cannot make one by calling it; a plain dict is one.
+For hints alone: torch.compile cannot make a TypedDict by calling it; a plain dict is one.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
 from .masks import AlibiBias, RelativePositionBias
 
+Alignment = Literal["top_left", "bottom_right"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]
+NormKind = Literal["layer", "rms"]
+Reduction = Literal["mean", "sum", "none"]
+
 
 class _Scores(TypedDict, total=False):
-    causal: str | None
+    causal: Alignment | None
     window: tuple[int | None, int | None] | None
     softcap: float | None
     scale: float | None

@@ -7,7 +7,7 @@ call one raw op; see docs/ops/attention.md for the mathematics.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from typing_extensions import Unpack
@@ -16,7 +16,7 @@ from ..reference.attention import attention_forward
 from . import _cpu_attention as cpu_attention
 from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
-from ._options import AttentionOptions
+from ._options import Alignment, AttentionOptions
 from ._registry import Op, check_backend
 from ._tensors import (
     alike,
@@ -39,6 +39,7 @@ ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bia
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+ALIGNMENTS = (None, *get_args(Alignment))
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 # Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
 ORDER = ("triton", "cuda", "cpu", "reference")
@@ -102,7 +103,7 @@ def attention(
     value: torch.Tensor,
     *,
     attn_mask: torch.Tensor | None = None,
-    causal: str | None = None,
+    causal: Alignment | None = None,
     window: tuple[int | None, int | None] | None = None,
     query_lengths: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
@@ -311,7 +312,7 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 def positions(causal: Any, window: Any) -> tuple[str, int, int]:
     """(alignment, left, right) of the raw op, -1 for unbounded."""
-    check_choice("attention", "causal", causal, (None, "top_left", "bottom_right"))
+    check_choice("attention", "causal", causal, ALIGNMENTS)
     if window is None:
         return causal or "none", -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:

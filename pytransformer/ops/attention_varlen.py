@@ -12,7 +12,7 @@ from ..reference.attention import attention_varlen_forward
 from . import _cpu_attention as cpu_attention
 from . import _cuda_attention as cuda_attention
 from . import _triton_attention as triton_attention
-from ._options import PackedOptions
+from ._options import Alignment, PackedOptions
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import ORDER, biases, positions
@@ -102,7 +102,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: str | None = None,
+    causal: Alignment | None = None,
     window: tuple[int | None, int | None] | None = None,
     bias: AlibiBias | RelativePositionBias | None = None,
     softcap: float | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -12,6 +12,7 @@ from . import _cpu_cross_entropy as cpu
 from . import _cuda_cross_entropy as cuda
 from . import _triton_cross_entropy as triton
 from ._autograd import needs_gradient
+from ._options import Reduction
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
 from .attention import ORDER
@@ -19,6 +20,7 @@ from .attention import ORDER
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
 )
+REDUCTIONS = get_args(Reduction)
 KEPT_BYTES = 8 << 20  # x weightᵀ is kept for backward up to this size, which saves backward the first of three products
 
 
@@ -62,7 +64,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     backend: str | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
@@ -129,7 +131,7 @@ def _prepare(
     smoothing = check_number(op, "label_smoothing", label_smoothing)
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {smoothing}")
-    check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
+    check_choice(op, "reduction", reduction, REDUCTIONS)
     check_backend(op, backend)
     return (
         linear_cross_entropy_op.Arguments(

@@ -12,6 +12,7 @@ from . import _cpu_feed_forward as cpu
 from . import _cuda_feed_forward as cuda
 from . import _triton_feed_forward as triton
 from ._autograd import needs_gradient
+from ._options import ActivationName
 from ._registry import Op, check_backend
 from ._tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import ORDER
@@ -63,7 +64,7 @@ def feed_forward(
     w2: torch.Tensor,
     b2: torch.Tensor | None,
     *,
-    activation: str = "relu",
+    activation: ActivationName = "relu",
     gate_weight: torch.Tensor | None = None,
     gate_bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,

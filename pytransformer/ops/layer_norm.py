@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -11,9 +11,11 @@ from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_nor
 from . import _cpu_layer_norm as cpu
 from . import _cuda_layer_norm as cuda
 from . import _triton_layer_norm as triton
+from ._options import NormKind
 from ._registry import Op, check_backend
 from ._tensors import alike, check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 
+KINDS = get_args(NormKind)
 # dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).
 
 
@@ -130,7 +132,7 @@ def add_norm(
     eps: float | None = 1e-5,
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
-    kind: str = "layer",
+    kind: NormKind = "layer",
     backend: str | None = None,
     strict: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +235,7 @@ def _prepare_add_norm(
             raise ValueError(f"{op}: weight must have the shape of the normalized dimensions, got a number")
     shape = _trailing(op, x, x.shape[-1:] if weight is None else weight.shape, "weight.shape")
     _check_parameters(op, x, shape, weight, bias)
-    check_choice(op, "kind", kind, ("layer", "rms"))
+    check_choice(op, "kind", kind, KINDS)
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, x.device)
     check_backend(op, backend)
     x, residual, weight, bias = _as_autocast_norm(x, residual, weight, bias)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..ops._options import ActivationName
 from .philox import TAG_FEED_FORWARD, column_keep_mask, keep_scale
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from ...ops import feed_forward as ff
 from ...ops import layer_norm as norms
+from ...ops._options import ActivationName
 from .rules import find_rule
 
-_FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
+_FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
 # Classes by module. transformers' GELUActivation may compute erf in Python, which is the same function.
-_CLASSES = {
+_CLASSES: dict[str, dict[str, ActivationName]] = {
     "transformers.activations": {
         "GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu",
     },
@@ -22,7 +23,7 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def activation_name(activation: Any) -> str | None:
+def activation_name(activation: Any) -> ActivationName | None:
     """Our name of an activation function or module, or None if we have no such activation."""
     cls = type(activation)
     if cls is nn.ReLU:
