@@ -42,6 +42,7 @@ def modules(ids: Tensor) -> None:
     model = models.GPT.from_preset("base", dropout=0.0)
     assert_type(model, models.GPT)
     assert_type(model.config.num_layers, int)
+    assert_type(model(ids, labels=ids).loss, Tensor | None)
     assert_type(model.forward(ids).logits, Tensor)
     assert_type(model.head.bias, Tensor | None)
     assert_type(nn.Alibi(8).slopes, Tensor)

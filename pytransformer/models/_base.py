@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from typing_extensions import Self
 
 from .. import __version__
 from . import _convert, _files
+from ._output import Output
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Model(nn.Module):
     PRESETS: ClassVar[dict[str, Any]]
     CONVERSIONS: ClassVar[dict[str, _convert.Conversion]] = {}
     config: ModelConfig  # each model says which
+    __call__: Callable[..., Output]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
