@@ -15,6 +15,7 @@ PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library canno
 PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | names, comma-separated; always with generic
 PYTRANSFORMER_CUDA             auto (default) | 1: fail if CUDA kernels cannot be built | 0: do not build them
 PYTRANSFORMER_CUDA_ARCHS       all (default: sm_80, sm_90a, sm_120) | native: of this machine's GPUs | names, comma-separated
+PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
 PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own

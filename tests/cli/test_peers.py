@@ -137,7 +137,7 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": "false"}
     assert subprocess.run(["bash", str(script)], env=environment, capture_output=True).returncode == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.txt", "results.tar.gz", "steps.txt"]
-    assert "install: exit code 1" in (tmp_path / "steps.txt").read_text()
+    assert (tmp_path / "steps.txt").read_text().count("exit code 1") == 2  # as it should be, and with slow kernels
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert "logs/install.log" in archive.getnames()
     environment |= {"DRY_RUN": "1", "ONLY": "portable|gluon"}

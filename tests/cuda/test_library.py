@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -388,3 +389,7 @@ def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: P
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == int(refused) and (tmp_path / "k.o").exists() != refused
     assert message.strip() in (tmp_path / "k.log").read_text()
+    (tmp_path / "k.o").touch()
+    environment = {**os.environ, "PYTRANSFORMER_CUDA_SPILLS": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and (tmp_path / "k.o").exists() and (message in done.stderr) == refused
