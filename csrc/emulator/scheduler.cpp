@@ -195,6 +195,8 @@ Report launch(dim3 grid, dim3 threads, size_t smem_bytes, const std::function<vo
   if (!fiber_stack(0, 0)) return result.error = "cannot map fiber stacks", result;
   if (threads.y != 1 || threads.z != 1 || threads.x % kWarp || threads.x > kMaxThreads)
     return result.error = format("unsupported block size %u x %u x %u", threads.x, threads.y, threads.z), result;
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+    return result.error = format("unsupported grid of %u x %u x %u blocks", grid.x, grid.y, grid.z), result;
   if (smem_bytes > options.smem_limit)
     return result.error = format("%zu bytes of shared memory, at most %zu are there", smem_bytes, options.smem_limit), result;
   gridDim = grid;

@@ -106,3 +106,12 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) ->
     theirs = [want, *torch.autograd.grad(want, wide, padded(grad, *sides[0]))]
     for name, a, b, (end, _) in zip(("out", "query", "key", "value"), ours, theirs, (sides[0], *sides)):
         assert torch.equal(a, packed(b, end)), f"{name}: packed and padded differ"
+
+
+def check_no_sequences(backend: str, device: str) -> None:
+    """Assert that rows which belong to no packed sequence are zeros, and their gradients. A GPU refuses a grid without blocks."""
+    import pytransformer as pt
+
+    x, ends = torch.randn(5, 2, 16, device=device, requires_grad=True), torch.zeros(1, dtype=torch.int64, device=device)
+    out = pt.attention_varlen(x, x, x, ends, ends, 5, 5, backend=backend, strict=True)
+    assert not out.any() and not torch.autograd.grad(out.sum(), x)[0].any()

@@ -12,7 +12,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_packed
+from pytransformer.testing.attention_check import check_no_sequences, check_packed
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
 from pytransformer.testing.draw_attention import draw
@@ -73,6 +73,10 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", cases("attention_varlen"), ids=lambda c: c.name)
 def test_packed_case(case: Case, dtype: torch.dtype) -> None:
     check_packed(*case.make("cuda", dtype, seed=0), "cuda")
+
+
+def test_no_packed_sequences() -> None:
+    check_no_sequences("cuda", "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])

@@ -215,6 +215,7 @@ void blocks() {
     }
   });
   expect("more threads than a block may have", {"unsupported block size"}, 2048, [] {});
+  expect("no blocks", {"unsupported grid of 0 x 1 x 1"}, 32, [] {}, {0, 1, 1});
 }
 
 }  // namespace

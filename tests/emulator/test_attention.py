@@ -9,7 +9,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing.attention_check import check_attention, check_packed, check_starts
+from pytransformer.testing.attention_check import check_attention, check_no_sequences, check_packed, check_starts
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
@@ -124,6 +124,10 @@ def test_zero_sizes() -> None:
         assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
         for grad in torch.autograd.grad(out.sum(), inputs):
             assert not grad.count_nonzero()
+
+
+def test_no_packed_sequences() -> None:
+    check_no_sequences("cuda", "cpu")
 
 
 def test_what_it_refuses() -> None:
