@@ -62,7 +62,7 @@ FAULTS_OF = {
         Fault("a chunk's sums forgotten", SUMS, "      if (add) {\n", "      if (false) {\n", CHUNKS),
         Fault("even and odd columns exchanged", SUMS, "v{{even[2 * half], odd[2 * half],", "v{{odd[2 * half], even[2 * half],", TILES),
         Fault("neighbours of eight columns exchanged", SUMS, "st_global_v4(to + 4 * half", "st_global_v4(to + 4 * (1 - half)", TILES),
-        Fault("sums of a row past the last", SUMS, "if (row >= place.rows ||", "if (row > place.rows ||", ODD, OUTSIDE),
+        Fault("sums of a row past the last", SUMS, "place.own(r) >= place.rows ?", "place.own(r) > place.rows ?", ODD, OUTSIDE),
     ),
 }  # fmt: skip
 FAULTS = tuple(fault for faults in FAULTS_OF.values() for fault in faults)

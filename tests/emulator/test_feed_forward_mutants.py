@@ -27,7 +27,7 @@ FAULTS_OF = {
         Fault("a gate not activated", FWD, "v[c] *= activate<A>(u[c]).value", "v[c] *= u[c]", GATED, slow=False),
         Fault("the other product activated", FWD, "v[c] *= activate<A>(u[c]).value", "v[c] = u[c] * activate<A>(v[c]).value", GATED),
         Fault("the gate's bias of w1", FWD, "biases.load(g, 1,", "biases.load(g, 0,", GATED),
-        Fault("hidden kept as the pre-activation", FWD, "        if (pre.data) store_strip<T>(pre, place, strip, r, v);\n", "", RELU),
+        Fault("hidden kept as the pre-activation", FWD, "        if (pre.data) pre_rows.store(strip, r, v);\n", "", RELU),
         Fault("a strip left out", FWD, "strip < kOf / 16; ++strip", "strip < kOf / 16 - 1; ++strip", RELU),
         Fault("strips beyond the end only", FWD, "Columns >= place.columns) continue;", "Columns < place.columns) continue;", RELU),
         Fault("half a gated stage loaded twice", MATMUL, "args.b[K::gated ? q : pair]", "args.b[K::gated ? 0 : pair]", GATED),

@@ -54,6 +54,7 @@ struct DLogits {
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     const TileBias<1> biases(place);  // and the sums of the half before have been read
     const Row rows[2] = {row_of(place, 0), row_of(place, 1)};
+    const StripRows<T> d_rows(d_logits, place);
     const BiasSums sums{place.scratch + TileBias<1>::kBytes};
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
@@ -77,7 +78,7 @@ struct DLogits {
           v[c] = row.counts ? v[c] * row.g : 0.0f;
           sum[c] = r == 0 ? v[c] : sum[c] + v[c];
         }
-        if (d_logits.data) store_strip<T>(d_logits, place, strip, r, v);
+        if (d_logits.data) d_rows.store(strip, r, v);
       }
       if (bias_parts) sums.put(strip, sum);
     }

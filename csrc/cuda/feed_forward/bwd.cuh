@@ -25,6 +25,7 @@ struct DHidden {
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels& panels) const {
     const StripDropout dropout(drop);
     const BiasSums b1{place.scratch}, gate_bias{place.scratch + BiasSums::kBytes};
+    const StripRows<T> d_pre_rows(d_pre, place), d_gate_rows(d_gate, place), hidden_rows(hidden, place);
     sync_consumer();  // the sums of the half before have been read
     PT_UNROLL
     for (int panel = 0; panel < R / 32; ++panel) {
@@ -62,12 +63,12 @@ struct DHidden {
               }
               b1_sum[c] += d[c];
             }
-            if (d_pre.data) store_strip<T>(d_pre, place, strip, r, d);
+            if (d_pre.data) d_pre_rows.store(strip, r, d);
             if constexpr (Gated)
-              if (d_gate.data) store_strip<T>(d_gate, place, strip, r, dg);
+              if (d_gate.data) d_gate_rows.store(strip, r, dg);
             if (!hidden.data) continue;
             dropout.apply(h, place, strip, r);
-            store_strip<T>(hidden, place, strip, r, h);
+            hidden_rows.store(strip, r, h);
           }
           if (b1_parts) b1.put(strip, b1_sum);
           if constexpr (Gated)

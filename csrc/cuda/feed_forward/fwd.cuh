@@ -24,6 +24,7 @@ struct Hidden {
     constexpr int kOf = R / kProducts;  // sums of one product
     const StripDropout dropout(drop);
     const TileBias<kProducts> biases(place);
+    const StripRows<T> hidden_rows(hidden, place), pre_rows(pre, place), gate_rows(gate, place);
     PT_UNROLL
     for (int strip = 0; strip < kOf / 16; ++strip) {
       if (place.column + strip * kStripColumns >= place.columns) continue;
@@ -39,9 +40,9 @@ struct Hidden {
           v[c] = x[at] + b[c];
           if constexpr (Gated) u[c] = x[kOf + at] + g[c];
         }
-        if (pre.data) store_strip<T>(pre, place, strip, r, v);
+        if (pre.data) pre_rows.store(strip, r, v);
         if constexpr (Gated)
-          if (gate.data) store_strip<T>(gate, place, strip, r, u);
+          if (gate.data) gate_rows.store(strip, r, u);
         if (!hidden.data) continue;
         PT_UNROLL
         for (int c = 0; c < 8; ++c) {
@@ -49,7 +50,7 @@ struct Hidden {
           else v[c] = activate<A>(v[c]).value;
         }
         dropout.apply(v, place, strip, r);
-        store_strip<T>(hidden, place, strip, r, v);
+        hidden_rows.store(strip, r, v);
       }
     }
   }

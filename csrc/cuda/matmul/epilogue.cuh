@@ -49,17 +49,35 @@ class TileBias {
   uint32_t at_;
 };
 
-// Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
+// Where the lane writes a result: of each row of a strip, after an exchange in the quad, eight columns in a row. What it needs of that is
+// made once for half a tile.
 template <class T>
-PT_DEVICE void store_strip(const MatrixOut& out, const MatmulPlace& place, int strip, int r, const float (&v)[8]) {
-  uint32_t words[4];
-  PT_UNROLL
-  for (int c = 0; c < 4; ++c) words[c] = Element<T>::pack(v[2 * c], v[2 * c + 1]);
-  transpose_quad(words);
-  const int64_t row = place.own(r), column = place.column + strip * kStripColumns + 8 * (lane_id() % 4);
-  if (row < place.rows && column < place.columns)
-    ptx::st_global_v4(static_cast<T*>(out.data) + row * out.stride + column, {{words[0], words[1], words[2], words[3]}});
-}
+class StripRows {
+ public:
+  PT_DEVICE StripRows(const MatrixOut& out, const MatmulPlace& place) {
+    const int64_t column = place.column + 8 * (lane_id() % 4), left = place.columns - column;
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      at_[r] = reinterpret_cast<uintptr_t>(out.data) + (place.own(r) * out.stride + column) * sizeof(T);
+      left_[r] = place.own(r) >= place.rows ? 0 : left < kHalfColumns ? int(left) : kHalfColumns;
+    }
+  }
+  PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r]; }
+  PT_DEVICE T* at(int strip, int r) const { return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns; }
+
+  // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
+  PT_DEVICE void store(int strip, int r, const float (&v)[8]) const {
+    uint32_t words[4];
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) words[c] = Element<T>::pack(v[2 * c], v[2 * c + 1]);
+    transpose_quad(words);
+    if (has(strip, r)) ptx::st_global_v4(at(strip, r), {{words[0], words[1], words[2], words[3]}});
+  }
+
+ private:
+  uintptr_t at_[2];
+  int left_[2];
+};
 
 // out = sums + bias.
 struct Linear {
@@ -73,6 +91,7 @@ struct Linear {
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
     const TileBias<1> biases(place);
+    const StripRows<T> rows(out, place);
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       float b[8];
@@ -82,7 +101,7 @@ struct Linear {
         float v[8];
         PT_UNROLL
         for (int c = 0; c < 8; ++c) v[c] = x[sum_at(strip, r, c)] + b[c];
-        store_strip<T>(out, place, strip, r, v);
+        rows.store(strip, r, v);
       }
     }
   }
@@ -99,16 +118,17 @@ struct Sums {
 
   template <class T, int R>
   PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const StripRows<float> rows(out, place);
     PT_UNROLL
     for (int strip = 0; strip < R / 16; ++strip) {
       PT_UNROLL
-      for (int r = 0; r < 2; ++r) store(place, strip, r, x);
+      for (int r = 0; r < 2; ++r) store(rows, strip, r, x);
     }
   }
 
  private:
   template <int R>
-  PT_DEVICE void store(const MatmulPlace& place, int strip, int r, const float (&x)[R]) const {
+  PT_DEVICE void store(const StripRows<float>& rows, int strip, int r, const float (&x)[R]) const {
     uint32_t even[4], odd[4];  // columns; after the exchange eight neighbouring ones
     PT_UNROLL
     for (int c = 0; c < 4; ++c) {
@@ -117,9 +137,8 @@ struct Sums {
     }
     transpose_quad(even);
     transpose_quad(odd);
-    const int64_t row = place.own(r), column = place.column + strip * kStripColumns + 8 * (lane_id() % 4);
-    if (row >= place.rows || column >= place.columns) return;
-    float* const to = static_cast<float*>(out.data) + row * out.stride + column;
+    if (!rows.has(strip, r)) return;
+    float* const to = rows.at(strip, r);
     PT_UNROLL
     for (int half = 0; half < 2; ++half) {
       ptx::Words4 v{{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]}};
