@@ -55,7 +55,6 @@ FAULTS = (
     # the lead
     Fault("nobody is led on", MATMUL, "leads && first ? kTile.lead - 1 : -1", "-1", LED, DEADLOCK, False),
     Fault("led by itself", MATMUL, "leads && first ? kTile", "leads && !first ? kTile", LED, DEADLOCK),
-    Fault("led once a step", MATMUL, "if (s == turn.passes)", "if (turn.passes >= 0)", LED),
     Fault("a lead longer than a tile", MATMUL, " && steps() >= kTile.stages", "", TILES, DEADLOCK),
     Fault("the sums of the tile before kept", MATMUL, "multiply(x, use, s > 0);", "multiply(x, use, true);", TILES),
     Fault("the second loop from the first operands", MATMUL, "load_step(use++, pair,", "load_step(use++, 0,", TWO),
@@ -64,7 +63,7 @@ FAULTS = (
     # the result
     Fault("bias one column off", EPILOGUE, "= load_one(p + column);", "= load_one(p + column + 1);", NN),
     Fault("biases of the other half", EPILOGUE, "uint32_t(place.half * kHalfColumns)", "uint32_t((1 - place.half) * kHalfColumns)", NN),
-    Fault("a bias read before it is there", EPILOGUE, "{ sync_consumer(); }", "{}", NT),
+    Fault("a bias read before it is there", EPILOGUE, "{ sync_consumer(); }", "{}", TILES, LATE),
     Fault("a bias written under its readers", EPILOGUE, "    sync_consumer();  // those of the tile before have been read\n", "", TILES,
           LATE),
     Fault("consumers share their scratch", MATMUL, "scratch + uint32_t(consumer()) * E::kScratch", "scratch", NT, LATE),
