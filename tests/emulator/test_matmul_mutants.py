@@ -63,7 +63,7 @@ FAULTS = (
     # the result
     Fault("bias one column off", EPILOGUE, "= load_one(p + column);", "= load_one(p + column + 1);", NN),
     Fault("biases of the other half", EPILOGUE, "uint32_t(place.half * kHalfColumns)", "uint32_t((1 - place.half) * kHalfColumns)", NN),
-    Fault("a bias read before it is there", EPILOGUE, "{ sync_consumer(); }", "{}", TILES, LATE),
+    Fault("a bias read before it is there", EPILOGUE, "{ sync_consumer(); }", "{}", TILES),
     Fault("a bias written under its readers", EPILOGUE, "    sync_consumer();  // those of the tile before have been read\n", "", TILES,
           LATE),
     Fault("consumers share their scratch", MATMUL, "scratch + uint32_t(consumer()) * E::kScratch", "scratch", NT, LATE),
