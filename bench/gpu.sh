@@ -119,7 +119,7 @@ step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
 bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch
-# Whether the consumers of products should share their tiles or have tiles of their own: csrc/cuda/matmul/config.h.
+# Whether the first consumer of products should lead: csrc/cuda/matmul/config.h.
 step variants_products 90 "$python" "$root/bench/tools/cuda_variants.py" --kernels products --out "$out/variants_products.json"
 bench feed_forward_1024 45 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
 # Plain products by our kernels too: whether csrc/cuda/matmul/plan.h should choose them.

@@ -97,7 +97,6 @@ VARIANTS = (
     ),
     Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
     Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
-    product_tile("ping-pong", "kMatmulTile{};", "kMatmulTile = kPingPong;"),
     product_tile("no lead", "lead = 3;", "lead = 0;"),
 )
 

@@ -97,6 +97,7 @@ struct Sm90Matmul {
   static constexpr int kHalfSums = kHalfColumns / 2, kConsumers = 128 * kTile.consumers;  // threads
   static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);         // of a stage of B
   static_assert(E::kScratch <= kMatmulMostScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
+  static_assert(!kTile.ping_pong || E::kPanels == 0);  // a consumer could not tell the phases of the other's panels
 
   const MatmulArgs<E>& args;
   MatmulRing ring;
