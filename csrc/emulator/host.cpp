@@ -16,12 +16,12 @@ Options& options() {
   return current;
 }
 
-static uint64_t executed_products = 0;
-uint64_t products() { return executed_products; }
+static uint64_t of_warps = 0, of_warpgroups = 0;
+uint64_t products(bool warps) { return warps ? of_warps : of_warpgroups; }
 
 void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>& kernel) {
   const Report report = launch(grid, {unsigned(threads)}, smem_bytes, kernel, options());
-  executed_products += report.warpgroup_products;
+  of_warps += report.products, of_warpgroups += report.warpgroup_products;
   const uint64_t seed = options().seed++;
   if (!report.error.empty()) throw std::runtime_error("emulator, schedule " + std::to_string(seed) + ": " + report.error);
 }

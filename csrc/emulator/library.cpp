@@ -1,4 +1,4 @@
-// What an emulated library offers beside the ops: the choice of the schedule, and how many products of warpgroups its kernels computed.
+// What an emulated library offers beside the ops: the choice of the schedule, and how many products its kernels computed.
 #include <torch/csrc/stable/library.h>
 
 #include "emulator/host.h"
@@ -6,13 +6,13 @@
 namespace {
 
 void emulator_schedule(int64_t seed) { emu::options().seed = uint64_t(seed); }
-int64_t emulator_products() { return int64_t(emu::products()); }
+int64_t emulator_products(bool warps) { return int64_t(emu::products(warps)); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def("emulator_schedule(int seed) -> ()");  // of the next launch
-  m.def("emulator_products() -> int");         // since the library was loaded
+  m.def("emulator_schedule(int seed) -> ()");           // of the next launch
+  m.def("emulator_products(bool warps=False) -> int");  // by warpgroups, or by warps, since the library was loaded
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl("emulator_schedule", TORCH_BOX(&emulator_schedule));

@@ -102,14 +102,22 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
     terms = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
     bounds = [getattr(a, name, None) for name in ("query_lengths", "key_lengths", "cu_seqlens_q")]
     (num_queries, num_keys), packed = longest(a), hasattr(a, "cu_seqlens_q")
+    padded = not packed and _is_padding(a.mask)
     problem = dict(
         dtype=str(a.query.dtype).removeprefix("torch."), sequences=a.cu_seqlens_q.numel() - 1 if packed else a.query.shape[0],
         heads=a.query.shape[1], key_heads=a.key.shape[1], num_queries=num_queries, num_keys=num_keys, head_dim=a.query.shape[-1],
         value_dim=a.value.shape[-1], even=a.causal == "none" and a.left < 0 and a.right < 0 and all(b is None for b in bounds),
         plain=a.scale > 0 and all(t is None for t in terms),
-        looks_up=not packed and any(t is not None for t in (a.mask, a.bias, a.query_segments)),
+        looks_up=not packed and any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
+        padded=padded,
     )  # fmt: skip
     return cuda_sm90_attention_plan(direction, **problem | other)
+
+
+def _is_padding(mask: torch.Tensor | None) -> bool:
+    """Whether a mask hides keys from all queries and heads alike: kernels get it as bounds and a bit a key."""
+    alike = mask is not None and all(mask.shape[d] == 1 or mask.stride(d) == 0 for d in (1, 2))
+    return alike and mask.dtype == torch.bool
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,9 @@ def check_attention(
     return results
 
 
-def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32) -> None:
-    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward."""
+def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, padded: bool = False) -> None:
+    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward. With
+    ``padded`` a mask hides some keys of the piece from all queries."""
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.masks import RelativePositionBias
 
@@ -64,9 +65,12 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32) 
     table = torch.randn(8, 2, requires_grad=True)
     bias = RelativePositionBias(table, bidirectional=True, max_distance=20)
     lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
+    mask = torch.rand(2, 1, 1, 70) > 0.2 if padded else None
     results = {}
     for name in ("reference", backend):
-        a, _, _ = attention_op.prepare(query, key, value, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40))
+        a, _, _ = attention_op.prepare(
+            query, key, value, attn_mask=mask, bias=bias, dropout_p=0.2, dropout_seed=7, window=(60, 40)
+        )
         a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
         out, lse = attention_op(a, name, True)
         lse = lse.masked_fill(lse.isinf(), 0.0)

@@ -32,6 +32,13 @@ def t5(draw: Any, heads: int, bidirectional: bool, distance: int = 20, buckets: 
     return pt.RelativePositionBias(draw(buckets, heads), bidirectional, distance)
 
 
+def padding(num_keys: int, *visible: tuple[int, int], holes: torch.Tensor | None = None) -> torch.Tensor:
+    """A mask of keys alone: of each sequence those of its range are visible, but for `holes`, normal numbers, above 1."""
+    keys = torch.arange(num_keys)
+    mask = torch.stack([(keys >= lo) & (keys < hi) for lo, hi in visible])[:, None, None]
+    return mask if holes is None else mask & (holes < 1)
+
+
 # Each class of head sizes and each dtype, plain and general, forward and backward; several tiles with tails on both sides, tiles that are
 # whole, cut and left out; each kind of bound, term and gradient shape. Both of the rows that see nothing: by bounds, and by a mask.
 PROBLEMS = (
@@ -50,6 +57,28 @@ PROBLEMS = (
         "hidden keys, segments", BF16, (1, 2, 2, 70, 130, 64, 32),
         lambda n: {"attn_mask": n(1, 1, 1, 130) > -0.5, "bias": n(1, 2, 70, 1), "query_segments": torch.arange(70)[None] // 30,
                    "key_segments": torch.arange(130)[None] // 50},
+    ),
+    # Key padding: behind and before, of several words, with holes; sequences and queries that see nothing.
+    Problem(
+        "padding", BF16, (4, 4, 2, 40, 150, 64, 64),
+        lambda n: {"attn_mask": padding(150, (0, 131), (70, 150), (64, 65), (0, 0)), "causal": "bottom_right"},
+    ),
+    Problem(
+        "padding with holes", BF16, (2, 1, 1, 70, 150, 96, 128),
+        lambda n: {"attn_mask": padding(150, (0, 150), (9, 140), holes=n(2, 1, 1, 150))},
+    ),
+    Problem(
+        "padding of 1100 keys", F32, (2, 1, 1, 8, 1100, 16, 16),
+        lambda n: {"attn_mask": padding(1100, (3, 40), (1060, 1095), holes=n(1100))},
+    ),
+    Problem(
+        "padding and window", F32, (1, 1, 1, 60, 60, 80, 72),
+        lambda n: {"attn_mask": (torch.arange(60) < 20) | (torch.arange(60) >= 41), "window": (5, 4)},
+    ),
+    Problem(
+        "padding, bias and dropout", F16, (2, 2, 2, 30, 100, 64, 64),
+        lambda n: {"attn_mask": padding(100, (0, 90), (33, 100), holes=n(1, 100)), "bias": n(1, 2, 1, 100),
+                   "dropout_p": 0.3, "dropout_seed": 8},
     ),
     Problem(
         "a mask and T5 of both directions", BF16, (1, 2, 1, 40, 70, 128, 64),
@@ -92,10 +121,10 @@ def arguments(problem: Problem) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
     return tuple(t if batch > 1 else t.contiguous() for t in tensors), problem.keywords(draw)
 
 
-def wrong(problem: Problem) -> list[str]:
+def wrong(problem: Problem, poisoned: bool = True) -> list[str]:
     """What is wrong with the backend "cuda" on this problem."""
     try:
-        check_attention(*arguments(problem), "cuda", poisoned=True)
+        check_attention(*arguments(problem), "cuda", poisoned=poisoned)
     except (RuntimeError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
     return []

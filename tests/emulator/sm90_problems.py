@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import attention_problems
 import torch
-from attention_problems import BF16, F16, Problem, alibi, arguments, t5
+from attention_problems import BF16, F16, Problem, alibi, arguments, padding, t5
 
 import pytransformer as pt
 
@@ -74,15 +74,66 @@ TERMS = (
         lambda n: {"dropout_p": 0.5, "dropout_seed": -(2**40), "window": (60, 40), "key_lengths": integers(200, 77)},
     ),
 )  # fmt: skip
+# Key padding: bounds, and where keys between them are hidden bits; NaN in all that nobody sees.
+PADDING = (
+    Problem(
+        "padding", BF16, (4, 2, 1, 140, 300, 64, 64),
+        lambda n: {"attn_mask": padding(300, (0, 290), (0, 130), (129, 300), (0, 0))},
+    ),
+    Problem(
+        "padding, bottom right", F16, (2, 2, 1, 70, 270, 128, 128),
+        lambda n: {"attn_mask": padding(270, (9, 270), (150, 268)), "causal": "bottom_right", "window": (200, None)},
+    ),
+    Problem(
+        "padding with holes", BF16, (3, 2, 1, 30, 300, 64, 64),
+        lambda n: {"attn_mask": padding(300, (0, 300), (40, 200), (0, 0), holes=n(3, 1, 1, 300))},
+    ),
+    Problem(
+        "holes, 128", F16, (2, 1, 1, 140, 290, 128, 96),
+        lambda n: {"attn_mask": padding(290, (0, 290), holes=n(290)), "key_lengths": integers(290, 150)},
+    ),
+    Problem(
+        "holes and window", BF16, (1, 1, 1, 200, 200, 64, 64),
+        lambda n: {"attn_mask": (torch.arange(200) < 60) | (torch.arange(200) >= 150), "window": (20, 10)},
+    ),
+    Problem(
+        "holes, T5, dropout", F16, (2, 1, 1, 130, 150, 128, 128),
+        lambda n: {"attn_mask": padding(150, (0, 150), (7, 130), holes=n(150)), "bias": t5(n, 1, True),
+                   "dropout_p": 0.3, "dropout_seed": 3},
+    ),
+    Problem(
+        "holes, ALiBi, softcap", BF16, (1, 2, 2, 130, 260, 64, 64),
+        lambda n: {"attn_mask": padding(260, (100, 250), holes=n(260)), "bias": alibi(n, 2), "softcap": 5.0,
+                   "causal": "bottom_right"},
+    ),
+)  # fmt: skip
+# And beside lookups, which make again what met NaN: so without it, too.
+PADDED_LOOKUPS = (
+    Problem(
+        "holes and bias", F16, (2, 1, 1, 40, 260, 128, 128),
+        lambda n: {"attn_mask": padding(260, (0, 250), (140, 260), holes=n(260)), "bias": n(1, 1, 40, 260).half()},
+    ),
+    Problem(
+        "holes and segments", BF16, (1, 1, 1, 60, 200, 64, 64),
+        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)), "query_segments": torch.arange(60)[None] // 40,
+                   "key_segments": torch.arange(200)[None] // 120},
+    ),
+)  # fmt: skip
 # Those whose backward the portable kernels have.
 FORWARD = (
+    *PADDING,
+    *PADDED_LOOKUPS,
+    Problem(
+        "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
+        lambda n: {"attn_mask": padding(140, (0, 140), (70, 130), holes=n(140))},
+    ),
     # Wide heads: terms, lookups, both.
     Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
     Problem(
         "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),
         lambda n: {"bias": t5(n, 1, True), "dropout_p": 0.3, "dropout_seed": 7},
     ),
-    Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": n(2, 1, 1, 150) > -0.5}),
+    Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 30, 1)}),
     Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
     Problem(
         "wide, bf16 mask and bias", BF16, (1, 2, 2, 130, 140, 256, 256),
@@ -103,10 +154,10 @@ FORWARD = (
     Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
     Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
     # Keys that nobody sees hold NaN: tiles are made again, of several sequences, of several queries.
-    Problem("hidden keys", BF16, (3, 1, 1, 30, 300, 64, 64), lambda n: {"attn_mask": n(3, 1, 1, 300) > -0.5}),
+    Problem("hidden keys", BF16, (3, 1, 1, 30, 300, 64, 64), lambda n: {"attn_mask": (n(3, 1, 1, 300) > -0.5).repeat(1, 1, 30, 1)}),
     Problem(
         "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
-        lambda n: {"attn_mask": n(150) > -0.5, "dropout_p": 0.3, "dropout_seed": 3},
+        lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3, "dropout_seed": 3},
     ),
     # Floating masks and biases: pairs of 16 bits, of 32, and one by one; some rows see nothing, some pairs are -inf.
     Problem(
@@ -178,6 +229,8 @@ def wrong(problem: Problem) -> list[str]:
         return [str(error)]
     products.append(torch.ops.pytransformer_C.emulator_products())
     found = attention_problems.wrong(problem)
+    if problem in PADDED_LOOKUPS:
+        found += attention_problems.wrong(problem, poisoned=False)
     products.append(torch.ops.pytransformer_C.emulator_products())
     told = " ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes)  # nothing without _C
     if problem not in FORWARD and "portable" in told:

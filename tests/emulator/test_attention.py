@@ -51,19 +51,25 @@ def test_packed_case(case: Case, schedule: int) -> None:
 
 
 @pytest.mark.parametrize("query_start, key_start", [(0, 0), (70, 45), (2**27, 2**27 - 40)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-def test_dropout_mask(dtype: torch.dtype, query_start: int, key_start: int) -> None:
-    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence.
+@pytest.mark.parametrize("dtype, path", [(torch.bfloat16, "portable"), (torch.float32, "portable"), (torch.bfloat16, "sm90")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dropout_mask(
+    dtype: torch.dtype, path: str, query_start: int, key_start: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit the reference's mask in each pass, wherever the tensors lie in the sequence, and whatever padding hides.
 
     With zero queries all weights of a row are equal: value the identity shows them in out, a gradient of ones in d_value, and as
     their share of delta in d_query, whose keys are the identity too.
     """
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     heads, num_queries, num_keys, p, seed = 2, 37, 90, 0.3, torch.tensor(-(2**62) + 12345)
+    visible = attention_problems.padding(num_keys, (3, 90), (0, 85), holes=torch.arange(num_keys) % 7) if padded else None
     eye = torch.eye(num_keys, dtype=dtype).expand(2, heads, -1, -1)
     query = torch.zeros(2, heads, num_queries, num_keys, dtype=dtype)
-    a, _, _ = attention_op.prepare(query, eye, eye, dropout_p=p, dropout_seed=seed)
+    a, _, _ = attention_op.prepare(query, eye, eye, attn_mask=visible, dropout_p=p, dropout_seed=seed)
     a = a._replace(query_start=query_start, key_start=key_start)
     keep = keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start)
+    keep = keep if visible is None else keep & visible
     out, lse = attention_op.fwd(*a, "cuda", True)
     assert torch.equal(out != 0, keep)
     # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in column c.
@@ -77,9 +83,37 @@ def test_dropout_mask(dtype: torch.dtype, query_start: int, key_start: int) -> N
     assert torch.equal(gradients[0].abs() > 1e-4, keep)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str) -> None:
-    check_starts("cuda", causal)
+def test_starts(causal: str, padded: bool) -> None:
+    check_starts("cuda", causal, padded=padded)
+
+
+@pytest.mark.parametrize("path", ["portable", "sm90"])
+def test_tiles_of_padding_are_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 visible keys of 700 cost as many products as 128 of 128, before or behind, forward and backward; what the rest holds, none."""
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, 64).bfloat16() for n in (40, 700, 700))
+    counts, results = [], []
+    for start, size in ((0, 128), (384, 700), (0, 700)):  # 384: a multiple of every tile
+        inputs = [
+            query.clone(),
+            torch.full((1, 1, size, 64), torch.nan).bfloat16(),
+            torch.full((1, 1, size, 64), torch.nan).bfloat16(),
+        ]
+        for t, of in zip(inputs[1:], (key, value)):
+            t[:, :, start : start + 128] = of[:, :, :128]
+        inputs = [t.requires_grad_() for t in inputs]
+        before = [torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True)]
+        out = pt.attention(*inputs, attn_mask=attention_problems.padding(size, (start, start + 128)), backend="cuda")
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+        counts.append([torch.ops.pytransformer_C.emulator_products(warps) - n for warps, n in zip((False, True), before)])
+        results.append([out, gradients[0], *(g[:, :, start : start + 128] for g in gradients[1:])])
+        assert all(g.count_nonzero() == g[:, :, start : start + 128].count_nonzero() for g in gradients[1:])
+    assert counts[0] == counts[1] == counts[2] and sum(counts[0])
+    for first, *others in zip(*results):
+        assert all(torch.equal(first, other) for other in others)
 
 
 def test_a_sequence_gives_the_same_bits_alone() -> None:

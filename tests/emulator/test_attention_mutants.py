@@ -12,6 +12,7 @@ from planted import Fault, check_caught, check_texts, parameters
 
 TILE, SEQUENCE, TERMS = "tile/matrix_tile.cuh", "attention/sequence.cuh", "attention/terms.cuh"
 FWD, BWD, QUERIES = "attention/fwd.cuh", "attention/bwd_tile.cuh", "attention/bwd_queries.cuh"
+BITS = "attention/key_bits.cuh"
 KEYS, DENSE, PLAN = "attention/bwd_keys.cuh", "attention/bwd_dense.cuh", "attention/kernels.h"
 WAIT, SYNC = "    ptx::cp_async_wait<0>();\n", "    ptx::syncthreads();  // "
 LATE = "not ordered after the"
@@ -38,11 +39,31 @@ FAULTS = (
           "", "hidden keys, segments", LATE),
     # bounds
     Fault("one key too many", SEQUENCE, "most(i + shift + 1, prefix)", "most(i + shift + 2, prefix)", "plain 64"),
-    Fault("a window one too wide", SEQUENCE, "most(0, i + shift - p.left)", "most(0, i + shift - p.left - 1)", "plain 128"),
+    Fault("a window one too wide", SEQUENCE, "most(first_k, i + shift - p.left)", "most(first_k, i + shift - p.left - 1)", "plain 128"),
     Fault("queries of a key one off", SEQUENCE, "j - shift + p.left + 1", "j - shift + p.left", "plain 128"),
     Fault("a tile left out", SEQUENCE, "last = (end - origin + size - 1) / size;", "last = (end - origin) / size;", "plain 64"),
     Fault("a cut tile taken whole", SEQUENCE, "tile >= whole_end", "tile > whole_end", "plain 64"),
     Fault("prefix ignored by keys", SEQUENCE, "if (p.causal && j >= prefix)", "if (p.causal)", "wide heads, prefix"),
+    # key padding
+    Fault("padding's first key one too early", SEQUENCE, "first_k = int(head.w[0])", "first_k = int(head.w[0]) - 1", "padding"),
+    Fault("padding's first key one too late", SEQUENCE, "first_k = int(head.w[0])", "first_k = int(head.w[0]) + 1", "padding"),
+    Fault("padding's last key one too late", SEQUENCE, "least(num_k, int(head.w[1]))", "least(num_k, int(head.w[1]) + 1)", "padding"),
+    Fault("padding's last key one too early", SEQUENCE, "least(num_k, int(head.w[1]))", "least(num_k, int(head.w[1]) - 1)", "padding"),
+    Fault("bounds of the first sequence", SEQUENCE, "ld_global_v4(p.key_bits.data + b * p.key_bits.batch)",
+          "ld_global_v4(p.key_bits.data)", "padding"),
+    Fault("holes of the first sequence", SEQUENCE, "words(p.key_bits.data + b * p.key_bits.batch + K", "words(p.key_bits.data + K",
+          "padding with holes"),
+    Fault("another word of holes", SEQUENCE, "words + at / 32", "words + at / 64", "padding with holes", slow=False),
+    Fault("another bit of holes", SEQUENCE, ">> at % 32", ">> at % 16", "padding with holes"),
+    Fault("no holes", SEQUENCE, "holes = head.w[2] != 0", "holes = false", "padding with holes"),
+    Fault("holes of the other row", TERMS, "* 5 << 4 * m", "* 3 << 4 * m", "padding with holes"),
+    Fault("holes of other columns", TERMS, "word >> 8 * (m - n)", "word >> 4 * (m - n)", "padding with holes"),
+    Fault("queries that see but holes kept", KEYS, "(p.looks_up() || s.holes), cut", "p.looks_up(), cut", "padding and window"),
+    Fault("holes in a bias's gradient", DENSE, "if (s.holes) seen &=", "if (s.num_k < 0) seen &=", "padding, bias and dropout"),
+    Fault("the last key that is no padding", BITS, "end = key + 1", "end = key", "padding"),
+    Fault("padding found by one warp", BITS, "warp < kKeyBitsThreads / 32", "warp < 1", "padding of 1100 keys"),
+    Fault("padding found by two lanes", BITS, "d < 32; d *= 2) take", "d < 2; d *= 2) take", "padding of 1100 keys"),
+    Fault("holes not counted", BITS, "most(end - first, 0) - visible", "0", "padding with holes"),
     # terms
     Fault("ALiBi forgets its offset", TERMS, "- query(at, n, r) - s_.shift;", "- query(at, n, r);", "T5 of one direction, softcap"),
     Fault("softcap's derivative", TERMS, "slope[n][r] = 1.0f - t * t;", "slope[n][r] = 1.0f - t;", "T5 of one direction, softcap"),
@@ -75,4 +96,5 @@ def test_a_fault_changes_what_it_says() -> None:
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
     dtype = next(p.dtype for p in attention_problems.problems() if p.name == fault.problem)
     direction = "fwd" if fault.file == FWD else "bwd" if "bwd" in fault.file else "?wd"
-    check_caught(fault, "attention_problems", "attention", builder, tmp_path, f"{direction}_{DTYPES[dtype]}.cu")
+    only = "attention.cu" if fault.file == BITS else f"{direction}_{DTYPES[dtype]}.cu"
+    check_caught(fault, "attention_problems", "attention", builder, tmp_path, only)

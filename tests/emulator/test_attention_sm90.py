@@ -84,10 +84,11 @@ def test_small_float16_weights(schedule: int) -> None:
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_starts(causal: str) -> None:
-    """Tiles of keys begin where dropout's groups do, before the first key."""
-    check_starts("cuda", causal, torch.float16)
+def test_starts(causal: str, padded: bool) -> None:
+    """Tiles of keys begin where dropout's groups do, before the first key; so do words of key padding."""
+    check_starts("cuda", causal, torch.float16, padded)
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)

@@ -12,7 +12,7 @@ RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/s
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
-OUTSIDE = "lies outside global memory"
+SEQUENCE, OUTSIDE = "attention/sequence.cuh", "lies outside global memory"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -47,7 +47,7 @@ FAULTS = (
     Fault("cleared without a fence", TILE, "  ptx::fence_proxy_async();\n", "", "lengths", "fence"),
     Fault("cleared without a barrier", TILE, "  ptx::bar_sync(kClearBarrier, 128 * Consumers);\n", "", "lengths", LATE),
     Fault("hidden values kept", TILE, "if (first >= keep.lo && first + R::kRows <= keep.hi) return;", "return;", "lengths"),
-    Fault("one value too many cleared", TILE, "if (!keep.has(first +", "if (!keep.has(1 + first +", "lengths"),
+    Fault("one value too many cleared", TILE, "return keep.has(row);", "return keep.has(1 + row);", "lengths"),
     Fault("the next rows of memory kept", TILE, "s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys", "true : true", "lengths"),
     Fault("a tile cut for the last rows taken whole", TILE, "s.keys_of(p, first + 63).lo", "s.keys_of(p, first).lo", "window"),
     Fault("a tile cut for the first rows taken whole", TILE, "s.keys_of(p, first).hi}", "s.keys_of(p, first + 63).hi}", "causal"),
@@ -74,6 +74,18 @@ FAULTS = (
     Fault("what dropout drops kept", FWD, "kept & bit ? x[n][r] : 0.0f", "x[n][r]", "T5, dropout"),
     Fault("values of another head", FWD, "v.load(visit, args.v, row + t * BN, w.h / p.group", "v.load(visit, args.v, row + t * BN, 0",
           "causal, grouped"),
+    # key padding
+    Fault("padding's first key one too early", SEQUENCE, "first_k = int(head.w[0])", "first_k = int(head.w[0]) - 1", "padding"),
+    Fault("padding's last key one too late", SEQUENCE, "least(num_k, int(head.w[1]))", "least(num_k, int(head.w[1]) + 1)", "padding"),
+    Fault("tiles with holes taken whole", TILE, "    if (s.holes) return {kUnbounded, 0};\n", "", "padding with holes", slow=False),
+    Fault("values in holes kept", FWD, "keep.has(row) && keys.visible(row)", "keep.has(row)", "padding with holes"),
+    Fault("holes seen", FWD, "          if (holes) hide_keys(s, first, key_words(), minus_infinity());\n", "", "holes, 128"),
+    Fault("holes of the first sequence", FWD, "place_of(args.order, ptx::again(n)).head / p.heads", "0", "padding with holes"),
+    Fault("holes of the tile's first 32 keys", TILE, "keys.from(first + 2 * c + ", "keys.from(first + ", "holes, 128"),
+    Fault("holes in even columns alone", TILE, "word >> (i / 4 * 8 + i % 2)", "word >> (i / 4 * 8)", "holes, T5, dropout"),
+    Fault("holes of other columns in lookups", LOOKUPS, "0x01041040u", "0x01041080u", "holes and bias"),
+    Fault("holes of the first 32 keys in lookups", LOOKUPS, "keys.from(column + 32 * c)", "keys.from(column)", "holes and bias"),
+    Fault("holes seen by lookups", LOOKUPS, "    if (w.s.holes) hide_keys(w, column);\n", "", "holes and segments"),
     # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
     Fault("sixteen other keys", LOOKUPS, "64 * c + 16 * quarter;", "64 * c + 16 * (3 - quarter);", "mask", slow=False),
     Fault("bits of another lane's keys", LOOKUPS, "<< 4 * (quarter ^ x);", "<< 4 * quarter;", "mask"),

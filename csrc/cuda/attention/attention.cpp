@@ -115,6 +115,17 @@ class Builder {
     return {int64_t(p.heads) * p.num_queries, p.num_queries, 1};
   }
 
+  // A boolean mask that is alike for all queries and heads becomes bits and bounds, in memory that `kept` holds.
+  void pack_keys(const Tensor& like, std::optional<Tensor>& kept, void* stream) {
+    if (!p.mask.data || packed_ || p.mask.type != Term::boolean || p.mask.head || p.mask.query) return;
+    AttentionKeyBits f{p.mask, p.mask.batch ? p.sequences : 1, p.num_keys, int(p.key_start % 32), nullptr};
+    const int words = KeyBits::kHead + KeyBits::words(f.num_keys, f.before);
+    kept = torch::stable::new_empty(like, {f.masks, words}, ScalarType::Int);
+    f.bits = static_cast<uint32_t*>(write_to(*kept, "key bits", reachable));
+    attention_key_bits(f, stream);
+    p.key_bits = {f.bits, f.masks == 1 ? 0 : words}, p.mask = {};
+  }
+
   // Zeros of memory that `kept` holds, if flags are wanted.
   Redo flags(Redo wanted, const Tensor& like, std::optional<Tensor>& kept) {
     if (!wanted.tiles) return wanted;
@@ -192,13 +203,14 @@ class Builder {
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS, int64_t device, int64_t stream) {
   Builder b(query, key, value, ATTENTION_ARGUMENTS);
+  const DeviceGuard guard(device);
+  std::optional<Tensor> key_bits, flags;
+  b.pack_keys(lse, key_bits, reinterpret_cast<void*>(stream));
   AttentionForward f{};
   f.p = b.p;
   f.out = b.result(out, "out", b.p.heads, b.rows_q(), b.p.value_dim);
   f.lse = b.per_query<float>(lse, "lse");
   f.at = b.per_query_strides();
-  const DeviceGuard guard(device);
-  std::optional<Tensor> flags;
   f.redo = b.flags(attention_forward_redo(f), lse, flags);
   attention_forward(f, reinterpret_cast<void*>(stream));
 }
@@ -215,7 +227,8 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     kept = torch::stable::new_empty(lse, {lse.numel()}, ScalarType::Float);
     return b.numbers<float>(kept, name, lse.numel());
   };
-  std::optional<Tensor> delta, top, log, query_sums, slope_parts, diagonal_parts;
+  std::optional<Tensor> key_bits, delta, top, log, query_sums, slope_parts, diagonal_parts;
+  b.pack_keys(lse, key_bits, stream);
 
   AttentionRows r{};
   r.p = b.p, r.at = b.per_query_strides();

@@ -1,5 +1,6 @@
 #include "cuda/attention/bwd_queries.cuh"
 #include "cuda/attention/kernels.h"
+#include "cuda/attention/key_bits.cuh"
 #include "cuda/attention/sm90_kernels.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
@@ -34,6 +35,11 @@ void attention_forward(const AttentionForward& f, void* stream) {
     }
   const AttentionPlan plan = plan_attention(Pass::Forward, f.p, false);
   with_dtype(f.p, [&](auto t) { attention_forward_as<decltype(t)>(f, plan, stream); });
+}
+
+void attention_key_bits(const AttentionKeyBits& f, void* stream) {
+  launch(attention_key_bits_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)), kKeyBitsThreads, kKeyBitsThreads / 32 * 16,
+         stream, f);
 }
 
 void attention_backward_rows(const AttentionRows& r, void* stream) {

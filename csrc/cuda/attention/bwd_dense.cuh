@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
           M::scores(x, q, own, k, p.head_dim);
           M::scores(dp, d_out, own, v, p.value_dim);
           const Place at(w.i0 + own, origin + t * BN);
-          gradients<K, false>(p, terms, x, dp, weights, at, within<NB>(at, bounds), true, [&](int, int r) { return numbers[r / 2]; });
+          uint32_t seen = within<NB>(at, bounds);
+          if (s.holes) seen &= visible_columns<NB>(at, KeyWords(p, b));
+          gradients<K, false>(p, terms, x, dp, weights, at, seen, true, [&](int, int r) { return numbers[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }
       }

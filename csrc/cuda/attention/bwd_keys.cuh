@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
     M::scores(x, k, own, q_tile(n), p.head_dim);
     M::scores(dp, v, own, do_tile(n), p.value_dim);
     const Place at(w.j0 + own, t * BN);
-    const bool cut = (K::general && p.looks_up()) || range.cut(t);
+    const bool lookup = K::general && (p.looks_up() || s.holes), cut = lookup || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
     const Terms<true> terms(p, s, w.b, w.hk * p.group + n / count);
     const uint32_t numbers = numbers_of(n) + 4 * 2 * (lane_id() % 4);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
       const uint32_t word = numbers + 4 * (8 * c + r % 2);
       return RowNumbers{ptx::ld_shared_f32(word), K::general ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f, ptx::ld_shared_f32(word + 8 * BN)};
     });
-    const uint32_t columns = K::general && p.looks_up() ? columns_seen<NB>(seen) : kAllColumns;
+    const uint32_t columns = lookup ? columns_seen<NB>(seen) : kAllColumns;
     M::product(dv, weights, do_tile(n), part, p.value_dim, columns);
     M::product(dk, x, q_tile(n), part, p.head_dim, columns);
     if (kTile.stages == 1) {

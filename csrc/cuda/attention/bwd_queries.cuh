@@ -94,10 +94,12 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
-    const bool lookup = K::general && (p.looks_up() || g.slope_parts || g.diagonal_parts), cut = lookup || range.cut(t);
+    const bool lookup = K::general && (p.looks_up() || s.holes);
+    const bool cut = lookup || (K::general && (g.slope_parts || g.diagonal_parts)) || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
+    if (K::general && s.holes) seen &= visible_columns<NB>(at, KeyWords(p, w.b));
     seen = gradients<K, false>(p, terms, x, dp, weights, at, seen, cut, [&](int, int r) { return numbers[r / 2]; });
-    const uint32_t columns = K::general && p.looks_up() ? columns_seen<NB>(seen) : kAllColumns;
+    const uint32_t columns = lookup ? columns_seen<NB>(seen) : kAllColumns;
     M::product(dq, x, k_tile(t), part, p.head_dim, columns);
 
     if (K::general && g.slope_parts && part == 0)

@@ -101,8 +101,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
     uint32_t columns = kAllColumns;
     if constexpr (K::general) {
       float unused[NB][4];
-      const bool lookup = p.looks_up();
-      const uint32_t seen = terms.apply(x, unused, at, lookup || range.cut(t) ? within<NB>(at, bounds) : kAllColumns);
+      const bool lookup = p.looks_up() || s.holes;
+      uint32_t seen = lookup || range.cut(t) ? within<NB>(at, bounds) : kAllColumns;
+      if (s.holes) seen &= visible_columns<NB>(at, KeyWords(p, w.b));
+      seen = terms.apply(x, unused, at, seen);
       if (lookup) columns = columns_seen<NB>(seen);
     } else if (range.cut(t)) {
       const uint32_t seen = within<NB>(at, bounds);

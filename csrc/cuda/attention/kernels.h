@@ -37,7 +37,7 @@ inline AttentionPlan plan_attention(Pass pass, DType dtype, int head_dim, int va
   return plan;
 }
 inline AttentionPlan plan_attention(Pass pass, const AttentionProblem& p, bool diagonals) {
-  return plan_attention(pass, p.dtype, p.head_dim, p.value_dim, p.plain(), diagonals);
+  return plan_attention(pass, p.dtype, p.head_dim, p.value_dim, p.plain() && !p.key_bits.data, diagonals);
 }
 
 // Blocks of one flat dimension, which may exceed 65,535.
@@ -60,6 +60,7 @@ void attention_keys_as(const AttentionBackward& g, const AttentionPlan& plan, vo
 template <class T>
 void attention_dense_as(const AttentionDense& f, const AttentionPlan& plan, void* stream);
 
+void attention_key_bits(const AttentionKeyBits& f, void* stream);
 // f.redo is what attention_forward_redo says, with flags.
 void attention_forward(const AttentionForward& f, void* stream);
 Redo attention_forward_redo(const AttentionForward& f);

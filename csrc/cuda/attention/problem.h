@@ -35,6 +35,17 @@ struct Dense {
   int together = 1;  // so many neighbouring keys, from any multiple of it on, are one aligned word, of 16 bytes at most
 };
 
+// Key padding: a boolean mask that is alike for all queries and heads. Of each sequence: its first visible key and its last + 1 (the number
+// of keys and 0 if there is none), which are bounds; how many keys between them are hidden; and words of 32 keys, the first in the lowest
+// bit, from where tiles of keys begin (key_origin). Words beyond the last are zeros, as many as a tile of 128 keys may need.
+struct KeyBits {
+  const uint32_t* data = nullptr;
+  int64_t batch = 0;  // words from one sequence to the next; 0: all have the same
+
+  static constexpr int kHead = 4;  // words before the bits
+  static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 4; }
+};
+
 // Which results must be made again: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) raise a flag
 // where a result is not finite; kernels that do take care then make those tiles again, and do nothing elsewhere. See redo.cuh.
 struct Redo {
@@ -52,6 +63,7 @@ struct AttentionProblem {
   int left, right;  // of the window; kUnbounded
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
+  KeyBits key_bits;        // then there is no mask
   const float* slopes;     // (Hq,)
   const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
   int before, after;
@@ -60,12 +72,12 @@ struct AttentionProblem {
   float scale, softcap, keep_scale;
   In q, k, v;  // rows begin at multiples of 16 bytes
 
-  constexpr bool looks_up() const { return mask.data || bias.data || query_segments; }  // pairs are hidden one by one
+  constexpr bool looks_up() const { return mask.data || bias.data || query_segments; }  // pairs are hidden one by one, not by the key
   // Terms that are data beside q.k may be so large that lse loses the log of the sum.
   constexpr bool extreme() const { return (mask.data && mask.type != Term::boolean) || bias.data; }
   // Weights are not just those of scores scale q.k, some of them hidden.
   constexpr bool general() const { return extreme() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
-  // Nothing but bounds.
+  // Nothing but bounds, and keys hidden between them.
   constexpr bool plain() const { return !looks_up() && !general(); }
 };
 
@@ -95,6 +107,14 @@ struct AttentionBackward {
   float* slope_parts;              // (B, Hq, tiles of queries), or null
   float* diagonal_parts;           // (B, Hq, tiles of queries, before + after + 1), zeros, or null
 };
+
+// Makes KeyBits of a mask. A block for each sequence that has a mask of its own.
+struct AttentionKeyBits {
+  Dense mask;
+  int masks, num_keys, before;  // before: places of the first word that are before the first key
+  uint32_t* bits;
+};
+constexpr int kKeyBitsThreads = 256;
 
 // sums[u, h] = the sum of parts[:, h, :, lo:hi] with lo, hi = ranges[u]; (0, 1) if null.
 struct AttentionSums {

@@ -21,6 +21,8 @@ struct Range {
 struct Sequence {
   int64_t row_q = 0, row_k = 0;  // first rows in the tensors
   int num_q, num_k, shift, prefix;
+  int first_k = 0;     // keys before it are visible to no query
+  bool holes = false;  // nor are some from there to num_k: see KeyWords
 
   // Lengths are clamped to the tensors.
   PT_DEVICE Sequence(const AttentionProblem& p, int b) {
@@ -38,11 +40,15 @@ struct Sequence {
     shift = int(p.query_start - p.key_start) + (p.bottom_right ? int(end_k - end_q) : 0);
     num_q = int(clamp64(end_q - p.query_start, 0, p.num_queries));
     num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
+    if (p.key_bits.data) {
+      const ptx::Words4 head = ptx::ld_global_v4(p.key_bits.data + b * p.key_bits.batch);
+      first_k = int(head.w[0]), num_k = least(num_k, int(head.w[1])), holes = head.w[2] != 0;
+    }
   }
 
   // The keys that query i may see. Both ends rise with i.
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
-    Range r{most(0, i + shift - p.left), least(num_k, i + shift + p.right + 1)};
+    Range r{most(first_k, i + shift - p.left), least(num_k, i + shift + p.right + 1)};
     if (p.causal) r.hi = least(r.hi, most(i + shift + 1, prefix));
     return r;
   }
@@ -76,6 +82,22 @@ struct Tiles {
 
 // Where the first key tile starts: at or before key 0, at an absolute multiple of 32, the size of dropout's groups.
 PT_DEVICE int key_origin(const AttentionProblem& p) { return -int(p.key_start % 32); }
+
+// Which keys of sequence b are visible.
+struct KeyWords {
+  const uint32_t* words;
+  int origin;
+
+  PT_DEVICE KeyWords(const AttentionProblem& p, int b)
+      : words(p.key_bits.data + b * p.key_bits.batch + KeyBits::kHead), origin(key_origin(p)) {}
+
+  // Bit i: key `key` + i, of the 32 keys among which key is, counted from where tiles begin.
+  PT_DEVICE uint32_t from(int key) const {
+    const auto at = uint32_t(key - origin);
+    return ptx::ld_global_u32(words + at / 32) >> at % 32;
+  }
+  PT_DEVICE bool visible(int key) const { return from(key) & 1; }
+};
 
 template <class T>
 PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {

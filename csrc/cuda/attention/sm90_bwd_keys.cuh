@@ -33,7 +33,7 @@ struct Sm90KeysBlock {
     // keys of this consumer.
     PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, j0 + key_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
-      const Range seen{s.queries_of(p, 0).lo, s.queries_of(p, s.num_k - 1).hi};
+      const Range seen{s.queries_of(p, s.first_k).lo, s.queries_of(p, s.num_k - 1).hi};
       return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
     }
     PT_DEVICE Range whole(const AttentionProblem& p) const {

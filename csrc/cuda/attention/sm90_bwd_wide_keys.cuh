@@ -111,7 +111,8 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
         }
         if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work again = once_more();
-          const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
+          const Range bounds[2] = {again.unhidden_bounds(p, again.j0 + Keys::key_row(0)),
+                                   again.unhidden_bounds(p, again.j0 + Keys::key_row(1))};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {

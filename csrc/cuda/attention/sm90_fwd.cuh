@@ -149,6 +149,17 @@ struct Sm90ForwardBlock {
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 
+      // Keys between the bounds that padding hides: found again where they are needed. Lookups have them as pairs.
+      const bool holes = !K::looks_up && whole.lo == kUnbounded;
+      const auto key_words = [&] { return KeyWords(p, place_of(args.order, ptx::again(n)).head / p.heads); };
+      const auto clear = [&](int first) {
+        if (holes) {
+          const KeyWords keys = key_words();
+          clear_rows_but<kConsumers>(v, visit, first, [&](int row) { return keep.has(row) && keys.visible(row); });
+        } else {
+          clear_rows<kConsumers>(v, visit, first, keep);
+        }
+      };
       const auto look_up = [&](int first) {
         if constexpr (K::looks_up) { lookups.load(w, first, K::general); }
       };
@@ -163,8 +174,14 @@ struct Sm90ForwardBlock {
         if constexpr (K::looks_up) {
           lookups.hide(s);
         } else if (first < whole.lo || first + BN > whole.hi) {
-          const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
-          each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
+          const auto hide_unseen = [&](const Work& of) {
+            const Range bounds[2] = {of.own_bounds(p, 0), of.own_bounds(p, 1)};
+            each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
+          };
+          // Registers are scarce: with terms what bounds need is worked out again.
+          if constexpr (K::general) hide_unseen(Work(p, args.order, ptx::again(n)));
+          else hide_unseen(w);
+          if (holes) hide_keys(s, first, key_words(), minus_infinity());
         }
         softmax(s, rows, unit);
       };
@@ -193,7 +210,7 @@ struct Sm90ForwardBlock {
         pack(first);
 
         for (int t = w.range.last - 2; t >= w.range.first; --t, ++visit) {
-          clear_rows<kConsumers>(v, visit, first, keep);
+          clear(first);
           first -= BN;
           k.await_full(visit + 1);
           await_turn();
@@ -213,7 +230,7 @@ struct Sm90ForwardBlock {
           pack(first);
         }
 
-        clear_rows<kConsumers>(v, visit, first, keep);
+        clear(first);
         v.await_full(visit);
         multiply_weights<T>(o, weights, v, visit);
         ptx::wgmma_wait<0>();

@@ -1,4 +1,5 @@
-// What is looked up pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments.
+// What is looked up pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments; and beside them
+// keys that padding hides.
 //
 // Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
 // for column e of its two in the eight columns j. Boolean masks come 16 keys a load where they are aligned, and the lanes of a row trade
@@ -45,6 +46,7 @@ class Lookups {
       else hide_bytes(w, column);
     }
     if (p_.query_segments) hide_segments(w, column);
+    if (w.s.holes) hide_keys(w, column);
   }
 
   // Adds the floating terms to x, scores in natural units of columns that begin with the eights c of the tile, whose first is `first`;
@@ -157,6 +159,16 @@ class Lookups {
       }
       seen[r] &= visible;
     }
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_keys(const Work& w, int column) {
+    const KeyWords keys(p_, w.b);
+    uint32_t visible = 0;
+    PT_UNROLL
+    for (int c = 0; c < BN / 32; ++c)  // bits 8 n + e of a word become 2 n + e
+      visible |= ((keys.from(column + 32 * c) & 0x03030303u) * 0x01041040u >> 24) << 8 * c;
+    seen[0] &= visible, seen[1] &= visible;
   }
 
   template <class Work>

@@ -70,7 +70,8 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
 // of their own, which start in order as others end.
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
   constexpr int64_t kSectionBytes = 32 << 20;
-  const bool even = !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys;
+  const bool even =
+      !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_bits.data;
   const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
   const int64_t section = even ? 1 : kSectionBytes / bytes;
   if (tiles * heads >= int64_t(1) << 31) plan.why_not = "more than 2^31 tiles";
@@ -96,6 +97,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
       keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(), false, {}, 0};
   if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
   if (plan.head_class == 256 && p.general()) plan.why_not = "softcap, ALiBi, T5 and dropout are in the backward kernels to head size 128";
+  if (p.key_bits.data) plan.why_not = "key padding is not in the backward kernels";
   if (plan.why_not) return plan;
   const Sm90Tile tile = keys ? sm90_keys_tile(plan.head_class, plan.general) : sm90_queries_tile(plan.head_class, plan.general);
   // Dropout's groups of keys may begin before the first.

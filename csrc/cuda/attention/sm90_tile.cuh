@@ -41,8 +41,10 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   // consumer see.
   PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
   PT_DEVICE Range kept(const AttentionProblem& p) const { return kept_keys(p, s); }
+  // None where keys between are hidden, told by a range that begins at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
+    if (s.holes) return {kUnbounded, 0};
     return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
   }
 
@@ -110,17 +112,34 @@ PT_DEVICE void each_element(float (&x)[R], int first, F f) {
   for (int i = 0; i < R; ++i) f(x[i], i / 2 % 2, column + i / 4 * 8 + i % 2);
 }
 
-// Rows of a tile whose first is row `first`, outside `keep`, are read as zero from here on, by all consumers, each of which calls this: a
-// weight of zero would not hide NaN. They wait for the tile.
-template <int Consumers, class R>
-PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
+// x becomes `hidden` in the columns of keys that padding hides; `first`: the tile's first key.
+template <int R>
+PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float hidden) {
+  static_assert(R % 16 == 0);
+  PT_UNROLL
+  for (int c = 0; c < R; c += 16) {  // 32 columns
+    const uint32_t word = keys.from(first + 2 * c + 2 * (lane_id() % 4));
+    PT_UNROLL
+    for (int i = 0; i < 16; ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
+  }
+}
+
+// Rows of a tile whose first is row `first` that keep(row) is false for are read as zero from here on, by all consumers, each of which
+// calls this: a weight of zero would not hide NaN. They wait for the tile.
+template <int Consumers, class R, class F>
+PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
-  if (first >= keep.lo && first + R::kRows <= keep.hi) return;
   ring.await_full(use);
   for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
-    if (!keep.has(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+    if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
   ptx::fence_proxy_async();
   ptx::bar_sync(kClearBarrier, 128 * Consumers);
+}
+// Those outside `keep`.
+template <int Consumers, class R>
+PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
+  if (first >= keep.lo && first + R::kRows <= keep.hi) return;
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row); });
 }
 
 // ---- results

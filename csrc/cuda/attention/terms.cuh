@@ -53,6 +53,19 @@ PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
   return seen;
 }
 
+// The pairs whose keys, the columns, are not hidden; 16 or 32 of them from a multiple of as many on, or more from a multiple of 32 on.
+template <int NB>
+PT_DEVICE uint32_t visible_columns(const Place& at, const KeyWords& keys) {
+  uint32_t seen = 0;
+  PT_UNROLL
+  for (int n = 0; n < NB; n += 4) {
+    const uint32_t word = keys.from(at.column_of(n, 0));
+    PT_UNROLL
+    for (int m = n; m < least(n + 4, NB); ++m) seen |= (word >> 8 * (m - n) & 3) * 5 << 4 * m;  // of two rows
+  }
+  return seen;
+}
+
 // A finite number stays finite: float64's finfo.min is data for float32 scores too.
 PT_DEVICE float narrow_f64(uint64_t bits) {
 #if defined(PT_EMULATE)

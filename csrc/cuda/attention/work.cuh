@@ -47,11 +47,17 @@ struct KeyTile {
   Tiles range;
 
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
-      : b(b), hk(hk), j0(j0), s(p, b), range(least(j0 + Rows, s.num_k) - most(j0, 0), s.queries_of(p, most(j0, 0)),
+      : b(b), hk(hk), j0(j0), s(p, b), range(least(j0 + Rows, s.num_k) - most(j0, s.first_k), s.queries_of(p, most(j0, s.first_k)),
                                              s.queries_of(p, least(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
 
-  // The queries that may see key j: none if it is not there.
-  PT_DEVICE Range bounds(const AttentionProblem& p, int j) const { return j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0}; }
+  // The queries that may see key j: none if it is not there, or hidden from all.
+  PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
+    return j >= s.first_k && (!s.holes || j >= s.num_k || KeyWords(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
+  }
+  // The same where what hidden keys give is not written.
+  PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
+    return j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0};
+  }
 
   template <class T, int RowBytes>
   PT_DEVICE void copy_keys(SmemTile<RowBytes> to, const In& from, int columns) const {

@@ -1,0 +1,49 @@
+// Key padding: a boolean mask that is alike for all queries and heads, as bits and bounds. See KeyBits in problem.h.
+#pragma once
+
+#include "cuda/attention/sequence.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/tile/fragments.cuh"
+
+namespace pt::cuda {
+
+// A thread makes a word of 32 keys at a time.
+template <class K>
+__global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(const __grid_constant__ AttentionKeyBits f) {
+  const int count = KeyBits::words(f.num_keys, f.before);
+  const uint8_t* const mask = static_cast<const uint8_t*>(f.mask.data) + blockIdx.x * f.mask.batch;
+  uint32_t* const bits = f.bits + int64_t(blockIdx.x) * (KeyBits::kHead + count);
+  int first = f.num_keys, end = 0, visible = 0;
+  for (int w = int(threadIdx.x); w < count; w += kKeyBitsThreads) {
+    uint32_t word = 0;
+    PT_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const int key = 32 * w + i - f.before;
+      if (key < 0 || key >= f.num_keys || !ptx::ld_global_u8(mask + key * f.mask.key)) continue;
+      word |= 1u << i;
+      first = least(first, key), end = key + 1, ++visible;
+    }
+    ptx::st_global_u32(bits + KeyBits::kHead + w, word);
+  }
+  const auto take = [&](int theirs_first, int theirs_end, int theirs_visible) {
+    first = least(first, theirs_first), end = most(end, theirs_end), visible += theirs_visible;
+  };
+  const auto across = [](int x, int d) { return int(ptx::shfl_xor_u32(uint32_t(x), d)); };
+  for (int d = 1; d < 32; d *= 2) take(across(first, d), across(end, d), across(visible, d));
+
+  const uint32_t found = ptx::dynamic_smem();  // 16 bytes a warp
+  const auto word_of = [&](int warp, int i) { return found + warp * 16 + i * 4; };
+  const int own = int(threadIdx.x) / 32;
+  if (lane_id() == 0) {
+    ptx::st_shared_u32(word_of(own, 0), uint32_t(first));
+    ptx::st_shared_u32(word_of(own, 1), uint32_t(end));
+    ptx::st_shared_u32(word_of(own, 2), uint32_t(visible));
+  }
+  ptx::syncthreads();
+  if (threadIdx.x != 0) return;
+  const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
+  for (int warp = 1; warp < kKeyBitsThreads / 32; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
+  ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(most(end - first, 0) - visible), 0}});
+}
+
+}  // namespace pt::cuda
