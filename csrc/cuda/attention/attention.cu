@@ -44,7 +44,8 @@ void attention_key_bits(const AttentionKeyBits& f, void* stream) {
 
 void attention_backward_rows(const AttentionRows& r, void* stream) {
   const int64_t rows = int64_t(r.p.sequences) * r.p.heads * r.p.num_queries;
-  launch(attention_bwd_rows_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (rows + 3) / 4)), 128, 0, stream, r);
+  launch(attention_bwd_rows_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (rows + kRowsOfABlock - 1) / kRowsOfABlock)), 128, 0,
+         stream, r);
 }
 
 void attention_backward_queries(const AttentionBackward& g, void* stream) {
