@@ -110,6 +110,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
         plain=a.scale > 0 and all(t is None for t in terms),
         looks_up=not packed and any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
         padded=padded,
+        adds="nothing" if packed else _adds([t for t in (a.mask, a.bias) if t is not None and t.is_floating_point()]),
     )  # fmt: skip
     return cuda_sm90_attention_plan(direction, **problem | other)
 
@@ -118,6 +119,15 @@ def _is_padding(mask: torch.Tensor | None) -> bool:
     """Whether a mask hides keys from all queries and heads alike: kernels get it as bounds and a bit a key."""
     alike = mask is not None and all(mask.shape[d] == 1 or mask.stride(d) == 0 for d in (1, 2))
     return alike and mask.dtype == torch.bool
+
+
+def _adds(terms: Sequence[torch.Tensor]) -> str:
+    """How kernels can read dense floating terms: rows 16 aligned bytes at a time, as Builder::dense of attention.cpp finds, or elements."""
+    if len(terms) != 1:
+        return "two terms" if terms else "nothing"
+    (t,), per = terms, 16 // terms[0].element_size()
+    strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
+    return "rows" if per > 2 and strided and t.stride(-1) == 1 and t.shape[-1] % per == 0 else "elements"
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:

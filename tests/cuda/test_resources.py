@@ -49,12 +49,14 @@ def test_the_table_has_no_faults(resources: ModuleType) -> None:
 
 
 def test_few_instantiations(resources: ModuleType) -> None:
-    """At most 24 for each op, direction and architecture."""
+    """At most 24 for each op, direction and architecture; of attention on sm_90a for each stem: forward, each pass, five products."""
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
     for stem, direction in itertools.product(("norm", "attention"), ("fwd", "bwd")):
         for arch in {key.split()[0] for key in kernels}:
             assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
-    hopper = {direction: sum(f"sm_90a sm90_attention_{direction}" in key for key in kernels) for direction in ("fwd", "bwd")}
+    stems = ("fwd", "bwd_queries", "bwd_keys", "bwd_fused")
+    hopper = {stem: sum(f"sm_90a sm90_attention_{stem}" in key for key in kernels) for stem in stems}
+    assert sum(hopper.values()) == sum("sm_90a sm90_attention_" in key for key in kernels)
     products = [key for key in kernels if "sm_90a sm90_matmul_" in key]
     for epilogue in {re.search(r"Operands<[^>]*>, (\w+)", key)[1] for key in products}:
         assert 1 <= sum(f">, {epilogue}" in key for key in products) <= 24

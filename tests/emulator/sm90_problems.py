@@ -107,11 +107,11 @@ PADDING = (
                    "causal": "bottom_right"},
     ),
 )  # fmt: skip
-# And beside lookups, which make again what met NaN: so without it, too.
+# And beside lookups. These, and the backward of all of them, make again what met NaN: so they run without it, too.
 PADDED_LOOKUPS = (
     Problem(
-        "holes and bias", F16, (2, 1, 1, 40, 260, 128, 128),
-        lambda n: {"attn_mask": padding(260, (0, 250), (140, 260), holes=n(260)), "bias": n(1, 1, 40, 260).half()},
+        "holes and bias", F16, (2, 1, 1, 40, 264, 128, 128),
+        lambda n: {"attn_mask": padding(264, (0, 250), (140, 264), holes=n(264)), "bias": n(1, 1, 40, 264).half()},
     ),
     Problem(
         "holes and segments", BF16, (1, 1, 1, 60, 200, 64, 64),
@@ -119,10 +119,79 @@ PADDED_LOOKUPS = (
                    "key_segments": torch.arange(200)[None] // 120},
     ),
 )  # fmt: skip
+# What is looked up pair by pair, in backward a visit's pairs as bits.
+LOOKUPS = (
+    # Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
+    Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64), lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
+    Problem(
+        "mask of heads", F16, (2, 2, 2, 40, 160, 128, 128),
+        lambda n: {"attn_mask": n(1, 2, 40, 160) > 0.5, "key_lengths": integers(160, 77), "query_lengths": integers(30, 40)},
+    ),
+    Problem("mask, odd", BF16, (1, 2, 2, 40, 271, 128, 128), lambda n: {"attn_mask": n(1, 2, 40, 271) > 0, "window": (10, None)}),
+    Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64), lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
+    Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
+    Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
+    # Keys that nobody sees hold NaN: tiles are made again, of several sequences, of several queries.
+    Problem("hidden keys", BF16, (3, 1, 1, 30, 300, 64, 64), lambda n: {"attn_mask": (n(3, 1, 1, 300) > -0.5).repeat(1, 1, 30, 1)}),
+    Problem(
+        "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
+        lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3, "dropout_seed": 3},
+    ),
+    Problem("mask and T5", F16, (1, 1, 1, 40, 160, 128, 128), lambda n: {"attn_mask": n(1, 1, 40, 160) > 0, "bias": t5(n, 1, True)}),
+    Problem(
+        "segments", BF16, (2, 1, 1, 150, 200, 64, 64),
+        lambda n: {"query_segments": torch.arange(150).expand(2, -1) // 40, "key_segments": torch.arange(200).expand(2, -1) // 50},
+    ),
+    Problem(
+        "segments and causal", F16, (1, 1, 1, 140, 140, 128, 128),
+        lambda n: {"query_segments": torch.arange(140)[None] // 45 * 2**40, "key_segments": torch.arange(140)[None] // 45 * 2**40,
+                   "causal": "top_left"},
+    ),
+    Problem(
+        "segments, window, dropout", BF16, (2, 2, 1, 60, 150, 40, 40),
+        lambda n: {"query_segments": (n(2, 60) > 0).long(), "key_segments": (n(2, 150) > 0).long(), "window": (20, 90),
+                   "dropout_p": 0.3, "dropout_seed": 11},
+    ),
+    Problem(
+        "mask and segments", F16, (1, 2, 1, 130, 160, 64, 64),
+        lambda n: {"attn_mask": n(1, 2, 130, 160) > -0.5, "query_segments": torch.arange(130)[None] // 70,
+                   "key_segments": torch.arange(160)[None] // 70, "softcap": 3.0},
+    ),
+    # Floating masks and biases whose rows can be copied, of 16 bits and of 32; some rows see nothing, some pairs are -inf.
+    Problem(
+        "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
+        lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left", "dropout_p": 0.2, "dropout_seed": 5},
+    ),
+    Problem("window and bias", F16, (1, 1, 1, 140, 140, 64, 64), lambda n: {"bias": n(1, 140), "window": (10, None)}),
+    Problem(
+        "mask and bias", BF16, (1, 2, 1, 140, 160, 64, 64),
+        lambda n: {"attn_mask": n(1, 1, 140, 160) > 0, "bias": n(1, 1, 160).to(BF16)},
+    ),
+    Problem(
+        "rows of f16 bias", F16, (2, 2, 1, 40, 264, 64, 64), lambda n: {"bias": n(1, 2, 40, 264).half(), "softcap": 3.0},
+    ),
+    Problem(
+        "rows of f32 mask", BF16, (2, 4, 2, 70, 140, 64, 64),
+        lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": alibi(n, 4), "key_lengths": integers(140, 90)},
+    ),
+    Problem("rows of f32 bias", F16, (1, 1, 1, 130, 272, 128, 128), lambda n: {"bias": n(1, 1, 130, 272), "window": (250, 60)}),
+    Problem(
+        "rows of finfo.min", F16, (1, 1, 1, 140, 140, 64, 64),
+        lambda n: {"attn_mask": torch.full((140, 140), -torch.inf).masked_fill(
+            (n(140, 140) > 0) & (torch.arange(140) % 50 != 7)[:, None], torch.finfo(torch.float32).min)},
+    ),
+    Problem(
+        "large rows", BF16, (1, 1, 1, 130, 140, 128, 128),
+        lambda n: {"attn_mask": 3e4 * n(1, 1, 130, 1).expand(1, 1, 130, 140) + n(1, 1, 130, 140)},
+    ),
+    Problem(
+        "rows and T5", BF16, (1, 2, 1, 140, 144, 64, 64),
+        lambda n: {"attn_mask": some(n(1, 1, 140, 144)).index_fill(-1, integers(5, 60), -torch.inf).half(), "bias": t5(n, 2, True),
+                   "dropout_p": 0.2, "dropout_seed": 6},
+    ),
+)  # fmt: skip
 # Those whose backward the portable kernels have.
 FORWARD = (
-    *PADDING,
-    *PADDED_LOOKUPS,
     Problem(
         "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
         lambda n: {"attn_mask": padding(140, (0, 140), (70, 130), holes=n(140))},
@@ -143,27 +212,7 @@ FORWARD = (
         "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
     ),
-    # What is looked up pair by pair. Boolean masks: 16 keys a load, or one by one; of every broadcast shape.
-    Problem("mask", BF16, (2, 1, 1, 150, 272, 64, 64), lambda n: {"attn_mask": n(2, 1, 150, 272) > 0, "causal": "bottom_right"}),
-    Problem(
-        "mask of heads", F16, (2, 2, 2, 40, 160, 128, 128),
-        lambda n: {"attn_mask": n(1, 2, 40, 160) > 0.5, "key_lengths": integers(160, 77), "query_lengths": integers(30, 40)},
-    ),
-    Problem("mask, odd", BF16, (1, 2, 2, 40, 271, 128, 128), lambda n: {"attn_mask": n(1, 2, 40, 271) > 0, "window": (10, None)}),
-    Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64), lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
-    Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
-    Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
-    # Keys that nobody sees hold NaN: tiles are made again, of several sequences, of several queries.
-    Problem("hidden keys", BF16, (3, 1, 1, 30, 300, 64, 64), lambda n: {"attn_mask": (n(3, 1, 1, 300) > -0.5).repeat(1, 1, 30, 1)}),
-    Problem(
-        "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
-        lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3, "dropout_seed": 3},
-    ),
-    # Floating masks and biases: pairs of 16 bits, of 32, and one by one; some rows see nothing, some pairs are -inf.
-    Problem(
-        "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
-        lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left", "dropout_p": 0.2, "dropout_seed": 5},
-    ),
+    # Floating masks and biases: pairs of 16 bits, of 32, and one by one, two of them; some rows see nothing, some pairs are -inf.
     Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64), lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
     Problem(
         "f32 mask and bias", BF16, (2, 2, 2, 70, 140, 64, 64),
@@ -175,26 +224,11 @@ FORWARD = (
         lambda n: {"attn_mask": some(n(1, 1, 30, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
     ),
     Problem("bias of queries", F16, (1, 2, 2, 140, 30, 64, 64), lambda n: {"bias": n(2, 140, 1)}),
-    Problem("window and bias", F16, (1, 1, 1, 140, 140, 64, 64), lambda n: {"bias": n(1, 140), "window": (10, None)}),
-    Problem(
-        "mask and bias", BF16, (1, 2, 1, 140, 160, 64, 64),
-        lambda n: {"attn_mask": n(1, 1, 140, 160) > 0, "bias": n(1, 1, 160).to(BF16)},
-    ),
-    Problem("mask and T5", F16, (1, 1, 1, 40, 160, 128, 128), lambda n: {"attn_mask": n(1, 1, 40, 160) > 0, "bias": t5(n, 1, True)}),
     Problem(
         "finfo.min", F16, (1, 1, 1, 40, 140, 64, 64),
         lambda n: {"attn_mask": torch.full((40, 140), -torch.inf).masked_fill((n(40, 140) > 0) & (torch.arange(40) != 7)[:, None],
                                                                               torch.finfo(torch.float32).min),
                    "bias": torch.full((1, 140), torch.finfo(torch.float32).min)},
-    ),
-    Problem(
-        "segments", BF16, (2, 1, 1, 150, 200, 64, 64),
-        lambda n: {"query_segments": torch.arange(150).expand(2, -1) // 40, "key_segments": torch.arange(200).expand(2, -1) // 50},
-    ),
-    Problem(
-        "segments and causal", F16, (1, 1, 1, 140, 140, 128, 128),
-        lambda n: {"query_segments": torch.arange(140)[None] // 45 * 2**40, "key_segments": torch.arange(140)[None] // 45 * 2**40,
-                   "causal": "top_left"},
     ),
 )  # fmt: skip
 
@@ -216,7 +250,7 @@ FUSED = (
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *WIDE, *TERMS, *FORWARD, *FUSED)
+    yield from (*BOTH_WAYS, *WIDE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *FUSED)
 
 
 def wrong(problem: Problem) -> list[str]:
@@ -229,7 +263,7 @@ def wrong(problem: Problem) -> list[str]:
         return [str(error)]
     products.append(torch.ops.pytransformer_C.emulator_products())
     found = attention_problems.wrong(problem)
-    if problem in PADDED_LOOKUPS:
+    if problem in (*PADDING, *PADDED_LOOKUPS):
         found += attention_problems.wrong(problem, poisoned=False)
     products.append(torch.ops.pytransformer_C.emulator_products())
     told = " ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes)  # nothing without _C

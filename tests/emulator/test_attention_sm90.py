@@ -66,6 +66,43 @@ def test_what_hidden_pairs_hold_reaches_nothing(kind: str, poison: float, monkey
         assert torch.equal(ours[:, 1, 128:], second[:, 1, 128:]) and bool(ours.isfinite().all())
 
 
+@pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
+def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream gradient: the tiles of both passes that met
+    them are made again, to the bits of the portable kernels; others are left alone."""
+    torch.manual_seed(0)
+    rows, key_row, query_row = 300, 200, 140  # queries before 128 do not come near that key, keys from 192 on not that query
+    tensors = [torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(4)]
+    keywords: dict[str, Any] = {"causal": "top_left", "backend": "cuda"} | hidden_by(kind, key_row, rows)
+    if kind == "segments":
+        keywords["query_segments"][0, query_row] = 7
+    else:
+        name = "attn_mask" if kind == "mask" else kind
+        keywords[name][..., query_row, :] = False if kind == "mask" else -torch.inf
+
+    def gradients(poisoned: bool, path: str) -> tuple[torch.Tensor, ...]:
+        query, key, value, grad_out = (t.clone() for t in tensors)
+        if poisoned:
+            query[:, 1, query_row], grad_out[:, 1, query_row] = torch.nan, torch.nan
+            key[:, 1, key_row], value[:, 1, key_row] = torch.nan, torch.nan
+        inputs = [t.requires_grad_() for t in (query, key, value)]
+        monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
+        out = pt.attention(*inputs, **keywords)
+        monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+        return torch.autograd.grad(out, inputs, grad_out)
+
+    found, clean, again = gradients(True, "sm90"), gradients(False, "sm90"), gradients(False, "portable")
+    for ours, first, second in zip(found, clean, again):
+        assert bool(ours.isfinite().all()) and torch.equal(ours[:, 0], first[:, 0]) and not torch.equal(first, second)
+        for tile in (slice(0, 128), slice(128, 256), slice(256, rows)):
+            assert any(torch.equal(ours[:, 1, tile], t[:, 1, tile]) for t in (first, second))
+    (d_query, d_key, d_value), (first, _, _), (second, *others) = found, clean, again
+    assert torch.equal(d_query[:, 1, :128], first[:, 1, :128]) and torch.equal(d_query[:, 1, 128:], second[:, 1, 128:])
+    for ours, theirs in zip((d_key, d_value), others):
+        assert torch.equal(ours[:, 1, :128], theirs[:, 1, :128])
+    assert not d_query[:, :, query_row].any() and not d_key[:, :, key_row].any() and not d_value[:, :, key_row].any()
+
+
 def test_what_is_seen_is_not_hidden() -> None:
     """NaN in a value: in every row that sees it, though its tile was made twice, and in no other head."""
     torch.manual_seed(0)
@@ -151,10 +188,12 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken.count("by the kernels for sm_90a") == 3
     wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
     assert pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1] == taken
-    partly = pt.explain(
-        "attention", query, query, query, attn_mask=torch.ones(20, 20, dtype=torch.bool), backend="cuda"
-    ).notes[-1]
-    assert "forward by the kernels for sm_90a; d_query by the portable kernels: masks, dense biases" in partly
+    for mask in (torch.ones(20, 20, dtype=torch.bool), torch.zeros(20, 20), torch.zeros(2, 1, 24, dtype=torch.float16)):
+        key = torch.zeros(1, 2, mask.shape[-1], 64, dtype=torch.float16)
+        assert pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1] == taken
+    for mask in (torch.zeros(20, 20, dtype=torch.float64), torch.zeros(20, 1), torch.zeros(20, 20, dtype=torch.float16)):
+        partly = pt.explain("attention", query, query, query, attn_mask=mask, backend="cuda").notes[-1]
+        assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels copy" in partly
     unordered = pt.explain("attention", query, query, query, deterministic=False, backend="cuda")
     assert unordered.notes[-1].endswith("d_query, added across blocks, d_key and d_value by the kernels for sm_90a")
     ordered = pt.explain("attention", query, query, query, backend="cuda")

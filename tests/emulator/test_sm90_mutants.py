@@ -12,7 +12,7 @@ RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/s
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
-SEQUENCE, OUTSIDE = "attention/sequence.cuh", "lies outside global memory"
+SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -85,6 +85,10 @@ FAULTS = (
     Fault("holes in even columns alone", TILE, "word >> (i / 4 * 8 + i % 2)", "word >> (i / 4 * 8)", "holes, T5, dropout"),
     Fault("holes of other columns in lookups", LOOKUPS, "0x01041040u", "0x01041080u", "holes and bias"),
     Fault("holes of the first 32 keys in lookups", LOOKUPS, "keys.from(column + 32 * c)", "keys.from(column)", "holes and bias"),
+    Fault("holes forgotten over queries", LOOKED_UP, ": keys.from(column);", ": kAllColumns;", "padding with holes"),
+    Fault("holes of other columns over queries", LOOKED_UP, ": keys.from(column);", ": keys.from(column & ~32);", "holes, 128"),
+    Fault("holes forgotten over keys", LOOKED_UP, "0u - uint32_t(keys.visible(own + row + r))", "kAllColumns", "padding with holes"),
+    Fault("holes of the next key", LOOKED_UP, "keys.visible(own + row + r)", "keys.visible(own + row)", "holes, T5, dropout"),
     Fault("holes seen by lookups", LOOKUPS, "    if (w.s.holes) hide_keys(w, column);\n", "", "holes and segments"),
     # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
     Fault("sixteen other keys", LOOKUPS, "64 * c + 16 * quarter;", "64 * c + 16 * (3 - quarter);", "mask", slow=False),
@@ -143,7 +147,7 @@ FAULTS = (
     Fault("the numbers of another stage", KEYS, "uint32_t(visit % (kTile.stages + K::more_queries) * kNumbers)", "0", "grouped", LATE),
     Fault("a head of a group left out", KEYS, "h < (hk + 1) * p.group; ++h)", "h < hk * p.group + 1; ++h)", "grouped"),
     Fault("tiles from the first on", KEYS, "t == first ? last - 1 : t - 1;", "t == first ? last - 1 : first;", "causal"),
-    Fault("scores not hidden", KEYS, "        hide(s);\n", "", "causal"),
+    Fault("scores not hidden", KEYS, "          else hide(s);\n", "", "causal"),
     Fault("queries that see nothing kept", KEYS, "          clear_rows<kConsumers>(q, visit, t * BN, keep);\n", "", "lengths"),
     Fault("gradients that see nothing kept", KEYS, "          clear_rows<kConsumers>(d_out, visit, t * BN, keep);\n", "", "lengths"),
     Fault("keys kept for the next tile", KEYS, "        release_products(k, turn);\n", "", "grouped", DEADLOCK),
@@ -154,7 +158,7 @@ FAULTS = (
     Fault("rows of another warp", GRADIENTS, "thread / 32 * 16 - 64", "thread / 32 * 16 - 48", "ALiBi", slow=False),
     Fault("softcap's slope forgotten, over queries", QUERIES, "dp[i] *= s[i];", "dp[i] *= 1.0f;", "softcap"),
     Fault("dP of dropped weights, over queries", QUERIES, "kept.has(i) ? dp[i] * p.keep_scale : 0.0f", "dp[i] * p.keep_scale", "dropout"),
-    Fault("hidden dP kept, over queries", QUERIES, "seen.has(i) ? dp[i] : 0.0f", "dp[i]", "dropout"),
+    Fault("hidden dP kept, over queries", QUERIES, "if (hides(first)) keep_seen(dp, seen.again());", "", "dropout"),
     Fault("sums of rows behind the last query", QUERIES, "w.i0 + consumer() * 64 + 64 > w.s.num_q", "false", "ALiBi, lengths"),
     Fault("sums of dS after softcap's slope", QUERIES, "gradients.add(g, dp, w,", "if (p.softcap != 0) for (int i = 0; i < BN / 2; ++i) "
           "dp[i] *= s[i]; gradients.add(g, dp, w,", "T5 of one direction, softcap"),
@@ -198,6 +202,40 @@ FAULTS = (
     Fault("wide pairs loaded too late", LOOKUPS, "(c > 0 || !kEarly) && c", "c > 0 && c", "wide, f32 mask, dropout"),
     Fault("delta of wide heads forgotten", WIDE, "(e + delta)", "(e + 0.0f)", "wide"),
     Fault("the other panel of wide queries", QUERIES, "int(ring.buffer(0)))", "int(ring.buffer(0) + RingOwn::kPanelBytes))", "wide"),
+    # lookups in the backward
+    Fault("bytes of a mask turned round, backward", LOOKED_UP, "for (int w = 3; w >= 0; --w) bits", "for (int w = 0; w < 4; ++w) bits",
+          "mask", slow=False),
+    Fault("bits of the other row, backward", LOOKED_UP, "ptx::ld_shared_u32(at + 4 * (8 * kPitch + w))", "ptx::ld_shared_u32(at + 4 * w)",
+          "mask"),
+    Fault("bits of other columns, backward", LOOKED_UP, "<< 4 * (w % 2);", "<< 0;", "mask"),
+    Fault("one query for four, backward", LOOKED_UP, "within(from + e, p.num_queries)", "within(from, p.num_queries)", "mask"),
+    Fault("one key for four, backward", LOOKED_UP, "within(key + e % 4, p.num_keys)", "within(key, p.num_keys)", "mask, odd"),
+    Fault("keys of a mask past the last, backward", LOOKED_UP, "within(key + c + e, p.num_keys) *", "(key + c + e) *", "mask, odd",
+          OUTSIDE),
+    Fault("sixteen keys where fewer are aligned, backward", LOOKED_UP, "p.mask.together == 16", "p.mask.together >= 1", "mask, odd"),
+    Fault("bounds left out, backward", LOOKED_UP, " & bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column)", "", "mask"),
+    Fault("segments of 32 bits, backward", LOOKED_UP, "others[e] == own", "int32_t(others[e]) == int32_t(own)", "segments and causal"),
+    Fault("bits written while they are read", LOOKED_UP, "    ring.await_empty(visit);\n", "", "mask"),
+    Fault("bits announced too early", LOOKED_UP, "    ptx::syncwarp();\n    if (lane_id() == 0) ring", "    if (lane_id() == 0) ring",
+          "mask", LATE),
+    Fault("values released before bits are read", QUERIES, "      ptx::syncwarp();\n      if", "      if", "mask", LATE),
+    Fault("scores not hidden by bits, over queries", QUERIES, "if constexpr (K::looks_up) keep_seen(s, seen.again());",
+          "if constexpr (K::looks_up) {}", "mask"),
+    Fault("scores not hidden by bits, over keys", KEYS, "if constexpr (K::looks_up) keep_seen(s, seen.again());",
+          "if constexpr (K::looks_up) {}", "mask"),
+    Fault("a term not awaited", LOOKED_UP, "    if constexpr (K::general) ptx::cp_async_wait<0>();\n", "", "rows of f32 bias"),
+    Fault("a term of another head", LOOKED_UP, "h * p.bias.head", "0 * p.bias.head", "rows of f16 bias"),
+    Fault("a term of other rows", LOOKED_UP, ": r / 2 * 8, columns", ": 0, columns", "rows of f32 bias"),
+    Fault("a term of other keys", LOOKED_UP, "columns = Keys ? r / 2 * 8 :", "columns = Keys ? 0 :", "rows of f32 bias"),
+    Fault("the first of two halves", LOOKED_UP, ">> 8 * (element & 2)", ">> 0", "rows of f16 bias"),
+    Fault("terms of keys past the last", LOOKED_UP, "const bool reads = there(j, p.num_keys);", "const bool reads = true;",
+          "rows of f16 bias", OUTSIDE),
+    Fault("what a term hides is seen", LOOKED_UP, "        seen.hide(4 * (c + n) + r, term == minus_infinity());\n", "", "rows and T5"),
+    Fault("the log of the sum forgotten, over queries", QUERIES, "top[r / 2], log[r / 2]", "top[r / 2], 0.0f", "large rows"),
+    Fault("the log of the sum forgotten, over keys", KEYS, "top[r % 2], log[r % 2]", "top[r % 2], 0.0f", "large rows"),
+    Fault("no flag raised, over queries", QUERIES, "if (K::looks_up && not_finite(dq, factor)) raise",
+          "if (K::looks_up && p.group == 0) raise", "hidden keys"),
+    Fault("no flag raised, over keys", KEYS, "        raise(g.redo,", "        if (p.group == 0) raise(g.redo,", "hidden queries"),
     # all three gradients at once, d_query added across blocks
     Fault("a part stored over the one before", FUSED, "      if (!first) part_of(consumer()).await_empty(visit - 1);\n", "",
           "grouped, unordered", LATE, False),

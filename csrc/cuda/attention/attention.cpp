@@ -127,9 +127,9 @@ class Builder {
   }
 
   // Zeros of memory that `kept` holds, if flags are wanted.
-  Redo flags(Redo wanted, const Tensor& like, std::optional<Tensor>& kept) {
+  Redo flags(Redo wanted, int heads, const Tensor& like, std::optional<Tensor>& kept) {
     if (!wanted.tiles) return wanted;
-    kept = torch::stable::new_zeros(like, {p.sequences, p.heads, wanted.tiles}, ScalarType::Int);
+    kept = torch::stable::new_zeros(like, {p.sequences, heads, wanted.tiles}, ScalarType::Int);
     wanted.flags = static_cast<int32_t*>(write_to(*kept, "flags", reachable));
     return wanted;
   }
@@ -211,7 +211,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.out = b.result(out, "out", b.p.heads, b.rows_q(), b.p.value_dim);
   f.lse = b.per_query<float>(lse, "lse");
   f.at = b.per_query_strides();
-  f.redo = b.flags(attention_forward_redo(f), lse, flags);
+  f.redo = b.flags(attention_forward_redo(f), b.p.heads, lse, flags);
   attention_forward(f, reinterpret_cast<void*>(stream));
 }
 
@@ -227,7 +227,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     kept = torch::stable::new_empty(lse, {lse.numel()}, ScalarType::Float);
     return b.numbers<float>(kept, name, lse.numel());
   };
-  std::optional<Tensor> key_bits, delta, top, log, query_sums, slope_parts, diagonal_parts;
+  std::optional<Tensor> key_bits, delta, top, log, query_sums, slope_parts, diagonal_parts, query_flags, key_flags;
   b.pack_keys(lse, key_bits, stream);
 
   AttentionRows r{};
@@ -268,6 +268,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     g.query_sums = b.numbers<float>(query_sums, "sums of d_query", sums_wanted);
     attention_backward_fused(g, stream);
   } else if (dq || dslopes || dtable) {
+    g.redo = b.flags(attention_backward_redo(g, Pass::Queries), b.p.heads, lse, query_flags);
     attention_backward_queries(g, stream);
   }
   if (dslopes) {
@@ -283,7 +284,10 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     sums.width = int(width), sums.outputs = int(dtable->numel() / b.p.heads);
     attention_backward_sums(sums, stream);
   }
-  if (!sums_wanted && (dk || dv)) attention_backward_keys(g, stream);
+  if (!sums_wanted && (dk || dv)) {
+    g.redo = b.flags(attention_backward_redo(g, Pass::Keys), int(key_heads), lse, key_flags);
+    attention_backward_keys(g, stream);
+  }
 
   const MaybeTensor* dense[] = {&dmask, &dbias};
   for (const MaybeTensor* t : dense) {

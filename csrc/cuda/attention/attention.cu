@@ -42,6 +42,15 @@ void attention_key_bits(const AttentionKeyBits& f, void* stream) {
          stream, f);
 }
 
+Redo attention_backward_redo(const AttentionBackward& g, Pass pass) {
+  if (!runs_sm90a()) return {};
+  const Sm90Plan plan = plan_sm90_backward(g, pass, multiprocessors());
+  if (plan.why_not || !plan.looks_up) return {};
+  const Sm90Tile tile =
+      pass == Pass::Keys ? sm90_keys_tile(plan.head_class, plan.general, true) : sm90_queries_tile(plan.head_class, plan.general, true);
+  return {nullptr, tile.rows(), plan.order.tiles};
+}
+
 void attention_backward_rows(const AttentionRows& r, void* stream) {
   const int64_t rows = int64_t(r.p.sequences) * r.p.heads * r.p.num_queries;
   launch(attention_bwd_rows_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (rows + kRowsOfABlock - 1) / kRowsOfABlock)), 128, 0,
@@ -49,17 +58,24 @@ void attention_backward_rows(const AttentionRows& r, void* stream) {
 }
 
 void attention_backward_queries(const AttentionBackward& g, void* stream) {
+  AttentionBackward rest = g;
   if (runs_sm90a())
-    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Queries, multiprocessors()); !plan.why_not)
-      return sm90_attention_backward_queries(g, plan, stream);
-  const AttentionPlan plan = plan_attention(Pass::Queries, g.p, g.diagonal_parts);
-  with_dtype(g.p, [&](auto t) { attention_queries_as<decltype(t)>(g, plan, stream); });
+    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Queries, multiprocessors()); !plan.why_not) {
+      sm90_attention_backward_queries(g, plan, stream);
+      if (!g.redo.flags) return;
+      // What hidden rows hold reaches no sum of dS.
+      rest.slope_parts = rest.diagonal_parts = nullptr;
+    }
+  const AttentionPlan plan = plan_attention(Pass::Queries, g.p, rest.diagonal_parts);
+  with_dtype(g.p, [&](auto t) { attention_queries_as<decltype(t)>(rest, plan, stream); });
 }
 
 void attention_backward_keys(const AttentionBackward& g, void* stream) {
   if (runs_sm90a())
-    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors()); !plan.why_not)
-      return sm90_attention_backward_keys(g, plan, stream);
+    if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors()); !plan.why_not) {
+      sm90_attention_backward_keys(g, plan, stream);
+      if (!g.redo.flags) return;
+    }
   const AttentionPlan plan = plan_attention(Pass::Keys, g.p, false);
   with_dtype(g.p, [&](auto t) { attention_keys_as<decltype(t)>(g, plan, stream); });
 }

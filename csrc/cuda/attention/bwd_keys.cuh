@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/redo.cuh"
 
 namespace pt::cuda {
 
@@ -19,6 +20,9 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
   const int origin = key_origin(p), tiles = (p.num_keys - origin + BM - 1) / BM, heads = p.heads / p.group;
   const int bh = int(blockIdx.x) / tiles;
   const KeyTile<BM, BN> w(p, bh / heads, bh % heads, origin + int(blockIdx.x) % tiles * BM);
+  // The other kernels' tiles begin where these do, but where nothing is dropped: there with the first key.
+  const int place = w.j0 - (p.general() ? origin : 0);
+  if (K::general && !must_do(g.redo, int64_t(w.b) * heads + w.hk, place, place + BM)) return;
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/redo.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
   const AttentionProblem& p = g.p;
 
   const auto w = QueryTile<BM, BN>::of_block(p);
+  if (K::general && !must_do(g.redo, int64_t(w.b) * p.heads + w.h, w.i0, w.i0 + BM)) return;
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 

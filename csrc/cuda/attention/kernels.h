@@ -64,6 +64,8 @@ void attention_key_bits(const AttentionKeyBits& f, void* stream);
 // f.redo is what attention_forward_redo says, with flags.
 void attention_forward(const AttentionForward& f, void* stream);
 Redo attention_forward_redo(const AttentionForward& f);
+// Of a pass of the backward, with g.redo as attention_backward_redo says.
+Redo attention_backward_redo(const AttentionBackward& g, Pass pass);
 void attention_backward_rows(const AttentionRows& r, void* stream);
 void attention_backward_queries(const AttentionBackward& g, void* stream);
 void attention_backward_keys(const AttentionBackward& g, void* stream);

@@ -106,6 +106,7 @@ struct AttentionBackward {
   int64_t sum_tiles;               // packed, those of a sequence follow those of the one before
   float* slope_parts;              // (B, Hq, tiles of queries), or null
   float* diagonal_parts;           // (B, Hq, tiles of queries, before + after + 1), zeros, or null
+  Redo redo;                       // of d_query by query heads and tiles of queries, or of d_key and d_value by key heads and tiles of keys
 };
 
 // Makes KeyBits of a mask. A block for each sequence that has a mask of its own.

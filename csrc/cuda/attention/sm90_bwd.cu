@@ -21,29 +21,34 @@ Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const S
 // Calls run(kind) for the plan's kernel.
 template <class F>
 void with_kind(const Sm90Plan& plan, F run) {
+  const auto of_class = [&](auto columns) {
+    constexpr int D = decltype(columns)::value;
+    if (plan.looks_up) plan.general ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
+    else plan.general ? run(Hopper<D, true, false>{}) : run(Hopper<D, false, false>{});
+  };
   if (plan.head_class == 256) run(Hopper<256, false, false>{});
-  else if (plan.head_class == 64) plan.general ? run(Hopper<64, true, false>{}) : run(Hopper<64, false, false>{});
-  else plan.general ? run(Hopper<128, true, false>{}) : run(Hopper<128, false, false>{});
+  else if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  else of_class(std::integral_constant<int, 128>{});
 }
 
 }  // namespace
 
 void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
-  const Sm90Tile tile = sm90_queries_tile(plan.head_class, plan.general);
+  const Sm90Tile tile = sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
   with_half(g.p, [&](auto t) {
     with_kind(plan, [&](auto kind) {
       launch(sm90_attention_bwd_queries_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-             sm90_queries_smem(tile, plan.general), stream, arguments(g, plan, tile, false));
+             sm90_queries_smem(tile, plan.general, plan.looks_up), stream, arguments(g, plan, tile, false));
     });
   });
 }
 
 void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
-  const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general);
+  const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general, plan.looks_up);
   with_half(g.p, [&](auto t) {
     with_kind(plan, [&](auto kind) {
-      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_keys_smem(tile),
-             stream, arguments(g, plan, tile, true));
+      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
+             sm90_keys_smem(tile, plan.general, plan.looks_up), stream, arguments(g, plan, tile, true));
     });
   });
 }

@@ -1,27 +1,32 @@
 // Attention backward on sm_90a, the pass over keys: d_key and d_value of a tile of keys, summed over the query heads that share them, in
-// order. As bwd_keys.cuh, with products by warpgroups and copies by TMA; for problems of nothing but bounds.
+// order. As bwd_keys.cuh, with products by warpgroups and copies by TMA.
 //
 // Consumers have 64 keys each. Scores are k.q, so that weights and dS leave the accumulators as operands of the next products.
 #pragma once
 
+#include "cuda/attention/redo.cuh"
+#include "cuda/attention/sm90_bwd_lookups.cuh"
 #include "cuda/attention/sm90_bwd_tile.cuh"
 
 namespace pt::cuda {
 
 template <class T, class K>
 struct Sm90KeysBlock {
-  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim, K::general);
+  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim, K::general, K::looks_up);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
-  static constexpr int kConsumers = kTile.consumers, kNumbers = 2 * 4 * BN;  // bytes of a stage's top and delta
+  static constexpr int kConsumers = kTile.consumers,
+                       kNumbers = sm90_key_numbers(K::general, K::looks_up) * 4 * BN;  // bytes of a stage's top, delta, log
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
+  using Lookups = std::conditional_t<K::looks_up, BackwardLookups<K, true>, NoBackwardLookups>;
 
   const Sm90Backward& args;
   RingOwn k, v;
   RingQueries q;
   RingStream d_out;
   uint32_t numbers;
+  Lookups lookups{};
 
   // A tile of keys as consumers see it.
   struct Work : KeyTile<BM, BN> {
@@ -29,9 +34,9 @@ struct Sm90KeysBlock {
     using Base::hk, Base::j0, Base::s, Base::range;
 
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
-    // The queries of the lane's row r; those that some key of the sequence is seen by, or TMA leaves as zeros; and those that see all 64
-    // keys of this consumer.
-    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, j0 + key_row(r)); }
+    // The queries of the lane's row r, where no bit hides it: who looks bits up has the hidden pairs of all. Those that some key of the
+    // sequence is seen by, or TMA leaves as zeros; and those that see all 64 keys of this consumer.
+    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::unhidden_bounds(p, j0 + key_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
       const Range seen{s.queries_of(p, s.first_k).lo, s.queries_of(p, s.num_k - 1).hi};
       return kept_rows(seen, p.cu_queries ? s.row_q + seen.hi == p.total_queries : seen.hi == p.num_queries);
@@ -52,10 +57,11 @@ struct Sm90KeysBlock {
         for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
     }
 
+    static PT_DEVICE int first_key(const AttentionProblem& p) { return K::general ? key_origin(p) : 0; }
+
    private:
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
         : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
-    static PT_DEVICE int first_key(const AttentionProblem& p) { return K::general ? key_origin(p) : 0; }
   };
 
   // The lane's row r of the tile: consumers may share its 64.
@@ -65,13 +71,25 @@ struct Sm90KeysBlock {
     for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
-    q.init(2, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, and numbers
+    q.init(2 + Lookups::kWriters, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, numbers, what is looked up
     d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
   }
 
   PT_DEVICE void produce() const {
     if (threadIdx.x == 0) load_tiles();
     if (threadIdx.x / 32 == 1) load_numbers();
+    if constexpr (K::looks_up)
+      if (Lookups::has_warp(int(threadIdx.x) / 32)) look_up();
+  }
+
+  PT_DEVICE void look_up() const {
+    const AttentionProblem& p = args.g.p;
+    int visit = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, ptx::again(n));
+      const auto bounds = [&](int j) { return w.unhidden_bounds(p, j); };
+      w.for_each_visit(p, [&](int h, int t) { lookups.produce(q, p, w.b, h, w.j0, t * BN, visit++, bounds); });
+    });
   }
 
   PT_DEVICE void load_tiles() const {
@@ -106,6 +124,8 @@ struct Sm90KeysBlock {
           const RowNumbers row = row_numbers(g, number_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
           ptx::st_shared_f32(numbers_of(visit) + 4 * c, K::general ? row.top : in_base_2<T>(row.top));
           ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), K::general ? -row.delta * kWeightUnit<T> : -row.delta);
+          if constexpr (K::general && K::looks_up)
+            ptx::st_shared_f32(numbers_of(visit) + 4 * (2 * BN + c), row.log - float(kWeightBits<T>));
         }
         ptx::syncwarp();
         if (lane_id() == 0) q.announce(visit);
@@ -155,12 +175,15 @@ struct Sm90KeysBlock {
           clear_rows<kConsumers>(d_out, visit, t * BN, keep);
         }
         const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
+        const bool hides = K::looks_up || cut;  // where something is looked up, any tile may
         const auto hide = [&](float (&x)[BN / 2]) {
           if (!cut) return;
           const Work again = once_more();
           const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         };
+        // Descriptors of what stays are made again at every visit: kept, they would take 32 registers.
+        const auto own = [&](const RingOwn& ring) { return K::looks_up ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring; };
         float s[BN / 2], dp[BN / 2];
         uint32_t weights[BN / 16][4], ds[BN / 16][4];
         k.await_full(turn);
@@ -171,18 +194,21 @@ struct Sm90KeysBlock {
             x = delta;
             ptx::pin(x);
           });
-        multiply_rows<T, D>(s, k, turn, q, visit, false);
+        multiply_rows<T, D>(s, own(k), turn, q, visit, false);
         v.await_full(turn);
         d_out.await_full(visit);
-        multiply_rows<T, D>(dp, v, turn, d_out, visit, !K::general);
+        multiply_rows<T, D>(dp, own(v), turn, d_out, visit, !K::general);
         if constexpr (K::general) {
           const Terms<true, false> terms(p, w.s, w.b, h);
           const Place at = place_again(w.j0, t * BN);
           const uint32_t numbers_at = numbers_of(visit) + 4 * uint32_t(at.column - t * BN);
-          Pairs<BN / 2> seen, kept;
-          if (cut) {
+          std::conditional_t<K::looks_up, SeenPairs<BN>, Pairs<BN / 2>> seen;
+          Pairs<BN / 2> kept;
+          if constexpr (K::looks_up) {
+            seen = lookups.seen(visit);
+          } else if (cut) {
             const Work again = once_more();
-            const Range bounds[2] = {again.bounds(p, at.row_of(0)), again.bounds(p, at.row_of(2))};
+            const Range bounds[2] = {again.unhidden_bounds(p, at.row_of(0)), again.unhidden_bounds(p, at.row_of(2))};
             seen = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
           }
           if (p.drop_threshold)
@@ -191,14 +217,25 @@ struct Sm90KeysBlock {
           in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
             float slope[kPiece][4];
             terms.apply(x, slope, place, kAllColumns);
+            if constexpr (K::looks_up) lookups.add(p, x, visit, c, seen);
             PT_UNROLL
             for (int n = 0; n < kPiece; ++n) {
               float top[2];
               ptx::ld_shared_v2_f32(numbers_at + 32 * (c + n), top[0], top[1]);
-              PT_UNROLL
-              for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], top[r % 2]);
+              if constexpr (K::looks_up) {
+                float log[2];
+                ptx::ld_shared_v2_f32(numbers_at + 8 * BN + 32 * (c + n), log[0], log[1]);
+                PT_UNROLL
+                for (int r = 0; r < 4; ++r) x[n][r] = weight_of(x[n][r], top[r % 2], log[r % 2]);
+              } else {
+                PT_UNROLL
+                for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], top[r % 2]);
+              }
             }
-            if (cut) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = seen.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            if (hides) {
+              const auto bits = seen.again();
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            }
             // P times softcap's slope, which dS is made from, and P as dropout leaves it.
             if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
             else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
@@ -212,18 +249,23 @@ struct Sm90KeysBlock {
             for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
           }
           each_number(dp, numbers_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
-          if (cut) {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] = seen.has(i) ? dp[i] : 0.0f;
-          }
+          if (hides) keep_seen(dp, seen.again());
           pack_gradients<T>(ds, ds, dp);
         } else {
+          [[maybe_unused]] SeenPairs<BN> seen;
+          if constexpr (K::looks_up) seen = lookups.seen(visit);
           ptx::wgmma_wait<1>();
           each_number(s, own_numbers(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
-          hide(s);
+          if constexpr (K::looks_up) keep_seen(s, seen.again());
+          else hide(s);
           pack_weights<T>(weights, s);
           ptx::wgmma_wait<0>();
-          hide(dp);
+          // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would raise a flag.
+          if constexpr (K::looks_up) {
+            if (cut) keep_seen(dp, seen.again());
+          } else {
+            hide(dp);
+          }
           if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
         }
@@ -257,6 +299,9 @@ struct Sm90KeysBlock {
       dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : K::general ? p.keep_scale * kWeightUnit<T> : kWeightUnit<T>;
       index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
+    if constexpr (K::looks_up)
+      if ((g.dk.data && not_finite(dk, dk_factor)) || (g.dv.data && not_finite(dv, dv_factor)))
+        raise(g.redo, int64_t(w.b) * (p.heads / p.group) + w.hk, w.j0 - Work::first_key(p));
     if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
   }
@@ -272,11 +317,12 @@ struct Sm90KeysBlock {
             RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
             RingQueries(base + 2 * kOwn, stream_bars),
             RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
-            base + kNumbersAt};
+            base + kNumbersAt,
+            Lookups(base + kEnd)};
   }
 
   static PT_DEVICE void run(const Sm90Backward& args) {
-    static_assert(kSm90Slack + kEnd == sm90_keys_smem(kTile));
+    static_assert(kSm90Slack + kEnd + Lookups::kBytes == sm90_keys_smem(kTile, K::general, K::looks_up));
     run_block(at(args, align_to_atom(ptx::dynamic_smem())));
   }
 };

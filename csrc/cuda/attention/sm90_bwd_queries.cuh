@@ -1,10 +1,12 @@
 // Attention backward on sm_90a, the pass over queries: d_query of a tile of queries. As bwd_queries.cuh, with products by warpgroups and
-// copies by TMA; for problems of nothing but bounds.
+// copies by TMA.
 //
 // Scores and dP are computed a second time, seven products instead of five, but nothing is added up across blocks: the result is
 // reproducible without any order between them. The two products with the next keys start behind dQ += dS K of these.
 #pragma once
 
+#include "cuda/attention/redo.cuh"
+#include "cuda/attention/sm90_bwd_lookups.cuh"
 #include "cuda/attention/sm90_bwd_sums.cuh"
 #include "cuda/attention/sm90_bwd_tile.cuh"
 
@@ -12,18 +14,20 @@ namespace pt::cuda {
 
 template <class T, class K>
 struct Sm90QueriesBlock {
-  static constexpr Sm90Tile kTile = sm90_queries_tile(K::head_dim, K::general);
+  static constexpr Sm90Tile kTile = sm90_queries_tile(K::head_dim, K::general, K::looks_up);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
+  using Lookups = std::conditional_t<K::looks_up, BackwardLookups<K, false>, NoBackwardLookups>;
 
   const Sm90Backward& args;
   RingOwn q, d_out;
   RingKeys k;
   RingValues v;
   uint32_t sums;
+  Lookups lookups;
 
   using Work = QueryWork<BM, BN>;
 
@@ -32,11 +36,28 @@ struct Sm90QueriesBlock {
     q.init(1, kConsumers, "q_full", "q_empty");
     d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
     k.init(1, kConsumers, "k_full", "k_empty");
-    v.init(1, kConsumers, "v_full", "v_empty");
+    if constexpr (K::looks_up) v.init(1 + Lookups::kWriters, 4 * kConsumers, "v_full", "v_empty");
+    else v.init(1, kConsumers, "v_full", "v_empty");
   }
 
   PT_DEVICE void produce() const {
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x == 0) load_tiles();
+    if constexpr (K::looks_up)
+      if (Lookups::has_warp(int(threadIdx.x) / 32)) look_up();
+  }
+
+  PT_DEVICE void look_up() const {
+    const AttentionProblem& p = args.g.p;
+    int visit = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, ptx::again(n));
+      const int end = w.origin + w.range.first * BN;
+      for (int first = w.origin + (w.range.last - 1) * BN; first >= end; first -= BN)
+        lookups.produce(v, p, w.b, w.h, w.i0, first, visit++, [&](int i) { return w.bounds(p, i); });
+    });
+  }
+
+  PT_DEVICE void load_tiles() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0, turn = 0;
     for_each_tile(args.order, [&](int n) {
@@ -51,8 +72,20 @@ struct Sm90QueriesBlock {
     });
   }
 
-  // Kept in registers from visit to visit, descriptors of all steps of wide heads would not leave enough.
-  static PT_DEVICE RingOwn own(const RingOwn& ring) { return D > 128 ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring; }
+  // Kept in registers from visit to visit, descriptors of all steps of wide heads would not leave enough, nor with lookups.
+  static PT_DEVICE RingOwn own(const RingOwn& ring) {
+    return D > 128 || K::looks_up ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring;
+  }
+
+  // With lookups a lane speaks for its warp's loads too.
+  PT_DEVICE void release_values(int visit) const {
+    if constexpr (K::looks_up) {
+      ptx::syncwarp();
+      if (lane_id() == 0) v.release(visit);
+    } else {
+      release_products(v, visit);
+    }
+  }
 
   PT_DEVICE void consume() const {
     const AttentionBackward& g = args.g;
@@ -66,16 +99,19 @@ struct Sm90QueriesBlock {
       // Sums of dS must not take in rows behind the last query.
       if (K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole = {0, 0};
       float top[2], delta[2];
+      [[maybe_unused]] float log[2];
       PT_UNROLL
       for (int r = 0; r < 2; ++r) {
         const int i = w.i0 + own_row(r);
         const RowNumbers numbers = row_numbers(g, number_at(g.at, w.b, w.h, w.s.row_q + i), i < w.s.num_q);
         top[r] = K::general ? numbers.top : in_base_2<T>(numbers.top), delta[r] = numbers.delta * kWeightUnit<T>;
+        if constexpr (K::general && K::looks_up) log[r] = numbers.log - float(kWeightBits<T>);
       }
       float s[BN / 2], dp[BN / 2], dq[D / 2];
       uint32_t weights[BN / 16][4];  // P, then dS
-      [[maybe_unused]] Pairs<BN / 2> seen, kept;
-      [[maybe_unused]] std::conditional_t<K::general, Sm90TermSums<D>, NoTermSums> gradients(sums);
+      [[maybe_unused]] std::conditional_t<K::looks_up, SeenPairs<BN>, Pairs<BN / 2>> seen;
+      [[maybe_unused]] Pairs<BN / 2> kept;
+      [[maybe_unused]] std::conditional_t<K::general, Sm90TermSums<D, K::looks_up>, NoTermSums> gradients(sums);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) dq[i] = 0.0f;
 
@@ -92,13 +128,17 @@ struct Sm90QueriesBlock {
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
       };
+      // Where something is looked up, any tile may be.
+      const auto hides = [&](int first) { return K::looks_up || cut(first); };
       const auto decide = [&](int first) {
+        if constexpr (K::looks_up) seen = lookups.seen(visit);
         if constexpr (K::general) {
           const Place at = place_again(w.i0, first);
-          if (cut(first)) {
-            const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
-            seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return within<4>(place, bounds); });
-          }
+          if constexpr (!K::looks_up)
+            if (cut(first)) {
+              const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
+              seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return within<4>(place, bounds); });
+            }
           if (p.drop_threshold) {
             const Terms<false, false> terms(p, w.s, w.b, w.h);
             kept = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return terms.template kept<4>(place); });
@@ -112,14 +152,23 @@ struct Sm90QueriesBlock {
           in_pieces<kPiece>(s, place_again(w.i0, first), [&](float (&x)[kPiece][4], const Place& place, int c) {
             float slope[kPiece][4];
             terms.apply(x, slope, place, kAllColumns);
-            each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of<T>(x[n][r], top[r / 2]); });
-            if (cut(first)) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = seen.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            if constexpr (K::looks_up) {
+              lookups.add(p, x, visit, c, seen);
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of(x[n][r], top[r / 2], log[r / 2]); });
+            } else {
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of<T>(x[n][r], top[r / 2]); });
+            }
+            if (hides(first)) {
+              const auto bits = seen.again();
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            }
             pack_piece<T>(weights[c / kPiece], x);
             each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = slope[n][r]; });
           });
         } else {
           each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, unit, -top[r])); });
-          hide(s, first);
+          if constexpr (K::looks_up) keep_seen(s, seen.again());
+          else hide(s, first);
           pack_weights<T>(weights, s);
         }
       };
@@ -130,10 +179,7 @@ struct Sm90QueriesBlock {
             for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
           }
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
-          if (cut(first)) {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] = seen.has(i) ? dp[i] : 0.0f;
-          }
+          if (hides(first)) keep_seen(dp, seen.again());
           PT_UNROLL
           for (int i = 0; i < BN / 2; ++i) dp[i] *= ptx::widen(T{uint16_t(weights[i / 8][i / 2 % 4] >> 16 * (i % 2))});
           gradients.add(g, dp, w, first - w.i0 - consumer() * 64 - w.s.shift);
@@ -144,7 +190,12 @@ struct Sm90QueriesBlock {
           pack_weights<T>(weights, dp);
         } else {
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
-          hide(dp, first);
+          // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would raise a flag.
+          if constexpr (K::looks_up) {
+            if (cut(first)) keep_seen(dp, seen.again());
+          } else {
+            hide(dp, first);
+          }
           pack_gradients<T>(weights, weights, dp);
         }
       };
@@ -158,7 +209,7 @@ struct Sm90QueriesBlock {
         ptx::wgmma_wait<1>();
         weigh(first);
         ptx::wgmma_wait<0>();
-        release_products(v, visit);
+        release_values(visit);
         differentiate(first);
         for (int t = w.range.last - 2; t >= w.range.first; --t) {
           multiply_weights<T>(dq, weights, k, visit++);
@@ -169,7 +220,7 @@ struct Sm90QueriesBlock {
           release_products(k, visit - 1);
           weigh(first);
           ptx::wgmma_wait<0>();
-          release_products(v, visit);
+          release_values(visit);
           differentiate(first);
         }
         release_products(q, turn);
@@ -196,6 +247,7 @@ struct Sm90QueriesBlock {
       factor[r] = w.own_bounds(p, r).empty() ? 0.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
+    if (K::looks_up && not_finite(dq, factor)) raise(args.g.redo, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(args.g.dq, w.b, w.h, dq, factor, index);
   }
 
@@ -204,20 +256,22 @@ struct Sm90QueriesBlock {
     constexpr uint32_t kOwn = RingOwn::kBufferBytes, kValuesAt = 2 * kOwn + RingKeys::kBufferBytes;
     constexpr uint32_t kBarriers = kValuesAt + RingValues::kBufferBytes;
     constexpr uint32_t kEnd = kBarriers + 2 * RingOwn::kBarrierBytes + RingKeys::kBarrierBytes + RingValues::kBarrierBytes;
-    static_assert(kSm90Slack + kEnd == sm90_queries_smem(kTile, false));
+    constexpr uint32_t kLookupsAt = kEnd + (K::general ? sm90_sums_bytes(kTile) : 0);
+    static_assert(kSm90Slack + kLookupsAt + Lookups::kBytes == sm90_queries_smem(kTile, K::general, K::looks_up));
     const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
     const Sm90QueriesBlock block{args,
                                  RingOwn(base, own_bars),
                                  RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
                                  RingKeys(base + 2 * kOwn, stream_bars),
                                  RingValues(base + kValuesAt, stream_bars + RingKeys::kBarrierBytes),
-                                 base + kEnd};
+                                 base + kEnd,
+                                 Lookups(base + kLookupsAt)};
     run_block(block);
   }
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_queries_tile(K::head_dim, K::general).threads(), 1)
+__global__ void __launch_bounds__(sm90_queries_tile(K::head_dim, K::general, K::looks_up).threads(), 1)
     sm90_attention_bwd_queries_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
   Sm90QueriesBlock<T, K>::run(args);

@@ -16,9 +16,9 @@ struct NoTermSums {
 // Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns
 // lies on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread
 // adds a diagonal, in order.
-template <int HeadDim>
+template <int HeadDim, bool LooksUp>
 class Sm90TermSums {
-  static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true);
+  static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true, LooksUp);
   static constexpr int N = kTile.streamed, kPitch = sm90_sum_pitch(kTile), kRows = kSm90SumRows;
   static constexpr uint32_t kBytes = sm90_sums_bytes(kTile) / kTile.consumers;
   static_assert(kPitch % 32 == 8 && attention_tile(Pass::Queries, HeadDim, 2, true).rows() == 64);

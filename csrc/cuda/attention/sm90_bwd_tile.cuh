@@ -36,6 +36,8 @@ template <class T>
 PT_DEVICE float weight_of(float score, float top) {
   return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - top, kLog2e, float(kWeightBits<T>)) : (score - top) * kLog2e);
 }
+// And with this log2 of the sum, less kWeightBits.
+PT_DEVICE float weight_of(float score, float top, float log) { return ptx::exp2(ptx::fma_rn(score - top, kLog2e, -log)); }
 
 // dS = P * (dP - D) of 64 rows as an operand; dp is dP - D. P comes as the operand it has become, rounded: as float32 it would take as many
 // registers again as S and dP do. ds may be weights.
@@ -63,6 +65,7 @@ template <int R>
 struct Pairs {
   uint32_t words[(R + 31) / 32] = {};
   PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+  PT_DEVICE const Pairs& again() const { return *this; }
 
   // Those of a tile that f(place) has of 8 N columns.
   template <int N, class F>

@@ -111,8 +111,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
         }
         if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work again = once_more();
-          const Range bounds[2] = {again.unhidden_bounds(p, again.j0 + Keys::key_row(0)),
-                                   again.unhidden_bounds(p, again.j0 + Keys::key_row(1))};
+          const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {
@@ -172,7 +171,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim, K::general).threads(), 1)
+__global__ void __launch_bounds__(sm90_keys_tile(K::head_dim, K::general, K::looks_up).threads(), 1)
     sm90_attention_bwd_keys_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
   std::conditional_t<sm90_keys_tile(K::head_dim, K::general).split, Sm90WideKeysBlock<T, K>, Sm90KeysBlock<T, K>>::run(args);

@@ -30,13 +30,16 @@ constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool general
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
 // More rows would need more registers than there are; with terms, which need some too, there are fewer.
-constexpr Sm90Tile sm90_queries_tile(int head_dim, bool general) {
+// Producers that do more than load by TMA need more.
+constexpr Sm90Tile sm90_queries_tile(int head_dim, bool general, bool looks_up = false) {
   if (head_dim == 256) return {256, 64, 2, false, 2, 24, 240, 1};
-  return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2} : Sm90Tile{128, general ? 64 : 96, 2};
+  const Sm90Tile t = head_dim == 64 ? Sm90Tile{64, general ? (looks_up ? 64 : 96) : 128, 2} : Sm90Tile{128, general ? 64 : 96, 2};
+  return looks_up ? Sm90Tile{t.head_dim, t.streamed, t.stages, false, 2, 40, 232} : t;
 }
-// Its producers do more, and need more. Of 256 columns one consumer has no registers for both d_key and d_value.
-constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general) {
+// Of 256 columns one consumer has no registers for both d_key and d_value.
+constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general, bool looks_up = false) {
   if (head_dim == 256) return {256, 64, 2, false, 2, 56, 224, 0, true};
+  if (looks_up) return {head_dim, head_dim == 64 ? 96 : general ? 48 : 64, 2, false, 2, 56, 224};
   return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2, false, 2, 40, 232} : Sm90Tile{128, general ? 48 : 64, 2, false, 2, 40, 232};
 }
 
@@ -45,20 +48,32 @@ constexpr uint32_t kSm90BarrierBytes = 16;                                  // o
 constexpr int kSm90SumRows = 32;                                            // of dS in shared memory, for a consumer's sums by diagonals
 constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // words: rows begin eight banks apart
 constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
-// Forward: Q; K, V. Over queries: Q, dO; K, V; with terms, sums. Over keys: K, V; Q, dO, two numbers a query.
+// What the backward looks up, of a stage: words of bits of a row, in pairs; with terms a floating one's tile, rows of at most 32 bits a key
+// and 16 bytes more, so that lanes meet no bank twice.
+constexpr int sm90_bit_words(const Sm90Tile& t) { return (t.streamed + 63) / 64 * 2; }
+constexpr int sm90_term_pitch(const Sm90Tile& t, bool keys) { return 4 * (keys ? t.rows() : t.streamed) + 16; }
+constexpr uint32_t sm90_lookup_bytes(const Sm90Tile& t, bool keys, bool general) {
+  return uint32_t(t.rows() * sm90_bit_words(t) * 4 + (general ? (keys ? t.streamed : t.rows()) * sm90_term_pitch(t, keys) : 0));
+}
+constexpr uint32_t sm90_lookups_smem(const Sm90Tile& t, bool keys, bool general) {
+  return uint32_t(t.stages) * sm90_lookup_bytes(t, keys, general);
+}
+constexpr int sm90_key_numbers(bool general, bool looks_up) { return general && looks_up ? 3 : 2; }  // of a query, over keys
+// Forward: Q; K, V. Over queries: Q, dO; K, V; with terms, sums. Over keys: K, V; Q, dO, numbers of a query. Both: what is looked up.
 constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
   return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + t.stages + t.second_stages());
 }
-constexpr uint32_t sm90_queries_smem(const Sm90Tile& t, bool general) {
+constexpr uint32_t sm90_queries_smem(const Sm90Tile& t, bool general, bool looks_up = false) {
   return kSm90Slack + 2 * t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + t.stages + t.second_stages()) +
-         (general ? sm90_sums_bytes(t) : 0);
+         (general ? sm90_sums_bytes(t) : 0) + (looks_up ? sm90_lookups_smem(t, false, general) : 0);
 }
 // Weights that one consumer leaves for the other.
 constexpr uint32_t sm90_exchange_bytes(const Sm90Tile& t) {
   return t.split ? t.stages * (uint32_t(t.rows() * t.streamed * 2) + kSm90BarrierBytes) : 0;
 }
-constexpr uint32_t sm90_keys_smem(const Sm90Tile& t) {
-  return sm90_queries_smem(t, false) + uint32_t(t.stages * t.streamed * 2 * 4) + sm90_exchange_bytes(t);
+constexpr uint32_t sm90_keys_smem(const Sm90Tile& t, bool general = false, bool looks_up = false) {
+  return sm90_queries_smem(t, false) + uint32_t(t.stages * t.streamed * sm90_key_numbers(general, looks_up) * 4) + sm90_exchange_bytes(t) +
+         (looks_up ? sm90_lookups_smem(t, true, general) : 0);
 }
 
 // sums: accumulators and fragments of a lane, all alive at once.
@@ -79,21 +94,26 @@ static_assert(sm90_forward_fits(sm90_forward_tile(128, false)) && sm90_forward_f
 static_assert(sm90_forward_fits(sm90_forward_tile(256, false)));
 constexpr int kSm90Terms = 16;  // registers for a piece's slopes, for bits of what is seen and kept
 // S, or softcap's slopes; dP, P or dS, dQ.
-constexpr bool sm90_queries_fit(int head_dim, bool general) {
-  const Sm90Tile t = sm90_queries_tile(head_dim, general);
-  return sm90_fits(t, sm90_queries_smem(t, general), t.streamed + t.streamed / 4 + t.head_dim / 2 + (general ? kSm90Terms : 0)) &&
+constexpr bool sm90_queries_fit(int head_dim, bool general, bool looks_up = false) {
+  const Sm90Tile t = sm90_queries_tile(head_dim, general, looks_up);
+  return sm90_fits(t, sm90_queries_smem(t, general, looks_up), t.streamed + t.streamed / 4 + t.head_dim / 2 + (general ? kSm90Terms : 0)) &&
          (!general || t.streamed % 32 == 0);  // dropout's groups
 }
 static_assert(sm90_queries_fit(64, false) && sm90_queries_fit(64, true) && sm90_queries_fit(128, false) && sm90_queries_fit(128, true));
 static_assert(sm90_queries_fit(256, false));
+static_assert(sm90_queries_fit(64, false, true) && sm90_queries_fit(64, true, true));
+static_assert(sm90_queries_fit(128, false, true) && sm90_queries_fit(128, true, true));
 // S, dP, P, dK, dV. With terms S becomes two operands, as large as it is. Split: S or dP, of that an operand, dK or dV.
-constexpr bool sm90_keys_fit(int head_dim, bool general) {
-  const Sm90Tile t = sm90_keys_tile(head_dim, general);
-  if (t.split) return sm90_fits(t, sm90_keys_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
-  return sm90_fits(t, sm90_keys_smem(t), general ? t.streamed + t.head_dim + kSm90Terms : t.streamed + t.streamed / 4 + t.head_dim);
+constexpr bool sm90_keys_fit(int head_dim, bool general, bool looks_up = false) {
+  const Sm90Tile t = sm90_keys_tile(head_dim, general, looks_up);
+  const uint32_t smem = sm90_keys_smem(t, general, looks_up);
+  if (t.split) return sm90_fits(t, smem, t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+  return sm90_fits(t, smem, general ? t.streamed + t.head_dim + kSm90Terms : t.streamed + t.streamed / 4 + t.head_dim);
 }
 static_assert(sm90_keys_fit(64, false) && sm90_keys_fit(64, true) && sm90_keys_fit(128, false) && sm90_keys_fit(128, true));
 static_assert(sm90_keys_fit(256, false));
+static_assert(sm90_keys_fit(64, false, true) && sm90_keys_fit(64, true, true));
+static_assert(sm90_keys_fit(128, false, true) && sm90_keys_fit(128, true, true));
 
 // What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks
 // and segments; both: floating masks and biases too. Neither: only bounds.

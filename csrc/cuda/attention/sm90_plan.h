@@ -89,17 +89,31 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   return plan;
 }
 
+// Whether the producers of the backward can copy a floating term's rows.
+inline bool copied(const Dense& d) {
+  return d.type == Term::f32 ? d.together == 4 : (d.type == Term::bf16 || d.type == Term::f16) && d.together == 8;
+}
+
 inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::Keys;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  Sm90Plan plan{
-      keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}), sm90_class(p.head_dim), p.general(), false, {}, 0};
-  if (p.looks_up()) plan.why_not = "masks, dense biases and segments are not in the backward kernels";
-  if (plan.head_class == 256 && p.general()) plan.why_not = "softcap, ALiBi, T5 and dropout are in the backward kernels to head size 128";
-  if (p.key_bits.data) plan.why_not = "key padding is not in the backward kernels";
+  // Padding is looked up too: most of it is bounds, which cost nothing more.
+  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
+                sm90_class(p.head_dim),
+                p.general(),
+                p.looks_up() || p.key_bits.data,
+                {},
+                0};
+  const bool mask_adds = p.mask.data && p.mask.type != Term::boolean;
+  if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
+    plan.why_not = "the backward kernels copy floating masks and biases of 16 or 32 bits, 16 aligned bytes of a row at a time";
+  if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
+  if (plan.head_class == 256 && (plan.general || plan.looks_up))
+    plan.why_not = "masks, biases, segments, padding, softcap, ALiBi, T5 and dropout are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
-  const Sm90Tile tile = keys ? sm90_keys_tile(plan.head_class, plan.general) : sm90_queries_tile(plan.head_class, plan.general);
+  const Sm90Tile tile =
+      keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
   // Dropout's groups of keys may begin before the first.
   const int64_t length = keys ? p.num_keys + (plan.general ? p.key_start % 32 : 0) : p.num_queries;
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
@@ -112,7 +126,7 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
   const AttentionProblem& p = g.p;
   Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
-  if (!p.plain()) plan.why_not = "masks, biases, softcap and dropout are only in the passes that add in order";
+  if (plan.general || plan.looks_up) plan.why_not = "masks, biases, padding, softcap and dropout are only in the passes that add in order";
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";

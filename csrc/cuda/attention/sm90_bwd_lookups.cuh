@@ -1,0 +1,248 @@
+// Attention backward on sm_90a: what is looked up pair by pair, by warps of the producers that have nothing else to do.
+//
+// For each visit they leave in shared memory which pairs of the tile are visible: a bit a pair, bounds included. Consumers load a word for
+// 32 columns of each of their two rows, whatever was looked up. Rows and columns are those of the accumulators, queries and keys, or over
+// keys the other way; memory is read along its rows either way: over keys a lane takes four keys of 32 queries. These buffers come and go
+// with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
+#pragma once
+
+#include "cuda/attention/sm90_bwd_tile.cuh"
+
+namespace pt::cuda {
+
+// The pairs that a lane's two rows see of a tile with so many columns: four bits for eight columns, as the accumulators have them, those
+// of columns 8 n on in byte n % 4.
+template <int Columns>
+struct SeenPairs {
+  uint32_t words[(Columns + 63) / 64] = {};
+  PT_DEVICE void hide(int i, bool hidden) {
+    if (hidden) words[i / 32] &= ~(1u << (i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4));
+  }
+  PT_DEVICE bool has(int i) const { return words[i / 32] >> (i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4) & 1; }
+
+  // The same bits, unpacked no earlier than here: that would take a register each.
+  PT_DEVICE SeenPairs again() const {
+    SeenPairs same;
+    PT_UNROLL
+    for (int w = 0; w < (Columns + 63) / 64; ++w) same.words[w] = uint32_t(ptx::again(int(words[w])));
+    return same;
+  }
+
+  // Columns 32 w to 32 w + 31; a bit for each of the lane's rows.
+  PT_DEVICE void put(int w, uint32_t upper, uint32_t lower) {
+    const int shift = 2 * (lane_id() % 4);
+    words[w / 2] |= ((upper >> shift & 0x03030303u) | (lower >> shift & 0x03030303u) << 2) << 4 * (w % 2);
+  }
+};
+
+// x where something is seen, else 0.
+template <int R, class Seen>
+PT_DEVICE void keep_seen(float (&x)[R], const Seen& seen) {
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) x[i] = seen.has(i) ? x[i] : 0.0f;
+}
+
+// Bits of the columns below x, of 32.
+PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns : (1u << x) - 1; }
+// A bit for each byte, which is 0 or 1.
+PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
+  uint32_t bits = 0;
+  PT_UNROLL
+  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[w] * 0x10204080u >> 28;
+  return bits;
+}
+
+// K without lookups: nothing.
+struct NoBackwardLookups {
+  static constexpr uint32_t kBytes = 0;
+  static constexpr int kWriters = 0;
+  PT_DEVICE explicit NoBackwardLookups(uint32_t = 0) {}
+};
+
+// Keys: of the pass over keys.
+template <class K, bool Keys>
+class BackwardLookups {
+  static constexpr Sm90Tile kTile = Keys ? sm90_keys_tile(K::head_dim, K::general, true) : sm90_queries_tile(K::head_dim, K::general, true);
+  static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
+  static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
+
+ public:
+  static constexpr uint32_t kBytes = sm90_lookups_smem(kTile, Keys, K::general);
+  static constexpr int kWriters = kWarps;
+
+  PT_DEVICE explicit BackwardLookups(uint32_t base) : base_(base) {}
+  static PT_DEVICE bool has_warp(int warp) { return warp >= kFirstWarp; }
+
+  // By those warps: a visit of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
+  template <class R, class F>
+  PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int visit, F bounds) const {
+    constexpr int kRows = Keys ? 4 : 1, kPlaces = kTile.rows() / kRows;
+    ring.await_empty(visit);
+    if constexpr (K::general) copy_term(p, b, h, Keys ? first : own, Keys ? own : first, visit);
+    PT_NO_UNROLL
+    for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
+      const int row = Keys ? x % kPlaces * kRows : x / kWords, word = Keys ? x / kPlaces : x % kWords, column = first + 32 * word;
+      const uint32_t to = buffer(visit) + 4 * (row * kPitch + word);
+      Bits<kRows> seen;
+      if (p.mask.data && p.mask.type == Term::boolean)
+        seen = shown<kRows>(p, ptx::again(b) * p.mask.batch + ptx::again(h) * p.mask.head, own + row, column);
+      PT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        if (p.query_segments) seen.row[r] &= same_segment(p, ptx::again(b), own + row + r, column);
+        if (p.key_bits.data) {
+          const KeyWords keys(p, ptx::again(b));
+          seen.row[r] &= Keys ? 0u - uint32_t(keys.visible(own + row + r)) : keys.from(column);
+        }
+        const Range seen_by = bounds(own + row + r);
+        ptx::st_shared_u32(to + 4 * kPitch * r, seen.row[r] & bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column));
+      }
+    }
+    if constexpr (K::general) ptx::cp_async_wait<0>();
+    ptx::syncwarp();
+    if (lane_id() == 0) ring.announce(visit);
+  }
+
+  // By consumers, once the ring's buffer is full.
+  PT_DEVICE SeenPairs<kColumns> seen(int visit) const {
+    SeenPairs<kColumns> seen;
+    const uint32_t at = buffer(visit) + 4 * kPitch * own_row(0);
+    PT_UNROLL
+    for (int w = 0; w < kWords; ++w) seen.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * (8 * kPitch + w)));
+    return seen;
+  }
+
+  // Adds the floating term to x, scores in natural units of 16 columns that begin with the eights c of the tile; what it hides leaves
+  // `seen`.
+  PT_DEVICE void add(const AttentionProblem& p, float (&x)[kPiece][4], int visit, int c, SeenPairs<kColumns>& seen) const {
+    const Term type = adds(p.mask) ? p.mask.type : adds(p.bias) ? p.bias.type : Term::boolean;
+    if (type == Term::boolean) return;
+    const int size = type == Term::f32 ? 4 : 2, row = own_row(0), column = 2 * (lane_id() % 4);
+    // Of the element of the lane's first row and column.
+    const uint32_t at = terms(visit) + (Keys ? (8 * c + column) * kTermPitch + row * size : row * kTermPitch + (8 * c + column) * size);
+    const auto add = [&](auto read) {
+      each<kPiece>([&](int n, int r, uint32_t) {
+        const float term = read(n, r), sum = x[n][r] + term;
+        seen.hide(4 * (c + n) + r, term == minus_infinity());
+        x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // two large terms are still a number
+      });
+    };
+    const auto word = [&](int n, int r) {
+      const int rows = Keys ? 8 * n + r % 2 : r / 2 * 8, columns = Keys ? r / 2 * 8 : 8 * n + r % 2;
+      const uint32_t element = at + rows * kTermPitch + columns * size;
+      return type == Term::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * (element & 2);
+    };
+    if (type == Term::f32) add([&](int n, int r) { return ptx::bits_float(word(n, r)); });
+    else if (type == Term::bf16) add([&](int n, int r) { return ptx::widen(ptx::bf16{uint16_t(word(n, r))}); });
+    else add([&](int n, int r) { return ptx::widen(ptx::f16{uint16_t(word(n, r))}); });
+  }
+
+ private:
+  static constexpr int kTermPitch = sm90_term_pitch(kTile, Keys);
+  static PT_DEVICE bool adds(const Dense& d) { return d.data && d.type != Term::boolean; }
+  PT_DEVICE uint32_t terms(int visit) const { return buffer(visit) + 4 * kTile.rows() * kPitch; }
+
+  // Starts to copy a floating term of this tile's queries and keys, as it is: `copied` says of which that can be done.
+  static PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int64_t head, int query, int key, uint32_t to) {
+    constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;
+    const int size = d.type == Term::f32 ? 4 : 2, per = 16 / size, chunks = kKeys / per;
+    PT_NO_UNROLL
+    for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kQueries * chunks; x += 32 * kWarps) {
+      const int i = x / chunks, j = key + x % chunks * per;
+      const int64_t at = head + within(query + i, p.num_queries) * d.query + j;
+      const bool reads = there(j, p.num_keys);
+      ptx::cp_async_16(to + i * kTermPitch + x % chunks * 16, static_cast<const uint8_t*>(d.data) + (reads ? at * size : 0),
+                       reads ? 16 : 0);
+    }
+  }
+  PT_DEVICE void copy_term(const AttentionProblem& p, int b, int h, int query, int key, int visit) const {
+    if (adds(p.mask)) copy_rows(p.mask, p, b * p.mask.batch + h * p.mask.head, query, key, terms(visit));
+    else if (adds(p.bias)) copy_rows(p.bias, p, b * p.bias.batch + h * p.bias.head, query, key, terms(visit));
+    ptx::cp_async_commit();
+  }
+
+  PT_DEVICE uint32_t buffer(int visit) const { return base_ + uint32_t(visit % kTile.stages) * (kBytes / kTile.stages); }
+  static PT_DEVICE int within(int x, int count) { return most(0, least(x, count - 1)); }
+  static PT_DEVICE bool there(int x, int count) { return uint32_t(x) < uint32_t(count); }
+
+  // Of some rows and 32 columns.
+  template <int R>
+  struct Bits {
+    uint32_t row[R];
+    PT_DEVICE Bits() {
+      PT_UNROLL
+      for (int r = 0; r < R; ++r) row[r] = kAllColumns;
+    }
+  };
+
+  // Of a row and 32 columns, those of the same segment.
+  static PT_DEVICE uint32_t same_segment(const AttentionProblem& p, int b, int row, int column) {
+    constexpr int kLoads = Keys ? 4 : 2;  // in flight together
+    const int64_t* const of_queries = p.query_segments + int64_t(b) * p.num_queries;
+    const int64_t* const of_keys = p.key_segments + int64_t(b) * p.num_keys;
+    const int columns = Keys ? p.num_queries : p.num_keys;
+    const int64_t own = load_i64((Keys ? of_keys : of_queries) + within(row, Keys ? p.num_keys : p.num_queries));
+    uint32_t same = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < least(32, kColumns); c += kLoads) {
+      int64_t others[kLoads];
+      PT_UNROLL
+      for (int e = 0; e < kLoads; ++e) others[e] = load_i64((Keys ? of_queries : of_keys) + within(column + c + e, columns));
+      PT_UNROLL
+      for (int e = 0; e < kLoads; ++e) same |= uint32_t(others[e] == own) << (c + e);
+    }
+    return same;
+  }
+
+  // What a boolean mask, of which element `head` is the head's first, shows of rows from `row` on and 32 columns.
+  template <int R>
+  static PT_DEVICE Bits<R> shown(const AttentionProblem& p, int64_t head, int row, int column) {
+    const auto* mask = static_cast<const uint8_t*>(p.mask.data) + head;
+    Bits<R> shown;
+    if constexpr (Keys) show_to_keys(p, mask, row, column, shown.row);
+    else shown.row[0] = shown_to_query(p, mask + within(row, p.num_queries) * p.mask.query, column);
+    return shown;
+  }
+  static PT_DEVICE uint32_t shown_to_query(const AttentionProblem& p, const uint8_t* row, int key) {
+    if (p.mask.together == 16) {
+      ptx::Words4 bytes[2];
+      PT_UNROLL
+      for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c, p.num_keys) ? ptx::ld_global_v4(row + key + 16 * c) : ptx::Words4{};
+      return bits_of_bytes(bytes[0]) | bits_of_bytes(bytes[1]) << 16;
+    }
+    uint32_t shown = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < 32; c += 2) {
+      PT_UNROLL
+      for (int e = 0; e < 2; ++e) shown |= uint32_t(ptx::ld_global_u8(row + within(key + c + e, p.num_keys) * p.mask.key) != 0) << (c + e);
+    }
+    return shown;
+  }
+  // A word that is loaded has a byte for each of the four keys.
+  static PT_DEVICE void show_to_keys(const AttentionProblem& p, const uint8_t* mask, int key, int query, uint32_t (&shown)[4]) {
+    const bool aligned = p.mask.together >= 4, reads = there(key, p.num_keys);
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) shown[r] = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < least(32, kColumns); c += 8) {
+      const int from = ptx::again(query) + c;  // addresses are not kept
+      uint32_t eight = 0;
+      if (aligned) {
+        PT_UNROLL
+        for (int e = 0; e < 8; ++e)
+          eight |= (reads ? ptx::ld_global_u32(mask + within(from + e, p.num_queries) * p.mask.query + key) : 0) << e;
+      } else {
+        PT_NO_UNROLL
+        for (int e = 0; e < 32; ++e) {
+          const auto* row = mask + within(from + e / 4, p.num_queries) * p.mask.query;
+          eight |= uint32_t(ptx::ld_global_u8(row + within(key + e % 4, p.num_keys) * p.mask.key) != 0) << (8 * (e % 4) + e / 4);
+        }
+      }
+      PT_UNROLL
+      for (int r = 0; r < 4; ++r) shown[r] |= (eight >> 8 * r & 255) << c;
+    }
+  }
+
+  uint32_t base_;
+};
+
+}  // namespace pt::cuda
