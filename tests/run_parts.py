@@ -52,11 +52,11 @@ class Part(NamedTuple):
 
 
 INSTALL = Part("install", "install and CPU build", 5)
-CUDA_BUILD = Part("cuda-build", "CUDA build", 3)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 4)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
-    Part(REST, "reference and cpu", 8),
+    Part(REST, "reference and cpu", 7),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
