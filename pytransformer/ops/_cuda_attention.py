@@ -117,8 +117,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
 
 def _is_padding(mask: torch.Tensor | None) -> bool:
     """Whether a mask hides keys from all queries and heads alike: kernels get it as bounds and a bit a key."""
-    alike = mask is not None and all(mask.shape[d] == 1 or mask.stride(d) == 0 for d in (1, 2))
-    return alike and mask.dtype == torch.bool
+    return mask is not None and mask.dtype == torch.bool and all(mask.shape[d] == 1 or mask.stride(d) == 0 for d in (1, 2))
 
 
 def _adds(terms: Sequence[torch.Tensor]) -> str:
