@@ -106,6 +106,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return result
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of a process of xdist's
+        session.config.workeroutput["ran"] = [(*key, count) for key, count in ran.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    for raw, name, count in getattr(node, "workeroutput", {}).get("ran", ()):
+        ran[raw, name] += count
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if ran:
         terminalreporter.section("raw ops that ran")

@@ -59,7 +59,7 @@ PARTS = (
     Part(REST, "reference and cpu", 7),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA resources", 2, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 6, ("emulator",)),
+    Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2")),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
 )

@@ -90,7 +90,12 @@ VARIANTS = (
         "general ? 96 : 128, 3, false, 2, 40",
     ),
     Variant(
-        "d_key 128: three stages", "backward", (128,), CONFIG, "general ? 48 : 64, 2, false", "general ? 48 : 64, 3, false"
+        "d_key 128: three stages",
+        "backward",
+        (128,),
+        CONFIG,
+        "general ? 48 : 64, 2, false, 2, 40",
+        "general ? 48 : 64, 3, false, 2, 40",
     ),
     Variant(
         "d_query 256: 48 keys, two stages", "backward", (256,), CONFIG, "{256, 64, 2, false, 2, 24, 240, 1}", "{256, 48, 2}"

@@ -9,6 +9,7 @@ as one for each planted fault.
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -104,10 +105,12 @@ def _build(directory: Path, output: str, sources: list[tuple[Path, list[str]]], 
     directory.mkdir(parents=True, exist_ok=True)
     script = directory / f"{output}.ninja"
     text = "\n".join(lines)
-    if not script.is_file() or script.read_text() != text:
-        script.write_text(text)
     command = [ninja, "-C", str(directory), "-f", script.name, output]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with (directory / "lock").open("w") as lock:  # several test processes may ask at once; the first builds
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not script.is_file() or script.read_text() != text:
+            script.write_text(text)
+        done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{output} does not compile:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
     return directory / output
