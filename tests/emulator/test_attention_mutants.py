@@ -79,8 +79,6 @@ FAULTS = (
           "dropout and ALiBi"),
     Fault("lse without its maximum's scale", FWD, "m[half] : m[half] * p.scale", "m[half] : m[half]", "plain 64"),
     Fault("delta forgotten", BWD, "w * (down - row.delta)", "w * down", "dropout and ALiBi"),
-    Fault("half a row's products", QUERIES, "c += kVector * kRowLanes", "c += 2 * kVector * kRowLanes", "plain 128"),
-    Fault("a warp's rows added up", QUERIES, "LaneTeam team(kRowLanes);\n  const", "LaneTeam team(2 * kRowLanes);\n  const", "plain 64"),
     Fault("a head of a group left out", KEYS, "steps = count * p.group;", "steps = count;", "plain 128"),
     Fault("far diagonals lost", QUERIES, "store_far(sums, p, far.a, far.b);", "store_far(sums, p, 0.0f, far.b);",
           "T5 of one direction, softcap"),
