@@ -79,6 +79,8 @@ FAULTS = (
           "dropout and ALiBi"),
     Fault("lse without its maximum's scale", FWD, "m[half] : m[half] * p.scale", "m[half] : m[half]", "plain 64"),
     Fault("delta forgotten", BWD, "w * (down - row.delta)", "w * down", "dropout and ALiBi"),
+    Fault("half a row's products", QUERIES, "c += kVector * kRowLanes", "c += 2 * kVector * kRowLanes", "plain 128"),
+    Fault("rows of two added up", QUERIES, "LaneTeam team(kRowLanes);\n  const", "LaneTeam team(2 * kRowLanes);\n  const", "plain 64"),
     Fault("a head of a group left out", KEYS, "steps = count * p.group;", "steps = count;", "plain 128"),
     Fault("far diagonals lost", QUERIES, "store_far(sums, p, far.a, far.b);", "store_far(sums, p, 0.0f, far.b);",
           "T5 of one direction, softcap"),
@@ -96,5 +98,5 @@ def test_a_fault_changes_what_it_says() -> None:
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
     dtype = next(p.dtype for p in attention_problems.problems() if p.name == fault.problem)
     direction = "fwd" if fault.file == FWD else "bwd" if "bwd" in fault.file else "?wd"
-    only = "attention.cu" if fault.file == BITS else f"{direction}_{DTYPES[dtype]}.cu"
+    only = "attention.cu" if fault.file == BITS or "kRowLanes" in fault.old else f"{direction}_{DTYPES[dtype]}.cu"
     check_caught(fault, "attention_problems", "attention", builder, tmp_path, only)
