@@ -33,7 +33,7 @@ FAULTS = (
     Fault("the last step not released", MATMUL, "    ptx::wgmma_wait<0>();\n    release_by_warp(ring, use - 1);",
           "    ptx::wgmma_wait<0>();", TILES, DEADLOCK),
     Fault("sums not awaited", MATMUL, "    ptx::wgmma_wait<0>();\n", "", NT, LATE),
-    Fault("released by one consumer", MATMUL, "if (lane_id() == 0) ring", "if (lane_id() == 0 && consumer() == 0) ring", NT, DEADLOCK),
+    Fault("released by one consumer", WARPGROUP, "if (lane_id() == 0) ring", "if (lane_id() == 0 && consumer() == 0) ring", NT, DEADLOCK),
     Fault("a product without its fence", MATMUL, "    ptx::wgmma_fence();\n", "", NT, "without a wgmma.fence"),
     Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", NT, "not made visible to the async proxy"),
     # where things lie

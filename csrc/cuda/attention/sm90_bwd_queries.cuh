@@ -79,12 +79,8 @@ struct Sm90QueriesBlock {
 
   // With lookups a lane speaks for its warp's loads too.
   PT_DEVICE void release_values(int visit) const {
-    if constexpr (K::looks_up) {
-      ptx::syncwarp();
-      if (lane_id() == 0) v.release(visit);
-    } else {
-      release_products(v, visit);
-    }
+    if constexpr (K::looks_up) release_by_warp(v, visit);
+    else release_products(v, visit);
   }
 
   PT_DEVICE void consume() const {

@@ -36,13 +36,6 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
     else sum<true>(v, d_out, q);
   }
 
-  // The warp has read, or written, what lies there.
-  template <class B>
-  static PT_DEVICE void release(const B& buffers, int visit) {
-    ptx::syncwarp();
-    if (lane_id() == 0) buffers.release(visit);
-  }
-
   // Where this thread, or in the other consumer the one like it, has operand i.
   PT_DEVICE uint32_t place(int visit, int i) const {
     return exchange.buffer(visit) + uint32_t(i * 128 + ptx::again(int(threadIdx.x)) % 128) * 16;
@@ -102,7 +95,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
       // P or dS, of which P is the other consumer's.
       const auto weigh = [&] {
         if constexpr (OfKeys) {
-          release(left, visit);
+          release_by_warp(left, visit);
           right.await_full(visit);
           each_number(x, own_numbers(visit) + 4 * BN, [](float& e, float delta) { e = (e + delta) * kWeightUnit<T>; });
           multiply_received(visit, x);
@@ -115,7 +108,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {
-          release(left, visit);
+          release_by_warp(left, visit);
           send(visit, x);
         }
       };
@@ -148,13 +141,13 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
           ptx::wgmma_wait<1>();
           weigh();
           ptx::wgmma_wait<0>();
-          release(right, visit - 1);
+          release_by_warp(right, visit - 1);
           take();
         }
         right.await_full(visit);
         multiply_weights<T>(sums, weights, right, visit);
         ptx::wgmma_wait<0>();
-        release(right, visit++);
+        release_by_warp(right, visit++);
         release_products(k, turn);
         release_products(v, turn++);
       }

@@ -55,12 +55,6 @@ struct MatmulPlace {
   PT_DEVICE bool has_panel(int panel) const { return column + kPanelColumns * panel < columns; }
 };
 
-// A warp speaks for its lanes, whose reads of the buffer or products with it are done.
-PT_DEVICE void release_by_warp(const MatmulRing& ring, int use) {
-  ptx::syncwarp();
-  if (lane_id() == 0) ring.release(use);
-}
-
 // 64 columns of a matrix at the places of the lane's sums.
 struct PanelReader {
   uint32_t address;  // of the consumer's rows

@@ -36,6 +36,12 @@ template <class R>
 PT_DEVICE void release_products(const R& ring, int n) {
   if (threadIdx.x % 128 == 0) ring.release(n);
 }
+// A warp speaks for its lanes, whose reads of the buffer or products with it are done.
+template <class R>
+PT_DEVICE void release_by_warp(const R& ring, int n) {
+  ptx::syncwarp();
+  if (lane_id() == 0) ring.release(n);
+}
 
 // The threads of this consumer, of at most two. Constants: see bar_sync.
 PT_DEVICE void sync_consumer() {
