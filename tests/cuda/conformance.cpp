@@ -156,7 +156,7 @@ void hopper() {
     in.print("in:tma");
     const auto map2 = tensor_map(in.as<void>(), {72, 40}, 24), map3 = tensor_map(in.as<void>(), {72, 10, 4}, 8);
     const auto map4 = tensor_map(in.as<void>(), {72, 10, 2, 2}, 8);
-    const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}};
+    const int corners[][2] = {{0, 0}, {64, 0}, {0, 24}, {8, 30}, {-8, -3}, {128, 8}};
     for (auto [x, y] : corners) {
       Buffer out = zeros(24 * 32);
       run(conformance::load_box<2>, 1, 128, 1024 + 24 * 128 + 8, map2, 24, x, y, 0, 0, out.as<uint32_t>());

@@ -172,8 +172,9 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("forward", {"head_dim": 256, "value_dim": 200}, None),
         ("forward", {"plain": False}, None),
         ("forward", {"head_dim": 256, "value_dim": 256, "plain": False}, None),
-        ("forward", {"head_dim": 160, "value_dim": 160}, "both of one class"),
-        ("forward", {"head_dim": 64}, "both of one class"),
+        ("forward", {"head_dim": 160, "value_dim": 160}, None),
+        ("forward", {"head_dim": 64}, None),
+        ("forward", {"head_dim": 192, "plain": False, "looks_up": True}, None),
         ("forward", {"value_dim": 97}, "a result is not aligned"),
         ("forward", {"dtype": "float32"}, "float32"),
         ("forward", {"looks_up": True}, None),
@@ -182,7 +183,8 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("forward", {"head_dim": 256, "value_dim": 256, "padded": True}, None),
         ("queries", {"padded": True}, None),
         ("keys", {"padded": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
-        ("keys", {"padded": True, "head_dim": 256, "value_dim": 256}, "to head size 128"),
+        ("keys", {"padded": True, "head_dim": 136, "value_dim": 64}, "to head size 128"),
+        ("keys", {"padded": True, "plain": False, "value_dim": 64}, None),
         ("queries", {"looks_up": True}, None),
         ("keys", {"looks_up": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
         ("keys", {"adds": "rows"}, None),
@@ -199,7 +201,9 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
         ("fused", {"plain": False}, "passes that add in order"),
         ("fused", {"looks_up": True}, "passes that add in order"),
-        ("fused", {"head_dim": 256, "value_dim": 256}, "no room for the sums"),
+        ("keys", {"head_dim": 192}, None),
+        ("fused", {"head_dim": 64}, None),
+        ("fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
     ],
 )
 def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
@@ -212,6 +216,7 @@ def test_how_blocks_share_d_query() -> None:
     """A tile of queries of each head has its sums, whole; blocks are not persistent."""
     assert sm90_plan("fused", num_queries=65)["sums"] == 2 * 16 * 128 * 128
     assert sm90_plan("fused", num_queries=65, head_dim=40, value_dim=40)["sums"] == 2 * 16 * 128 * 64
+    assert sm90_plan("fused", num_queries=65, head_dim=40)["sums"] == 2 * 16 * 128 * 128
     assert sm90_plan("fused", plain=False)["sums"] == sm90_plan("keys")["sums"] == 0
     assert sm90_plan("fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("keys")["blocks"] == 132
 

@@ -56,6 +56,15 @@ WIDE = (
     ),
     Problem("wide, one tile", BF16, (1, 1, 1, 20, 20, 256, 256), lambda n: {"scale": 0.05}),
 )  # fmt: skip
+# Panels that query and key have not, or value, or none of them, of each class.
+UNLIKE = (
+    Problem("192 and 128", BF16, (1, 2, 1, 140, 150, 192, 128), lambda n: {"causal": "bottom_right"}),
+    Problem("160", F16, (1, 1, 1, 70, 200, 160, 160), lambda n: {"window": (90, 90)}),
+    Problem("32 and 256", F16, (1, 1, 1, 40, 100, 32, 256), lambda n: {}),
+    Problem("128 and 40", BF16, (1, 2, 2, 140, 150, 128, 40), lambda n: {"causal": "top_left"}),
+    Problem("64 and 128, ALiBi", F16, (1, 2, 1, 130, 150, 64, 128), lambda n: {"bias": alibi(n, 2), "key_lengths": integers(140)}),
+    Problem("72 and 16, mask", BF16, (1, 1, 1, 40, 160, 72, 16), lambda n: {"attn_mask": n(40, 160) > 0}),
+)  # fmt: skip
 # With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that some tiles are wholly beyond, or none.
 TERMS = (
     Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
@@ -205,6 +214,9 @@ FORWARD = (
     Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 30, 1)}),
     Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
     Problem(
+        "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64), lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
+    ),
+    Problem(
         "wide, bf16 mask and bias", BF16, (1, 2, 2, 130, 140, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 130, 140)).to(BF16), "bias": n(2, 130, 140), "softcap": 4.0},
     ),
@@ -243,6 +255,7 @@ def unordered(problem: Problem) -> Problem:
 # Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
 FUSED = (
     *map(unordered, BOTH_WAYS),
+    Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80), lambda n: {"deterministic": False}),
     Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
     # Keys that are not there would weigh more than float16 holds.
     Problem("one key, unordered", F16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 4.0}),
@@ -250,7 +263,7 @@ FUSED = (
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *WIDE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *FUSED)
+    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *FUSED)
 
 
 def wrong(problem: Problem) -> list[str]:

@@ -119,10 +119,10 @@ def test_stmatrix_and_swizzle(answers: Answers) -> None:
     assert torch.equal(halves(answers["stmatrix"]).int(), swizzled(halves(answers["in:stmatrix"]).view(64, 64).int()))
 
 
-@pytest.mark.parametrize(("x", "y"), [(0, 0), (64, 0), (0, 24), (8, 30), (-8, -3)])
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (64, 0), (0, 24), (8, 30), (-8, -3), (128, 8)])
 def test_tma_box(x: int, y: int, answers: Answers) -> None:
     """24 rows of 64 elements of a tensor of 40 x 72, zeros outside, swizzled."""
-    source = torch.zeros(100, 200, dtype=torch.int32)
+    source = torch.zeros(100, 300, dtype=torch.int32)
     source[20:60, 50:122] = halves(answers["in:tma"]).view(40, 72).int()
     box = source[20 + y : 44 + y, 50 + x : 114 + x]
     assert torch.equal(halves(answers[f"tma_2d({x},{y})"]).int(), swizzled(box.contiguous()))

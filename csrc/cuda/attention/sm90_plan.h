@@ -37,14 +37,16 @@ struct Sm90Plan {
   int64_t blocks;
 };
 
-// 0: none. A class has as many panels of 64 columns as the head size: TMA loads no panel that lies outside the tensor.
-inline int sm90_class(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : columns > 192 && columns <= 256 ? 256 : 0; }
+// 0: none. Of the wider of query and value: panels of 64 columns that a tensor has not are zeros, which TMA writes and reads nowhere.
+inline int sm90_class(const AttentionProblem& p) {
+  const int widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 256 ? 256 : 0;
+}
 
 inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list<const In*> inputs,
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
-  if (!sm90_class(p.head_dim) || sm90_class(p.head_dim) != sm90_class(p.value_dim))
-    return "head sizes to 64, to 128 or from 193 to 256, both of one class";
+  if (!sm90_class(p)) return "head sizes to 256";
   const auto aligned = [](const void* data, const HeadRows& s) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
   };
@@ -81,7 +83,7 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
 
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
-  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p.head_dim), p.general(), p.looks_up(), {}, 0};
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.general(), p.looks_up(), {}, 0};
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
   const int rows = sm90_forward_tile(plan.head_class, !p.plain()).rows();
@@ -100,7 +102,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
   // Padding is looked up too: most of it is bounds, which cost nothing more.
   Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
-                sm90_class(p.head_dim),
+                sm90_class(p),
                 p.general(),
                 p.looks_up() || p.key_bits.data,
                 {},

@@ -47,7 +47,7 @@ class Buffers {
 };
 
 // Each buffer is `Panels` panels of `Rows` rows of 128 bytes, swizzled, of a tensor with 64 columns a panel, and begins at a multiple of
-// 1024.
+// 1024. Of a tensor with fewer columns the other panels are boxes wholly outside: TMA writes zeros, and counts their bytes.
 template <int Stages, int Rows, int Panels>
 class Ring : public Buffers<Stages, Panels * Rows * 128> {
   using Base = Buffers<Stages, Panels * Rows * 128>;
