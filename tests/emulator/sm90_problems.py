@@ -146,6 +146,12 @@ LOOKUPS = (
         "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
         lambda n: {"attn_mask": (n(150) > -0.5).repeat(130, 1), "dropout_p": 0.3, "dropout_seed": 3},
     ),
+    # A key and a query that nobody sees, in the last head; the window keeps them from the first tiles: few flags are raised.
+    Problem(
+        "one hidden key", BF16, (2, 2, 2, 300, 300, 64, 64),
+        lambda n: {"attn_mask": (torch.arange(4).view(2, 2, 1, 1) < 3) | (torch.arange(300) != 290) & (torch.arange(300) != 290)[:, None],
+                   "window": (20, 20)},
+    ),
     Problem("mask and T5", F16, (1, 1, 1, 40, 160, 128, 128), lambda n: {"attn_mask": n(1, 1, 40, 160) > 0, "bias": t5(n, 1, True)}),
     Problem(
         "segments", BF16, (2, 1, 1, 150, 200, 64, 64),

@@ -13,6 +13,12 @@ QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
+FWD_AGAIN, QUERIES_AGAIN, KEYS_AGAIN = "attention/fwd.cuh", "attention/bwd_queries.cuh", "attention/bwd_keys.cuh"
+LAUNCHES = "attention/attention.cu"
+COMPILED = {
+    FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu",
+    FWD_AGAIN: "fwd_bf16.cu", QUERIES_AGAIN: "bwd_bf16.cu", KEYS_AGAIN: "bwd_bf16.cu",
+}  # fmt: skip
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
 WAIT, WAIT_ALL = "          ptx::wgmma_wait<1>();\n", "          ptx::wgmma_wait<0>();\n"
@@ -129,7 +135,22 @@ FAULTS = (
     Fault("the flag of another tile", REDO, "redo.flags + head * redo.tiles + row / redo.rows, 1", "redo.flags + head * redo.tiles, 1",
           "hidden keys, dropout"),
     Fault("the flag of another head", REDO, "redo.flags + head * redo.tiles + row", "redo.flags + row", "hidden keys"),
+    Fault("the flag of another head, forward", FWD, "raise(f.redo, int64_t(w.b) * p.heads + w.h", "raise(f.redo, int64_t(w.b) * p.heads",
+          "one hidden key"),
     Fault("infinities are finite", REDO, "return zero != 0.0f;  // NaN", "return false;", "hidden keys"),
+    # made again by the portable kernels
+    Fault("nothing made again", REDO, "if (!redo.flags) return true;", "return !redo.flags;", "hidden keys"),
+    Fault("the next tile made again", REDO, "most(first, 0) / redo.rows;", "most(first, 0) / redo.rows + 1;", "hidden keys"),
+    Fault("what begins behind made again", REDO, "tile * redo.rows < end;", "tile * redo.rows < first;", "hidden keys"),
+    Fault("made again as the first head says", REDO, "ld_global_u32(redo.flags + head * redo.tiles + tile)",
+          "ld_global_u32(redo.flags + tile)", "one hidden key"),
+    Fault("made again as the first tile says", REDO, "redo.tiles + tile)", "redo.tiles)", "one hidden key"),
+    Fault("made again as another head says", FWD_AGAIN, "p.heads + w.h, w.i0,", "p.heads, w.i0,", "one hidden key"),
+    Fault("made again as another head says, over queries", QUERIES_AGAIN, "p.heads + w.h, w.i0,", "p.heads, w.i0,", "one hidden key"),
+    Fault("made again as another head says, over keys", KEYS_AGAIN, "* heads + w.hk, place,", "* heads, place,", "one hidden key"),
+    Fault("sums by diagonals made again", LAUNCHES, "rest.slope_parts = rest.diagonal_parts = nullptr;", "", "rows and T5"),
+    Fault("flags for half a tile", LAUNCHES, "sm90_forward_tile(plan.head_class, true).rows()", "64", "one hidden key"),
+    Fault("flags for half a tile, backward", LAUNCHES, "{nullptr, tile.rows(),", "{nullptr, 64,", "one hidden key"),
     # backward over queries
     Fault("gradients of outputs not awaited", QUERIES, "        d_out.await_full(turn);\n", "", "grouped", UNAWAITED),
     Fault("scores not awaited, over queries", QUERIES, "        ptx::wgmma_wait<1>();\n        weigh", "        weigh", "grouped", TOUCHED),
@@ -242,6 +263,9 @@ FAULTS = (
     Fault("no flag raised, over queries", QUERIES, "if (K::looks_up && not_finite(dq, factor)) raise",
           "if (K::looks_up && p.group == 0) raise", "hidden keys"),
     Fault("no flag raised, over keys", KEYS, "        raise(g.redo,", "        if (p.group == 0) raise(g.redo,", "hidden queries"),
+    Fault("the flag of another head, over queries", QUERIES, "p.heads + w.h, w.i0);", "p.heads, w.i0);", "one hidden key"),
+    Fault("the flag of another head, over keys", KEYS, "(p.heads / p.group) + w.hk, w", "(p.heads / p.group), w", "one hidden key"),
+    Fault("the flag of the first keys", KEYS, "w.hk, w.j0 - Work::first_key(p));", "w.hk, 0);", "one hidden key"),
     # all three gradients at once, d_query added across blocks
     Fault("a part stored over the one before", FUSED, "      if (!first) part_of(consumer()).await_empty(visit - 1);\n", "",
           "grouped, unordered", LATE, False),
@@ -286,6 +310,8 @@ def test_a_fault_changes_what_it_says() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: Path) -> None:
-    # Which of the kernels show it; forward, too, what they share.
-    only = "sm90_bwd_fused.cu" if fault.file == FUSED else "sm90_bwd.cu" if "sm90_bwd" in fault.file else "sm90_fwd.cu"
+    # Which of the kernels show it; forward, too, what they share. What is made again is made by the portable kernels.
+    only = COMPILED.get(fault.file, "sm90_bwd.cu" if "sm90_bwd" in fault.file else "sm90_fwd.cu")
+    if fault.file == REDO and "made again" in fault.name:
+        only = "fwd_bf16.cu"
     check_caught(fault, "sm90_problems", "attention", builder, tmp_path, only, "sm90")
