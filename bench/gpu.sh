@@ -25,7 +25,7 @@ for toolkit in "${CUDA_HOME:-}" /usr/local/cuda; do
   command -v nvcc >/dev/null || [[ ! -x $toolkit/bin/nvcc ]] || PATH=$toolkit/bin:$PATH
 done
 export PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
-export PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native} PYTRANSFORMER_CPU_ISAS=${PYTRANSFORMER_CPU_ISAS:-native}
+export PYTRANSFORMER_CUDA_ARCHS=${PYTRANSFORMER_CUDA_ARCHS:-native} PYTRANSFORMER_CPU_ISAS=${PYTRANSFORMER_CPU_ISAS:-generic}
 
 left() { echo $((budget - SECONDS)); }
 

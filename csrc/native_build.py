@@ -408,7 +408,10 @@ def _ninja_text(plan: Plan) -> str:
     base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
     edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
-    # Kernels first: they take the longest, and the short edges then fill the cores at the end.
+    cuda: list[str] = []
+    # Kernels first, those for GPUs before all: they take the longest, and the short edges then fill the cores at the end.
+    if plan.why_not_cuda is None:
+        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
     for source in sorted(
         [*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (not p.stem.endswith("_kernels"), p)
     ):
@@ -424,7 +427,6 @@ def _ninja_text(plan: Plan) -> str:
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
     ninja.link(CPU_LIBRARY, list(objects.values()), [*defined, "-Wl,--as-needed", *torch_libraries, *plan.link_flags])
     if plan.why_not_cuda is None:
-        cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
         cuda += [ninja.compile(source, edge) for source in sorted(CSRC.glob("cuda/**/*.cpp"))]
         # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
@@ -432,14 +434,8 @@ def _ninja_text(plan: Plan) -> str:
     if plan.why_not_bindings is None:
         import pybind11
 
-        includes = [
-            "-isystem",
-            pybind11.get_include(),
-            "-isystem",
-            sysconfig.get_paths()["include"],
-            "-I",
-            str(plan.directory),
-        ]
+        headers = (pybind11.get_include(), sysconfig.get_paths()["include"])
+        includes = [*(option for path in headers for option in ("-isystem", path)), "-I", str(plan.directory)]
         tag = sysconfig.get_config_var("SOABI")
         bindings = ninja.compile(CSRC / "bindings.cpp", [*base, _isa_macro(plan), *includes], tag)
         ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)

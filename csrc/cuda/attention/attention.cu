@@ -30,7 +30,7 @@ Redo attention_forward_redo(const AttentionForward& f) {
 void attention_forward(const AttentionForward& f, void* stream) {
   if (runs_sm90a())
     if (const Sm90Plan plan = plan_sm90_forward(f, multiprocessors()); !plan.why_not) {
-      sm90_attention_forward(f, plan, stream);
+      with_half(f.p, [&](auto t) { sm90_attention_forward_as<decltype(t)>(f, plan, stream); });
       if (!f.redo.flags) return;
     }
   const AttentionPlan plan = plan_attention(Pass::Forward, f.p, false);
@@ -61,7 +61,7 @@ void attention_backward_queries(const AttentionBackward& g, void* stream) {
   AttentionBackward rest = g;
   if (runs_sm90a())
     if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Queries, multiprocessors()); !plan.why_not) {
-      sm90_attention_backward_queries(g, plan, stream);
+      with_half(g.p, [&](auto t) { sm90_attention_queries_as<decltype(t)>(g, plan, stream); });
       if (!g.redo.flags) return;
       // What hidden rows hold reaches no sum of dS.
       rest.slope_parts = rest.diagonal_parts = nullptr;
@@ -73,7 +73,7 @@ void attention_backward_queries(const AttentionBackward& g, void* stream) {
 void attention_backward_keys(const AttentionBackward& g, void* stream) {
   if (runs_sm90a())
     if (const Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors()); !plan.why_not) {
-      sm90_attention_backward_keys(g, plan, stream);
+      with_half(g.p, [&](auto t) { sm90_attention_keys_as<decltype(t)>(g, plan, stream); });
       if (!g.redo.flags) return;
     }
   const AttentionPlan plan = plan_attention(Pass::Keys, g.p, false);

@@ -15,11 +15,17 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
   uint32_t* const bits = f.bits + int64_t(blockIdx.x) * (KeyBits::kHead + count);
   int first = f.num_keys, end = 0, visible = 0;
   for (int w = int(threadIdx.x); w < count; w += kKeyBitsThreads) {
+    uint8_t bytes[32];
     uint32_t word = 0;
     PT_UNROLL
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 32; ++i) {  // apart from their use: all in flight at once
       const int key = 32 * w + i - f.before;
-      if (key < 0 || key >= f.num_keys || !ptx::ld_global_u8(mask + key * f.mask.key)) continue;
+      bytes[i] = key >= 0 && key < f.num_keys ? ptx::ld_global_u8(mask + key * f.mask.key) : 0;
+    }
+    PT_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      if (!bytes[i]) continue;
+      const int key = 32 * w + i - f.before;
       word |= 1u << i;
       first = least(first, key), end = key + 1, ++visible;
     }

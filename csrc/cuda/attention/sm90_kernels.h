@@ -3,12 +3,25 @@
 #pragma once
 
 #include "cuda/attention/sm90_plan.h"
+#include "cuda/ptx/platform.cuh"
 
 namespace pt::cuda {
 
-void sm90_attention_forward(const AttentionForward& f, const Sm90Plan& plan, void* stream);
-void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
-void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
+template <class F>
+void with_half(const AttentionProblem& p, F run) {
+  if (p.dtype == DType::bf16) run(ptx::bf16{});
+  else run(ptx::f16{});
+}
+
+// Of one dtype, each compiled in a file of its own: sm90_fwd_bf16.cu and so on.
+template <class T>
+void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_queries_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_keys_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+
 void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 
 }  // namespace pt::cuda

@@ -20,11 +20,4 @@ inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys
                     uint32_t(rows));
 }
 
-// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
-template <class F>
-void with_half(const AttentionProblem& p, F run) {
-  if (p.dtype == DType::bf16) run(ptx::bf16{});
-  else run(ptx::f16{});
-}
-
 }  // namespace pt::cuda

@@ -1,3 +1,6 @@
+// The forward kernels for sm_90a of one dtype: included by the files that compile them.
+#pragma once
+
 #include <type_traits>
 
 #include "cuda/attention/sm90_fwd.cuh"
@@ -5,7 +8,6 @@
 #include "cuda/attention/sm90_launch.cuh"
 
 namespace pt::cuda {
-namespace {
 
 template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
@@ -18,7 +20,7 @@ void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream)
 
 // Calls run(kind) for the plan's kernel.
 template <class F>
-void with_kind(const Sm90Plan& plan, F run) {
+void with_forward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto head_dim) {
     constexpr int D = decltype(head_dim)::value;
     if (plan.general) plan.looks_up ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
@@ -29,10 +31,9 @@ void with_kind(const Sm90Plan& plan, F run) {
   else of_class(std::integral_constant<int, 256>{});
 }
 
-}  // namespace
-
-void sm90_attention_forward(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  with_half(f.p, [&](auto t) { with_kind(plan, [&](auto kind) { forward_kind<decltype(t), decltype(kind)>(f, plan, stream); }); });
+template <class T>
+void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
+  with_forward_kind(plan, [&](auto kind) { forward_kind<T, decltype(kind)>(f, plan, stream); });
 }
 
 }  // namespace pt::cuda

@@ -1,13 +1,17 @@
+// The backward kernels for sm_90a of one dtype: included by the files that compile them, each those of one pass.
+#pragma once
+
+#include <type_traits>
+
 #include "cuda/attention/sm90_bwd_queries.cuh"
 #include "cuda/attention/sm90_bwd_wide_keys.cuh"
 #include "cuda/attention/sm90_kernels.h"
 #include "cuda/attention/sm90_launch.cuh"
 
 namespace pt::cuda {
-namespace {
 
 // `keys`: which of the two kinds of rows a block keeps.
-Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const Sm90Tile& tile, bool keys) {
+inline Sm90Backward backward_arguments(const AttentionBackward& g, const Sm90Plan& plan, const Sm90Tile& tile, bool keys) {
   const AttentionProblem& p = g.p;
   const int q_rows = keys ? tile.streamed : tile.rows(), k_rows = keys ? tile.rows() : tile.streamed;
   return {map_rows(p, p.q, false, p.head_dim, q_rows),
@@ -20,7 +24,7 @@ Sm90Backward arguments(const AttentionBackward& g, const Sm90Plan& plan, const S
 
 // Calls run(kind) for the plan's kernel.
 template <class F>
-void with_kind(const Sm90Plan& plan, F run) {
+void with_backward_kind(const Sm90Plan& plan, F run) {
   const auto of_class = [&](auto columns) {
     constexpr int D = decltype(columns)::value;
     if (plan.looks_up) plan.general ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
@@ -31,25 +35,21 @@ void with_kind(const Sm90Plan& plan, F run) {
   else of_class(std::integral_constant<int, 128>{});
 }
 
-}  // namespace
-
-void sm90_attention_backward_queries(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+template <class T>
+void sm90_attention_queries_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Tile tile = sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
-  with_half(g.p, [&](auto t) {
-    with_kind(plan, [&](auto kind) {
-      launch(sm90_attention_bwd_queries_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-             sm90_queries_smem(tile, plan.general, plan.looks_up), stream, arguments(g, plan, tile, false));
-    });
+  with_backward_kind(plan, [&](auto kind) {
+    launch(sm90_attention_bwd_queries_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
+           sm90_queries_smem(tile, plan.general, plan.looks_up), stream, backward_arguments(g, plan, tile, false));
   });
 }
 
-void sm90_attention_backward_keys(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
+template <class T>
+void sm90_attention_keys_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general, plan.looks_up);
-  with_half(g.p, [&](auto t) {
-    with_kind(plan, [&](auto kind) {
-      launch(sm90_attention_bwd_keys_kernel<decltype(t), decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-             sm90_keys_smem(tile, plan.general, plan.looks_up), stream, arguments(g, plan, tile, true));
-    });
+  with_backward_kind(plan, [&](auto kind) {
+    launch(sm90_attention_bwd_keys_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
+           sm90_keys_smem(tile, plan.general, plan.looks_up), stream, backward_arguments(g, plan, tile, true));
   });
 }
 
