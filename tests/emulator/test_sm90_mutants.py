@@ -14,7 +14,7 @@ GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
 FWD_AGAIN, QUERIES_AGAIN, KEYS_AGAIN = "attention/fwd.cuh", "attention/bwd_queries.cuh", "attention/bwd_keys.cuh"
-LAUNCHES = "attention/attention.cu"
+LAUNCHES, TERMS = "attention/attention.cu", "attention/terms.cuh"
 COMPILED = {
     FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu",
     QUERIES: "sm90_bwd_queries*.cu", SUMS: "sm90_bwd_queries*.cu", KEYS: "sm90_bwd_keys*.cu", WIDE: "sm90_bwd_keys*.cu",
@@ -86,6 +86,9 @@ FAULTS = (
     Fault("what dropout drops kept", FWD, "kept & bit ? x[n][r] : 0.0f", "x[n][r]", "T5, dropout"),
     Fault("values of another head", FWD, "v.load(visit, args.v, row + t * BN, w.h / p.group", "v.load(visit, args.v, row + t * BN, 0",
           "causal, grouped"),
+    Fault("T5's bias taken for one number too early", TERMS, "lowest >= p_.after ||", "lowest >= p_.after - 20 ||", "T5, dropout"),
+    Fault("T5's bias taken for one number too late", TERMS, "highest <= -p_.before", "highest <= 20 - p_.before", "T5, dropout"),
+    Fault("distances of even columns", TERMS, "float((8 * n + r % 2) * (T", "float((8 * n) * (T", "ALiBi"),
     # key padding
     Fault("padding's first key one too early", SEQUENCE, "first_k = int(head.w[0])", "first_k = int(head.w[0]) - 1", "padding"),
     Fault("padding's last key one too late", SEQUENCE, "least(num_k, int(head.w[1]))", "least(num_k, int(head.w[1]) + 1)", "padding"),

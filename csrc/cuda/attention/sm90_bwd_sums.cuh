@@ -31,11 +31,11 @@ class Sm90TermSums {
   PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
     if (!here(g, w)) return;
     if (g.slope_parts) {
-      const int from = first + 2 * (lane_id() % 4) - own_row(0) % 64;
+      const float from = float(first + 2 * (lane_id() % 4) - own_row(0) % 64);
       PT_UNROLL
       for (int i = 0; i < N / 2; ++i) {
-        const int d = from + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-        slope_ -= ds[i] * float(d < 0 ? -d : d);
+        const float d = from + float(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
+        slope_ -= ds[i] * (d < 0 ? -d : d);
       }
     }
     if (g.diagonal_parts) add_diagonals(g.p, ds, first, g.diagonal_parts + part(g.p, w) * (g.p.before + g.p.after + 1));

@@ -123,7 +123,15 @@ class Terms {
     if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
     if (p_.diagonals) {
       const float* row = p_.diagonals + int64_t(h_) * (p_.before + p_.after + 1);
-      each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row + cell(relative(at, n, r))); });
+      // Wholly beyond where it changes, the bias is one number.
+      const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
+      const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
+      if (!LooksUp && (lowest >= p_.after || highest <= -p_.before)) {
+        const float beyond = load_one(row + cell(lowest));
+        each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
+      } else {
+        each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row + cell(relative(at, n, r))); });
+      }
     }
     each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = seen & bit ? s[n][r] : minus_infinity(); });
     return seen;
@@ -139,8 +147,14 @@ class Terms {
 
   PT_DEVICE int relative(const Place& at, int n, int r) const { return key(at, n, r) - query(at, n, r) - s_.shift; }
   PT_DEVICE float distance(const Place& at, int n, int r) const {
-    const int d = relative(at, n, r);
-    return float(d < 0 ? -d : d);
+    if constexpr (LooksUp) {
+      const int d = relative(at, n, r);
+      return float(d < 0 ? -d : d);
+    } else {
+      // Conversions are slow: one for each of the lane's rows. Exact to 2^24.
+      const float d = float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
+      return d < 0 ? -d : d;
+    }
   }
   // Where T5's value for this j - i - offset is.
   PT_DEVICE int cell(int relative) const { return most(-p_.before, least(relative, p_.after)) + p_.before; }
