@@ -40,9 +40,9 @@ FAULTS = (
     Fault("the first panel twice", RING, "full(n), p * 64, row", "full(n), 0, row", "full"),
     Fault("panels on top of each other", RING, "buffer(n) + p * kPanelBytes", "buffer(n)", "full"),
     Fault("panels that a tensor has not", RING, "p < Panels; ++p) ptx", "p < (Panels + 1) / 2; ++p) ptx", "72 and 16, mask", DEADLOCK),
-    Fault("values as wide as keys", "attention/sm90_fwd.cu", "map_rows(p, p.v, true, p.value_dim", "map_rows(p, p.v, true, p.head_dim",
-          "32 and 256"),
-    Fault("gradients as wide as queries", "attention/sm90_bwd.cu", "map_rows(p, g.d_out, false, p.value_dim",
+    Fault("values as wide as keys", "attention/sm90_fwd_launch.cuh", "map_rows(p, p.v, true, p.value_dim",
+          "map_rows(p, p.v, true, p.head_dim", "32 and 256"),
+    Fault("gradients as wide as queries", "attention/sm90_bwd_launch.cuh", "map_rows(p, g.d_out, false, p.value_dim",
           "map_rows(p, g.d_out, false, p.head_dim", "32 and 256"),
     # what the kernels share
     Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", "grouped",
