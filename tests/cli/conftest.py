@@ -6,13 +6,43 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from pytransformer.cli.benchmark import clock
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Watch:
+    """A clock that only sleeping moves on: on a busy machine, too, a sleep takes what it says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """The benchmark's clock, stopped but for its own `sleep`."""
+    stopped = Watch()
+    monkeypatch.setattr(clock, "time", stopped)
+    return stopped
+
+
+@pytest.fixture
+def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark's clock counts what this process has of the processor, not what others leave it waiting."""
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=time.process_time, sleep=time.sleep))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import pytest
 import torch
@@ -81,17 +80,19 @@ def test_a_lost_gradient_is_found_in_a_peer():
 
 
 def _sleeper(seconds: float) -> clock.Contender:
-    return clock.Contender(lambda: time.sleep(seconds), contextlib.nullcontext)
+    return clock.Contender(lambda: clock.time.sleep(seconds), contextlib.nullcontext)
 
 
+@pytest.mark.usefixtures("watch")
 def test_clock_orders_contenders_and_quantiles():
     timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.05)
-    assert 5 <= timings["fast"].median_ms < timings["slow"].median_ms
+    assert timings["fast"].median_ms == pytest.approx(5) and timings["slow"].median_ms == pytest.approx(20)
     for timing in timings.values():
         assert timing.p20_ms <= timing.median_ms <= timing.p80_ms
         assert timing.samples >= clock.MIN_ROUNDS
 
 
+@pytest.mark.usefixtures("watch")
 def test_clock_interleaves():
     """In every round each contender takes its turn, and no one always comes first."""
     turns: list[str] = []
@@ -99,7 +100,7 @@ def test_clock_interleaves():
     def contender(name: str) -> clock.Contender:
         def call() -> None:
             turns.append(name)
-            time.sleep(0.06)  # long enough for one warm-up call and one call a sample
+            clock.time.sleep(0.06)  # long enough for one warm-up call and one call a sample
 
         return clock.Contender(call, contextlib.nullcontext)
 
@@ -109,6 +110,7 @@ def test_clock_interleaves():
     assert len({turn[0] for turn in rounds}) > 1
 
 
+@pytest.mark.usefixtures("watch")
 def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "PATIENCE", 0.03)
     timings = clock.interleaved({"slow": _sleeper(0.02), "fast": _sleeper(0.005)}, min_time=0.0)
