@@ -65,6 +65,9 @@ class BackwardLookups {
   static constexpr Sm90Tile kTile = Keys ? sm90_keys_tile(K::head_dim, K::general, true) : sm90_queries_tile(K::head_dim, K::general, true);
   static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
   static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
+  // The lanes of a warp have the same columns, and tell at once where these are of one segment. With terms over queries there are no
+  // registers for that: there lanes beside each other have the words of a row.
+  static constexpr bool kDown = Keys || !K::general;
 
  public:
   static constexpr uint32_t kBytes = sm90_lookups_smem(kTile, Keys, K::general);
@@ -81,14 +84,14 @@ class BackwardLookups {
     if constexpr (K::general) copy_term(p, b, h, Keys ? first : own, Keys ? own : first, visit);
     PT_NO_UNROLL
     for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
-      const int row = Keys ? x % kPlaces * kRows : x / kWords, word = Keys ? x / kPlaces : x % kWords, column = first + 32 * word;
+      const int row = kDown ? x % kPlaces * kRows : x / kWords, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
       const uint32_t to = buffer(visit) + 4 * (row * kPitch + word);
       Bits<kRows> seen;
       if (p.mask.data && p.mask.type == Term::boolean)
         seen = shown<kRows>(p, ptx::again(b) * p.mask.batch + ptx::again(h) * p.mask.head, own + row, column);
+      if (p.query_segments) keep_segments(p, b, own + row, column, seen);
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        if (p.query_segments) seen.row[r] &= same_segment(p, ptx::again(b), own + row + r, column);
         if (p.key_bits.data) {
           const KeyWords keys(p, ptx::again(b));
           seen.row[r] &= Keys ? 0u - uint32_t(keys.visible(own + row + r)) : keys.from(column);
@@ -174,21 +177,33 @@ class BackwardLookups {
     }
   };
 
-  // Of a row and 32 columns, those of the same segment.
-  static PT_DEVICE uint32_t same_segment(const AttentionProblem& p, int b, int row, int column) {
-    constexpr int kLoads = Keys ? 4 : 2;  // in flight together
-    const int64_t* const of_queries = p.query_segments + int64_t(b) * p.num_queries;
-    const int64_t* const of_keys = p.key_segments + int64_t(b) * p.num_keys;
-    const int columns = Keys ? p.num_queries : p.num_keys;
-    const int64_t own = load_i64((Keys ? of_keys : of_queries) + within(row, Keys ? p.num_keys : p.num_queries));
+  static PT_DEVICE const int64_t* segments(const AttentionProblem& p, int b, bool of_queries) {
+    b = ptx::again(b);  // addresses are not kept
+    return of_queries ? p.query_segments + int64_t(b) * p.num_queries : p.key_segments + int64_t(b) * p.num_keys;
+  }
+  // Leaves of rows from `row` on and 32 columns those pairs that are of one segment.
+  template <int R>
+  static PT_DEVICE void keep_segments(const AttentionProblem& p, int b, int row, int column, Bits<R>& seen) {
+    const int rows = Keys ? p.num_keys : p.num_queries, columns = Keys ? p.num_queries : p.num_keys;
+    int64_t one = 0;
+    const bool alike = kDown && one_segment<32>(segments(p, b, Keys), column, columns, one);
+    PT_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int64_t own = load_i64(segments(p, b, !Keys) + within(row + r, rows));
+      seen.row[r] &= alike ? 0u - uint32_t(own == one) : same_segment(own, segments(p, b, Keys), column, columns);
+    }
+  }
+  // Of 32 columns, those of a segment.
+  static PT_DEVICE uint32_t same_segment(int64_t segment, const int64_t* others, int column, int columns) {
+    constexpr int kLoads = 2;  // in flight together
     uint32_t same = 0;
     PT_NO_UNROLL
     for (int c = 0; c < least(32, kColumns); c += kLoads) {
-      int64_t others[kLoads];
+      int64_t found[kLoads];
       PT_UNROLL
-      for (int e = 0; e < kLoads; ++e) others[e] = load_i64((Keys ? of_queries : of_keys) + within(column + c + e, columns));
+      for (int e = 0; e < kLoads; ++e) found[e] = load_i64(others + within(column + c + e, columns));
       PT_UNROLL
-      for (int e = 0; e < kLoads; ++e) same |= uint32_t(others[e] == own) << (c + e);
+      for (int e = 0; e < kLoads; ++e) same |= uint32_t(found[e] == segment) << (c + e);
     }
     return same;
   }

@@ -185,6 +185,11 @@ class Lookups {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) own[r] = load_i64(p_.query_segments + int64_t(w.b) * p_.num_queries + query(w, r));
     const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
+    if (int64_t one; one_segment<BN>(keys, column - 2 * (lane_id() % 4), p_.num_keys, one)) {
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) seen[r] = own[r] == one ? seen[r] : 0;
+      return;
+    }
     hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
   }
 

@@ -53,6 +53,26 @@ struct QueryWork : QueryTile<Rows, Streamed> {
       : Base(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
 };
 
+// ---- segments
+
+// Whether `Count` segments from number `first` on are all the same, which is then left in `one`; numbers that are not there are taken for
+// the nearest that is. Documents are long: of most tiles so. Every lane of the warp calls it, for the same segments.
+template <int Count>
+PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t& one) {
+  static_assert(Count % 32 == 0);
+  const auto load = [&](int i) { return load_i64(segments + most(0, least(first + i, size - 1))); };
+  one = load(0);
+  uint32_t others = 0;
+  PT_UNROLL
+  for (int i = 0; i < Count; i += 32) {
+    const int64_t differs = load(i + lane_id()) ^ one;
+    others |= uint32_t(differs) | uint32_t(differs >> 32);
+  }
+  PT_UNROLL
+  for (int d = 1; d < 32; d *= 2) others |= ptx::shfl_xor_u32(others, d);
+  return others == 0;
+}
+
 // ---- products
 
 // x (+)= A B^T; A is this consumer's 64 rows of a tile, or all of a tile of 64, B a tile of N rows, both K-major: a step of 16 columns is
