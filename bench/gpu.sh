@@ -6,7 +6,8 @@
 #
 # Where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
 # and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
-# ONLY='attention|variants' carries out the steps whose names hold that, after the installation: for a second run.
+# ONLY='attention|variants' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
+# the checkout came without .git.
 #
 # In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time),
 # results.tar.gz (logs/, a log of each step; bench/, the benchmark's results.json and report.md, to be committed under
@@ -46,14 +47,15 @@ step() {
   timeout -k 5 "$limit" "$@" >"$work/logs/$name.log" 2>&1 || code=$?
   tail -n 5 "$work/logs/$name.log"
   echo "$name: exit code $code after $((SECONDS - start)) s" | tee -a "$out/steps.txt"
-  tar -czf "$work/results.tar.gz" -C "$work" logs bench && mv "$work/results.tar.gz" "$out/"  # a run that is cut short leaves it
+  # A run that is cut short leaves it. 1: something still writes its log.
+  tar -czf "$work/results.tar.gz" -C "$work" logs bench || (($? == 1)) && mv "$work/results.tar.gz" "$out/"
   ((code == 0)) || failed=1
   return "$code"
 }
 
 {
   date -u +%FT%TZ
-  echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)"
+  echo "commit ${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.limit --format=csv
   "$python" -c 'import platform, torch, triton; print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__, "capability", torch.cuda.get_device_capability())'
 } >"$out/facts.txt" 2>&1

@@ -9,6 +9,7 @@ import attention_problems
 import pytest
 import sm90_problems
 import torch
+from attention_problems import BF16, F16, Problem, alibi, padding
 
 import pytransformer as pt
 from pytransformer.testing import bounds, oracle
@@ -24,6 +25,19 @@ pytestmark = [
 RANDOM, SEED = 200, 17
 HEAD_DIMS = (16, 40, 64, 72, 80, 96, 128, 160, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SEGMENTS = ("query_segments", "key_segments")
+LARGE = (  # more tiles than a GPU has multiprocessors
+    Problem("full", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: {}),
+    Problem("causal, grouped", F16, (3, 12, 6, 400, 400, 64, 64), lambda n: {"causal": "bottom_right"}),
+    Problem("wide", BF16, (3, 12, 12, 400, 400, 256, 256), lambda n: {"causal": "top_left"}),
+    Problem("padding", BF16, (3, 12, 12, 400, 400, 64, 64),
+            lambda n: {"attn_mask": padding(400, (0, 400), (5, 133), (200, 390), holes=n(400))}),
+    Problem("mask", F16, (3, 12, 12, 400, 400, 64, 64), lambda n: {"attn_mask": n(3, 1, 400, 400) > -0.5}),
+    Problem("segments", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: dict.fromkeys(SEGMENTS, torch.arange(400).expand(3, -1) // 150)),
+    Problem("bias", BF16, (3, 12, 12, 400, 400, 64, 64), lambda n: {"bias": n(1, 12, 400, 400)}),
+    Problem("terms", F16, (3, 12, 12, 400, 400, 128, 128), lambda n: {"bias": alibi(n, 12), "dropout_p": 0.1, "dropout_seed": 5}),
+    Problem("unordered", BF16, (3, 12, 12, 400, 400, 128, 128), lambda n: {"deterministic": False}),
+)  # fmt: skip
 
 
 def _to(x: Any, device: str) -> Any:
@@ -59,7 +73,12 @@ def check(args: Any, keywords: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("problem", [*attention_problems.problems(), *sm90_problems.problems()], ids=lambda p: p.name)
-def test_every_path(problem: attention_problems.Problem) -> None:
+def test_every_path(problem: Problem) -> None:
+    check(*attention_problems.arguments(problem))
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=lambda p: p.name)
+def test_many_tiles(problem: Problem) -> None:
     check(*attention_problems.arguments(problem))
 
 
