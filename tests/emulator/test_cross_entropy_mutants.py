@@ -56,7 +56,7 @@ FAULTS_OF = {
         Fault("sums of one row of two", BWD, "sum[c] = r == 0 ? v[c] : sum[c] + v[c];", "sum[c] = v[c];", ONLY_BIAS),
         Fault("sums read before they are there", BWD, "    sync_consumer();\n    sums.store", "    sums.store", ONLY_BIAS),
         Fault("biases read, and sums written, too early", SUMS, SYNC, "{}", TILES, LATE),
-        Fault("the gradient's bias of the first half", SUMS, "place.half * kHalfColumns", "0", TILES),
+        Fault("the gradient's bias of the first half", SUMS, "place.half * kHalfColumns", "0", CHUNKS),
     ),
     "matmul/sm90_sums.cu": (
         Fault("a chunk's sums forgotten", SUMS, "      if (add) {\n", "      if (false) {\n", CHUNKS),

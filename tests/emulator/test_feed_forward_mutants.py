@@ -55,7 +55,7 @@ FAULTS_OF = {
         Fault("panels loaded before it is empty", MATMUL, "    ring.await_empty(use);\n    ring.announce(use, E",
               "    ring.announce(use, E", RELU),
         Fault("the panel of other columns", MATMUL, "ring.full(use), column, row);", "ring.full(use), 0, row);", RELU),
-        Fault("panels of the first columns only", MATMUL, "p < panels(column); ++p", "p < 1; ++p", RELU, DEADLOCK),
+        Fault("panels of the first columns only", MATMUL, "p < panels(column); ++p", "p < 1; ++p", RELU),
         Fault("panels on top of each other", MATMUL, "ring.buffer(use) + i * MatmulPanels::kBytes", "ring.buffer(use)", GATED),
         Fault("a panel's rows of the other consumer", MATMUL, "i * kBytes + uint32_t(tile_part() * 64 * kSwizzleRow)", "i * kBytes", RELU),
         Fault("matrices of a panel exchanged", MATMUL, "8 * (matrix % 2);", "8 * (matrix / 2);", RELU),
