@@ -230,7 +230,9 @@ def test_how_tiles_are_shared() -> None:
     assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
     assert sm90_plan("keys", even=False, key_heads=4)["blocks"] == 32 * 8
     assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
-    assert sm90_plan(sequences=2**20, heads=2**10, key_heads=2**10)["why_not"] == "more than 2^31 tiles"
+    many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
+    assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
+    assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"
 
 
 @needs_bindings

@@ -76,7 +76,8 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
       !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_bits.data;
   const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
   const int64_t section = even ? 1 : kSectionBytes / bytes;
-  if (tiles * heads >= int64_t(1) << 31) plan.why_not = "more than 2^31 tiles";
+  // So that the number of a block's next tile has 31 bits, where there is none too.
+  if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
   plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads)};
   plan.blocks = even && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
 }
