@@ -33,6 +33,7 @@ inline uint16_t to_bf16(float x) {
   const uint32_t u = bits_of(x);
   return x != x ? 0x7fff : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
+inline float saturate_f16(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 inline uint16_t to_f16(float x) {
   if (x != x) return 0x7fff;
   const _Float16 rounded = _Float16(x);

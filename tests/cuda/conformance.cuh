@@ -22,18 +22,21 @@ PT_DEVICE int thread() { return int(threadIdx.x); }
 
 // ---- sm_80 and later
 
-// Eleven results for each of 256 threads, from three random floats each.
+// Nine results for each of 256 threads, from three random floats each.
 __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
   const float a = ptx::bits_float(in[3 * thread()]), b = ptx::bits_float(in[3 * thread() + 1]), c = ptx::bits_float(in[3 * thread() + 2]);
   const uint16_t low = uint16_t(in[3 * thread()]);
+  const uint32_t finite = ptx::pack_f16_finite(a, b);
   const uint32_t results[] = {ptx::float_bits(ptx::sqrt_rn(a)),
                               ptx::float_bits(ptx::div_rn(a, b)),
                               ptx::float_bits(ptx::fma_rn(a, b, c)),
                               ptx::pack_bf16(a, b),
                               ptx::pack_f16(a, b),
                               ptx::float_bits(ptx::widen(ptx::bf16{low})),
-                              ptx::float_bits(ptx::widen(ptx::f16{low}))};
-  for (int i = 0; i < 7; ++i) out[7 * thread() + i] = results[i];
+                              ptx::float_bits(ptx::widen(ptx::f16{low})),
+                              ptx::float_bits(ptx::widen(ptx::f16{uint16_t(finite)})),
+                              ptx::float_bits(ptx::widen(ptx::f16{uint16_t(finite >> 16)}))};
+  for (int i = 0; i < 9; ++i) out[9 * thread() + i] = results[i];
 }
 
 // ex2, lg2 and rcp are approximate: compared with a tolerance. x in [-140, 140) from the random word.

@@ -202,7 +202,7 @@ def test_memory_and_meetings(answers: Answers) -> None:
 
 
 def test_numbers(answers: Answers) -> None:
-    inputs, results = floats(answers["in:arithmetic"]).view(256, 3), answers["arithmetic"].view(256, 7)
+    inputs, results = floats(answers["in:arithmetic"]).view(256, 3), answers["arithmetic"].view(256, 9)
     a, b, c = inputs.unbind(1)
     exact = [a.double().sqrt().float(), (a.double() / b.double()).float()]
     for i, want in enumerate(exact):
@@ -212,6 +212,9 @@ def test_numbers(answers: Answers) -> None:
     for i, dtype in ((3, torch.bfloat16), (4, torch.float16)):
         packed = halves(results[:, i], dtype).view(256, 2)
         torch.testing.assert_close(packed, torch.stack([a.to(dtype), b.to(dtype)], 1), rtol=0, atol=0, equal_nan=True)
+    for i, x in ((7, a), (8, b)):
+        finite = x.clamp(-65504, 65504).half().float()
+        torch.testing.assert_close(floats(results[:, i]), finite, rtol=0, atol=0, equal_nan=True)
     low = halves(answers["in:arithmetic"]).view(256, 6)[:, 0]
     for i, dtype in ((5, torch.bfloat16), (6, torch.float16)):
         torch.testing.assert_close(floats(results[:, i]), low.view(dtype).float(), rtol=0, atol=0, equal_nan=True)

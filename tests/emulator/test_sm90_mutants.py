@@ -187,6 +187,9 @@ FAULTS = (
     Fault("keys kept for the next tile", KEYS, "        release_products(k, turn);\n", "", "grouped", DEADLOCK),
     Fault("the scale of d_key", KEYS, "dk_factor[r] = nobody ? 0.0f : p.scale", "dk_factor[r] = nobody ? 0.0f : 1.0f", "grouped"),
     # terms in the backward
+    Fault("weights beyond float16", GRADIENTS, "ptx::pack_f16_finite(", "ptx::pack_f16(", "large scores"),
+    Fault("weights beyond float16, wide", WIDE, "pack_recomputed", "pack_weights", "wide, large scores"),
+    Fault("weights beyond float16, unordered", FUSED, "pack_recomputed", "pack_weights", "large scores, unordered"),
     Fault("the unit of d_value's weights", KEYS, ": kWeightUnit<T>;", ": 1.0f;", "weights of all sizes"),
     Fault("bits of other columns", GRADIENTS, "<< n % 32;", "<< 0;", "dropout"),
     Fault("rows of another warp", GRADIENTS, "thread / 32 * 16 - 64", "thread / 32 * 16 - 48", "ALiBi", slow=False),

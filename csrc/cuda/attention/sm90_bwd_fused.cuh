@@ -163,7 +163,7 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
       }
       // dS is made from P while P is an operand, which nobody else may touch: from a copy.
       uint32_t weights[BN / 16][4], ds[BN / 16][4];
-      pack_weights<T>(weights, s);
+      pack_recomputed<T>(weights, s);
       PT_UNROLL
       for (int i = 0; i < BN / 4; ++i) {
         ds[i / 4][i % 4] = weights[i / 4][i % 4];

@@ -258,7 +258,7 @@ struct Sm90KeysBlock {
           each_number(s, own_numbers(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
           if constexpr (K::looks_up) keep_seen(s, seen.again());
           else hide(s);
-          pack_weights<T>(weights, s);
+          pack_recomputed<T>(weights, s);
           ptx::wgmma_wait<0>();
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would raise a flag.
           if constexpr (K::looks_up) {

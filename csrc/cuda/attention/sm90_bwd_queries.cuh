@@ -165,7 +165,7 @@ struct Sm90QueriesBlock {
           each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, unit, -top[r])); });
           if constexpr (K::looks_up) keep_seen(s, seen.again());
           else hide(s, first);
-          pack_weights<T>(weights, s);
+          pack_recomputed<T>(weights, s);
         }
       };
       const auto differentiate = [&](int first) {

@@ -39,6 +39,18 @@ PT_DEVICE float weight_of(float score, float top) {
 // And with this log2 of the sum, less kWeightBits.
 PT_DEVICE float weight_of(float score, float top, float log) { return ptx::exp2(ptx::fma_rn(score - top, kLog2e, -log)); }
 
+// P of 64 rows as an operand, where it is exp2 of a difference from lse. Of scores beyond 10^7 lse is so coarse that this may be more than
+// 1; 2^14 times that, an infinity in float16, stays finite: what is made of an infinity would be NaN, also in the sums of other rows.
+template <class T, int R>
+PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
+  if constexpr (kWeightBits<T> == 0) {
+    pack_weights<T>(weights, x);
+  } else {
+    PT_UNROLL
+    for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = ptx::pack_f16_finite(x[2 * i], x[2 * i + 1]);
+  }
+}
+
 // dS = P * (dP - D) of 64 rows as an operand; dp is dP - D. P comes as the operand it has become, rounded: as float32 it would take as many
 // registers again as S and dP do. ds may be weights.
 template <class T, int R>

@@ -43,7 +43,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
   PT_DEVICE void send(int visit, const float (&x)[BN / 2]) const {
     uint32_t weights[kSteps][4];
-    pack_weights<T>(weights, x);
+    pack_recomputed<T>(weights, x);
     PT_UNROLL
     for (int i = 0; i < kSteps; ++i)
       ptx::st_shared_v4_f32(place(visit, i), ptx::bits_float(weights[i][0]), ptx::bits_float(weights[i][1]), ptx::bits_float(weights[i][2]),

@@ -93,6 +93,17 @@ PT_DEVICE uint32_t pack_f16(float low, float high) {
 #endif
 }
 
+// The same, but what is larger than float16's largest number becomes that one; a NaN stays one.
+PT_DEVICE uint32_t pack_f16_finite(float low, float high) {
+#if defined(PT_EMULATE)
+  return emu::to_f16(emu::saturate_f16(low)) | uint32_t(emu::to_f16(emu::saturate_f16(high))) << 16;
+#else
+  uint32_t packed;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+#endif
+}
+
 // "Data Movement and Conversion Instructions: cvt", exact.
 PT_DEVICE float widen(f16 x) {
 #if defined(PT_EMULATE)
