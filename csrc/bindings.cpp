@@ -64,7 +64,7 @@ py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, 
 // Of tensors that are aligned and as large as the numbers say.
 py::dict cuda_sm90_attention_plan(const std::string& direction, const std::string& dtype, int sequences, int heads, int key_heads,
                                   int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool plain, bool looks_up,
-                                  bool padded, const std::string& adds, int multiprocessors) {
+                                  bool padded, bool left_window, const std::string& adds, int multiprocessors) {
   using namespace pt::cuda;
   static const int64_t some = 0;
   static const uint32_t word = 0;
@@ -73,7 +73,8 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   if (p.group < 1 || heads % key_heads || sequences < 1 || num_queries < 1 || num_keys < 1)
     throw py::value_error("no such attention: sizes must be positive, and heads a multiple of key_heads");
   p.num_queries = num_queries, p.num_keys = num_keys, p.head_dim = head_dim, p.value_dim = value_dim;
-  p.left = p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = plain ? 0 : 1, p.query_segments = looks_up ? &some : nullptr;
+  p.left = left_window ? 0 : kUnbounded, p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = plain ? 0 : 1,
+  p.query_segments = looks_up ? &some : nullptr;
   p.key_bits.data = padded ? &word : nullptr;
   // A floating term whose rows can be copied, one that must be read element by element, two.
   if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two terms")
@@ -146,7 +147,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan, py::arg("direction"), py::kw_only(), py::arg("dtype"), py::arg("sequences"),
         py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
         py::arg("even") = true, py::arg("plain") = true, py::arg("looks_up") = false, py::arg("padded") = false,
-        py::arg("adds") = "nothing", py::arg("multiprocessors") = 132,
+        py::arg("left_window") = false, py::arg("adds") = "nothing", py::arg("multiprocessors") = 132,
         "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
   m.def("cuda_matmul_plan", &cuda_matmul_plan, py::arg("rows"), py::arg("columns"), py::arg("depth"), py::kw_only(), py::arg("dtype"),
         py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,

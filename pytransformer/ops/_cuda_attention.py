@@ -109,7 +109,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
         value_dim=a.value.shape[-1], even=a.causal == "none" and a.left < 0 and a.right < 0 and all(b is None for b in bounds),
         plain=a.scale > 0 and all(t is None for t in terms),
         looks_up=not packed and any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
-        padded=padded,
+        padded=padded, left_window=a.left >= 0,
         adds="nothing" if packed else _adds([t for t in (a.mask, a.bias) if t is not None and t.is_floating_point()]),
     )  # fmt: skip
     return cuda_sm90_attention_plan(direction, **problem | other)

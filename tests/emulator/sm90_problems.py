@@ -94,7 +94,7 @@ PADDING = (
     ),
     Problem(
         "padding, bottom right", F16, (2, 2, 1, 70, 270, 128, 128),
-        lambda n: {"attn_mask": padding(270, (9, 270), (150, 268)), "causal": "bottom_right", "window": (200, None)},
+        lambda n: {"attn_mask": padding(270, (9, 270), (150, 268)), "causal": "bottom_right"},
     ),
     Problem(
         "padding with holes", BF16, (3, 2, 1, 30, 300, 64, 64),
@@ -104,9 +104,18 @@ PADDING = (
         "holes, 128", F16, (2, 1, 1, 140, 290, 128, 96),
         lambda n: {"attn_mask": padding(290, (0, 290), holes=n(290)), "key_lengths": integers(290, 150)},
     ),
+    # With a left window queries in the midst of holes see nothing.
     Problem(
         "holes and window", BF16, (1, 1, 1, 200, 200, 64, 64),
         lambda n: {"attn_mask": (torch.arange(200) < 60) | (torch.arange(200) >= 150), "window": (20, 10)},
+    ),
+    Problem(
+        "holes and left window", F16, (2, 1, 1, 70, 200, 128, 128),
+        lambda n: {"attn_mask": padding(200, (0, 200), (40, 180), holes=n(2, 1, 1, 200)), "window": (50, None)},
+    ),
+    Problem(
+        "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
+        lambda n: {"attn_mask": padding(140, (0, 140), (70, 130), holes=n(140))},
     ),
     Problem(
         "holes, T5, dropout", F16, (2, 1, 1, 130, 150, 128, 128),
@@ -210,10 +219,6 @@ LOOKUPS = (
 )  # fmt: skip
 # Those whose backward the portable kernels have.
 FORWARD = (
-    Problem(
-        "wide heads, holes", BF16, (2, 1, 1, 70, 140, 256, 256),
-        lambda n: {"attn_mask": padding(140, (0, 140), (70, 130), holes=n(140))},
-    ),
     # Wide heads: terms, lookups, both.
     Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
     Problem(
@@ -263,12 +268,17 @@ def unordered(problem: Problem) -> Problem:
 
 # Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
 FUSED = (
-    *map(unordered, BOTH_WAYS),
+    *map(unordered, (*BOTH_WAYS, *PADDING[:4])),
     Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80), lambda n: {"deterministic": False}),
     Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
-    # Keys that are not there would weigh more than float16 holds.
-    Problem("one key, unordered", F16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 4.0}),
-)
+    # Keys that are not there, or hidden, would weigh more than float32 holds.
+    Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 16.0}),
+    Problem(
+        "few keys, unordered", BF16, (2, 1, 1, 300, 71, 64, 64),
+        lambda n: {"attn_mask": torch.stack([torch.arange(71) % 70 == 0, (torch.arange(71) - 63).abs() < 2])[:, None, None],
+                   "deterministic": False, "scale": 32.0},
+    ),
+)  # fmt: skip
 
 
 def problems() -> Iterator[Problem]:

@@ -45,9 +45,10 @@ void attention_key_bits(const AttentionKeyBits& f, void* stream) {
 Redo attention_backward_redo(const AttentionBackward& g, Pass pass) {
   if (!runs_sm90a()) return {};
   const Sm90Plan plan = plan_sm90_backward(g, pass, multiprocessors());
-  if (plan.why_not || !plan.looks_up) return {};
+  const bool keys = pass == Pass::Keys;
+  if (plan.why_not || !(plan.looks_up || (g.p.key_bits.data && !keys))) return {};
   const Sm90Tile tile =
-      pass == Pass::Keys ? sm90_keys_tile(plan.head_class, plan.general, true) : sm90_queries_tile(plan.head_class, plan.general, true);
+      keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
   return {nullptr, tile.rows(), plan.order.tiles};
 }
 

@@ -78,11 +78,12 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
   PT_DEVICE uint32_t notes_of_thread() const { return notes + uint32_t(ptx::again(int(threadIdx.x)) - 128) * kNotes; }
   PT_DEVICE void note_bounds(const Work& w) const {
     const AttentionProblem& p = args.g.p;
-    const Range own[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)}, keep = w.kept(p);
+    const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))}, keep = w.kept(p);
     const auto note = [](int x) { return ptx::bits_float(uint32_t(x)); };
     ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
-    // Keys that are not there would weigh something too, and dS K adds them up.
-    const Range whole = w.j0 + (consumer() + 1) * 64 <= w.s.num_k ? w.whole(p) : Range{0, 0};
+    // Keys that are not there, or hidden, would weigh something too, and dS K adds them up.
+    const int first = w.j0 + consumer() * 64;
+    const Range whole = first >= w.s.first_k && first + 64 <= w.s.num_k && !w.s.holes ? w.whole(p) : Range{0, 0};
     ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo), note(whole.hi));
     ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last), note(w.range.count() * p.group), 0.0f);
   }
@@ -196,9 +197,14 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
     if (w.range.count() > 0) {
       const Range keep = kept_keys(p, w.s);
       k.await_full(0);
-      clear_rows<kConsumers>(k, 0, w.j0, keep);
       v.await_full(0);
-      clear_rows<kConsumers>(v, 0, w.j0, keep);
+      if (w.s.holes) {
+        clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyWords(p, w.b));
+        clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyWords(p, w.b));
+      } else {
+        clear_rows<kConsumers>(k, 0, w.j0, keep);
+        clear_rows<kConsumers>(v, 0, w.j0, keep);
+      }
       take(kYes, kYes);
       while (++visit < noted(5).lo) {
         const Range range = noted(4), whole = noted(3);

@@ -34,7 +34,7 @@ struct Sm90KeysBlock {
     using Base::hk, Base::j0, Base::s, Base::range;
 
     PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
-    // The queries of the lane's row r, where no bit hides it: who looks bits up has the hidden pairs of all. Those that some key of the
+    // The queries of the lane's row r, where padding does not hide it: what hidden rows make stays in them. Those that some key of the
     // sequence is seen by, or TMA leaves as zeros; and those that see all 64 keys of this consumer.
     PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::unhidden_bounds(p, j0 + key_row(r)); }
     PT_DEVICE Range kept(const AttentionProblem& p) const {
@@ -295,7 +295,7 @@ struct Sm90KeysBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int j = w.j0 + key_row(r);
-      const bool nobody = w.own_bounds(p, r).empty();
+      const bool nobody = w.bounds(p, j).empty();
       dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : K::general ? p.keep_scale * kWeightUnit<T> : kWeightUnit<T>;
       index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }

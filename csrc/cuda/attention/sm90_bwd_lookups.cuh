@@ -92,10 +92,8 @@ class BackwardLookups {
       if (p.query_segments) keep_segments(p, b, own + row, column, seen);
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        if (p.key_bits.data) {
-          const KeyWords keys(p, ptx::again(b));
-          seen.row[r] &= Keys ? 0u - uint32_t(keys.visible(own + row + r)) : keys.from(column);
-        }
+        // Keys that are rows need no bit: results of hidden ones are not written.
+        if (!Keys && p.key_bits.data) seen.row[r] &= KeyWords(p, ptx::again(b)).from(column);
         const Range seen_by = bounds(own + row + r);
         ptx::st_shared_u32(to + 4 * kPitch * r, seen.row[r] & bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column));
       }

@@ -93,7 +93,11 @@ struct Sm90QueriesBlock {
       const Range keep = w.kept(p);
       Range whole = w.whole(p);
       // Sums of dS must not take in rows behind the last query.
-      if (K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole = {0, 0};
+      if (K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
+      // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met NaN is made
+      // again.
+      const bool holes = !K::looks_up && whole.lo == kUnbounded;
+      const auto key_words = [&] { return KeyWords(p, place_of(args.order, ptx::again(n)).head / p.heads); };
       float top[2], delta[2];
       [[maybe_unused]] float log[2];
       PT_UNROLL
@@ -123,6 +127,7 @@ struct Sm90QueriesBlock {
         if (!cut(first)) return;
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+        if (holes) hide_keys(x, first, key_words(), 0.0f);
       };
       // Where something is looked up, any tile may be.
       const auto hides = [&](int first) { return K::looks_up || cut(first); };
@@ -133,7 +138,9 @@ struct Sm90QueriesBlock {
           if constexpr (!K::looks_up)
             if (cut(first)) {
               const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
-              seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return within<4>(place, bounds); });
+              seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) {
+                return within<4>(place, bounds) & (holes ? visible_columns<4>(place, key_words()) : kAllColumns);
+              });
             }
           if (p.drop_threshold) {
             const Terms<false, false> terms(p, w.s, w.b, w.h);
@@ -243,7 +250,7 @@ struct Sm90QueriesBlock {
       factor[r] = w.own_bounds(p, r).empty() ? 0.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
-    if (K::looks_up && not_finite(dq, factor)) raise(args.g.redo, int64_t(w.b) * p.heads + w.h, w.i0);
+    if (args.g.redo.flags && not_finite(dq, factor)) raise(args.g.redo, int64_t(w.b) * p.heads + w.h, w.i0);
     store_wide<T>(args.g.dq, w.b, w.h, dq, factor, index);
   }
 

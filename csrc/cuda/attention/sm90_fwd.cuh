@@ -153,12 +153,8 @@ struct Sm90ForwardBlock {
       const bool holes = !K::looks_up && whole.lo == kUnbounded;
       const auto key_words = [&] { return KeyWords(p, place_of(args.order, ptx::again(n)).head / p.heads); };
       const auto clear = [&](int first) {
-        if (holes) {
-          const KeyWords keys = key_words();
-          clear_rows_but<kConsumers>(v, visit, first, [&](int row) { return keep.has(row) && keys.visible(row); });
-        } else {
-          clear_rows<kConsumers>(v, visit, first, keep);
-        }
+        if (holes) clear_hidden_rows<kConsumers>(v, visit, first, keep, key_words());
+        else clear_rows<kConsumers>(v, visit, first, keep);
       };
       const auto look_up = [&](int first) {
         if constexpr (K::looks_up) { lookups.load(w, first, K::general); }

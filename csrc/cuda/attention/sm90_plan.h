@@ -101,11 +101,12 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const AttentionProblem& p = g.p;
   const bool keys = pass == Pass::Keys;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  // Padding is looked up too: most of it is bounds, which cost nothing more.
+  // Padding is bounds, and where it has holes a bit a key. With a left window a query may see but holes, and what it holds would reach
+  // d_key and d_value: kernels with lookups make that again.
   Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
                 sm90_class(p),
                 p.general(),
-                p.looks_up() || p.key_bits.data,
+                p.looks_up() || (keys && p.key_bits.data && p.left < kUnbounded),
                 {},
                 0};
   const bool mask_adds = p.mask.data && p.mask.type != Term::boolean;
@@ -113,7 +114,8 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
     plan.why_not = "the backward kernels copy floating masks and biases of 16 or 32 bits, 16 aligned bytes of a row at a time";
   if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
   if (plan.head_class == 256 && (plan.general || plan.looks_up))
-    plan.why_not = "masks, biases, segments, padding, softcap, ALiBi, T5 and dropout are in the backward kernels to head size 128";
+    plan.why_not =
+        "masks, biases, segments, softcap, ALiBi, T5, dropout and padding with a left window are in the backward to head size 128";
   if (plan.why_not) return plan;
   const Sm90Tile tile =
       keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
@@ -129,7 +131,8 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
   const AttentionProblem& p = g.p;
   Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
-  if (plan.general || plan.looks_up) plan.why_not = "masks, biases, padding, softcap and dropout are only in the passes that add in order";
+  if (plan.general || plan.looks_up)
+    plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the passes that add in order";
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";

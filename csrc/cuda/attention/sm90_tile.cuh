@@ -161,6 +161,11 @@ PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) 
   if (first >= keep.lo && first + R::kRows <= keep.hi) return;
   clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row); });
 }
+// And keys that padding hides between them.
+template <int Consumers, class R>
+PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyWords& keys) {
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
+}
 
 // ---- results
 

@@ -54,7 +54,7 @@ struct KeyTile {
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
     return j >= s.first_k && (!s.holes || j >= s.num_k || KeyWords(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
   }
-  // The same but for the bits, where pairs are looked up anyway or no padding is taken.
+  // The same but for padding: what a hidden row makes stays in it.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
     return j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0};
   }
