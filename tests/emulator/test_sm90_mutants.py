@@ -113,6 +113,8 @@ FAULTS = (
           "padding with holes, unordered"),
     Fault("values in holes kept, unordered", FUSED, "        clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyWords(p, w.b));\n", "",
           "padding with holes, unordered"),
+    Fault("tiles with holes taken whole, unordered", FUSED, " && !w.s.holes ?", " ?", "few keys, unordered"),
+    Fault("keys before the first weigh something", FUSED, "first >= w.s.first_k &&", "", "few keys, unordered"),
     Fault("holes seen by lookups", LOOKUPS, "    if (w.s.holes) hide_keys(w, column);\n", "", "holes and segments"),
     # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
     Fault("sixteen other keys", LOOKUPS, "64 * c + 16 * quarter;", "64 * c + 16 * (3 - quarter);", "mask", slow=False),
