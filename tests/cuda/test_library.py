@@ -184,23 +184,26 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("queries", {"padded": True}, None),
         ("keys", {"padded": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
         ("keys", {"padded": True, "head_dim": 136, "value_dim": 64}, None),
-        ("keys", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, "to head size 128"),
+        ("keys", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
         ("queries", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
         ("fused", {"padded": True}, None),
         ("fused", {"padded": True, "left_window": True}, "padding with a left window"),
+        ("keys", {"padded": True, "left_window": True, "head_dim": 136, "plain": False}, "to head size 128"),
+        ("queries", {"padded": True, "head_dim": 136, "plain": False}, None),
         ("keys", {"padded": True, "plain": False, "value_dim": 64}, None),
         ("queries", {"looks_up": True}, None),
         ("keys", {"looks_up": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
         ("keys", {"adds": "rows"}, None),
         ("queries", {"adds": "elements"}, "16 aligned bytes of a row at a time"),
         ("keys", {"adds": "two terms"}, "add one floating mask or bias"),
-        ("keys", {"looks_up": True, "head_dim": 256, "value_dim": 256}, "to head size 128"),
+        ("keys", {"looks_up": True, "head_dim": 256, "value_dim": 256}, None),
+        ("keys", {"adds": "rows", "head_dim": 256, "value_dim": 256}, "to head size 128"),
         ("keys", {"head_dim": 64, "value_dim": 64}, None),
         ("queries", {"plain": False}, None),
         ("keys", {"plain": False, "head_dim": 64, "value_dim": 40}, None),
         ("keys", {"head_dim": 256, "value_dim": 200}, None),
         ("queries", {"head_dim": 200, "value_dim": 256, "dtype": "float16"}, None),
-        ("keys", {"head_dim": 256, "value_dim": 256, "plain": False}, "to head size 128"),
+        ("keys", {"head_dim": 256, "value_dim": 256, "plain": False}, None),
         ("fused", {"even": False, "key_heads": 4}, None),
         ("fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
         ("fused", {"plain": False}, "passes that add in order"),
@@ -234,6 +237,10 @@ def test_how_tiles_are_shared() -> None:
     assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
     assert sm90_plan("keys", even=False, key_heads=4)["blocks"] == 32 * 8
     assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
+    assert sm90_plan("keys", head_dim=256)["blocks"] == sm90_plan("queries", plain=False)["blocks"] == 132
+    # Wide heads with terms or lookups keep one tile a block.
+    assert sm90_plan("keys", head_dim=256, plain=False)["blocks"] == 64 * 32
+    assert sm90_plan("queries", head_dim=256, looks_up=True)["blocks"] == 32 * 32
     many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
     assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
     assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"

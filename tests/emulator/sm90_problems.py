@@ -85,6 +85,20 @@ TERMS = (
         "dropout", BF16, (2, 2, 1, 130, 200, 72, 96),
         lambda n: {"dropout_p": 0.5, "dropout_seed": -(2**40), "window": (60, 40), "key_lengths": integers(200, 77)},
     ),
+    Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
+    Problem(
+        "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),
+        lambda n: {"bias": t5(n, 1, True), "dropout_p": 0.3, "dropout_seed": 7},
+    ),
+    Problem(
+        "wide, ALiBi", BF16, (2, 2, 1, 140, 150, 256, 192),
+        lambda n: {"bias": alibi(n, 2), "query_lengths": integers(140, 90), "key_lengths": integers(40, 150), "softcap": 5.0},
+    ),
+    Problem("wide, ALiBi, grouped", F16, (1, 2, 1, 70, 80, 256, 256), lambda n: {"bias": alibi(n, 2)}),
+    Problem(
+        "wide, T5 of one direction", BF16, (1, 2, 1, 200, 220, 256, 256),
+        lambda n: {"bias": t5(n, 2, False, 300, 32), "causal": "top_left"},
+    ),
 )  # fmt: skip
 # Key padding: bounds, and where keys between them are hidden bits; NaN in all that nobody sees.
 PADDING = (
@@ -133,6 +147,11 @@ PADDED_LOOKUPS = (
     Problem(
         "holes and bias", F16, (2, 1, 1, 40, 264, 128, 128),
         lambda n: {"attn_mask": padding(264, (0, 250), (140, 264), holes=n(264)), "bias": n(1, 1, 40, 264).half()},
+    ),
+    Problem(
+        "wide, holes and segments", BF16, (1, 1, 1, 60, 200, 256, 256),
+        lambda n: {"attn_mask": padding(200, (10, 190), holes=n(200)), "query_segments": torch.arange(60)[None] // 40,
+                   "key_segments": torch.arange(200)[None] // 120},
     ),
     Problem(
         "holes and segments", BF16, (1, 1, 1, 60, 200, 64, 64),
@@ -211,6 +230,14 @@ LOOKUPS = (
         "large rows", BF16, (1, 1, 1, 130, 140, 128, 128),
         lambda n: {"attn_mask": 3e4 * n(1, 1, 130, 1).expand(1, 1, 130, 140) + n(1, 1, 130, 140)},
     ),
+    Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 30, 1)}),
+    Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
+    Problem("wide, hidden queries", BF16, (2, 2, 1, 140, 70, 192, 256), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
+    Problem(
+        "wide, segments", BF16, (2, 2, 1, 140, 200, 256, 256),
+        lambda n: {"query_segments": torch.arange(140).expand(2, -1) // 45, "key_segments": torch.arange(200).expand(2, -1) // 60,
+                   "causal": "bottom_right"},
+    ),
     Problem(
         "rows and T5", BF16, (1, 2, 1, 140, 144, 64, 64),
         lambda n: {"attn_mask": some(n(1, 1, 140, 144)).index_fill(-1, integers(5, 60), -torch.inf).half(), "bias": t5(n, 2, True),
@@ -219,14 +246,7 @@ LOOKUPS = (
 )  # fmt: skip
 # Those whose backward the portable kernels have.
 FORWARD = (
-    # Wide heads: terms, lookups, both.
-    Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
-    Problem(
-        "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),
-        lambda n: {"bias": t5(n, 1, True), "dropout_p": 0.3, "dropout_seed": 7},
-    ),
-    Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 30, 1)}),
-    Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
+    # Wide heads: lookups beside terms.
     Problem(
         "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64), lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
     ),

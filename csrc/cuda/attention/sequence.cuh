@@ -96,6 +96,11 @@ struct KeyWords {
     const auto at = uint32_t(key - origin);
     return ptx::ld_global_u32(words + at / 32) >> at % 32;
   }
+  // And of all 32 keys.
+  PT_DEVICE uint32_t across(int key) const {
+    const int ahead = int(uint32_t(key - origin) % 32);
+    return from(key) | (ahead ? from(key - ahead + 32) << (32 - ahead) : 0);
+  }
   PT_DEVICE bool visible(int key) const { return from(key) & 1; }
 };
 

@@ -16,6 +16,7 @@ struct Sm90KeysBlock {
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers,
                        kNumbers = sm90_key_numbers(K::general, K::looks_up) * 4 * BN;  // bytes of a stage's top, delta, log
+  static constexpr bool kPersists = sm90_backward_persists(D, K::plain);
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
@@ -85,7 +86,7 @@ struct Sm90KeysBlock {
   PT_DEVICE void look_up() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, ptx::again(n));
       const auto bounds = [&](int j) { return w.unhidden_bounds(p, j); };
       w.for_each_visit(p, [&](int h, int t) { lookups.produce(q, p, w.b, h, w.j0, t * BN, visit++, bounds); });
@@ -95,7 +96,7 @@ struct Sm90KeysBlock {
   PT_DEVICE void load_tiles() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0, turn = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b;
       bool first = true;
@@ -114,7 +115,7 @@ struct Sm90KeysBlock {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
     int visit = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       w.for_each_visit(p, [&](int h, int t) {
         q.await_empty(visit);
@@ -153,7 +154,7 @@ struct Sm90KeysBlock {
     const AttentionProblem& p = args.g.p;
     const float unit = p.scale * kLog2e;
     int visit = 0, turn = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       // Registers are scarce: what only cut tiles need is worked out there again.
       const Work w(p, args.order, n);
       const auto once_more = [&] { return Work(p, args.order, ptx::again(n)); };
@@ -300,7 +301,7 @@ struct Sm90KeysBlock {
       index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
     if constexpr (K::looks_up)
-      if ((g.dk.data && not_finite(dk, dk_factor)) || (g.dv.data && not_finite(dv, dv_factor)))
+      if ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor)))
         raise(g.redo, int64_t(w.b) * (p.heads / p.group) + w.hk, w.j0 - Work::first_key(p));
     if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);

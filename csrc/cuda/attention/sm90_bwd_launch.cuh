@@ -30,9 +30,10 @@ void with_backward_kind(const Sm90Plan& plan, F run) {
     if (plan.looks_up) plan.general ? run(Hopper<D, true, true>{}) : run(Hopper<D, false, true>{});
     else plan.general ? run(Hopper<D, true, false>{}) : run(Hopper<D, false, false>{});
   };
-  if (plan.head_class == 256) run(Hopper<256, false, false>{});
-  else if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
-  else of_class(std::integral_constant<int, 128>{});
+  if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  else if (plan.head_class == 128) of_class(std::integral_constant<int, 128>{});
+  else if (plan.looks_up) run(Hopper<256, false, true>{});
+  else plan.general ? run(Hopper<256, true, false>{}) : run(Hopper<256, false, false>{});
 }
 
 template <class T>

@@ -65,9 +65,10 @@ class BackwardLookups {
   static constexpr Sm90Tile kTile = Keys ? sm90_keys_tile(K::head_dim, K::general, true) : sm90_queries_tile(K::head_dim, K::general, true);
   static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
   static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
+  static constexpr int kRows = Keys ? 4 : 1, kPlaces = kTile.rows() / kRows;  // rows of a lane, and how many lanes have a word of all
   // The lanes of a warp have the same columns, and tell at once where these are of one segment. With terms over queries there are no
-  // registers for that: there lanes beside each other have the words of a row.
-  static constexpr bool kDown = Keys || !K::general;
+  // registers for that, and 64 keys are places for half a warp: there lanes beside each other have the words of a row.
+  static constexpr bool kDown = (Keys || !K::general) && kPlaces % 32 == 0;
 
  public:
   static constexpr uint32_t kBytes = sm90_lookups_smem(kTile, Keys, K::general);
@@ -79,12 +80,11 @@ class BackwardLookups {
   // By those warps: a visit of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
   template <class R, class F>
   PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int visit, F bounds) const {
-    constexpr int kRows = Keys ? 4 : 1, kPlaces = kTile.rows() / kRows;
     ring.await_empty(visit);
     if constexpr (K::general) copy_term(p, b, h, Keys ? first : own, Keys ? own : first, visit);
     PT_NO_UNROLL
     for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
-      const int row = kDown ? x % kPlaces * kRows : x / kWords, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
+      const int row = (kDown ? x % kPlaces : x / kWords) * kRows, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
       const uint32_t to = buffer(visit) + 4 * (row * kPitch + word);
       Bits<kRows> seen;
       if (p.mask.data && p.mask.type == Term::boolean)
@@ -93,7 +93,10 @@ class BackwardLookups {
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
         // Keys that are rows need no bit: results of hidden ones are not written.
-        if (!Keys && p.key_bits.data) seen.row[r] &= KeyWords(p, ptx::again(b)).from(column);
+        if (!Keys && p.key_bits.data) {
+          const KeyWords keys(p, ptx::again(b));
+          seen.row[r] &= kColumns % 32 ? keys.across(column) : keys.from(column);
+        }
         const Range seen_by = bounds(own + row + r);
         ptx::st_shared_u32(to + 4 * kPitch * r, seen.row[r] & bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column));
       }
@@ -106,7 +109,7 @@ class BackwardLookups {
   // By consumers, once the ring's buffer is full.
   PT_DEVICE SeenPairs<kColumns> seen(int visit) const {
     SeenPairs<kColumns> seen;
-    const uint32_t at = buffer(visit) + 4 * kPitch * own_row(0);
+    const uint32_t at = buffer(visit) + 4 * kPitch * (kTile.split ? own_row(0) % 64 : own_row(0));
     PT_UNROLL
     for (int w = 0; w < kWords; ++w) seen.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * (8 * kPitch + w)));
     return seen;

@@ -17,10 +17,13 @@ struct Sm90QueriesBlock {
   static constexpr Sm90Tile kTile = sm90_queries_tile(K::head_dim, K::general, K::looks_up);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
+  static constexpr bool kPersists = sm90_backward_persists(D, K::plain);
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
   using Lookups = std::conditional_t<K::looks_up, BackwardLookups<K, false>, NoBackwardLookups>;
+  // What is looked up comes and goes with tiles of values; of keys where values have one stage.
+  static constexpr bool kWithKeys = K::looks_up && kTile.fewer > 0, kWithValues = K::looks_up && !kWithKeys;
 
   const Sm90Backward& args;
   RingOwn q, d_out;
@@ -35,9 +38,8 @@ struct Sm90QueriesBlock {
     for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
     q.init(1, kConsumers, "q_full", "q_empty");
     d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
-    k.init(1, kConsumers, "k_full", "k_empty");
-    if constexpr (K::looks_up) v.init(1 + Lookups::kWriters, 4 * kConsumers, "v_full", "v_empty");
-    else v.init(1, kConsumers, "v_full", "v_empty");
+    k.init(kWithKeys ? 1 + Lookups::kWriters : 1, kWithKeys ? 4 * kConsumers : kConsumers, "k_full", "k_empty");
+    v.init(kWithValues ? 1 + Lookups::kWriters : 1, kWithValues ? 4 * kConsumers : kConsumers, "v_full", "v_empty");
   }
 
   PT_DEVICE void produce() const {
@@ -49,18 +51,21 @@ struct Sm90QueriesBlock {
   PT_DEVICE void look_up() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, ptx::again(n));
       const int end = w.origin + w.range.first * BN;
-      for (int first = w.origin + (w.range.last - 1) * BN; first >= end; first -= BN)
-        lookups.produce(v, p, w.b, w.h, w.i0, first, visit++, [&](int i) { return w.bounds(p, i); });
+      const auto bounds = [&](int i) { return w.bounds(p, i); };
+      for (int first = w.origin + (w.range.last - 1) * BN; first >= end; first -= BN) {
+        if constexpr (kWithKeys) lookups.produce(k, p, w.b, w.h, w.i0, first, visit++, bounds);
+        else lookups.produce(v, p, w.b, w.h, w.i0, first, visit++, bounds);
+      }
     });
   }
 
   PT_DEVICE void load_tiles() const {
     const AttentionProblem& p = args.g.p;
     int visit = 0, turn = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b, row_k = int(w.s.row_k) + w.origin, row_q = int(w.s.row_q) + w.i0;
       for (int t = w.range.last - 1; t >= w.range.first; --t, ++visit) {
@@ -78,8 +83,12 @@ struct Sm90QueriesBlock {
   }
 
   // With lookups a lane speaks for its warp's loads too.
+  PT_DEVICE void release_keys(int visit) const {
+    if constexpr (kWithKeys) release_by_warp(k, visit);
+    else release_products(k, visit);
+  }
   PT_DEVICE void release_values(int visit) const {
-    if constexpr (K::looks_up) release_by_warp(v, visit);
+    if constexpr (kWithValues) release_by_warp(v, visit);
     else release_products(v, visit);
   }
 
@@ -88,7 +97,7 @@ struct Sm90QueriesBlock {
     const AttentionProblem& p = g.p;
     const float unit = p.scale * kLog2e;
     int visit = 0, turn = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const Range keep = w.kept(p);
       Range whole = w.whole(p);
@@ -127,7 +136,9 @@ struct Sm90QueriesBlock {
         if (!cut(first)) return;
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
-        if (holes) hide_keys(x, first, key_words(), 0.0f);
+        if constexpr (!K::looks_up) {
+          if (holes) hide_keys(x, first, key_words(), 0.0f);
+        }
       };
       // Where something is looked up, any tile may be.
       const auto hides = [&](int first) { return K::looks_up || cut(first); };
@@ -220,7 +231,7 @@ struct Sm90QueriesBlock {
           start(first);
           decide(first);
           ptx::wgmma_wait<1>();
-          release_products(k, visit - 1);
+          release_keys(visit - 1);
           weigh(first);
           ptx::wgmma_wait<0>();
           release_values(visit);
@@ -230,7 +241,7 @@ struct Sm90QueriesBlock {
         release_products(d_out, turn++);
         multiply_weights<T>(dq, weights, k, visit);
         ptx::wgmma_wait<0>();
-        release_products(k, visit++);
+        release_keys(visit++);
       }
       if constexpr (K::general) gradients.finish(g, w);
       finish(n, dq);

@@ -11,7 +11,7 @@ struct NoTermSums {
   PT_DEVICE explicit NoTermSums(uint32_t) {}
 };
 
-// Of 64 queries, as many as a tile of the portable kernels has: their parts are the same.
+// Of 64 queries, as many as one or two tiles of the portable kernels have: their parts are the same, or every other one is zero.
 //
 // Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns
 // lies on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread
@@ -21,7 +21,8 @@ class Sm90TermSums {
   static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true, LooksUp);
   static constexpr int N = kTile.streamed, kPitch = sm90_sum_pitch(kTile), kRows = kSm90SumRows;
   static constexpr uint32_t kBytes = sm90_sums_bytes(kTile) / kTile.consumers;
-  static_assert(kPitch % 32 == 8 && attention_tile(Pass::Queries, HeadDim, 2, true).rows() == 64);
+  static constexpr int kPartRows = attention_tile(Pass::Queries, HeadDim, 2, true).rows(), kParts = 64 / kPartRows;
+  static_assert(kPitch % 32 == 8 && kParts * kPartRows == 64);
 
  public:
   PT_DEVICE explicit Sm90TermSums(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
@@ -56,7 +57,10 @@ class Sm90TermSums {
       for (int i = 0; i < 3; ++i) sums[i] += ptx::bits_float(of_warp.w[i]);
     }
     const int64_t at = part(g.p, w);
-    if (g.slope_parts) store_one(g.slope_parts + at, sums[2]);
+    if (g.slope_parts) {
+      store_one(g.slope_parts + at, sums[2]);
+      for (int n = 1; n < kParts && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries; ++n) store_one(g.slope_parts + at + n, 0.0f);
+    }
     if (g.diagonal_parts) store_far(g.diagonal_parts + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
   }
 
@@ -73,7 +77,8 @@ class Sm90TermSums {
   }
   template <class Work>
   static PT_DEVICE int64_t part(const AttentionProblem& p, const Work& w) {
-    return (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + 63) / 64) + w.i0 / 64 + consumer();
+    const int parts = (p.num_queries + kPartRows - 1) / kPartRows;
+    return (int64_t(w.b) * p.heads + w.h) * parts + (w.i0 / 64 + consumer()) * kParts;
   }
 
   PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first, float* sums) {

@@ -15,14 +15,14 @@ namespace pt::cuda {
 template <class T, class K>
 struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
   using Keys = Sm90KeysBlock<T, K>;
-  using Keys::args, Keys::k, Keys::v, Keys::q, Keys::d_out, Keys::own_numbers, Keys::each_number;
-  using Keys::kTile, Keys::D, Keys::BM, Keys::BN, Keys::kConsumers;
+  using Keys::args, Keys::k, Keys::v, Keys::q, Keys::d_out, Keys::lookups, Keys::own_numbers, Keys::each_number;
+  using Keys::kTile, Keys::D, Keys::BM, Keys::BN, Keys::kConsumers, Keys::kPersists;
   using typename Keys::Work, typename Keys::RingOwn, typename Keys::RingStream;
   static constexpr int kSteps = BN / 16;  // operands of a visit's weights
   // One for each stage of Q, and never awaited empty: who has Q of the visit that takes a buffer again knows that the other has released
   // the one before, after it had read the buffer.
   using Exchange = Buffers<kTile.stages, BM * BN * 2>;
-  static_assert(kConsumers == 2 && BM == 64 && K::plain);
+  static_assert(kConsumers == 2 && BM == 64 && !(K::general && K::looks_up) && 8 * kPiece == 16);
 
   Exchange exchange;
 
@@ -41,15 +41,19 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
     return exchange.buffer(visit) + uint32_t(i * 128 + ptx::again(int(threadIdx.x)) % 128) * 16;
   }
 
+  PT_DEVICE void store(int visit, int i, const uint32_t (&w)[4]) const {
+    ptx::st_shared_v4_f32(place(visit, i), ptx::bits_float(w[0]), ptx::bits_float(w[1]), ptx::bits_float(w[2]), ptx::bits_float(w[3]));
+  }
+  PT_DEVICE void announce(int visit) const {
+    ptx::syncwarp();
+    if (lane_id() == 0) exchange.announce(visit);
+  }
   PT_DEVICE void send(int visit, const float (&x)[BN / 2]) const {
     uint32_t weights[kSteps][4];
     pack_recomputed<T>(weights, x);
     PT_UNROLL
-    for (int i = 0; i < kSteps; ++i)
-      ptx::st_shared_v4_f32(place(visit, i), ptx::bits_float(weights[i][0]), ptx::bits_float(weights[i][1]), ptx::bits_float(weights[i][2]),
-                            ptx::bits_float(weights[i][3]));
-    ptx::syncwarp();
-    if (lane_id() == 0) exchange.announce(visit);
+    for (int i = 0; i < kSteps; ++i) store(visit, i, weights[i]);
+    announce(visit);
   }
 
   // x becomes P x.
@@ -63,13 +67,71 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
     }
   }
 
+  // What bounds leave of the tile's elements, and what dropout does.
+  struct Bits {
+    Pairs<BN / 2> seen, kept;
+  };
+  // The lane's first element of the tile of queries from i0 on.
+  static PT_DEVICE Place at(const Work& w, int i0) { return place_again(w.j0 - consumer() * 64, i0); }
+  template <class F>
+  PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
+    const AttentionProblem& p = args.g.p;
+    const Place first = at(w, i0);
+    Bits bits;
+    if (cut) {
+      const Work again = once_more();
+      const Range bounds[2] = {again.unhidden_bounds(p, first.row_of(0)), again.unhidden_bounds(p, first.row_of(2))};
+      bits.seen = Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return within<kPiece>(place, bounds); });
+    }
+    if (p.drop_threshold) {
+      const Terms<true, false> terms(p, w.s, w.b, h);
+      bits.kept = Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return terms.template kept<kPiece>(place); });
+    }
+    return bits;
+  }
+
+  // With terms: x, scores, becomes P as dropout leaves it; the other consumer gets P times softcap's slope, of which dS is made.
+  PT_DEVICE void weigh_terms(const Work& w, int h, int i0, int visit, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+    const AttentionProblem& p = args.g.p;
+    const Terms<true, false> terms(p, w.s, w.b, h);
+    in_pieces<kPiece>(x, at(w, i0), [&](float (&s)[kPiece][4], const Place& place, int c) {
+      float slope[kPiece][4];
+      uint32_t words[4];
+      terms.apply(s, slope, place, kAllColumns);
+      PT_UNROLL
+      for (int n = 0; n < kPiece; ++n) {
+        float top[2];
+        ptx::ld_shared_v2_f32(own_numbers(visit) + 32 * (c + n), top[0], top[1]);
+        PT_UNROLL
+        for (int r = 0; r < 4; ++r) s[n][r] = weight_of<T>(s[n][r], top[r % 2]);
+      }
+      if (cut) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.seen.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
+      each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r]; });
+      pack_piece<T>(words, slope);
+      store(visit, c / kPiece, words);
+      if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.kept.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
+    });
+  }
+
+  // And x, dP, becomes dS.
+  PT_DEVICE void differentiate_terms(int visit, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+    const AttentionProblem& p = args.g.p;
+    if (p.drop_threshold) {
+      PT_UNROLL
+      for (int i = 0; i < BN / 2; ++i) x[i] = bits.kept.has(i) ? x[i] * p.keep_scale : 0.0f;
+    }
+    each_number(x, own_numbers(visit) + 4 * BN, [](float& e, float delta) { e = less_delta<T>(e, -delta); });
+    if (cut) keep_seen(x, bits.seen);
+    multiply_received(visit, x);
+  }
+
   // d_value's sums from S = K Q^T and dO, or d_key's from dP = V dO^T and Q: sums of W `right`, with W made from x = `own` `left`^T.
   template <bool OfKeys, class Left, class Right>
   PT_DEVICE void sum(const RingOwn& own, const Left& left, const Right& right) const {
     const AttentionProblem& p = args.g.p;
     const float unit = p.scale * kLog2e;
     int visit = 0, turn = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto once_more = [&] { return Work(p, args.order, ptx::again(n)); };
       const Range whole = w.whole(p);
@@ -81,7 +143,9 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
       for (int i = 0; i < D / 2; ++i) sums[i] = 0.0f;
 
       int t = last;
+      [[maybe_unused]] int h = w.hk * p.group - 1;
       const auto start = [&] {
+        if (K::general && (t == first || t == last)) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().kept(p);
@@ -94,6 +158,19 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
       };
       // P or dS, of which P is the other consumer's.
       const auto weigh = [&] {
+        if constexpr (K::general) {
+          const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
+          if constexpr (OfKeys) {
+            release_by_warp(left, visit);
+            right.await_full(visit);
+            differentiate_terms(visit, x, decide(w, h, t * BN, cut, once_more), cut);
+          } else {
+            weigh_terms(w, h, t * BN, visit, x, decide(w, h, t * BN, cut, once_more), cut);
+            release_by_warp(left, visit);
+            announce(visit);
+          }
+          return;
+        }
         if constexpr (OfKeys) {
           release_by_warp(left, visit);
           right.await_full(visit);
@@ -102,7 +179,9 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
         } else {
           each_number(x, own_numbers(visit), [&](float& e, float top) { e = ptx::exp2(ptx::fma_rn(e, unit, -top)); });
         }
-        if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
+        if constexpr (K::looks_up) {
+          keep_seen(x, lookups.seen(visit).again());  // bounds are among the bits
+        } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work again = once_more();
           const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
           each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
@@ -115,7 +194,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
       // Sent words are made while the product before may read its own: as operands they come back, or ptxas takes them for those (C7513).
       const auto take = [&] {
-        if constexpr (OfKeys) {
+        if constexpr (OfKeys || K::general) {
           pack_weights<T>(weights, x);
         } else {
           PT_UNROLL
@@ -157,8 +236,8 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
   static PT_DEVICE void run(const Sm90Backward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
-    constexpr uint32_t kExchangeAt = Keys::kEnd, kBarriers = kExchangeAt + Exchange::kBufferBytes;
-    static_assert(kSm90Slack + kBarriers + Exchange::kBarrierBytes == sm90_keys_smem(kTile));
+    constexpr uint32_t kExchangeAt = Keys::kEnd + Keys::Lookups::kBytes, kBarriers = kExchangeAt + Exchange::kBufferBytes;
+    static_assert(kSm90Slack + kBarriers + Exchange::kBarrierBytes == sm90_keys_smem(kTile, K::general, K::looks_up));
     run_block(Sm90WideKeysBlock{Keys::at(args, base), Exchange(base + kExchangeAt, base + kBarriers)});
   }
 };
@@ -167,7 +246,7 @@ template <class T, class K>
 __global__ void __launch_bounds__(sm90_keys_tile(K::head_dim, K::general, K::looks_up).threads(), 1)
     sm90_attention_bwd_keys_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
 #if PT_SM90A
-  std::conditional_t<sm90_keys_tile(K::head_dim, K::general).split, Sm90WideKeysBlock<T, K>, Sm90KeysBlock<T, K>>::run(args);
+  std::conditional_t<sm90_keys_tile(K::head_dim, K::general, K::looks_up).split, Sm90WideKeysBlock<T, K>, Sm90KeysBlock<T, K>>::run(args);
 #endif
 }
 

@@ -32,16 +32,20 @@ constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool general
 // More rows would need more registers than there are; with terms, which need some too, there are fewer.
 // Producers that do more than load by TMA need more.
 constexpr Sm90Tile sm90_queries_tile(int head_dim, bool general, bool looks_up = false) {
-  if (head_dim == 256) return {256, 64, 2, false, 2, 24, 240, 1};
+  if (head_dim == 256 && looks_up) return {256, 48, 2, false, 2, 40, 232, 1};
+  if (head_dim == 256) return general ? Sm90Tile{256, 32, 2} : Sm90Tile{256, 64, 2, false, 2, 24, 240, 1};
   const Sm90Tile t = head_dim == 64 ? Sm90Tile{64, general ? (looks_up ? 64 : 96) : 128, 2} : Sm90Tile{128, general ? 64 : 96, 2};
   return looks_up ? Sm90Tile{t.head_dim, t.streamed, t.stages, false, 2, 40, 232} : t;
 }
 // Of 256 columns one consumer has no registers for both d_key and d_value.
 constexpr Sm90Tile sm90_keys_tile(int head_dim, bool general, bool looks_up = false) {
-  if (head_dim == 256) return {256, 64, 2, false, 2, 56, 224, 0, true};
+  if (head_dim == 256) return general ? Sm90Tile{256, 48, 2, false, 2, 40, 232, 0, true} : Sm90Tile{256, 64, 2, false, 2, 56, 224, 0, true};
   if (looks_up) return {head_dim, head_dim == 64 ? 96 : general ? 48 : 64, 2, false, 2, 56, 224};
   return head_dim == 64 ? Sm90Tile{64, general ? 96 : 128, 2, false, 2, 40, 232} : Sm90Tile{128, general ? 48 : 64, 2, false, 2, 40, 232};
 }
+
+// Whether blocks of the backward go from tile to tile. With terms or lookups wide heads have no registers for what then lasts.
+constexpr bool sm90_backward_persists(int head_dim, bool plain) { return head_dim < 256 || plain; }
 
 constexpr uint32_t kSm90Slack = 1024;                                       // to begin at a multiple of 1024
 constexpr uint32_t kSm90BarrierBytes = 16;                                  // of a buffer
@@ -100,19 +104,19 @@ constexpr bool sm90_queries_fit(int head_dim, bool general, bool looks_up = fals
          (!general || t.streamed % 32 == 0);  // dropout's groups
 }
 static_assert(sm90_queries_fit(64, false) && sm90_queries_fit(64, true) && sm90_queries_fit(128, false) && sm90_queries_fit(128, true));
-static_assert(sm90_queries_fit(256, false));
-static_assert(sm90_queries_fit(64, false, true) && sm90_queries_fit(64, true, true));
+static_assert(sm90_queries_fit(256, false) && sm90_queries_fit(256, true));
+static_assert(sm90_queries_fit(64, false, true) && sm90_queries_fit(64, true, true) && sm90_queries_fit(256, false, true));
 static_assert(sm90_queries_fit(128, false, true) && sm90_queries_fit(128, true, true));
 // S, dP, P, dK, dV. With terms S becomes two operands, as large as it is. Split: S or dP, of that an operand, dK or dV.
 constexpr bool sm90_keys_fit(int head_dim, bool general, bool looks_up = false) {
   const Sm90Tile t = sm90_keys_tile(head_dim, general, looks_up);
   const uint32_t smem = sm90_keys_smem(t, general, looks_up);
-  if (t.split) return sm90_fits(t, smem, t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
+  if (t.split) return sm90_fits(t, smem, t.streamed / 2 + t.streamed / 4 + t.head_dim / 2 + (general ? kSm90Terms : 0));
   return sm90_fits(t, smem, general ? t.streamed + t.head_dim + kSm90Terms : t.streamed + t.streamed / 4 + t.head_dim);
 }
 static_assert(sm90_keys_fit(64, false) && sm90_keys_fit(64, true) && sm90_keys_fit(128, false) && sm90_keys_fit(128, true));
-static_assert(sm90_keys_fit(256, false));
-static_assert(sm90_keys_fit(64, false, true) && sm90_keys_fit(64, true, true));
+static_assert(sm90_keys_fit(256, false) && sm90_keys_fit(256, true));
+static_assert(sm90_keys_fit(64, false, true) && sm90_keys_fit(64, true, true) && sm90_keys_fit(256, false, true));
 static_assert(sm90_keys_fit(128, false, true) && sm90_keys_fit(128, true, true));
 
 // What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks

@@ -113,9 +113,8 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
     plan.why_not = "the backward kernels copy floating masks and biases of 16 or 32 bits, 16 aligned bytes of a row at a time";
   if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
-  if (plan.head_class == 256 && (plan.general || plan.looks_up))
-    plan.why_not =
-        "masks, biases, segments, softcap, ALiBi, T5, dropout and padding with a left window are in the backward to head size 128";
+  if (plan.head_class == 256 && plan.looks_up && plan.general)
+    plan.why_not = "floating masks and biases, and what is looked up beside terms, are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
   const Sm90Tile tile =
       keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
@@ -123,6 +122,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   const int64_t length = keys ? p.num_keys + (plan.general ? p.key_start % 32 : 0) : p.num_queries;
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
   order_tiles(plan, p, (length + tile.rows() - 1) / tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
+  if (!sm90_backward_persists(plan.head_class, !plan.general && !plan.looks_up)) plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
   return plan;
 }
 

@@ -15,10 +15,12 @@ namespace pt::cuda {
 
 // ---- who does what
 
-// For f(n), n the number of each tile of this block.
-template <class F>
+// For f(n), n the number of each tile of this block; of its only one if blocks do not persist.
+template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
-  for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += int(gridDim.x)) f(n);
+  if constexpr (Persists)
+    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += int(gridDim.x)) f(n);
+  else f(int(blockIdx.x));
 }
 
 // `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is

@@ -86,7 +86,8 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 // clang-format off
 #define PT_D8(i) "+f"(d[i]), "+f"(d[i+1]), "+f"(d[i+2]), "+f"(d[i+3]), \
                   "+f"(d[i+4]), "+f"(d[i+5]), "+f"(d[i+6]), "+f"(d[i+7])
-#define PT_D24 PT_D8(0), PT_D8(8), PT_D8(16)
+#define PT_D16 PT_D8(0), PT_D8(8)
+#define PT_D24 PT_D16, PT_D8(16)
 #define PT_D32 PT_D24, PT_D8(24)
 #define PT_D40 PT_D32, PT_D8(32)
 #define PT_D48 PT_D40, PT_D8(40)
@@ -95,7 +96,8 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 #define PT_D88 PT_D80, PT_D8(80)
 #define PT_D96 PT_D88, PT_D8(88)
 #define PT_D128 PT_D96, PT_D8(96), PT_D8(104), PT_D8(112), PT_D8(120)
-#define PT_R24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define PT_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define PT_R24 PT_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define PT_R32 PT_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define PT_R40 PT_R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define PT_R48 PT_R40 ",%40,%41,%42,%43,%44,%45,%46,%47"
@@ -135,6 +137,7 @@ PT_DEVICE void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t desc
 #define PT_WGMMA(N, R, P0, P1, P2, P3, P4, P5)                                                                       \
   PT_WGMMA_OF(bf16, N, R, P0, P1, P2, P3, P4, P5)                                                                    \
   PT_WGMMA_OF(f16, N, R, P0, P1, P2, P3, P4, P5)
+PT_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
 PT_WGMMA(48, 24, 24, 25, 26, 27, 28, 29)
 PT_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
 PT_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
@@ -156,6 +159,7 @@ PT_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 #undef PT_R48
 #undef PT_R40
 #undef PT_R32
+#undef PT_R16
 #undef PT_R24
 #undef PT_D128
 #undef PT_D96
@@ -165,6 +169,7 @@ PT_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 #undef PT_D48
 #undef PT_D40
 #undef PT_D32
+#undef PT_D16
 #undef PT_D24
 #undef PT_D8
 // clang-format on
