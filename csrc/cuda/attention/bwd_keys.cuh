@@ -9,20 +9,19 @@
 namespace pt::cuda {
 
 template <class T, class K>
-__global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof(T), K::general).threads(), 1)
-    attention_bwd_keys_kernel(const __grid_constant__ AttentionBackward g) {
-  constexpr AttentionTile kTile = attention_tile(Pass::Keys, K::head_dim, sizeof(T), K::general);
+constexpr AttentionTile kKeysTile = attention_tile(Pass::Keys, K::head_dim, sizeof(T), K::general);
+
+template <class T, class K>
+using KeysWork = KeyTile<kKeysTile<T, K>.rows(), kKeysTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_bwd_keys_tile(const AttentionBackward& g, const KeysWork<T, K>& w) {
+  constexpr AttentionTile kTile = kKeysTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow + 3 * 4 * BN;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
 
-  const int origin = key_origin(p), tiles = (p.num_keys - origin + BM - 1) / BM, heads = p.heads / p.group;
-  const int bh = int(blockIdx.x) / tiles;
-  const KeyTile<BM, BN> w(p, bh / heads, bh % heads, origin + int(blockIdx.x) % tiles * BM);
-  // The other kernels' tiles begin where these do, but where nothing is dropped: there with the first key.
-  const int place = w.j0 - (p.general() ? origin : 0);
-  if (K::general && !must_do(g.redo, int64_t(w.b) * heads + w.hk, place, place + BM)) return;
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 
@@ -99,8 +98,13 @@ __global__ void __launch_bounds__(attention_tile(Pass::Keys, K::head_dim, sizeof
     dk_factor[half] = nobody ? 0.0f : p.scale, dv_factor[half] = nobody ? 0.0f : p.keep_scale;
     index[half] = j >= 0 && j < written ? s.row_k + j : -1;
   }
-  if (g.dk.data) store_rows<T>(g.dk, w.b, w.hk, dk, dk_factor, index, part);
+  if (g.dk.data) store_rows<T>(g.dk, w.b, w.hk, dk, dk_factor, index, ptx::again(part));
   if (g.dv.data) store_rows<T>(g.dv, w.b, w.hk, dv, dv_factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kKeysTile<T, K>.threads(), 1) attention_bwd_keys_kernel(const __grid_constant__ AttentionBackward g) {
+  make_tiles<KeysWork<T, K>, K>(g.p, g.redo, [&](const auto& w) { attention_bwd_keys_tile<T, K>(g, w); });
 }
 
 }  // namespace pt::cuda

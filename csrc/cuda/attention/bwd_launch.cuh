@@ -7,6 +7,7 @@
 #include "cuda/attention/bwd_keys.cuh"
 #include "cuda/attention/bwd_queries.cuh"
 #include "cuda/attention/kernels.h"
+#include "cuda/device.h"
 #include "cuda/launch.cuh"
 
 namespace pt::cuda {
@@ -29,7 +30,8 @@ void with_kind(const AttentionPlan& plan, F run) {
 
 template <class T>
 void attention_queries_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
-  const dim3 grid(attention_blocks(g.p.sequences, g.p.heads, tiles_of(g.p.num_queries, plan.tile)));
+  const unsigned all = attention_blocks(g.p.sequences, g.p.heads, tiles_of(g.p.num_queries, plan.tile));
+  const dim3 grid(blocks_to_make(g.redo, all, multiprocessors()));
   with_kind<T, Pass::Queries>(plan, [&](auto kind) {
     launch(attention_bwd_queries_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes, stream, g);
   });
@@ -37,7 +39,8 @@ void attention_queries_as(const AttentionBackward& g, const AttentionPlan& plan,
 
 template <class T>
 void attention_keys_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
-  const dim3 grid(attention_blocks(g.p.sequences, g.p.heads / g.p.group, tiles_of(g.p.num_keys + g.p.key_start % 32, plan.tile)));
+  const int64_t tiles = tiles_of(g.p.num_keys + g.p.key_start % 32, plan.tile);
+  const dim3 grid(blocks_to_make(g.redo, attention_blocks(g.p.sequences, g.p.heads / g.p.group, tiles), multiprocessors()));
   with_kind<T, Pass::Keys>(plan, [&](auto kind) {
     launch(attention_bwd_keys_kernel<T, decltype(kind)>, grid, plan.tile.threads(), plan.smem_bytes, stream, g);
   });

@@ -40,16 +40,18 @@ struct DiagonalSums {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general).threads(), 1)
-    attention_bwd_queries_kernel(const __grid_constant__ AttentionBackward g) {
-  constexpr AttentionTile kTile = attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general);
+constexpr AttentionTile kQueriesTile = attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general);
+template <class T, class K>
+using QueriesWork = QueryTile<kQueriesTile<T, K>.rows(), kQueriesTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const QueriesWork<T, K>& w) {
+  constexpr AttentionTile kTile = kQueriesTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
 
-  const auto w = QueryTile<BM, BN>::of_block(p);
-  if (K::general && !must_do(g.redo, int64_t(w.b) * p.heads + w.h, w.i0, w.i0 + BM)) return;
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 
@@ -137,6 +139,12 @@ __global__ void __launch_bounds__(attention_tile(Pass::Queries, K::head_dim, siz
     index[half] = i < written ? s.row_q + i : -1;
   }
   store_rows<T>(g.dq, w.b, w.h, dq, factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kQueriesTile<T, K>.threads(), 1)
+    attention_bwd_queries_kernel(const __grid_constant__ AttentionBackward g) {
+  make_tiles<QueriesWork<T, K>, K>(g.p, g.redo, [&](const auto& w) { attention_bwd_queries_tile<T, K>(g, w); });
 }
 
 // D and lse of each query, eight lanes for each: they read 16 bytes at a time, without waiting for lse.

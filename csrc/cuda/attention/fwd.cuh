@@ -37,19 +37,21 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
 }
 
 template <class T, class K>
-__global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::general).threads(), 1)
-    attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
-  constexpr AttentionTile kTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::general);
+constexpr AttentionTile kForwardTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::general);
+template <class T, class K>
+using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
+  constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits;
   constexpr bool kKeepQ = sizeof(T) == 2 && K::head_dim <= (K::general ? 64 : 128);  // its fragments in registers
   using M = Products<T>;
   const AttentionProblem& p = f.p;
 
-  const auto w = QueryTile<BM, BN>::of_block(p);
   const Sequence& s = w.s;
   const Tiles& range = w.range;
-  if (K::general && !must_do(f.redo, int64_t(w.b) * p.heads + w.h, w.i0, w.i0 + BM)) return;
   if (K::general && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, BM)) return;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
@@ -163,6 +165,11 @@ __global__ void __launch_bounds__(attention_tile(Pass::Forward, K::head_dim, siz
     }
   }
   if (!K::general || f.out.data) store_rows<T>(f.out, w.b, w.h, o, factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kForwardTile<T, K>.threads(), 1) attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
+  make_tiles<ForwardWork<T, K>, K>(f.p, f.redo, [&](const auto& w) { attention_fwd_tile<T, K>(f, w); });
 }
 
 }  // namespace pt::cuda

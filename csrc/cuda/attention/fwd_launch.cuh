@@ -3,13 +3,15 @@
 
 #include "cuda/attention/fwd.cuh"
 #include "cuda/attention/kernels.h"
+#include "cuda/device.h"
 #include "cuda/launch.cuh"
 
 namespace pt::cuda {
 
 template <class T>
 void attention_forward_as(const AttentionForward& f, const AttentionPlan& plan, void* stream) {
-  const dim3 grid(attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile)));
+  const unsigned all = attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile));
+  const dim3 grid(blocks_to_make(f.redo, all, multiprocessors()));
   const auto run = [&](auto kernel) { launch(kernel, grid, plan.tile.threads(), plan.smem_bytes, stream, f); };
   if constexpr (sizeof(T) == 4) {
     run(plan.head_class == 64 ? attention_fwd_kernel<T, Kind<64, true>> : attention_fwd_kernel<T, Kind<256, true>>);

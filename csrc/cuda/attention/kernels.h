@@ -48,6 +48,12 @@ inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles
   return unsigned(blocks);
 }
 
+// Of `all`, as many as run at once where few of them have anything to do: two on a multiprocessor.
+inline unsigned blocks_to_make(const Redo& redo, unsigned all, int multiprocessors) {
+  const unsigned few = 2 * unsigned(multiprocessors);
+  return redo.flags && all > few ? few : all;
+}
+
 inline int64_t tiles_of(int64_t rows, const AttentionTile& t) { return (rows + t.rows() - 1) / t.rows(); }
 
 // Of one dtype, each compiled in a file of its own: fwd_bf16.cu and so on.

@@ -37,20 +37,25 @@ struct Dense {
 
 // Key padding: a boolean mask that is alike for all queries and heads. Of each sequence: its first visible key and its last + 1 (the number
 // of keys and 0 if there is none), which are bounds; how many keys between them are hidden; and words of 32 keys, the first in the lowest
-// bit, from where tiles of keys begin (key_origin). Words beyond the last are zeros, as many as a tile of 128 keys may need.
+// bit, from where tiles of keys begin (key_origin). Words beyond the last are zeros, as many as a tile of 192 keys may need.
 struct KeyBits {
   const uint32_t* data = nullptr;
   int64_t batch = 0;  // words from one sequence to the next; 0: all have the same
 
   static constexpr int kHead = 4;  // words before the bits
-  static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 4; }
+  static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
 // Which results must be made again: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) raise a flag
-// where a result is not finite; kernels that do take care then make those tiles again, and do nothing elsewhere. See redo.cuh.
+// where a result is not finite; kernels that do take care then make those tiles again, and nothing elsewhere. See redo.cuh.
 struct Redo {
   int32_t* flags = nullptr;  // (sequences, heads, tiles), zeros at first; null: nobody raises, and all is made
   int rows = 0, tiles = 0;   // of a tile; of a head
+};
+
+// Of the heads of all sequences, and of a head's tiles.
+struct TilePlace {
+  int head, tile;
 };
 
 // See pytransformer/ops/attention.py, ARGUMENTS.

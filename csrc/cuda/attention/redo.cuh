@@ -1,7 +1,7 @@
 // Results made twice where the first time was too optimistic: see Redo in problem.h. Exact, and the same at every run.
 #pragma once
 
-#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/work.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 
 namespace pt::cuda {
@@ -9,12 +9,41 @@ namespace pt::cuda {
 // By the optimistic kernel: what holds row `row` of head h of sequence b must be made again.
 PT_DEVICE void raise(const Redo& redo, int64_t head, int row) { ptx::st_global_u32(redo.flags + head * redo.tiles + row / redo.rows, 1); }
 
-// Of the careful kernel: whether it has anything to do for rows [first, end) of a head (b * heads + h).
-PT_DEVICE bool must_do(const Redo& redo, int64_t head, int first, int end) {
-  if (!redo.flags) return true;
+// Whether rows [first, end) of a head (b * heads + h) must be made again.
+PT_DEVICE bool raised(const Redo& redo, int64_t head, int first, int end) {
   for (int tile = most(first, 0) / redo.rows; tile < redo.tiles && tile * redo.rows < end; ++tile)
     if (ptx::ld_global_u32(redo.flags + head * redo.tiles + tile)) return true;
   return false;
+}
+
+// What a block of a careful kernel does: calls make for its tile, a Work, or, where there are flags, for those of tiles blockIdx.x,
+// blockIdx.x + gridDim.x, ... that must be made again. There each lane asks for one: few blocks see to all, and wait once for 32 of them.
+template <class Work, class K, class Make>
+PT_DEVICE void make_tiles(const AttentionProblem& p, const Redo& redo, Make make) {
+  const auto make_one = [&](uint32_t n) { make(Work(p, Work::place(p, n))); };
+  if constexpr (!K::general) return make_one(blockIdx.x);
+  const uint32_t all = uint32_t(p.sequences * Work::heads(p) * Work::tiles(p));
+  const auto must = [&](uint32_t n) {
+    const TilePlace at = Work::place(p, n);
+    const int first = Work::first_row(p, at.tile);
+    return raised(redo, at.head, first, first + Work::kRows);
+  };
+  for (uint32_t n = blockIdx.x; n < all;) {
+    uint32_t found = n;
+    if (redo.flags) {
+      const uint32_t own = n + uint32_t(lane_id()) * gridDim.x;
+      found = own < all && must(own) ? own : all;
+      PT_UNROLL
+      for (int d = 1; d < 32; d *= 2) {
+        const uint32_t other = ptx::shfl_xor_u32(found, d);
+        found = other < found ? other : found;
+      }
+    }
+    n = found < all ? found + gridDim.x : n + 32 * gridDim.x;
+    if (found == all) continue;
+    make_one(found);
+    ptx::syncthreads();  // nobody reads its rows in shared memory any more
+  }
 }
 
 // Whether some of the sums of a lane's two rows, laid out as accumulators, are NaN or infinite; rows whose factor is zero do not count.

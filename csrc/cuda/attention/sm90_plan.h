@@ -15,9 +15,6 @@ namespace pt::cuda {
 struct TileOrder {
   int tiles, heads, section;  // heads: of all sequences
 };
-struct TilePlace {
-  int head, tile;
-};
 // Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
 constexpr TilePlace place_of(const TileOrder& order, int n) {
   const int first = n / (order.section * order.tiles) * order.section, left = order.heads - first;  // the section's first head

@@ -9,6 +9,8 @@ namespace pt::cuda {
 // `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see.
 template <int Rows, int Streamed>
 struct QueryTile {
+  static constexpr int kRows = Rows;
+
   int b, h, i0, origin;  // i0: the first query; origin: where the tiles of keys begin
   Sequence s;
   Tiles range;
@@ -17,10 +19,16 @@ struct QueryTile {
       : b(b), h(h), i0(tile * Rows), origin(key_origin(p)), s(s),
         range(least(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, least(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
 
-  // This block's, of a grid of sequences, heads and tiles. With causality tiles with the most keys come first.
-  static PT_DEVICE QueryTile of_block(const AttentionProblem& p) {
-    const int tiles = (p.num_queries + Rows - 1) / Rows, bh = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles;
-    return {p, Sequence(p, bh / p.heads), bh / p.heads, bh % p.heads, p.causal ? tiles - 1 - tile : tile};
+  PT_DEVICE QueryTile(const AttentionProblem& p, const TilePlace& at)
+      : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
+
+  static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads; }
+  static PT_DEVICE int tiles(const AttentionProblem& p) { return (p.num_queries + Rows - 1) / Rows; }
+  static PT_DEVICE int first_row(const AttentionProblem&, int tile) { return tile * Rows; }
+  // Number n of all sequences, heads and tiles. With causality tiles with the most keys come first.
+  static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
+    const int of_head = tiles(p), tile = int(n) % of_head;
+    return {int(n) / of_head, p.causal ? of_head - 1 - tile : tile};
   }
 
   // The keys that query i may see: none if it is not there.
@@ -42,6 +50,8 @@ struct QueryTile {
 // negative where dropout's groups begin before the first key.
 template <int Rows, int Streamed>
 struct KeyTile {
+  static constexpr int kRows = Rows;
+
   int b, hk, j0;
   Sequence s;
   Tiles range;
@@ -49,6 +59,19 @@ struct KeyTile {
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
       : b(b), hk(hk), j0(j0), s(p, b), range(least(j0 + Rows, s.num_k) - most(j0, s.first_k), s.queries_of(p, most(j0, s.first_k)),
                                              s.queries_of(p, least(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
+
+  PT_DEVICE KeyTile(const AttentionProblem& p, const TilePlace& at)
+      : KeyTile(p, at.head / heads(p), at.head % heads(p), key_origin(p) + at.tile * Rows) {}
+
+  // Divisors are worked out again for each tile: kept from one to the next they spilled, in the careful kernel.
+  static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads / ptx::again(p.group); }
+  static PT_DEVICE int tiles(const AttentionProblem& p) { return (ptx::again(p.num_keys) - key_origin(p) + Rows - 1) / Rows; }
+  // Of a tile, as Redo counts: from where these begin, or, where nothing is dropped, from the first key.
+  static PT_DEVICE int first_row(const AttentionProblem& p, int tile) { return tile * Rows + (p.general() ? 0 : key_origin(p)); }
+  static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
+    const int of_head = tiles(p);
+    return {int(n) / of_head, int(n) % of_head};
+  }
 
   // The queries that may see key j: none if it is not there, or hidden from all.
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
