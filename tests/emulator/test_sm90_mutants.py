@@ -13,12 +13,10 @@ QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys
 GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums.cuh", "attention/sm90_bwd_fused.cuh"
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
-FWD_AGAIN, QUERIES_AGAIN, KEYS_AGAIN = "attention/fwd.cuh", "attention/bwd_queries.cuh", "attention/bwd_keys.cuh"
 LAUNCHES, PLAN, TERMS = "attention/attention.cu", "attention/sm90_plan.h", "attention/terms.cuh"
 COMPILED = {
     FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu", PLAN: "attention.cu",
     QUERIES: "sm90_bwd_queries*.cu", SUMS: "sm90_bwd_queries*.cu", KEYS: "sm90_bwd_keys*.cu", WIDE: "sm90_bwd_keys*.cu",
-    FWD_AGAIN: "fwd_bf16.cu", QUERIES_AGAIN: "bwd_bf16.cu", KEYS_AGAIN: "bwd_bf16.cu",
 }  # fmt: skip
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
@@ -96,7 +94,7 @@ FAULTS = (
     Fault("values in holes kept", FWD, "if (holes) clear_hidden_rows", "if (false) clear_hidden_rows", "padding with holes"),
     Fault("holes seen", FWD, "          if (holes) hide_keys(s, first, key_words(), minus_infinity());\n", "", "holes, 128"),
     Fault("holes of the first sequence", FWD, "place_of(args.order, ptx::again(n)).head / p.heads", "0", "padding with holes"),
-    Fault("holes of the tile's first 32 keys", TILE, "keys.from(first + 2 * c + ", "keys.from(first + ", "holes, 128"),
+    Fault("holes of the tile's first 32 keys", TILE, "int key = first + 2 * c + ", "int key = first + ", "holes, 128"),
     Fault("holes in even columns alone", TILE, "word >> (i / 4 * 8 + i % 2)", "word >> (i / 4 * 8)", "holes, T5, dropout"),
     Fault("holes of other columns in lookups", LOOKUPS, "0x01041040u", "0x01041080u", "holes and bias"),
     Fault("holes of the first 32 keys in lookups", LOOKUPS, "keys.from(column + 32 * c)", "keys.from(column)", "holes and bias"),
@@ -152,6 +150,8 @@ FAULTS = (
     Fault("bits of the tile before", FWD, "          look_up(first);\n", "          if (t % 2) look_up(first);\n", "mask"),
     Fault("no flag raised", FWD, "if (K::looks_up && not_finite(o, factor)) raise", "if (K::looks_up && p.group == 0) raise",
           "hidden keys"),
+    Fault("a flag raised for nothing", FWD, "if (K::looks_up && not_finite(o, factor)) raise", "if (K::looks_up) raise", "mask",
+          "made tiles again"),
     Fault("the flag of another tile", REDO, "redo.flags + head * redo.tiles + row / redo.rows, 1", "redo.flags + head * redo.tiles, 1",
           "hidden keys, dropout"),
     Fault("the flag of another head", REDO, "redo.flags + head * redo.tiles + row", "redo.flags + row", "hidden keys"),
@@ -159,15 +159,17 @@ FAULTS = (
           "one hidden key"),
     Fault("infinities are finite", REDO, "return zero != 0.0f;  // NaN", "return false;", "hidden keys"),
     # made again by the portable kernels
-    Fault("nothing made again", REDO, "if (!redo.flags) return true;", "return !redo.flags;", "hidden keys"),
+    Fault("nothing made again", REDO, "redo.tiles + tile)) return true;", "redo.tiles + tile)) return false;", "hidden keys"),
     Fault("the next tile made again", REDO, "most(first, 0) / redo.rows;", "most(first, 0) / redo.rows + 1;", "hidden keys"),
     Fault("what begins behind made again", REDO, "tile * redo.rows < end;", "tile * redo.rows < first;", "hidden keys"),
     Fault("made again as the first head says", REDO, "ld_global_u32(redo.flags + head * redo.tiles + tile)",
           "ld_global_u32(redo.flags + tile)", "one hidden key"),
     Fault("made again as the first tile says", REDO, "redo.tiles + tile)", "redo.tiles)", "one hidden key"),
-    Fault("made again as another head says", FWD_AGAIN, "p.heads + w.h, w.i0,", "p.heads, w.i0,", "one hidden key"),
-    Fault("made again as another head says, over queries", QUERIES_AGAIN, "p.heads + w.h, w.i0,", "p.heads, w.i0,", "one hidden key"),
-    Fault("made again as another head says, over keys", KEYS_AGAIN, "* heads + w.hk, place,", "* heads, place,", "one hidden key"),
+    Fault("made again once by a block", REDO, "? found + gridDim.x : n", "? all : n", "hidden keys"),
+    Fault("made again of the first 32", REDO, ": n + 32 * gridDim.x;", ": all;", "the last of many heads"),
+    Fault("made again of others than the next 32", REDO, ": n + 32 * gridDim.x;", ": n + 36 * gridDim.x;", "the last of many heads"),
+    Fault("made again what the first lane asks for", REDO, "d = 1; d < 32; d *= 2", "d = 32; d < 32; d *= 2", "one hidden key"),
+    Fault("made again over what is being read", REDO, "    ptx::syncthreads();  // nobody reads its", "    //", "hidden keys"),
     Fault("sums by diagonals made again", LAUNCHES, "rest.slope_parts = rest.diagonal_parts = nullptr;", "", "rows and T5"),
     Fault("flags for half a tile", LAUNCHES, "sm90_forward_tile(plan.head_class, true).rows()", "64", "one hidden key"),
     Fault("flags for half a tile, backward", LAUNCHES, "{nullptr, tile.rows(),", "{nullptr, 64,", "one hidden key"),
@@ -248,7 +250,8 @@ FAULTS = (
     Fault("wide scores not hidden", WIDE, "e = bounds[r].has(column) ? e : 0.0f;", "", "wide, causal"),
     Fault("wide queries that see nothing kept", WIDE, "          clear_rows<kConsumers>(q, visit, t * BN, keep);\n", "",
           "wide, lengths and window"),
-    Fault("wide pairs loaded too late", LOOKUPS, "(c > 0 || !kEarly) && c", "c > 0 && c", "wide, f32 mask, dropout"),
+    Fault("wide pairs of other columns", LOOKUPS, "== 0) load_pairs(w, d, column, c);", "== 0) load_pairs(w, d, column, c / 4 * 4);",
+          "wide, f32 mask, dropout"),
     Fault("wide slopes forgotten", WIDE, "slope[n][r] * s[n][r] : s", "s[n][r] : s", "wide, softcap"),
     Fault("wide terms of the other consumer's keys", WIDE, "w.j0 - consumer() * 64", "w.j0", "wide, T5, dropout"),
     Fault("another head's slope, wide", WIDE, "if (K::general && (t == first || t == last)) ++h;", "if (K::general && t == last) ++h;",
@@ -354,5 +357,5 @@ def test_a_planted_fault_is_caught(fault: Fault, builder: ModuleType, tmp_path: 
     # Which of the kernels show it; forward, too, what they share. What is made again is made by the portable kernels.
     only = COMPILED.get(fault.file, "sm90_bwd_[qk]*.cu" if "sm90_bwd" in fault.file else "sm90_fwd*.cu")
     if fault.file == REDO and "made again" in fault.name:
-        only = "fwd_bf16.cu"
+        only = "?wd_bf16.cu"
     check_caught(fault, "sm90_problems", "attention", builder, tmp_path, only, "sm90")

@@ -26,7 +26,9 @@ tool = _tool()
 WRONG = tool.Variant(
     "a wrong scale", "forward", (64,), "attention/sm90_fwd.cuh", "K::general ? kLog2e : p.scale * kLog2e", "kLog2e"
 )
-SPILLS = tool.Variant("256: 80 keys", "forward", (256,), tool.CONFIG, "Sm90Tile{256, 64, 2}", "Sm90Tile{256, 80, 2}")
+NO_KERNEL = tool.Variant(
+    "256: 80 keys with terms", "forward", (256,), tool.CONFIG, "Sm90Tile{256, 64, 2}", "Sm90Tile{256, 80, 2}"
+)
 
 
 def test_a_variant_changes_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,15 +61,19 @@ def test_a_wrong_variant_is_found(builder: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_libraries_link(builder: ModuleType, tmp_path: Path) -> None:
-    """As on a GPU, up to calling them: that of a variant that compiles, and why there is none of one that spills."""
+def test_libraries_link(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, up to calling them: of a variant, of one that spills, which is told, and why there is none of one that is none."""
     if reason := tool.module(tool.CSRC / "cuda_build.py").why_not():
         pytest.skip(reason)
-    variants = [tool.VARIANTS[0], SPILLS]
-    for variant in variants:
+    variants = [v for v in tool.VARIANTS if v.name in ("64: three consumers", "64: no turns")]
+    for variant in (*variants, NO_KERNEL):
         tool.changed_sources(variant, tmp_path / tool.slug(variant.name))
-    failed = tool.build(variants, tmp_path)
-    assert list(failed) == [SPILLS.name] and "spill" in failed[SPILLS.name]
-    for name in ("", variants[0].name):
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_SPILLS", "")  # what build() sets is taken back
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "")
+    failed = tool.build([*variants, NO_KERNEL], tmp_path)
+    assert list(failed) == [NO_KERNEL.name] and "static assertion failed" in failed[NO_KERNEL.name]
+    spills = {v.name: any("spill" in line for line in tool.refused(tmp_path / f"{tool.slug(v.name)}.d")) for v in variants}
+    assert spills == {v.name: v.spills for v in variants}
+    for name in ("", *spills):
         torch.ops.load_library(tmp_path / f"{tool.slug(name)}.so")
         assert hasattr(torch.ops.pytransformer_C, f"{tool.prefix_of(name)}attention_bwd")

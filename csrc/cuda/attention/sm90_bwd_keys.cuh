@@ -12,7 +12,7 @@ namespace pt::cuda {
 
 template <class T, class K>
 struct Sm90KeysBlock {
-  static constexpr Sm90Tile kTile = sm90_keys_tile(K::head_dim, K::general, K::looks_up);
+  static constexpr Sm90Tile kTile = K::keys_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers,
                        kNumbers = sm90_key_numbers(K::general, K::looks_up) * 4 * BN;  // bytes of a stage's top, delta, log

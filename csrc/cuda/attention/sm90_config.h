@@ -125,16 +125,22 @@ template <int HeadDim, bool IsGeneral, bool LooksUp = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool general = IsGeneral, looks_up = LooksUp, plain = !IsGeneral && !LooksUp;
+  static constexpr Sm90Tile keys_tile = sm90_keys_tile(HeadDim, IsGeneral, LooksUp);
   // Over keys: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
   static constexpr int more_queries = 0, spread = 1;
 };
 
 // deterministic=False: five products, with d_query added across blocks. Only bounds.
+constexpr Sm90Tile sm90_fused_tile(int head_dim) {
+  Sm90Tile t = sm90_keys_tile(head_dim, false);
+  t.stages = 2;  // dS has the place of a third
+  return t;
+}
 template <int HeadDim>
 struct Fused : Hopper<HeadDim, false> {
+  static constexpr Sm90Tile keys_tile = sm90_fused_tile(HeadDim);
   static constexpr int spread = 16;  // blocks that add to the same places at the same time wait for each other
 };
-constexpr Sm90Tile sm90_fused_tile(int head_dim) { return sm90_keys_tile(head_dim, false); }
 constexpr uint32_t kSm90Notes = 256 * 48;  // of consumers' threads
 // As over keys, and: dS, twice; 64 x 64 float32 numbers a consumer; notes.
 constexpr uint32_t sm90_fused_smem(const Sm90Tile& t) {

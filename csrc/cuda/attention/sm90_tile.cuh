@@ -38,7 +38,7 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   using Base = QueryTile<Rows, Streamed>;
   using Base::i0, Base::s;
 
-  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : QueryWork(p, place_of(order, n)) {}
+  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : Base(p, place_of(order, n)) {}
   // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
   // consumer see.
   PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
@@ -49,10 +49,6 @@ struct QueryWork : QueryTile<Rows, Streamed> {
     if (s.holes) return {kUnbounded, 0};
     return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
   }
-
- private:
-  PT_DEVICE QueryWork(const AttentionProblem& p, const TilePlace& at)
-      : Base(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
 };
 
 // ---- segments
@@ -137,12 +133,12 @@ PT_DEVICE void each_element(float (&x)[R], int first, F f) {
 // x becomes `hidden` in the columns of keys that padding hides; `first`: the tile's first key.
 template <int R>
 PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float hidden) {
-  static_assert(R % 16 == 0);
   PT_UNROLL
-  for (int c = 0; c < R; c += 16) {  // 32 columns
-    const uint32_t word = keys.from(first + 2 * c + 2 * (lane_id() % 4));
+  for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
+    const int key = first + 2 * c + 2 * (lane_id() % 4);
+    const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
-    for (int i = 0; i < 16; ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
+    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
   }
 }
 
