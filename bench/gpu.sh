@@ -109,8 +109,10 @@ bench attention_d128 90 attention --backends $peers --case full,causal --dtype b
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
 bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_terms 90 attention --backends $peers --case key_padding,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
+bench attention_terms 90 attention --backends $peers --case key_padding,bool_mask,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
+# Many short sequences: what launches cost, of masks those of what is made again too.
+bench attention_short 45 attention --backends $peers --case full,bool_mask --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=16,Lq=512,Lk=512,D=64
 PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
