@@ -64,7 +64,7 @@ py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, 
 // Of tensors that are aligned and as large as the numbers say.
 py::dict cuda_sm90_attention_plan(const std::string& direction, const std::string& dtype, int sequences, int heads, int key_heads,
                                   int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool plain, bool looks_up,
-                                  bool padded, bool left_window, const std::string& adds, int multiprocessors) {
+                                  bool padded, bool left_window, const std::string& adds, bool summed, int multiprocessors) {
   using namespace pt::cuda;
   static const int64_t some = 0;
   static const uint32_t word = 0;
@@ -90,12 +90,15 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   AttentionBackward g{};
   g.p = p, g.d_out = {nullptr, f.out.stride};
   g.dq = out(num_queries, head_dim), g.dk = out(num_keys, head_dim), g.dv = out(num_keys, value_dim);
-  const bool keys = direction == "keys", forward = direction == "forward", fused = direction == "fused";
-  if (!keys && !forward && !fused && direction != "queries")
-    throw py::value_error("direction must be forward, queries, keys or fused, got " + direction);
+  AttentionDense d{};
+  d.b = g, d.sizes[0] = sequences, d.sizes[1] = heads, d.sizes[2] = summed ? 1 : num_queries, d.sizes[3] = num_keys, d.key = 1;
+  const bool keys = direction == "keys", forward = direction == "forward", fused = direction == "fused", dense = direction == "dense";
+  if (!keys && !forward && !fused && !dense && direction != "queries")
+    throw py::value_error("direction must be forward, queries, keys, fused or dense, got " + direction);
   const Pass pass = keys ? Pass::Keys : Pass::Queries;
   const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors)
                         : fused ? plan_sm90_fused(g, multiprocessors)
+                        : dense ? plan_sm90_dense(d, multiprocessors)
                                 : plan_sm90_backward(g, pass, multiprocessors);
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
@@ -147,7 +150,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan, py::arg("direction"), py::kw_only(), py::arg("dtype"), py::arg("sequences"),
         py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
         py::arg("even") = true, py::arg("plain") = true, py::arg("looks_up") = false, py::arg("padded") = false,
-        py::arg("left_window") = false, py::arg("adds") = "nothing", py::arg("multiprocessors") = 132,
+        py::arg("left_window") = false, py::arg("adds") = "nothing", py::arg("summed") = false, py::arg("multiprocessors") = 132,
         "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
   m.def("cuda_matmul_plan", &cuda_matmul_plan, py::arg("rows"), py::arg("columns"), py::arg("depth"), py::kw_only(), py::arg("dtype"),
         py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,

@@ -52,13 +52,13 @@ class Part(NamedTuple):
 
 
 INSTALL = Part("install", "install and CPU build", 5)
-CUDA_BUILD = Part("cuda-build", "CUDA build", 4)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
     Part(REST, "reference and cpu", 7),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
-    Part("cuda", "CUDA resources", 2, ("cuda",)),
+    Part("cuda", "CUDA resources", 1.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2")),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),

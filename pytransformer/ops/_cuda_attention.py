@@ -73,12 +73,18 @@ def why_not(a: Any) -> str | None:
 
 def _note(a: Any) -> str | None:
     """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned and all have gradients."""
-    names = {"forward": "forward", "queries": "d_query", "keys": "d_key and d_value"}
+    passes: list[tuple[str, str, dict[str, Any]]] = [("forward", "forward", {})]
     if _sums(a):
-        names = {"forward": "forward", "fused": "d_query, added across blocks, d_key and d_value"}
+        passes += [("fused", "d_query, added across blocks, d_key and d_value", {})]
+    else:
+        passes += [("queries", "d_query", {}), ("keys", "d_key and d_value", {})]
+    if not hasattr(a, "cu_seqlens_q"):
+        full = torch.Size(longest(a))
+        dense = [(n, t) for n, t in (("d_mask", a.mask), ("d_bias", a.bias)) if t is not None and t.is_floating_point()]
+        passes += [("dense", name, {"summed": t.shape[2:] != full}) for name, t in dense]
     told = []
-    for direction, name in names.items():
-        if (plan := _sm90_plan(a, direction)) is None:
+    for direction, name, other in passes:
+        if (plan := _sm90_plan(a, direction, **other)) is None:
             return None
         told.append(f"{name} by the {'portable kernels: ' + plan['why_not'] if plan['why_not'] else 'kernels for sm_90a'}")
     return "cuda: " + "; ".join(told)

@@ -55,9 +55,9 @@ def check_attention(
     return results
 
 
-def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, padded: bool = False) -> None:
-    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward. With
-    ``padded`` a mask hides some keys of the piece from all queries."""
+def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, mask_kind: str = "none") -> None:
+    """Assert that a piece of a longer sequence goes by absolute indices: visibility, biases and dropout, forward and backward. The mask,
+    which goes by the piece's: "none", "padding" that hides some keys from all queries, "floating" with a gradient."""
     from pytransformer.ops.attention import attention_op
     from pytransformer.ops.masks import RelativePositionBias
 
@@ -65,7 +65,9 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
     table = torch.randn(8, 2, requires_grad=True)
     bias = RelativePositionBias(table, bidirectional=True, max_distance=20)
     lengths = {"query_lengths": torch.tensor([130, 100]), "key_lengths": torch.tensor([110, 97])}
-    mask = torch.rand(2, 1, 1, 70) > 0.2 if padded else None
+    floating = torch.randn(1, 2, 45, 70, requires_grad=True)
+    mask = {"none": None, "padding": torch.rand(2, 1, 1, 70) > 0.2, "floating": floating}[mask_kind]
+    inputs = [query, key, value, table, *([floating] if mask_kind == "floating" else [])]
     results = {}
     for name in ("reference", backend):
         a, _, _ = attention_op.prepare(
@@ -74,7 +76,7 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
         a = a._replace(query_start=90, key_start=45, causal=causal, **lengths)
         out, lse = attention_op(a, name, True)
         lse = lse.masked_fill(lse.isinf(), 0.0)
-        results[name] = [out, lse, *torch.autograd.grad([out.square().sum() + lse.sum()], [query, key, value, table])]
+        results[name] = [out, lse, *torch.autograd.grad([out.square().sum() + lse.sum()], inputs)]
     for ours, want in zip(results[backend], results["reference"]):
         assert bounds.relative_error(ours, want) < 25 * torch.finfo(dtype).eps
 

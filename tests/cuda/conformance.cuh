@@ -61,8 +61,7 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   ptx::syncthreads();
   float a, b;
   ptx::ld_shared_v2_f32(shared + 16 * (127 - t) + 8, a, b);
-  ptx::st_global_u32(out + 512 + 4 * t, ptx::float_bits(a));
-  ptx::st_global_u32(out + 512 + 4 * t + 1, ptx::float_bits(b));
+  ptx::st_global_u64(out + 512 + 4 * t, uint64_t(ptx::float_bits(b)) << 32 | ptx::float_bits(a));
   ptx::st_global_u32(out + 512 + 4 * t + 2, ptx::ld_shared_u32(shared + 2048 + 4 * (t ^ 5)));
   const uint64_t pair = ptx::ld_global_u64(in + 2 * t);
   auto* halves = reinterpret_cast<uint16_t*>(out + 512 + 4 * t + 3);

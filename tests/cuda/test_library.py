@@ -211,6 +211,10 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("keys", {"head_dim": 192}, None),
         ("fused", {"head_dim": 64}, None),
         ("fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
+        ("dense", {"adds": "rows"}, None),
+        ("dense", {"adds": "two terms", "plain": False, "head_dim": 64, "value_dim": 256}, None),
+        ("dense", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
+        ("dense", {"adds": "rows", "dtype": "float32"}, "float32"),
     ],
 )
 def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
@@ -241,6 +245,9 @@ def test_how_tiles_are_shared() -> None:
     # Wide heads with terms or lookups keep one tile a block.
     assert sm90_plan("keys", head_dim=256, plain=False)["blocks"] == 64 * 32
     assert sm90_plan("queries", head_dim=256, looks_up=True)["blocks"] == 32 * 32
+    # Parts of a dense gradient are 128 x 128, and their blocks persistent.
+    dense = sm90_plan("dense", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4)
+    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("dense", adds="rows")["blocks"] == 132
     many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
     assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
     assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"

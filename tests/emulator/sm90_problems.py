@@ -249,7 +249,7 @@ LOOKUPS = (
                    "dropout_p": 0.2, "dropout_seed": 6},
     ),
 )  # fmt: skip
-# Those whose backward the portable kernels have.
+# Those whose d_query, d_key and d_value the portable kernels make.
 FORWARD = (
     # Wide heads: lookups beside terms.
     Problem(
@@ -274,6 +274,8 @@ FORWARD = (
         "f64 mask, odd bias", BF16, (1, 2, 2, 30, 151, 128, 128),
         lambda n: {"attn_mask": some(n(1, 1, 30, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
     ),
+    Problem("transposed bias", F16, (1, 2, 1, 136, 40, 64, 64), lambda n: {"bias": n(2, 40, 136).mT, "window": (90, 90)}),
+    Problem("wide, odd bias", BF16, (1, 1, 1, 40, 151, 200, 256), lambda n: {"bias": n(40, 151).to(BF16)}),
     Problem("bias of queries", F16, (1, 2, 2, 140, 30, 64, 64), lambda n: {"bias": n(2, 140, 1)}),
     Problem(
         "finfo.min", F16, (1, 1, 1, 40, 140, 64, 64),
@@ -281,6 +283,16 @@ FORWARD = (
                                                                               torch.finfo(torch.float32).min),
                    "bias": torch.full((1, 140), torch.finfo(torch.float32).min)},
     ),
+)  # fmt: skip
+# Gradients of masks and biases: several parts a block, tiles of keys that are seen or not, sums over sequences, heads, both or neither.
+# Other problems have such gradients too, stored in pairs or one by one; those that are sums over queries or keys are the portable kernels'.
+DENSE = (
+    Problem(
+        "gradient of all heads", BF16, (3, 2, 1, 270, 304, 64, 64),
+        lambda n: {"bias": n(1, 1, 270, 304), "key_lengths": integers(304, 77, 0), "causal": "bottom_right"},
+    ),
+    Problem("gradient of each head", F16, (2, 2, 2, 140, 136, 128, 72), lambda n: {"attn_mask": some(n(2, 2, 140, 136)).half()}),
+    Problem("gradient of sequences", BF16, (2, 4, 2, 40, 200, 96, 128), lambda n: {"attn_mask": n(2, 1, 40, 200).to(BF16), "softcap": 3.0}),
 )  # fmt: skip
 
 
@@ -307,7 +319,7 @@ FUSED = (
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *FUSED)
+    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *DENSE, *FUSED)
 
 
 def wrong(problem: Problem) -> list[str]:
@@ -325,9 +337,10 @@ def wrong(problem: Problem) -> list[str]:
     if problem in (*PADDING, *PADDED_LOOKUPS):
         found += attention_problems.wrong(problem, poisoned=False)
     products.append(torch.ops.pytransformer_C.emulator_products())
-    told = " ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes)  # nothing without _C
-    if problem not in FORWARD and "portable" in told:
-        found.append(told)
+    for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split("; "):  # nothing without _C
+        left = ("d_query", "d_key") if problem in FORWARD else ()
+        if "portable" in told and "the gradient is a sum" not in told and not told.startswith(left):
+            found.append(told)
     forward, both = products[1] - products[0], products[2] - products[1]
     if not forward or (problem not in FORWARD and forward == both):
         found.append(f"{forward} products of warpgroups in forward, {both} in forward and backward")

@@ -83,10 +83,10 @@ def test_dropout_mask(
     assert torch.equal(gradients[0].abs() > 1e-4, keep)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_starts(causal: str, padded: bool) -> None:
-    check_starts("cuda", causal, padded=padded)
+def test_starts(causal: str, mask: str) -> None:
+    check_starts("cuda", causal, mask_kind=mask)
 
 
 @pytest.mark.parametrize("path", ["portable", "sm90"])

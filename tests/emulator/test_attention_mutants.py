@@ -12,7 +12,7 @@ from planted import Fault, check_caught, check_texts, parameters
 
 TILE, SEQUENCE, TERMS = "tile/matrix_tile.cuh", "attention/sequence.cuh", "attention/terms.cuh"
 FWD, BWD, QUERIES = "attention/fwd.cuh", "attention/bwd_tile.cuh", "attention/bwd_queries.cuh"
-BITS = "attention/key_bits.cuh"
+BITS, PARTS = "attention/key_bits.cuh", "attention/work.cuh"
 KEYS, DENSE, PLAN = "attention/bwd_keys.cuh", "attention/bwd_dense.cuh", "attention/kernels.h"
 WAIT, SYNC = "    ptx::cp_async_wait<0>();\n", "    ptx::syncthreads();  // "
 LATE = "not ordered after the"
@@ -84,8 +84,7 @@ FAULTS = (
     Fault("a head of a group left out", KEYS, "steps = count * p.group;", "steps = count;", "plain 128"),
     Fault("far diagonals lost", QUERIES, "store_far(sums, p, far.a, far.b);", "store_far(sums, p, 0.0f, far.b);",
           "T5 of one direction, softcap"),
-    Fault("a sequence left out of a mask's gradient", DENSE, "shared[d] ? Range{0, all[d]}", "shared[d] ? Range{0, 1}",
-          "wide heads, prefix"),
+    Fault("tiles left out of a bias's gradient", PARTS, "shared ? Range{0, all[d]}", "shared ? Range{0, 1}", "wide heads, prefix"),
     Fault("float32 weights not passed around", TILE, "b.at(8 * n + 2 * (q ^ x) + e,", "b.at(8 * n + 2 * q + e,", "float32"),
 )  # fmt: skip
 

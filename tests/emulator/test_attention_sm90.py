@@ -121,11 +121,11 @@ def test_small_float16_weights(schedule: int) -> None:
     assert not report.failures and report.cases == 5, "\n".join(report.failures)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mask", ["none", "padding", "floating"])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_starts(causal: str, padded: bool) -> None:
+def test_starts(causal: str, mask: str) -> None:
     """Tiles of keys begin where dropout's groups do, before the first key; so do words of key padding."""
-    check_starts("cuda", causal, torch.float16, padded)
+    check_starts("cuda", causal, torch.float16, mask)
 
 
 @pytest.mark.parametrize("schedule", [1], indirect=True)
@@ -188,9 +188,13 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken.count("by the kernels for sm_90a") == 3
     wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
     assert pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1] == taken
-    for mask in (torch.ones(20, 20, dtype=torch.bool), torch.zeros(20, 20), torch.zeros(2, 1, 24, dtype=torch.float16)):
+    for mask, more in (
+        (torch.ones(20, 20, dtype=torch.bool), ""),
+        (torch.zeros(20, 20), "; d_mask by the kernels for sm_90a"),
+        (torch.zeros(2, 1, 24).half(), "; d_mask by the portable kernels: the gradient is a sum over queries or keys"),
+    ):
         key = torch.zeros(1, 2, mask.shape[-1], 64, dtype=torch.float16)
-        assert pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1] == taken
+        assert pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1] == taken + more
     for mask in (torch.zeros(20, 20, dtype=torch.float64), torch.zeros(20, 1), torch.zeros(20, 20, dtype=torch.float16)):
         partly = pt.explain("attention", query, query, query, attn_mask=mask, backend="cuda").notes[-1]
         assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels copy" in partly

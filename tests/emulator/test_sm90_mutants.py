@@ -14,8 +14,9 @@ GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
 LAUNCHES, PLAN, TERMS = "attention/attention.cu", "attention/sm90_plan.h", "attention/terms.cuh"
+DENSE, PARTS = "attention/sm90_bwd_dense.cuh", "attention/work.cuh"
 COMPILED = {
-    FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu", PLAN: "attention.cu",
+    DENSE: "sm90_bwd_dense*.cu", PARTS: "sm90_bwd_dense*.cu", FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu", PLAN: "attention.cu",
     QUERIES: "sm90_bwd_queries*.cu", SUMS: "sm90_bwd_queries*.cu", KEYS: "sm90_bwd_keys*.cu", WIDE: "sm90_bwd_keys*.cu",
 }  # fmt: skip
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
@@ -158,6 +159,41 @@ FAULTS = (
     Fault("the flag of another head, forward", FWD, "raise(f.redo, int64_t(w.b) * p.heads + w.h", "raise(f.redo, int64_t(w.b) * p.heads",
           "one hidden key"),
     Fault("infinities are finite", REDO, "return zero != 0.0f;  // NaN", "return false;", "hidden keys"),
+    # gradients of masks and biases
+    Fault("sums of tiles of keys mixed up", DENSE, "          turn_around(sums);\n", "", "gradient of all heads", slow=False),
+    Fault("sums go round the wrong way", DENSE, "for (int t = kSpan * own.of[3].lo; t <", "for (int t = kSpan * own.of[3].lo + 1; t <",
+          "gradient of all heads"),
+    Fault("another head of keys", DENSE, "w.h / p.group", "0", "gradient of sequences"),
+    Fault("one head for all", DENSE, "++h) {", "h += 2) {", "gradient of all heads"),
+    Fault("one sequence for all", DENSE, "++b)", "b += 2)", "gradient of all heads"),
+    Fault("tiles before the part", DENSE, "most(w.range.first, kSpan * part.of[3].lo)", "w.range.first", "gradient of all heads"),
+    Fault("tiles behind the part", DENSE, "least(w.range.last, kSpan * part.of[3].hi)", "w.range.last", "gradient of all heads"),
+    Fault("tiles that nobody sees loaded alone", DENSE, "if (!tiles.empty()) f", "if (part.of[0].lo == 0) f", "gradient of all heads"),
+    Fault("queries read before they are there", DENSE, "        q.await_full(turn);\n", "", "gradient of each head", UNAWAITED),
+    Fault("d_out read before it is there", DENSE, "        d_out.await_full(turn);\n", "", "gradient of each head", UNAWAITED),
+    Fault("keys read before they are there", DENSE, "    k.await_full(visit);\n", "", "gradient of each head", UNAWAITED),
+    Fault("values read before they are there", DENSE, "    v.await_full(visit);\n", "", "gradient of each head", UNAWAITED),
+    Fault("queries not given back", DENSE, "        release_products(q, turn);\n", "", "gradient of all heads", DEADLOCK),
+    Fault("keys given back too early", DENSE, "    ptx::wgmma_wait<1>();\n    release_products(k, visit);\n",
+          "    release_products(k, visit);\n    ptx::wgmma_wait<1>();\n", "gradient of each head", "wgmma"),
+    Fault("dP read in flight", DENSE, "    ptx::wgmma_wait<0>();\n", "", "gradient of each head", "wgmma"),
+    Fault("scores read in flight", DENSE, "    ptx::wgmma_wait<1>();\n", "", "gradient of each head", "wgmma"),
+    Fault("hidden pairs weigh -1", DENSE, "s[i] < 0.0f ? 0.0f : s[i]", "s[i]", "gradient of each head"),
+    Fault("hidden pairs keep their product", DENSE, "x == minus_infinity() ? -1.0f : weight_of", "weight_of", "gradient of each head"),
+    Fault("maximum of the other row", DENSE, "weight_of(x, numbers[r].top", "weight_of(x, numbers[1 - r].top", "gradient of all heads"),
+    Fault("the sum's logarithm forgotten", DENSE, "numbers[r].log)", "0.0f)", "rows of finfo.min"),
+    Fault("D of the other row", DENSE, "numbers[i / 2 % 2].delta", "numbers[0].delta", "gradient of all heads"),
+    Fault("dropout of other keys", DENSE, "kept.has(i) ? dp[i] * p.keep_scale", "kept.has(i ^ 1) ? dp[i] * p.keep_scale", "bf16 mask"),
+    Fault("what is left not scaled", DENSE, "kept.has(i) ? dp[i] * p.keep_scale", "kept.has(i) ? dp[i]", "bf16 mask"),
+    Fault("gradients of other rows", DENSE, "BM + own_row(r)", "BM + own_row(1 - r)", "gradient of all heads"),
+    Fault("pairs the wrong way round", DENSE, "x[at], x[at + 1]", "x[at + 1], x[at]", "gradient of all heads"),
+    Fault("pairs beyond the last key", DENSE, "if (uint32_t(j) < uint32_t(p.num_keys)) store_pair", "store_pair", "gradient of all heads",
+          OUTSIDE),
+    Fault("one by one beyond the last key", DENSE, "if (uint32_t(j + e) < uint32_t(p.num_keys))", "", "wide, odd bias", OUTSIDE),
+    Fault("queries that are not there", DENSE, "      if (i >= p.num_queries) continue;\n", "", "gradient of each head", OUTSIDE),
+    Fault("parts of other tiles", PARTS, "if (!shared) n /= all[d];", "n /= all[d];", "gradient of sequences"),
+    Fault("a sum over queries taken", PLAN, "f.sizes[2] != p.num_queries ||", "", "window and bias"),
+    Fault("a sum over keys taken", PLAN, " || f.sizes[3] != p.num_keys", "", "bias of queries"),
     # made again by the portable kernels
     Fault("nothing made again", REDO, "redo.tiles + tile)) return true;", "redo.tiles + tile)) return false;", "hidden keys"),
     Fault("the next tile made again", REDO, "most(first, 0) / redo.rows;", "most(first, 0) / redo.rows + 1;", "hidden keys"),

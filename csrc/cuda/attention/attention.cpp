@@ -303,6 +303,9 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
       f.sizes[i] = int(d.size(i));
     }
     f.batch = d.stride(0), f.head = d.stride(1), f.query = d.stride(2), f.key = d.stride(3);
+    const auto even = [](int64_t n) { return n % 2 == 0; };
+    f.pairs = reinterpret_cast<uintptr_t>(f.data) % (2 * d.element_size()) == 0 && f.key == 1 && even(f.batch) && even(f.head) &&
+              even(f.query) && even(b.p.num_keys) && even(b.p.key_start);
     attention_backward_dense(f, stream);
   }
 }

@@ -95,6 +95,9 @@ void attention_backward_fused(const AttentionBackward& g, void* stream) {
 }
 
 void attention_backward_dense(const AttentionDense& f, void* stream) {
+  if (runs_sm90a())
+    if (const Sm90Plan plan = plan_sm90_dense(f, multiprocessors()); !plan.why_not)
+      return with_half(f.b.p, [&](auto t) { sm90_attention_dense_as<decltype(t)>(f, plan, stream); });
   const AttentionPlan plan = plan_attention(Pass::Dense, f.b.p, false);
   with_dtype(f.b.p, [&](auto t) { attention_dense_as<decltype(t)>(f, plan, stream); });
 }

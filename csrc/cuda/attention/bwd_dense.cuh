@@ -16,14 +16,8 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
   const AttentionProblem& p = g.p;
 
   const int origin = key_origin(p), key_tiles = (p.num_keys - origin + BN - 1) / BN, query_tiles = (p.num_queries + BM - 1) / BM;
-  const bool shared[4] = {f.sizes[0] == 1, f.sizes[1] == 1, f.sizes[2] == 1, f.sizes[3] == 1};
-  const int all[4] = {p.sequences, p.heads, query_tiles, key_tiles};
-  Range mine[4];  // what this block sums over
-  int rest = int(blockIdx.x);
-  for (int d = 3; d >= 0; --d) {
-    mine[d] = shared[d] ? Range{0, all[d]} : Range{rest % all[d], rest % all[d] + 1};
-    if (!shared[d]) rest /= all[d];
-  }
+  const DensePart part(f, query_tiles, key_tiles, int(blockIdx.x));
+  const auto& mine = part.of;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow}, v{k.base + BN * kRow};
   const int own = 16 * (int(threadIdx.x) / 32);
@@ -76,15 +70,15 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
   const Place at(own, 0);
   each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), sum[n][r]); });
   ptx::syncthreads();
-  const int rows = shared[2] ? 1 : BM, columns = shared[3] ? 1 : BN;
+  const bool one_row = f.sizes[2] == 1, one_column = f.sizes[3] == 1;
+  const int rows = one_row ? 1 : BM, columns = one_column ? 1 : BN;
   for (int x = int(threadIdx.x); x < rows * columns; x += int(blockDim.x)) {
-    const int r = x / columns, c = x % columns, i = mine[2].lo * BM + r, j = shared[3] ? 0 : origin + mine[3].lo * BN + c;
+    const int r = x / columns, c = x % columns, i = mine[2].lo * BM + r, j = one_column ? 0 : origin + mine[3].lo * BN + c;
     if (i >= p.num_queries || j < 0 || j >= p.num_keys) continue;
     float total = 0.0f;
-    for (int y = r; y < (shared[2] ? BM : r + 1); ++y)
-      for (int z = c; z < (shared[3] ? BN : c + 1); ++z) total += ptx::ld_shared_f32(tile + 4 * (y * kStride + z));
-    const int64_t to = mine[0].lo * f.batch + mine[1].lo * f.head + i * f.query + j * f.key;
-    with_type(f.dtype, [&](auto t) { store_one(static_cast<decltype(t)*>(f.data) + to, total); });
+    for (int y = r; y < (one_row ? BM : r + 1); ++y)
+      for (int z = c; z < (one_column ? BN : c + 1); ++z) total += ptx::ld_shared_f32(tile + 4 * (y * kStride + z));
+    with_type(f.dtype, [&](auto t) { store_one(static_cast<decltype(t)*>(f.data) + part.at(f, i, j), total); });
   }
 }
 

@@ -147,6 +147,7 @@ struct AttentionDense {
   DType dtype;
   int64_t batch, head, query, key;  // strides
   int sizes[4];                     // of the gradient: each 1 or the full size
+  bool pairs;                       // two neighbouring keys, of which the first's absolute index is even, lie in one aligned word or pair
 };
 
 }  // namespace pt::cuda

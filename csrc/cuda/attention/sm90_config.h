@@ -119,6 +119,25 @@ static_assert(sm90_keys_fit(256, false) && sm90_keys_fit(256, true));
 static_assert(sm90_keys_fit(64, false, true) && sm90_keys_fit(64, true, true) && sm90_keys_fit(256, false, true));
 static_assert(sm90_keys_fit(128, false, true) && sm90_keys_fit(128, true, true));
 
+// The gradient of a dense term: a block has the sums of its queries and of `kSm90DenseSpan` tiles of keys; Q and dO come in stages, too.
+constexpr int kSm90DenseSpan = 2;
+constexpr Sm90Tile sm90_dense_tile(int head_dim) {
+  if (head_dim == 256) return {256, 64, 2, false, 2, 24, 240, 1};
+  return {head_dim, 64, head_dim == 64 ? 4 : 3, false, 2, 40, 232};
+}
+constexpr int sm90_dense_own_stages(int head_dim) { return head_dim == 256 ? 1 : 2; }
+constexpr uint32_t sm90_dense_smem(const Sm90Tile& t) {
+  const int own = sm90_dense_own_stages(t.head_dim);
+  return kSm90Slack + uint32_t(2 * own) * t.own_bytes() + t.streamed_bytes() +
+         kSm90BarrierBytes * uint32_t(2 * own + t.stages + t.second_stages());
+}
+// S, dP, their sums; a tile of terms.
+constexpr bool sm90_dense_fits(int head_dim) {
+  const Sm90Tile t = sm90_dense_tile(head_dim);
+  return sm90_fits(t, sm90_dense_smem(t), t.streamed + kSm90DenseSpan * t.streamed / 2 + 32 + kSm90Terms) && t.streamed % 32 == 0;
+}
+static_assert(sm90_dense_fits(64) && sm90_dense_fits(128) && sm90_dense_fits(256));
+
 // What a kernel is instantiated with, and what its name shows. General: with softcap, ALiBi, T5 and dropout. LooksUp: with boolean masks
 // and segments; both: floating masks and biases too. Neither: only bounds.
 template <int HeadDim, bool IsGeneral, bool LooksUp = false>

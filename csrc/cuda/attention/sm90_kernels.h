@@ -21,6 +21,8 @@ template <class T>
 void sm90_attention_queries_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 template <class T>
 void sm90_attention_keys_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_dense_as(const AttentionDense& f, const Sm90Plan& plan, void* stream);
 
 void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 

@@ -136,6 +136,23 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
   return plan;
 }
 
+// A mask's or bias's gradient. Parts go to persistent blocks in order; those at the same time are of one head, whose operands L2 has.
+inline Sm90Plan plan_sm90_dense(const AttentionDense& f, int multiprocessors) {
+  const AttentionProblem& p = f.b.p;
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0};
+  if (f.sizes[2] != p.num_queries || f.sizes[3] != p.num_keys) plan.why_not = "the gradient is a sum over queries or keys";
+  if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
+  if (plan.why_not) return plan;
+  const Sm90Tile tile = sm90_dense_tile(plan.head_class);
+  const int columns = kSm90DenseSpan * tile.streamed;
+  const int64_t tiles = int64_t(p.num_queries + tile.rows() - 1) / tile.rows() * ((p.num_keys + p.key_start % 32 + columns - 1) / columns);
+  const int64_t heads = int64_t(f.sizes[0]) * f.sizes[1];
+  if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
+  plan.order = {int(tiles), int(heads), 1};
+  plan.blocks = tiles * heads < multiprocessors ? tiles * heads : multiprocessors;
+  return plan;
+}
+
 // The sums of d_query that blocks add to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
 // each has one more than its rows' share.
 inline int64_t sm90_sum_tiles(const AttentionProblem& p, int head_class) {

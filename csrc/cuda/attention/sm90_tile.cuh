@@ -38,6 +38,7 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   using Base = QueryTile<Rows, Streamed>;
   using Base::i0, Base::s;
 
+  using Base::Base;
   PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : Base(p, place_of(order, n)) {}
   // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
   // consumer see.

@@ -93,4 +93,24 @@ struct KeyTile {
   }
 };
 
+// A part of a dense term's gradient: which sequences, heads, tiles of queries and of keys it is the sum over, all of them in dimensions
+// that the term does not have. Parts are numbered with keys fastest.
+struct DensePart {
+  Range of[4];
+
+  PT_DEVICE DensePart(const AttentionDense& f, int query_tiles, int key_tiles, int n) {
+    const int all[4] = {f.b.p.sequences, f.b.p.heads, query_tiles, key_tiles};
+    PT_UNROLL
+    for (int d = 3; d >= 0; --d) {
+      const bool shared = f.sizes[d] == 1;
+      of[d] = shared ? Range{0, all[d]} : Range{n % all[d], n % all[d] + 1};
+      if (!shared) n /= all[d];
+    }
+  }
+  // Where the gradient's element of query i and key j is.
+  PT_DEVICE int64_t at(const AttentionDense& f, int i, int j) const {
+    return of[0].lo * f.batch + of[1].lo * f.head + i * f.query + j * f.key;
+  }
+};
+
 }  // namespace pt::cuda

@@ -75,6 +75,13 @@ PT_DEVICE void st_global_v4(void* p, const Words4& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 #endif
 }
+PT_DEVICE void st_global_u64(void* p, uint64_t v) {
+#if defined(PT_EMULATE)
+  emu::st_global(p, &v, 8);
+#else
+  asm volatile("st.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#endif
+}
 PT_DEVICE void st_global_u32(void* p, uint32_t v) {
 #if defined(PT_EMULATE)
   emu::st_global(p, &v, 4);

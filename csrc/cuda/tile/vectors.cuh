@@ -96,6 +96,15 @@ PT_DEVICE void store_one(T* p, float v) {
     ptx::st_global_u16(p, uint16_t(Element<T>::pack(v, v)));
   }
 }
+// Two neighbours, of which the first is aligned to the size of both.
+template <class T>
+PT_DEVICE void store_pair(T* p, float low, float high) {
+  if constexpr (sizeof(T) == 4) {
+    ptx::st_global_u64(p, uint64_t(ptx::float_bits(high)) << 32 | ptx::float_bits(low));
+  } else {
+    ptx::st_global_u32(p, Element<T>::pack(low, high));
+  }
+}
 
 // Elements [column, column + 8) of a row of `columns`, zero past its end; 16 bytes at a time where `aligned`: the row begins at a multiple
 // of 16 bytes and `columns` is a multiple of 8.

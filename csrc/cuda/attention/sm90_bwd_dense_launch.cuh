@@ -1,0 +1,29 @@
+// The kernels for sm_90a of dense terms' gradients, of one dtype: included by the files that compile them.
+#pragma once
+
+#include "cuda/attention/sm90_bwd_dense.cuh"
+#include "cuda/attention/sm90_kernels.h"
+#include "cuda/attention/sm90_launch.cuh"
+
+namespace pt::cuda {
+
+template <class T>
+void sm90_attention_dense_as(const AttentionDense& f, const Sm90Plan& plan, void* stream) {
+  const AttentionProblem& p = f.b.p;
+  const Sm90Tile tile = sm90_dense_tile(plan.head_class);
+  const Sm90Dense args = {map_rows(p, p.q, false, p.head_dim, tile.rows()),
+                          map_rows(p, p.k, true, p.head_dim, tile.streamed),
+                          map_rows(p, p.v, true, p.value_dim, tile.streamed),
+                          map_rows(p, f.b.d_out, false, p.value_dim, tile.rows()),
+                          f,
+                          plan.order};
+  const auto run = [&](auto kind) {
+    launch(sm90_attention_bwd_dense_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_dense_smem(tile), stream,
+           args);
+  };
+  if (plan.head_class == 64) run(Hopper<64, true, true>{});
+  else if (plan.head_class == 128) run(Hopper<128, true, true>{});
+  else run(Hopper<256, true, true>{});
+}
+
+}  // namespace pt::cuda
