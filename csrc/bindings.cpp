@@ -68,6 +68,7 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   using namespace pt::cuda;
   static const int64_t some = 0;
   static const uint32_t word = 0;
+  alignas(16) static char somewhere[16];
   AttentionProblem p{};
   p.dtype = dtype_of(dtype), p.sequences = sequences, p.heads = heads, p.group = key_heads > 0 ? heads / key_heads : 0;
   if (p.group < 1 || heads % key_heads || sequences < 1 || num_queries < 1 || num_keys < 1)
@@ -76,14 +77,13 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   p.left = left_window ? 0 : kUnbounded, p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = plain ? 0 : 1,
   p.query_segments = looks_up ? &some : nullptr;
   p.key_bits.data = padded ? &word : nullptr;
-  // A floating term whose rows can be copied, one that must be read element by element, two.
+  // A floating term whose rows can be copied, one whose keys are not contiguous, two.
   if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two terms")
     throw py::value_error("adds must be nothing, rows, elements or two terms, got " + adds);
-  if (adds != "nothing") p.bias = {&some, 0, 0, 0, 1, Term::f32, adds == "elements" ? 1 : 4};
+  if (adds != "nothing") p.bias = {somewhere, 0, 0, 0, adds == "elements" ? 2 : 1, Term::f32, 1};
   if (adds == "two terms") p.mask = p.bias;
   const auto rows = [&](int count, int width) { return HeadRows{int64_t(count) * 8 * heads, int64_t(count) * 8, (width + 7) / 8 * 8}; };
   p.q = {nullptr, rows(num_queries, head_dim)}, p.k = {nullptr, rows(num_keys, head_dim)}, p.v = {nullptr, rows(num_keys, value_dim)};
-  alignas(16) static char somewhere[16];
   const auto out = [&](int count, int width) { return Out{somewhere, rows(count, width), width, true}; };
   AttentionForward f{};
   f.p = p, f.out = out(num_queries, value_dim);

@@ -127,12 +127,12 @@ def _is_padding(mask: torch.Tensor | None) -> bool:
 
 
 def _adds(terms: Sequence[torch.Tensor]) -> str:
-    """How kernels can read dense floating terms: rows 16 aligned bytes at a time, as Builder::dense of attention.cpp finds, or elements."""
+    """How kernels can read dense floating terms: rows, as `copied` of sm90_plan.h finds, or elements."""
     if len(terms) != 1:
         return "two terms" if terms else "nothing"
-    (t,), per = terms, 16 // terms[0].element_size()
-    strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
-    return "rows" if per > 2 and strided and t.stride(-1) == 1 and t.shape[-1] % per == 0 else "elements"
+    (t,), size = terms, terms[0].element_size()
+    rows = t.shape[-1] > 1 and t.stride(-1) == 1 and t.storage_offset() * size % 16 == 0
+    return "rows" if size < 8 and rows else "elements"
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:

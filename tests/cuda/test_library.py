@@ -194,7 +194,7 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("queries", {"looks_up": True}, None),
         ("keys", {"looks_up": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
         ("keys", {"adds": "rows"}, None),
-        ("queries", {"adds": "elements"}, "16 aligned bytes of a row at a time"),
+        ("queries", {"adds": "elements"}, "whose rows are contiguous"),
         ("keys", {"adds": "two terms"}, "add one floating mask or bias"),
         ("keys", {"looks_up": True, "head_dim": 256, "value_dim": 256}, None),
         ("keys", {"adds": "rows", "head_dim": 256, "value_dim": 256}, "to head size 128"),

@@ -49,12 +49,12 @@ def test_the_table_has_no_faults(resources: ModuleType) -> None:
 
 
 def test_few_instantiations(resources: ModuleType) -> None:
-    """At most 24 for each op, direction and architecture; of attention on sm_90a for each stem: forward, each pass, five products."""
+    """At most 24 for each op, direction and architecture; of attention on sm_90a by stem."""
     kernels = json.loads(resources.TABLE.read_text())["kernels"]
     for stem, direction in itertools.product(("norm", "attention"), ("fwd", "bwd")):
         for arch in {key.split()[0] for key in kernels}:
             assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
-    stems = ("fwd", "bwd_queries", "bwd_keys", "bwd_fused")
+    stems = ("fwd", "bwd_queries", "bwd_keys", "bwd_fused", "bwd_dense")
     hopper = {stem: sum(f"sm_90a sm90_attention_{stem}" in key for key in kernels) for stem in stems}
     assert sum(hopper.values()) == sum("sm_90a sm90_attention_" in key for key in kernels)
     products = [key for key in kernels if "sm_90a sm90_matmul_" in key]
@@ -73,6 +73,9 @@ def test_faults_are_found(resources: ModuleType) -> None:
     assert resources.faults({hopper: used | {"warpgroup_products": 20}}) == []
     for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 20, "products": 8}, {"warpgroup_products": 20, "wide": 0}):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
+    dense = hopper.replace("fwd", "bwd_dense")
+    assert resources.faults({dense: used | {"warpgroup_products": 8}}) == []
+    assert "products of warpgroups" in resources.faults({dense: used | {"warpgroup_products": 4}})[0]
     product = "sm_90a sm90_matmul_kernel<bf16, Operands<false, false, false>, Linear>"
     assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []
     for wrong in ({"warpgroup_products": 0, "wide": 16}, {"warpgroup_products": 4}):

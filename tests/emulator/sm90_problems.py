@@ -208,7 +208,7 @@ LOOKUPS = (
         lambda n: {"attn_mask": n(1, 2, 130, 160) > -0.5, "query_segments": torch.arange(130)[None] // 70,
                    "key_segments": torch.arange(160)[None] // 70, "softcap": 3.0},
     ),
-    # Floating masks and biases whose rows can be copied, of 16 bits and of 32; some rows see nothing, some pairs are -inf.
+    # Floating masks and biases whose rows are copied, of 16 bits and of 32; some rows see nothing, some pairs are -inf.
     Problem(
         "bf16 mask", BF16, (1, 2, 2, 130, 272, 128, 128),
         lambda n: {"attn_mask": some(n(1, 1, 130, 272)).to(BF16), "causal": "top_left", "dropout_p": 0.2, "dropout_seed": 5},
@@ -235,6 +235,15 @@ LOOKUPS = (
         "large rows", BF16, (1, 1, 1, 130, 140, 128, 128),
         lambda n: {"attn_mask": 3e4 * n(1, 1, 130, 1).expand(1, 1, 130, 140) + n(1, 1, 130, 140)},
     ),
+    Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64), lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
+    Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128), lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
+    # Rows that begin anywhere.
+    Problem(
+        "odd bf16 mask", BF16, (2, 2, 1, 71, 151, 128, 128),
+        lambda n: {"attn_mask": some(n(2, 2, 71, 151)).to(BF16), "causal": "bottom_right", "dropout_p": 0.2, "dropout_seed": 4},
+    ),
+    Problem("odd f16 bias of keys", F16, (2, 2, 2, 140, 77, 64, 64), lambda n: {"bias": n(2, 2, 1, 77).half()}),
+    Problem("odd f32 bias", BF16, (1, 2, 2, 130, 141, 64, 64), lambda n: {"bias": n(1, 2, 130, 141), "key_lengths": integers(120)}),
     Problem("wide, hidden keys", BF16, (2, 1, 1, 30, 150, 248, 256), lambda n: {"attn_mask": (n(2, 1, 1, 150) > -0.5).repeat(1, 1, 30, 1)}),
     Problem("wide, mask", F16, (2, 1, 1, 40, 144, 256, 208), lambda n: {"attn_mask": n(2, 1, 40, 144) > 0}),
     Problem("wide, hidden queries", BF16, (2, 2, 1, 140, 70, 192, 256), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
@@ -263,13 +272,11 @@ FORWARD = (
         "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
     ),
-    # Floating masks and biases: pairs of 16 bits, of 32, and one by one, two of them; some rows see nothing, some pairs are -inf.
-    Problem("f16 bias", F16, (2, 2, 1, 40, 260, 64, 64), lambda n: {"bias": n(1, 2, 40, 260).half(), "softcap": 3.0}),
+    # Floating masks and biases one by one, and two of them; some rows see nothing, some pairs are -inf.
     Problem(
         "f32 mask and bias", BF16, (2, 2, 2, 70, 140, 64, 64),
         lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140), "key_lengths": integers(140, 90)},
     ),
-    Problem("f32 bias", F16, (1, 1, 1, 130, 270, 128, 128), lambda n: {"bias": n(1, 1, 130, 270), "window": (250, 60)}),
     Problem(
         "f64 mask, odd bias", BF16, (1, 2, 2, 30, 151, 128, 128),
         lambda n: {"attn_mask": some(n(1, 1, 30, 151)).double(), "bias": n(2, 1, 151).to(BF16)},

@@ -121,8 +121,13 @@ class BackwardLookups {
     const Term type = adds(p.mask) ? p.mask.type : adds(p.bias) ? p.bias.type : Term::boolean;
     if (type == Term::boolean) return;
     const int size = type == Term::f32 ? 4 : 2, row = own_row(0), column = 2 * (lane_id() % 4);
-    // Of the element of the lane's first row and column.
-    const uint32_t at = terms(visit) + (Keys ? (8 * c + column) * kTermPitch + row * size : row * kTermPitch + (8 * c + column) * size);
+    // Of the lane's elements in its first row and its first two columns, each shifted as its query's row is. Over queries these are one
+    // row, and eight rows further as well; over keys eight queries further.
+    const auto at = [&](int e) {
+      const uint32_t element = Keys ? (8 * c + column + e) * kTermPitch + row * size : row * kTermPitch + (8 * c + column + e) * size;
+      return terms(visit) + element + ptx::ld_shared_u32(shifts(visit) + 4 * (Keys ? column + e : row % 8));
+    };
+    const uint32_t first = at(0), second = Keys ? at(1) : first + size;
     const auto add = [&](auto read) {
       each<kPiece>([&](int n, int r, uint32_t) {
         const float term = read(n, r), sum = x[n][r] + term;
@@ -131,8 +136,8 @@ class BackwardLookups {
       });
     };
     const auto word = [&](int n, int r) {
-      const int rows = Keys ? 8 * n + r % 2 : r / 2 * 8, columns = Keys ? r / 2 * 8 : 8 * n + r % 2;
-      const uint32_t element = at + rows * kTermPitch + columns * size;
+      const int rows = Keys ? 8 * n : r / 2 * 8, columns = Keys ? r / 2 * 8 : 8 * n;
+      const uint32_t element = (r % 2 ? second : first) + rows * kTermPitch + columns * size;
       return type == Term::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * (element & 2);
     };
     if (type == Term::f32) add([&](int n, int r) { return ptx::bits_float(word(n, r)); });
@@ -142,25 +147,41 @@ class BackwardLookups {
 
  private:
   static constexpr int kTermPitch = sm90_term_pitch(kTile, Keys);
+  static constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;  // of a tile
   static PT_DEVICE bool adds(const Dense& d) { return d.data && d.type != Term::boolean; }
   PT_DEVICE uint32_t terms(int visit) const { return buffer(visit) + 4 * kTile.rows() * kPitch; }
+  PT_DEVICE uint32_t shifts(int visit) const { return terms(visit) + kQueries * kTermPitch; }
 
-  // Starts to copy a floating term of this tile's queries and keys, as it is: `copied` says of which that can be done.
-  static PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int64_t head, int query, int key, uint32_t to) {
-    constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;
-    const int size = d.type == Term::f32 ? 4 : 2, per = 16 / size, chunks = kKeys / per;
+  // Starts to copy a floating term of this tile's queries and keys, as it is: `copied` says of which that can be done. What is copied
+  // begins at a multiple of 16 bytes, not always with the tile's first key: a row is shifted by the bytes before that, and the row eight
+  // further by as many. No copy goes beyond the row's last key.
+  template <int Size>  // of an element, in bytes
+  PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int b, int h, int query, int key, int visit) const {
+    constexpr int kPer = 16 / Size, kChunks = kKeys / kPer;
+    const auto row = [&](int i) { return ptx::again(b) * d.batch + ptx::again(h) * d.head + (query + i) * d.query; };
+    const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };  // elements
+    const auto copy = [&](int i, int c) {
+      const int64_t from = row(within(query + i, p.num_queries) - query);
+      const int j = key + c * kPer - before(from);
+      const int there = j > -kPer ? most(0, least(kPer, p.num_keys - j)) : 0;  // of none nothing is read, wherever it would be
+      ptx::cp_async_16(terms(visit) + i * kTermPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
+                       uint32_t(there * Size));
+    };
+    const int own = int(threadIdx.x) - 32 * kFirstWarp;
+    if (own < 8) ptx::st_shared_u32(shifts(visit) + 4 * own, uint32_t(before(row(own)) * Size));
     PT_NO_UNROLL
-    for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kQueries * chunks; x += 32 * kWarps) {
-      const int i = x / chunks, j = key + x % chunks * per;
-      const int64_t at = head + within(query + i, p.num_queries) * d.query + j;
-      const bool reads = there(j, p.num_keys);
-      ptx::cp_async_16(to + i * kTermPitch + x % chunks * 16, static_cast<const uint8_t*>(d.data) + (reads ? at * size : 0),
-                       reads ? 16 : 0);
-    }
+    for (int x = own; x < kQueries * kChunks; x += 32 * kWarps) copy(x / kChunks, x % kChunks);
+    if (d.together == kPer) return;
+    PT_NO_UNROLL
+    for (int i = own; i < kQueries; i += 32 * kWarps) copy(i, kChunks);
   }
   PT_DEVICE void copy_term(const AttentionProblem& p, int b, int h, int query, int key, int visit) const {
-    if (adds(p.mask)) copy_rows(p.mask, p, b * p.mask.batch + h * p.mask.head, query, key, terms(visit));
-    else if (adds(p.bias)) copy_rows(p.bias, p, b * p.bias.batch + h * p.bias.head, query, key, terms(visit));
+    const auto copy = [&](const Dense& d) {
+      if (d.type == Term::f32) copy_rows<4>(d, p, b, h, query, key, visit);
+      else copy_rows<2>(d, p, b, h, query, key, visit);
+    };
+    if (adds(p.mask)) copy(p.mask);
+    else if (adds(p.bias)) copy(p.bias);
     ptx::cp_async_commit();
   }
 

@@ -53,11 +53,11 @@ constexpr int kSm90SumRows = 32;                                            // o
 constexpr int sm90_sum_pitch(const Sm90Tile& t) { return t.streamed + 8; }  // words: rows begin eight banks apart
 constexpr uint32_t sm90_sums_bytes(const Sm90Tile& t) { return uint32_t(t.consumers * kSm90SumRows * sm90_sum_pitch(t) * 4); }
 // What the backward looks up, of a stage: words of bits of a row, in pairs; with terms a floating one's tile, rows of at most 32 bits a key
-// and 16 bytes more, so that lanes meet no bank twice.
+// and 16 bytes more, so that lanes meet no bank twice and rows may be shifted, by as much as eight numbers behind the tile say.
 constexpr int sm90_bit_words(const Sm90Tile& t) { return (t.streamed + 63) / 64 * 2; }
 constexpr int sm90_term_pitch(const Sm90Tile& t, bool keys) { return 4 * (keys ? t.rows() : t.streamed) + 16; }
 constexpr uint32_t sm90_lookup_bytes(const Sm90Tile& t, bool keys, bool general) {
-  return uint32_t(t.rows() * sm90_bit_words(t) * 4 + (general ? (keys ? t.streamed : t.rows()) * sm90_term_pitch(t, keys) : 0));
+  return uint32_t(t.rows() * sm90_bit_words(t) * 4 + (general ? (keys ? t.streamed : t.rows()) * sm90_term_pitch(t, keys) + 8 * 4 : 0));
 }
 constexpr uint32_t sm90_lookups_smem(const Sm90Tile& t, bool keys, bool general) {
   return uint32_t(t.stages) * sm90_lookup_bytes(t, keys, general);

@@ -89,10 +89,8 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   return plan;
 }
 
-// Whether the producers of the backward can copy a floating term's rows.
-inline bool copied(const Dense& d) {
-  return d.type == Term::f32 ? d.together == 4 : (d.type == Term::bf16 || d.type == Term::f16) && d.together == 8;
-}
+// Whether the producers of the backward can copy a floating term's rows, which begin anywhere: 16 aligned bytes at a time.
+inline bool copied(const Dense& d) { return d.type != Term::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
 
 inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
   const AttentionProblem& p = g.p;
@@ -108,7 +106,8 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
                 0};
   const bool mask_adds = p.mask.data && p.mask.type != Term::boolean;
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
-    plan.why_not = "the backward kernels copy floating masks and biases of 16 or 32 bits, 16 aligned bytes of a row at a time";
+    plan.why_not =
+        "the backward kernels copy floating masks and biases of 16 or 32 bits whose rows are contiguous and whose data is aligned";
   if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
   if (plan.head_class == 256 && plan.looks_up && plan.general)
     plan.why_not = "floating masks and biases, and what is looked up beside terms, are in the backward kernels to head size 128";

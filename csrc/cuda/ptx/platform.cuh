@@ -77,6 +77,17 @@ PT_DEVICE int again(int x) {
   return x;
 }
 
+// "Special Registers: %nctaid". gridDim.x would be kept in a register, or spilled, for as long as a block lives.
+PT_DEVICE int blocks() {
+#if defined(PT_EMULATE)
+  return int(gridDim.x);
+#else
+  int n;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
+  return n;
+#endif
+}
+
 PT_DEVICE uint32_t float_bits(float x) {
 #if defined(PT_EMULATE)
   uint32_t bits;
