@@ -113,6 +113,8 @@ bench attention_terms 90 attention --backends $peers --case key_padding,bool_mas
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
 # Many short sequences: what launches cost, of masks those of what is made again too.
 bench attention_short 45 attention --backends $peers --case full,bool_mask --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=16,Lq=512,Lk=512,D=64
+# An image's patches: rows of a bias that are not aligned, with its gradient.
+bench attention_odd 30 attention --backends $peers --case bias --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=12,Lq=197,Lk=197,D=64
 PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128

@@ -99,7 +99,12 @@ VARIANTS = (
         "general ? 48 : 64, 3, false, 2, 40",
     ),
     Variant(
-        "d_query 256: 48 keys, two stages", "backward", (256,), CONFIG, "{256, 64, 2, false, 2, 24, 240, 1}", "{256, 48, 2}"
+        "d_query 256: 48 keys, two stages",
+        "backward",
+        (256,),
+        CONFIG,
+        "Sm90Tile{256, 64, 2, false, 2, 24, 240, 1}",
+        "Sm90Tile{256, 48, 2}",
     ),
     Variant("sections of 16 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 16 << 20"),
     Variant("sections of 48 MB", "forward", (128,), PLAN, "kSectionBytes = 32 << 20", "kSectionBytes = 48 << 20"),
@@ -207,7 +212,7 @@ def depends(source: Path, variant: Variant) -> bool:
     """Whether a file of kernels sees what the variant changes: its pass, and the choice of kernels."""
     if variant.passes == "products":
         return source.parent.name in PRODUCTS
-    kernels = {"forward": "sm90_fwd", "backward": "sm90_bwd"}[variant.passes]
+    kernels = {"forward": ("sm90_fwd",), "backward": ("sm90_bwd_queries", "sm90_bwd_keys", "sm90_bwd_fused")}[variant.passes]
     return source.parent.name == "attention" and (source.stem == "attention" or source.stem.startswith(kernels))
 
 

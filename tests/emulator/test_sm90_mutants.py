@@ -62,7 +62,7 @@ FAULTS = (
     Fault("the next rows of memory kept", TILE, "s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys", "true : true", "lengths"),
     Fault("a tile cut for the last rows taken whole", TILE, "s.keys_of(p, first + 63).lo", "s.keys_of(p, first).lo", "window"),
     Fault("a tile cut for the first rows taken whole", TILE, "s.keys_of(p, first).hi}", "s.keys_of(p, first + 63).hi}", "causal"),
-    Fault("the tiles of another block", TILE, "n += ptx::blocks()", "n += ptx::blocks() + 1", "full"),
+    Fault("the tiles of another block", TILE, "n += ptx::grid_size()", "n += ptx::grid_size() + 1", "full"),
     Fault("results not exchanged", TILE, "      transpose_quad(words);\n", "", "grouped"),
     Fault("columns past the last written", TILE, "&& column < out.columns)", ")", "causal, grouped"),
     Fault("released by one consumer", WARPGROUP, "if (threadIdx.x % 128 == 0) ring", "if (threadIdx.x == 128) ring", "grouped", DEADLOCK),

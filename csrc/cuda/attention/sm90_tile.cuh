@@ -19,7 +19,7 @@ namespace pt::cuda {
 template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   if constexpr (Persists)
-    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::blocks()) f(n);
+    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::grid_size()) f(n);
   else f(int(blockIdx.x));
 }
 

@@ -78,7 +78,7 @@ PT_DEVICE int again(int x) {
 }
 
 // "Special Registers: %nctaid". gridDim.x would be kept in a register, or spilled, for as long as a block lives.
-PT_DEVICE int blocks() {
+PT_DEVICE int grid_size() {
 #if defined(PT_EMULATE)
   return int(gridDim.x);
 #else
