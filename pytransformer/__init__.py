@@ -4,6 +4,7 @@ Importing it activates nothing, touches no GPU and needs no compiler; see :func:
 """
 
 from . import integrations, reference
+from ._first_calls import choose_kernels as _choose_kernels
 from ._version import __version__
 from .drop_in import activate, deactivate
 from .ops._fallbacks import BackendError, clear_fallbacks, fallbacks
@@ -40,3 +41,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "use_backend",
 ]
+
+_choose_kernels()

@@ -214,7 +214,7 @@ parallel = torch.nn.parallel.DistributedDataParallel(model)
 parallel(**inputs).logits.square().mean().backward()
 if rank == 0:
     torch.save({n: p.grad for n, p in model.named_parameters()}, sys.argv[2])
-torch.distributed.barrier()  # neither takes the group down while the other is at work
+torch.distributed.barrier()  # meanwhile gloo's threads let go of the gradients: pytorch/pytorch#190489
 torch.distributed.destroy_process_group()
 """
 
