@@ -14,10 +14,11 @@ GRADIENTS, SUMS, FUSED = "attention/sm90_bwd_tile.cuh", "attention/sm90_bwd_sums
 LOOKUPS, REDO, WIDE = "attention/sm90_lookups.cuh", "attention/redo.cuh", "attention/sm90_bwd_wide_keys.cuh"
 SEQUENCE, LOOKED_UP, OUTSIDE = "attention/sequence.cuh", "attention/sm90_bwd_lookups.cuh", "lies outside global memory"
 LAUNCHES, PLAN, TERMS = "attention/attention.cu", "attention/sm90_plan.h", "attention/terms.cuh"
-DENSE, PARTS = "attention/sm90_bwd_dense.cuh", "attention/work.cuh"
+DENSE, PARTS, MAPS = "attention/sm90_bwd_dense.cuh", "attention/work.cuh", "attention/sm90_launch.cuh"
 COMPILED = {
     DENSE: "sm90_bwd_dense*.cu", PARTS: "sm90_bwd_dense*.cu", FUSED: "sm90_bwd_fused.cu", LAUNCHES: "attention.cu", PLAN: "attention.cu",
-    QUERIES: "sm90_bwd_queries*.cu", SUMS: "sm90_bwd_queries*.cu", KEYS: "sm90_bwd_keys*.cu", WIDE: "sm90_bwd_keys*.cu",
+    MAPS: "sm90_bwd_[qk]*.cu", QUERIES: "sm90_bwd_queries*.cu", SUMS: "sm90_bwd_queries*.cu", KEYS: "sm90_bwd_keys*.cu",
+    WIDE: "sm90_bwd_keys*.cu",
 }  # fmt: skip
 LATE, TOUCHED, UNAWAITED = "not ordered after", "was touched while a wgmma was in flight", "announced by mbarrier"
 DEADLOCK = "deadlock"
@@ -41,8 +42,9 @@ FAULTS = (
     Fault("panels that a tensor has not", RING, "p < Panels; ++p) ptx", "p < (Panels + 1) / 2; ++p) ptx", "72 and 16, mask", DEADLOCK),
     Fault("values as wide as keys", "attention/sm90_fwd_launch.cuh", "map_rows(p, p.v, true, p.value_dim",
           "map_rows(p, p.v, true, p.head_dim", "32 and 256"),
-    Fault("gradients as wide as queries", "attention/sm90_bwd_launch.cuh", "map_rows(p, g.d_out, false, p.value_dim",
+    Fault("gradients as wide as queries", MAPS, "map_rows(p, g.d_out, false, p.value_dim",
           "map_rows(p, g.d_out, false, p.head_dim", "32 and 256"),
+    Fault("keys in boxes of queries", MAPS, "p.head_dim, keys)", "p.head_dim, queries)", "full"),
     # what the kernels share
     Fault("barriers not made visible", WARPGROUP, "    ptx::fence_mbarrier_init();\n", "", "grouped",
           "not made visible to the async proxy"),

@@ -11,8 +11,7 @@
 
 namespace pt::cuda {
 
-struct Sm90Dense {
-  ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
+struct Sm90Dense : Sm90Operands {
   AttentionDense f;
   TileOrder order;  // of the gradient's parts, one after the other
 };
@@ -38,7 +37,7 @@ struct Sm90DenseBlock {
   PT_DEVICE const AttentionProblem& problem() const { return args.f.b.p; }
 
   PT_DEVICE void begin() const {
-    for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+    args.prefetch();
     q.init(1, kConsumers, "q_full", "q_empty");
     d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
     k.init(1, kConsumers, "k_full", "k_empty");

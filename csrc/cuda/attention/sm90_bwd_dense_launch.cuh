@@ -9,14 +9,8 @@ namespace pt::cuda {
 
 template <class T>
 void sm90_attention_dense_as(const AttentionDense& f, const Sm90Plan& plan, void* stream) {
-  const AttentionProblem& p = f.b.p;
   const Sm90Tile tile = sm90_dense_tile(plan.head_class);
-  const Sm90Dense args = {map_rows(p, p.q, false, p.head_dim, tile.rows()),
-                          map_rows(p, p.k, true, p.head_dim, tile.streamed),
-                          map_rows(p, p.v, true, p.value_dim, tile.streamed),
-                          map_rows(p, f.b.d_out, false, p.value_dim, tile.rows()),
-                          f,
-                          plan.order};
+  const Sm90Dense args = {map_operands(f.b, tile.rows(), tile.streamed), f, plan.order};
   const auto run = [&](auto kind) {
     launch(sm90_attention_bwd_dense_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_dense_smem(tile), stream,
            args);

@@ -9,12 +9,7 @@ namespace pt::cuda {
 void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const AttentionProblem& p = g.p;
   const Sm90Tile tile = sm90_fused_tile(plan.head_class);
-  const Sm90Backward args = {map_rows(p, p.q, false, p.head_dim, tile.streamed),
-                             map_rows(p, p.k, true, p.head_dim, tile.rows()),
-                             map_rows(p, p.v, true, p.value_dim, tile.rows()),
-                             map_rows(p, g.d_out, false, p.value_dim, tile.streamed),
-                             g,
-                             plan.order};
+  const Sm90Backward args = {map_operands(g, tile.streamed, tile.rows()), g, plan.order};
   const auto run = [&](auto t, auto kind) {
     using T = decltype(t);
     using K = decltype(kind);

@@ -69,7 +69,7 @@ struct Sm90KeysBlock {
   static PT_DEVICE int key_row(int r) { return kTile.split ? own_row(r) % 64 : own_row(r); }
 
   PT_DEVICE void begin() const {
-    for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+    args.prefetch();
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
     q.init(2 + Lookups::kWriters, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, numbers, what is looked up

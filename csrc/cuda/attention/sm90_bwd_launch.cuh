@@ -10,18 +10,6 @@
 
 namespace pt::cuda {
 
-// `keys`: which of the two kinds of rows a block keeps.
-inline Sm90Backward backward_arguments(const AttentionBackward& g, const Sm90Plan& plan, const Sm90Tile& tile, bool keys) {
-  const AttentionProblem& p = g.p;
-  const int q_rows = keys ? tile.streamed : tile.rows(), k_rows = keys ? tile.rows() : tile.streamed;
-  return {map_rows(p, p.q, false, p.head_dim, q_rows),
-          map_rows(p, p.k, true, p.head_dim, k_rows),
-          map_rows(p, p.v, true, p.value_dim, k_rows),
-          map_rows(p, g.d_out, false, p.value_dim, q_rows),
-          g,
-          plan.order};
-}
-
 // Calls run(kind) for the plan's kernel.
 template <class F>
 void with_backward_kind(const Sm90Plan& plan, F run) {
@@ -39,18 +27,20 @@ void with_backward_kind(const Sm90Plan& plan, F run) {
 template <class T>
 void sm90_attention_queries_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Tile tile = sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
+  const Sm90Backward args = {map_operands(g, tile.rows(), tile.streamed), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
     launch(sm90_attention_bwd_queries_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-           sm90_queries_smem(tile, plan.general, plan.looks_up), stream, backward_arguments(g, plan, tile, false));
+           sm90_queries_smem(tile, plan.general, plan.looks_up), stream, args);
   });
 }
 
 template <class T>
 void sm90_attention_keys_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const Sm90Tile tile = sm90_keys_tile(plan.head_class, plan.general, plan.looks_up);
+  const Sm90Backward args = {map_operands(g, tile.streamed, tile.rows()), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
     launch(sm90_attention_bwd_keys_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-           sm90_keys_smem(tile, plan.general, plan.looks_up), stream, backward_arguments(g, plan, tile, true));
+           sm90_keys_smem(tile, plan.general, plan.looks_up), stream, args);
   });
 }
 

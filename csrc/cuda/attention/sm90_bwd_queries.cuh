@@ -35,7 +35,7 @@ struct Sm90QueriesBlock {
   using Work = QueryWork<BM, BN>;
 
   PT_DEVICE void begin() const {
-    for (const ptx::TensorMap* map : {&args.q, &args.k, &args.v, &args.d_out}) ptx::prefetch_tensor_map(*map);
+    args.prefetch();
     q.init(1, kConsumers, "q_full", "q_empty");
     d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
     k.init(kWithKeys ? 1 + Lookups::kWriters : 1, kWithKeys ? 4 * kConsumers : kConsumers, "k_full", "k_empty");

@@ -1,4 +1,4 @@
-// Attention backward on sm_90a: what its two passes share.
+// Attention backward on sm_90a: what its passes share.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +8,16 @@
 
 namespace pt::cuda {
 
-struct Sm90Backward {
+// What every pass copies, in boxes of a tile's rows.
+struct Sm90Operands {
   ptx::TensorMap q, k, v, d_out;  // (D, rows, heads, sequences)
+
+  PT_DEVICE void prefetch() const {
+    for (const ptx::TensorMap* map : {&q, &k, &v, &d_out}) ptx::prefetch_tensor_map(*map);
+  }
+};
+
+struct Sm90Backward : Sm90Operands {
   AttentionBackward g;
   TileOrder order;
 };

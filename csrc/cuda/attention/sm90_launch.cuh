@@ -1,7 +1,7 @@
 // What the launchers of the sm_90a kernels share.
 #pragma once
 
-#include "cuda/attention/problem.h"
+#include "cuda/attention/sm90_bwd_tile.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -18,6 +18,13 @@ inline ptx::TensorMap map_rows(const AttentionProblem& p, const In& t, bool keys
                      {uint64_t(columns), uint64_t(length), uint64_t(heads), uint64_t(packed ? 1 : p.sequences)},
                      {1, uint64_t(t.stride.row), uint64_t(t.stride.head), uint64_t(t.stride.batch)}},
                     uint32_t(rows));
+}
+
+// What the backward copies, in boxes of so many queries and so many keys.
+inline Sm90Operands map_operands(const AttentionBackward& g, int queries, int keys) {
+  const AttentionProblem& p = g.p;
+  return {map_rows(p, p.q, false, p.head_dim, queries), map_rows(p, p.k, true, p.head_dim, keys), map_rows(p, p.v, true, p.value_dim, keys),
+          map_rows(p, g.d_out, false, p.value_dim, queries)};
 }
 
 }  // namespace pt::cuda
