@@ -54,7 +54,7 @@ def test_no_function_of_this_pytorch_is_missing() -> None:
         names = {name.decode().lower() for name in re.findall(rb"\0vms([A-Z][A-Za-z0-9]+)(?=\0)", data)}
     if not names:
         pytest.skip("this PyTorch finds MKL in a library of its own")
-    assert {"log" if name == "ln" else name for name in names} == {function.__name__ for function in FUNCTIONS}
+    assert {"log" if name == "ln" else name for name in names} <= {function.__name__ for function in FUNCTIONS}
 
 
 @needs_mkl
