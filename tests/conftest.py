@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Outputs that a kernel forgets to write are NaN, writes beyond their ends an error. Marker `unpoisoned`
-    opts out: tests that measure memory or compile."""
+    opts out: tests that measure memory, compile, or take more steps than there is memory for, as all is kept until they end."""
     if request.node.get_closest_marker("unpoisoned"):
         yield
         return

@@ -5,7 +5,7 @@
     # on leaving, a write outside any such tensor raises StrayWrite
 
 An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator
-last had there. Only calls made from inside `pytransformer` (this folder apart) are touched.
+last had there. All such memory is kept until leaving. Only calls made from inside `pytransformer` (this folder apart) are touched.
 """
 
 from __future__ import annotations

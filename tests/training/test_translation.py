@@ -203,6 +203,7 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.unpoisoned  # the guards of 1500 steps would take 25 GB
 def test_the_demo_translates_95_percent_exactly(tmp_path):
     """As `pytransformer train translate` is called: 1500 steps, minutes."""
     threads = torch.get_num_threads()
