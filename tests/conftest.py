@@ -21,6 +21,7 @@ ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=2000, help="random problems per fuzzed op and backend")
+    parser.addoption("--torch-seed", type=int, default=0, help="torch.manual_seed before each test")
     parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
 
 
@@ -51,8 +52,8 @@ def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+def _seed(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(request.config.getoption("--torch-seed"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,9 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._registry import trace
 from pytransformer.testing.hugging_face import (
+    AS_EXACT,
     FAMILIES,
+    MANY,
     Family,
     distance,
     flat,
@@ -146,13 +148,12 @@ def own_mask(family: Family) -> str:
 
 def bfloat16(family: Family) -> str:
     """As close to float32 as eager code is in bfloat16."""
-    # A classifier's few logits of few images are too few to tell a rounding from another.
-    inputs = inputs_of(family, "right", batch=64 if family.kind == "image" else 3)
+    inputs = inputs_of(family, "right", batch=MANY)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     exact, _ = run(build(family, "eager"), family, inputs)
     eager, _ = run(build(family, "eager", torch.bfloat16), family, half)
     ours, _ = run(build(family, "pytransformer", torch.bfloat16), family, half)
-    expect(distance(ours, exact) < 1.25 * distance(eager, exact), "less exact than eager code")
+    expect(distance(ours, exact) < AS_EXACT * distance(eager, exact), "less exact than eager code")
     return OURS
 
 

@@ -21,6 +21,17 @@ OUTPUT_SIZE, GRADIENT_SIZE = 4.0, 8.0
 TRAINED, TRAINED_LEAST = 1e-4, 1e-5
 
 
+def random_sum(out: torch.Tensor) -> torch.Tensor:
+    """A loss to differentiate where two computations are compared: the sum of ``out`` times fixed standard normal numbers.
+
+    The gradient of what ends in a norm has the weights' mean over a row, and their share along the output itself, taken off. Of random
+    weights nearly all is left, so that gradients are as exact as their terms. Of a ramp over all elements (alike within a row) little is
+    left, and of ``out.square().sum()`` nothing: the norm makes that sum constant, and all gradients are rounding.
+    """
+    generator = torch.Generator().manual_seed(11)
+    return (out * torch.randn(out.shape, generator=generator).to(out)).sum()
+
+
 def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """AssertionError, with the figures, unless max|ours - theirs| <= LOGITS * max(1, max|theirs|), all finite."""
     assert ours.shape == theirs.shape, f"{tuple(ours.shape)} but expected {tuple(theirs.shape)}"

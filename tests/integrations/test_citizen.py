@@ -21,7 +21,16 @@ import pytransformer as pt
 from pytransformer.integrations import proof_memory
 from pytransformer.ops._registry import trace
 from pytransformer.testing.drop_in_table import build
-from pytransformer.testing.hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, real_tokens
+from pytransformer.testing.hugging_face import (
+    AS_EXACT,
+    FAMILIES,
+    MANY,
+    distance,
+    flat,
+    inputs_of,
+    model_distance_limit,
+    real_tokens,
+)
 from pytransformer.testing.hugging_face import run as results
 from pytransformer.testing.memory_subjects import HEADS
 from pytransformer.testing.models import assert_same_gradient
@@ -127,24 +136,24 @@ def test_the_gradient_of_t5_s_table_at_length_512(hugging_face: Any, name: str) 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_autocast_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     family = FAMILIES[name]
-    inputs = inputs_of(family, "right")
+    inputs = inputs_of(family, "right", batch=MANY)
     real = real_tokens(family, inputs)
     with torch.no_grad():
         exact = family.build("eager")(**inputs).logits[real]
         with torch.autocast("cpu", torch.bfloat16):
             eager = family.build("eager")(**inputs).logits[real]
             ours = build(family, "pytransformer")(**inputs).logits[real]
-    assert distance(ours, exact) < 1.25 * distance(eager, exact)
+    assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
 def test_gradients_of_each_example_by_vmap() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     pt.integrations.convert(layer)
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
-    x = torch.randn(3, 5, 16)
+    x, weights = torch.randn(3, 5, 16), torch.randn(1, 5, 16)  # random weights: see random_sum, which may not draw under vmap
 
     def loss(parameters: dict[str, torch.Tensor], example: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(layer, parameters, (example[None],)).square().sum()
+        return (torch.func.functional_call(layer, parameters, (example[None],)) * weights).sum()
 
     with trace() as ran:
         grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
@@ -152,8 +161,7 @@ def test_gradients_of_each_example_by_vmap() -> None:
     for i in range(3):
         one = torch.func.grad(loss)(parameters, x[i])
         for name, grad in one.items():
-            if grad.norm() > 1e-4:  # the keys' bias has none but rounding
-                assert distance(grads[name][i], grad) < LIMIT, name
+            assert distance(grads[name][i], grad) < LIMIT, name
 
 
 # ---- processes and threads

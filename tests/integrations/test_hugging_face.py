@@ -10,7 +10,17 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._registry import trace
-from pytransformer.testing.hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, real_tokens, run
+from pytransformer.testing.hugging_face import (
+    AS_EXACT,
+    FAMILIES,
+    MANY,
+    distance,
+    flat,
+    inputs_of,
+    model_distance_limit,
+    real_tokens,
+    run,
+)
 
 LIMIT = model_distance_limit(torch.float32)  # test_a_wrong_mask_shows: what it must catch
 
@@ -58,12 +68,12 @@ def test_generation_as_eager(hugging_face: Any, backend: str, name: str, cache: 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit"])
 def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, backend: str, name: str) -> None:
     family = FAMILIES[name]
-    inputs = inputs_of(family, "right")
+    inputs = inputs_of(family, "right", batch=MANY)
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     exact, _ = run(family.build("eager"), family, inputs)
     eager, _ = run(family.build("eager", torch.bfloat16), family, half)
     ours, _ = run(family.build("pytransformer", torch.bfloat16), family, half)
-    assert distance(ours.float(), exact) < 1.25 * distance(eager.float(), exact)
+    assert distance(ours.float(), exact) < AS_EXACT * distance(eager.float(), exact)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

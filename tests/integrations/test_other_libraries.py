@@ -13,6 +13,7 @@ from torch import nn
 import pytransformer as pt
 from pytransformer.ops._registry import trace
 from pytransformer.testing.hugging_face import distance, model_distance_limit
+from pytransformer.testing.models import random_sum
 
 LIMIT = model_distance_limit(torch.float32)
 
@@ -48,7 +49,7 @@ def run(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     model.zero_grad()
     out = model(*inputs)
     out = getattr(out, "sample", out)
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    random_sum(out).backward()
     return out.detach(), torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
 
