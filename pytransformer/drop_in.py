@@ -23,7 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library, get_kernel
 
 from .ops._autograd import compiling_a_derivative
-from .ops._fallbacks import record_fallback
+from .ops._failures import DID_NOT_RUN
+from .ops._fallbacks import NotLaunched, record_fallback
 from .ops._tensors import FLOATING
 from .ops.attention import attention_op, four_dimensional
 
@@ -121,10 +122,13 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
             except (TypeError, ValueError) as error:  # PyTorch may allow it, or says in its own words what is wrong
                 reason = str(error)
         if reason is None:
-            with _user_level():
-                out, _ = attention_op(a)
-            return out.reshape(*lead, *out.shape[-2:])
-        record_fallback(OP, reason, instead="PyTorch's own kernel")
+            try:
+                with _user_level():
+                    out, _ = attention_op.fused(a)
+                return out.reshape(*lead, *out.shape[-2:])
+            except NotLaunched as error:
+                reason = str(error)
+        record_fallback(OP, reason, instead="PyTorch's own kernel", once=DID_NOT_RUN in reason)
         return original.call_boxed(
             keyset, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -8,7 +8,7 @@ torch.func, fullgraph compilation and export, and raise under jvp.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,21 @@ def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
         and _PLAIN.issuperset(map(type, inputs))
         and not operand.is_meta
     )
+
+
+def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
+    """vmap rule: run the op once per element. Exact for every argument; the op's own batch dimension is the fast way."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def element(i: int) -> Sequence[Any]:
+            return [x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(args, in_dims)]
+
+        results = [raw(*element(i), **kwargs) for i in range(info.batch_size)]
+        if not results:
+            raise ValueError("vmap over a dimension of size 0")
+        return tuple(torch.stack(parts) for parts in zip(*results)), (0,) * len(results[0])
+
+    return rule
 
 
 def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:

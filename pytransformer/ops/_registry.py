@@ -24,6 +24,7 @@ in the body of the raw op, so torch.compile sees one op: no graph break, and no 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched
-from ._fallbacks import BackendError, record_fallback
+from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched, vmap_by_loop
+from ._failures import DID_NOT_RUN, failure, step_down
+from ._fallbacks import BackendError, NotLaunched, failures, record_fallback
 from ._tensors import empty_in_order, looks_at_values
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 _forced: dict[str, str] = {}
 _traces: list[list[tuple[str, str]]] = []
 _observers: list[Callable[[Op, Any, str], None]] = []
+_thread = threading.local()  # a forward op runs in its caller's thread
 
 
 class ArgumentsClass(Protocol):
@@ -159,7 +162,7 @@ class Op:
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         register_fake(f"pytransformer::{name}", fake, lib=LIBRARY)
         raw = getattr(torch.ops.pytransformer, name).default
-        register_vmap(f"pytransformer::{name}", _vmap_by_loop(raw), lib=LIBRARY)
+        register_vmap(f"pytransformer::{name}", vmap_by_loop(raw), lib=LIBRARY)
         return raw
 
     def _count_flops(self, flops: Callable[[Any], int], flops_backward: Callable[[Any], int] | None) -> None:
@@ -225,9 +228,13 @@ class Op:
         _record(self._fwd_name, chosen.name)
         for observer in _observers:
             observer(self, a, chosen.name)
-        if not save and chosen.infer is not None:
-            return chosen.infer(a)
-        return tuple(chosen.forward(a))
+        try:
+            if not save and chosen.infer is not None:
+                return chosen.infer(a)
+            return tuple(chosen.forward(a))
+        except Exception as error:
+            step_down(self.name, chosen.name, a, error, forced=bool(backend or _forced.get(self.name)))
+        return self.run(a, backend, strict, save)
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """The body of the forward raw op."""
@@ -239,7 +246,11 @@ class Op:
         grads, a, saved, wanted, rest = self._split_backward(args)
         chosen = self.select(a, *rest)
         _record(self._bwd_name, chosen.name)
-        return chosen.backward(a, grads, saved, wanted)
+        try:
+            return chosen.backward(a, grads, saved, wanted)
+        except Exception as error:
+            step_down(self.name, chosen.name, a, error, forced=any(rest[:1]) or bool(_forced.get(self.name)))
+        return self.run_backward(*args)
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """The backward raw op, directly where nothing has to see it."""
@@ -288,14 +299,29 @@ class Op:
         for name, candidate in self.backends.items():
             if at_home(name, device):
                 reason = candidate.why_not(a)
+                if reason is None and failures:
+                    reason = failure(self.name, name, a)
                 if reason is None:
+                    if failures and (why := joined(reasons)) and DID_NOT_RUN in why:
+                        record_fallback(self.name, why, instead=f"the backend {name}", strict=strict, once=True)
                     return candidate
                 reasons[name] = reason
         if "reference" not in self.backends:
             raise BackendError(f"{self.name}: no backend can do this: {reasons}")
         if reasons:
-            record_fallback(self.name, _joined(reasons), instead="the reference", strict=strict)
+            why = joined(reasons)
+            if getattr(_thread, "fused", False):
+                raise NotLaunched(why)
+            record_fallback(self.name, why, instead="the reference", strict=strict, once=DID_NOT_RUN in why)
         return self.backends["reference"]
+
+    def fused(self, a: Any) -> tuple[torch.Tensor, ...]:
+        """As a call, but raises :class:`NotLaunched` if every fused backend failed: the caller has something better than the reference."""
+        _thread.fused = True
+        try:
+            return self(a)
+        finally:
+            _thread.fused = False
 
     def reason(self, backend: str, a: Any) -> str | None:
         """Why the backend cannot do the problem, or None."""
@@ -308,8 +334,10 @@ class Op:
         if _forced.get(self.name) is not None:
             return None
         device = a[0].device.type
-        reasons = {name: b.why_not(a) for name, b in self.backends.items() if at_home(name, device)}
-        return None if None in reasons.values() else _joined(reasons) or f"no fused backend is for {device}"
+        reasons = {
+            name: b.why_not(a) or failure(self.name, name, a) for name, b in self.backends.items() if at_home(name, device)
+        }
+        return None if None in reasons.values() else joined(reasons) or f"no fused backend is for {device}"
 
     # ---- calls
 
@@ -351,23 +379,8 @@ def _arguments_class(name: str, fields: Sequence[str]) -> ArgumentsClass:
     return cast(ArgumentsClass, namedtuple(name, fields))
 
 
-def _joined(reasons: Mapping[str, str | None]) -> str:
+def joined(reasons: Mapping[str, str | None]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-
-
-def _vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
-    """vmap rule: run the op once per element. Exact for every argument; the op's own batch dimension is the fast way."""
-
-    def rule(info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def element(i: int) -> Sequence[Any]:
-            return [x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(args, in_dims)]
-
-        results = [raw(*element(i), **kwargs) for i in range(info.batch_size)]
-        if not results:
-            raise ValueError("vmap over a dimension of size 0")
-        return tuple(torch.stack(parts) for parts in zip(*results)), (0,) * len(results[0])
-
-    return rule
 
 
 @contextlib.contextmanager
@@ -445,8 +458,8 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
         raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
     target = OPS[op]
     a, backend, _ = target.prepare(*args, **kwargs)
-    reasons = {name: b.why_not(a) for name, b in target.backends.items()}
     forced = backend or _forced.get(op)
+    reasons = {name: b.why_not(a) or (None if forced else failure(op, name, a)) for name, b in target.backends.items()}
     device = a[0].device.type
     asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]
     possible = [n for n in asked if reasons[n] is None]

@@ -1,0 +1,107 @@
+"""What must come of a backend that fails before its kernel runs: a right result and one message, by every way to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import pytransformer as pt
+
+from ..ops import _registry
+from .hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, run
+from .models import random_sum
+
+# Of the CUDA driver and runtime, that a launch was refused; and that a kernel ran and failed, or that memory is short.
+REFUSED = (
+    "invalid argument",
+    "no kernel image is available for execution on the device",
+    "the provided PTX was compiled with an unsupported toolchain.",
+    "too many resources requested for launch",
+)
+FAULTS = (
+    "an illegal memory access was encountered",
+    "device-side assert triggered",
+    "unspecified launch failure",
+    "out of memory",
+    "operation not permitted when stream is capturing",
+)
+
+
+def attention() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3)]
+    out = pt.attention(*inputs, causal="bottom_right")
+    return [out.detach(), *torch.autograd.grad(random_sum(out), inputs)]
+
+
+def activated() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3)]
+    with pt.activate():
+        out = scaled_dot_product_attention(*inputs, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(random_sum(out), inputs)]
+
+
+def hugging_face() -> list[torch.Tensor]:
+    pytest.importorskip("transformers", reason='transformers is not installed (the extra "hf")')
+    pt.integrations.transformers.register()
+    family = FAMILIES["bert"]
+    logits, grads = run(family.build("pytransformer"), family, inputs_of(family, "right", batch=2, length=8))
+    return [logits, flat(grads)]
+
+
+WAYS = {way.__name__: way for way in (attention, activated, hugging_face)}
+
+
+def failing(error: Callable[[], Exception]) -> Callable[..., NoReturn]:
+    """To put in place of what launches kernels: raises the error, or what making it raises."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error()
+
+    return fail
+
+
+@contextlib.contextmanager
+def preferred(tier: str, *, then: str = "cpu", only_backward: Exception | None = None) -> Iterator[None]:
+    """Attention's backends are the tier, as if it were at home on the CPU, and the one that is to step in. With an error: the tier's
+    backward alone fails."""
+    op = _registry.OPS["attention"]
+    saved, first = op.backends, op.backends[tier]
+    if only_backward is not None:
+        error = only_backward
+        first = dataclasses.replace(first, backward=failing(lambda: error))
+    op.backends = {tier: first} | {name: b for name, b in saved.items() if name in (then, "reference") and name != tier}
+    pt.clear_fallbacks()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(_registry.HOME, tier, "cpu")
+            yield
+    finally:
+        op.backends = saved
+        pt.clear_fallbacks()
+
+
+def check(way: str, want: list[torch.Tensor], tier: str, says: str, fails: str = "attention_fwd") -> None:
+    """The way twice, in the hands of a tier that fails: right, told once with what it says, and not tried a second time. Under activate()
+    PyTorch's kernel computes, never the reference."""
+    with warnings.catch_warnings(record=True) as told, _registry.trace() as ran:
+        warnings.simplefilter("always")
+        results = [WAYS[way](), WAYS[way]()]
+    for got in results:
+        for mine, theirs in zip(got, want, strict=True):
+            assert distance(mine, theirs) < model_distance_limit(torch.float32)
+    assert ran.count((fails, tier)) == 1, f"{tier} was to fail once: {ran}"
+    assert way != "activated" or ("attention_fwd", "reference") not in ran
+    messages = [str(w.message) for w in told if tier in str(w.message)]
+    assert len(messages) == 1, messages
+    assert says in messages[0] and f"{tier}: did not run" in messages[0]
+    reasons = {f.reason for f in pt.fallbacks()}
+    assert len(reasons) == 1 and says in reasons.pop()

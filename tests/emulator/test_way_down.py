@@ -1,0 +1,68 @@
+"""CUDA kernels that are refused before they run: the next backend computes. What ran and failed is raised. Emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops import _cuda
+from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
+
+pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+# What csrc/cuda puts before the runtime's own words, and where.
+STARTS = {"a kernel could not be launched: ": "launch.cuh", "CUDA: ": "device.cu"}
+MAPS = ("the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12", "cuTensorMapEncodeTiled failed: ")
+BEFORE = [*(start + text for start in STARTS for text in REFUSED), MAPS[0], MAPS[1] + "801"]
+
+
+def test_these_are_the_library_s_words() -> None:
+    for start, file in STARTS.items():
+        assert f'"{start}"' in (CSRC / file).read_text()
+    assert all(f'"{text}"' in (CSRC / "tensor_map.cuh").read_text() for text in MAPS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", BEFORE)
+def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, way: str) -> None:
+    want = WAYS[way]()
+    for then in ("cpu", "reference"):
+        with preferred("cuda", then=then):
+            monkeypatch.setattr(_cuda, "call", failing(lambda: RuntimeError(error)))
+            check(way, want, "cuda", error)
+
+
+def test_backward_alone_fails() -> None:
+    want = attention()
+    error = RuntimeError("a kernel could not be launched: too many resources requested for launch")
+    with preferred("cuda", only_backward=error):
+        check("attention", want, "cuda", "too many resources", fails="attention_bwd")
+
+
+@pytest.mark.parametrize("text", [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"])
+def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    error = RuntimeError(text)
+    monkeypatch.setattr(_cuda, "call", failing(lambda: error))
+    with preferred("cuda"), pytest.raises(RuntimeError) as caught:
+        attention()
+    assert caught.value is error and not pt.fallbacks()
+
+
+def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms and networks too: one op's way down is every op's."""
+    monkeypatch.setattr(
+        _cuda, "call", failing(lambda: RuntimeError("a kernel could not be launched: invalid device function"))
+    )
+    from pytransformer.ops._registry import HOME
+
+    monkeypatch.setitem(HOME, "cuda", "cpu")
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    want = torch.nn.functional.layer_norm(x, (8,), weight)
+    with pytest.warns(RuntimeWarning, match="layer_norm.*runs on the backend cpu: cuda: did not run: RuntimeError"):
+        for _ in range(2):
+            torch.testing.assert_close(pt.layer_norm(x, 8, weight), want)
+    (record,) = pt.fallbacks()
+    assert record.count == 2 and record.op == "layer_norm"

@@ -1,0 +1,131 @@
+"""Triton kernels that do not compile or launch: the next backend computes. What ran and failed is raised. Interpreted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import triton.runtime.build
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
+from triton.runtime.interpreter import GridExecutor
+
+import pytransformer as pt
+from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
+
+pytestmark = [
+    pytest.mark.falls_back,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, set before Python starts"),
+]
+
+
+def no_compiler() -> Exception:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        patch.setenv("PATH", "")
+        triton.runtime.build._build("launcher", "launcher.c", "/nowhere", [], [], [], [])
+    raise AssertionError("something was built without a compiler")
+
+
+def no_driver() -> Exception:
+    repr(triton.runtime.driver.active.get_current_target())
+    raise AssertionError("this machine has a GPU")
+
+
+def of_cuda(text: str) -> Callable[[], Exception]:
+    return lambda: RuntimeError(f"Triton Error [CUDA]: {text}")
+
+
+BEFORE: dict[str, tuple[Callable[[], Exception], str]] = {
+    "compilation": (lambda: CompilationError("x = tl.dot(a)\n" * 40, None, "dot() missing b"), "dot() missing b"),
+    "resources": (lambda: OutOfResources(200_000, 101_376, "shared memory"), "Hardware limit: 101376"),
+    "ptxas": (lambda: PTXASError("Unsupported .version 9.0"), "Unsupported .version 9.0"),
+    "no compiler": (no_compiler, "Failed to find C compiler"),
+    "no driver": (no_driver, "active drivers"),
+    **{text: (of_cuda(text), text) for text in REFUSED},
+}
+AFTER: dict[str, Callable[[], Exception]] = {
+    **{text: of_cuda(text) for text in FAULTS},
+    "PyTorch's memory": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "interpreter": lambda: InterpreterError("index out of range"),
+    "wrong value": lambda: ValueError("attention: key_lengths holds 12"),
+    "our own mistake": lambda: AttributeError("module has no attribute"),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Exception]], None]]:
+    """Makes every launch of an interpreted kernel raise."""
+    yield lambda error: monkeypatch.setattr(GridExecutor, "__call__", failing(error))
+
+
+@pytest.mark.parametrize("then", ["cpu", "reference"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BEFORE)
+def test_the_next_backend_computes(launches: Callable[..., None], name: str, way: str, then: str) -> None:
+    error, says = BEFORE[name]
+    want = WAYS[way]()
+    with preferred("triton", then=then):
+        launches(error)
+        check(way, want, "triton", says)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_alone_fails(way: str) -> None:
+    want = WAYS[way]()
+    with preferred("triton", only_backward=OutOfResources(200_000, 101_376, "shared memory")):
+        check(way, want, "triton", "shared memory", fails="attention_bwd")
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], name: str) -> None:
+    error = AFTER[name]()
+    with preferred("triton"), pytest.raises(type(error)) as caught:
+        launches(lambda: error)
+        attention()
+    assert caught.value is error and not pt.fallbacks()
+
+
+def test_forced_and_strict_raise(launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OutOfResources(200_000, 101_376, "shared memory")
+    launches(lambda: error)
+    with preferred("triton"):
+        for _ in range(2):  # tried each time
+            with pt.use_backend(attention="triton"), pytest.raises(pt.BackendError, match="forced but did not run") as caught:
+                attention()
+            assert caught.value.__cause__ is error
+        monkeypatch.setenv("PYTRANSFORMER_STRICT", "1")
+        for way in ("attention", "activated"):
+            for _ in range(2):  # at the failure, and when it is remembered
+                with pytest.raises(pt.BackendError, match=r"strict mode.*shared memory"):
+                    WAYS[way]()
+            pt.clear_fallbacks()
+
+
+def test_a_failure_is_of_one_kind_of_problem(launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head size 16 in float32 fails; head size 8, bfloat16 and dropout are tried, other lengths are not."""
+    tried: list[tuple[torch.dtype, int]] = []
+
+    def launch(grid: object, *args: torch.Tensor, **options: object) -> None:
+        tried.append((args[0].dtype, args[0].shape[-1]))
+        raise OutOfResources(200_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def call(dtype: torch.dtype, size: int, length: int, **options: float) -> None:
+        pt.attention(*(torch.zeros(1, 1, length, size, dtype=dtype) for _ in "qkv"), **options)
+
+    with preferred("triton"), pytest.warns(RuntimeWarning, match="shared memory"):
+        for dtype, size in ((torch.float32, 16), (torch.float32, 8), (torch.bfloat16, 16)):
+            for length in (4, 70, 5):
+                call(dtype, size, length)
+        assert len(tried) == 3
+        call(torch.float32, 16, 4, dropout_p=0.1)
+        assert len(tried) == 4
+        explained = pt.explain("attention", *(torch.zeros(1, 1, 3, 16) for _ in "qkv"))
+        assert explained.backend == "cpu" and "did not run: OutOfResources" in str(explained.reasons["triton"])
+        pt.clear_fallbacks()
+        call(torch.float32, 16, 4)
+        assert len(tried) == 5, "clear_fallbacks() gives another try"
