@@ -81,8 +81,8 @@ def _sort(value: Any) -> Any:
 
 def refusal(backend: str, error: Exception) -> str | None:
     """What the error says, if it means that the backend's kernel never ran; else None."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return None
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)):
+        return None  # the last is PyTorch's word for what a device tells after a kernel ran
     refused = _REFUSES.get(backend)
     if isinstance(error, (NotLaunched, NotImplementedError)) or (refused is not None and refused(error)):
         return f"{type(error).__name__}: {_shortened(str(error))}"

@@ -34,19 +34,21 @@ FAULTS = (
 )
 
 
-def attention() -> list[torch.Tensor]:
+def _differentiated(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """The output for random query, key and value, and their gradients."""
     generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3)]
-    out = pt.attention(*inputs, causal="bottom_right")
-    return [out.detach(), *torch.autograd.grad(random_sum(out), inputs)]
+    query, key, value = (torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3))
+    out = call(query, key, value)
+    return [out.detach(), *torch.autograd.grad(random_sum(out), [query, key, value])]
+
+
+def attention() -> list[torch.Tensor]:
+    return _differentiated(lambda q, k, v: pt.attention(q, k, v, causal="bottom_right"))
 
 
 def activated() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(2, 3, 20, 16, generator=generator).requires_grad_() for _ in range(3)]
     with pt.activate():
-        out = scaled_dot_product_attention(*inputs, is_causal=True)
-    return [out.detach(), *torch.autograd.grad(random_sum(out), inputs)]
+        return _differentiated(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def hugging_face() -> list[torch.Tensor]:

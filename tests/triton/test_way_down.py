@@ -55,6 +55,14 @@ AFTER: dict[str, Callable[[], Exception]] = {
 }
 
 
+def lost_context() -> Exception:
+    """Of PyTorch, asked by Triton's launcher for the current device."""
+    called_there = {"__name__": "triton.backends.nvidia.driver", "torch": torch}
+    exec("def ask():\n    raise torch.AcceleratorError('CUDA error: device-side assert triggered')", called_there)
+    called_there["ask"]()
+    raise AssertionError
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Exception]], None]]:
     """Makes every launch of an interpreted kernel raise."""
@@ -86,6 +94,12 @@ def test_what_ran_and_failed_is_raised_as_it_is(launches: Callable[..., None], n
         launches(lambda: error)
         attention()
     assert caught.value is error and not pt.fallbacks()
+
+
+def test_a_lost_context_is_no_failure_of_triton_s(launches: Callable[..., None]) -> None:
+    launches(lost_context)
+    with preferred("triton"), pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        attention()
 
 
 def test_forced_and_strict_raise(launches: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
