@@ -5,7 +5,9 @@
     python3 tests/run_parts.py cpu ...   only the parts named
     python3 tests/run_parts.py --full generic --summary docs/test-results.md     put the counts into the file's table
 
-A part fails if its tests fail, if it ran none, or if it takes longer than its budget; at twice the budget it is interrupted.
+A part fails if its tests fail, if it ran none, or if it takes longer than its budget on two cores that are its own. A busy machine does not
+count: the processor time is taken where it is less than the time that passed. Nor does a slow one: a loop of known cost scales the
+budget. At six times the budget a part is interrupted, since it may hang.
 Every file and folder of tests/ belongs to one part: those that no other part names belong to `cpu`. A part that needs a folder of
 other packages, named by an environment variable, is skipped without it, and says so.
 """
@@ -15,9 +17,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
+import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -38,28 +43,30 @@ PYTEST = [
     "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
 ]
 REST = "cpu"
+NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 OURS = ("reference", "cpu", "triton", "cuda")
 
 
 class Part(NamedTuple):
     name: str
     title: str
-    minutes: float
+    minutes: float  # on two cores of the machine that NOMINAL speaks of
     folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()  # of pytest
     needs: str = ""  # an environment variable: a folder whose packages come before the installed ones; without it: skipped
+    jobs: int = 1  # processes that compute at once
 
 
-INSTALL = Part("install", "install and CPU build", 5)
-CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5)
+INSTALL = Part("install", "install and CPU build", 5, jobs=2)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
     Part(REST, "reference and cpu", 7),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA resources", 1.5, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2")),  # one thread each
+    Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
@@ -100,9 +107,14 @@ def paths(part: Part) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in mine if path.is_file() or any(path.rglob("test_*.py"))]
 
 
-def timed(command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()) -> tuple[int, float]:
-    """Runs `command`, interrupting it after `limit` seconds; returns its exit code and the seconds it took."""
-    start = time.monotonic()
+class Spent(NamedTuple):
+    seconds: float  # that passed
+    processor: float = math.inf  # seconds, of the process and all that it waited for
+
+
+def timed(command: list[str], limit: float | None, environment: tuple[tuple[str, str], ...] = ()) -> tuple[int, Spent]:
+    """Runs `command`, interrupting it after `limit` seconds; returns its exit code and the time it took."""
+    start, before = time.monotonic(), processor_time()
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"} | dict(environment))
     try:
         code = process.wait(limit)
@@ -113,11 +125,32 @@ def timed(command: list[str], limit: float | None, environment: tuple[tuple[str,
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-    return code, time.monotonic() - start
+    return code, Spent(time.monotonic() - start, processor_time() - before)
 
 
-def over_budget(part: Part, seconds: float, full: bool) -> str | None:
-    return None if full or seconds <= 60 * part.minutes else f"took longer than its {part.minutes:g} minutes"
+def processor_time() -> float:
+    """Seconds that the processes have computed which this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def over_budget(part: Part, spent: Spent, full: bool) -> str | None:
+    own, budget = min(spent.seconds, spent.processor / part.jobs), 60 * part.minutes
+    if full or own <= budget or own <= budget * (slow := slowness()):
+        return None
+    return f"took longer than its {part.minutes:g} minutes ({own:.0f} s of its own, on a machine {slow:.1f} times as slow)"
+
+
+def slowness() -> float:
+    """How many times as long as where the budgets were set this machine computes, at least 1: the median of five runs of a loop."""
+    return max(1.0, statistics.median(loop_time() for _ in range(5)) / NOMINAL)
+
+
+def loop_time() -> float:
+    start, total = time.process_time(), 0
+    for i in range(2_000_000):
+        total += i * i % 7
+    return time.process_time() - start
 
 
 def install(full: bool) -> Result:
@@ -135,8 +168,8 @@ def failed(result: Result) -> bool:
 
 
 def build(part: Part, full: bool, environment: tuple[tuple[str, str], ...] = ()) -> Result:
-    code, seconds = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None, environment)
-    return Result(part, seconds, f"exit code {code}" if code else over_budget(part, seconds, full))
+    code, spent = timed([sys.executable, str(ROOT / "bench" / "tools" / "install.py")], None, environment)
+    return Result(part, spent.seconds, f"exit code {code}" if code else over_budget(part, spent, full))
 
 
 def counts(report: Path) -> tuple[int, int, int, tuple[str, ...]]:
@@ -157,11 +190,11 @@ def test(part: Part, full: bool) -> Result:
     markers = "not gpu" if full else "not gpu and not slow"
     command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5"]
     command += [*part.options, *paths(part)]
-    code, seconds = timed(command, None if full else 120 * part.minutes, part.environment)
-    problem = over_budget(part, seconds, full)
+    code, spent = timed(command, None if full else 360 * part.minutes, part.environment)
+    problem = over_budget(part, spent, full)
     if code:
         problem = "ran no test" if code == 5 else f"pytest exit code {code}"
-    return Result(part, seconds, problem, *counts(report))
+    return Result(part, spent.seconds, problem, *counts(report))
 
 
 def test_sanitized(part: Part) -> Result:
@@ -170,9 +203,9 @@ def test_sanitized(part: Part) -> Result:
     options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"))
     options += (("PYTRANSFORMER_CPU_ISAS", "native"), ("CXX", "g++"))
     build = [str(ROOT / ".venv" / "bin" / "python"), "setup.py", "-q", "build", "--build-lib", str(copy)]
-    code, seconds = timed(build, None, options)
+    code, spent = timed(build, None, options)
     if code:
-        return Result(part, seconds, f"building: exit code {code}")
+        return Result(part, spent.seconds, f"building: exit code {code}")
     names = ("libasan.so", "libstdc++.so")
     libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
     environment = (
@@ -199,15 +232,21 @@ def bench(part: Part) -> Result:
     folder = RESULTS / "bench"
     document = folder / "results.json"
     document.unlink(missing_ok=True)
-    code, seconds = timed([PYTEST[0], "-m", "pytransformer", "bench", "--no-plots", "--out", str(folder)], None)
+    code, spent = timed([PYTEST[0], "-m", "pytransformer", "bench", "--no-plots", "--out", str(folder)], None)
     if not document.is_file():
-        return Result(part, seconds, f"exit code {code}, no results")
+        return Result(part, spent.seconds, f"exit code {code}, no results")
     found = json.loads(document.read_text())
     why = Counter(f"{e['backend']}: {e['reason']}" for e in found["not_run"])
     faults = sum(e["status"] in ("wrong", "failed") and e["backend"] in OURS for e in found["not_run"])
     reasons = tuple(f"{count} x {reason}" for reason, count in why.most_common())
     return Result(
-        part, seconds, f"exit code {code}" if code else None, len(found["rows"]), faults, sum(why.values()) - faults, reasons
+        part,
+        spent.seconds,
+        f"exit code {code}" if code else None,
+        len(found["rows"]),
+        faults,
+        sum(why.values()) - faults,
+        reasons,
     )
 
 

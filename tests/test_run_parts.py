@@ -40,12 +40,12 @@ def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monke
         {"backend": b, "status": s, "reason": r} for b, s, r in (("cpu", "wrong", "off"), ("triton", "unsupported", "no GPU"))
     ]
 
-    def timed(command, limit) -> tuple[int, float]:
+    def timed(command, limit):
         folder = run_parts.RESULTS / "bench"
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps({"rows": [{}, {}], "not_run": not_run}))
         assert "bench" in command and limit is None
-        return 1, 7.0
+        return 1, run_parts.Spent(7.0)
 
     monkeypatch.setattr(run_parts, "RESULTS", tmp_path)
     monkeypatch.setattr(run_parts, "timed", timed)
@@ -53,6 +53,25 @@ def test_the_benchmark_counts_rows_and_our_own_faults(run_parts, tmp_path, monke
     result = run_parts.run(part, True)
     assert (result.passed, result.failed, result.skipped, result.problem) == (2, 1, 1, "exit code 1")
     assert set(result.reasons) == {"1 x cpu: off", "1 x triton: no GPU"}
+
+
+def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
+    """Waiting is a busy machine's fault, computing is the part's; two processes at once may compute twice as long."""
+    second = run_parts.Part("a", "a", 1 / 60)
+    python = [run_parts.sys.executable, "-c"]
+    code, waited = run_parts.timed([*python, "import time; time.sleep(1.5)"], None)
+    assert code == 0 and waited.seconds > 1.5 and waited.processor < 1
+    loop = "import time\nwhile time.process_time() < 1.5: pass"
+    _, computed = run_parts.timed([*python, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {loop!r}])"], None)
+    assert computed.processor >= 1.5, "of a process that a process waited for"
+    for factor, slow in ((1.0, False), (5.0, True)):
+        monkeypatch.setattr(run_parts, "loop_time", lambda factor=factor: factor * run_parts.NOMINAL)
+        assert run_parts.over_budget(second, waited, False) is None
+        assert (run_parts.over_budget(second, run_parts.Spent(1.5, 2.9), False) is None) is slow
+        assert run_parts.over_budget(second._replace(jobs=2), run_parts.Spent(9.0, 1.9), False) is None
+        assert run_parts.over_budget(second, run_parts.Spent(9.0, 9.0), True) is None
+    monkeypatch.setattr(run_parts, "loop_time", lambda: 0.01)  # a fast machine gets no smaller budget
+    assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 
 
 def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Path) -> None:
