@@ -32,12 +32,24 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def compiling_a_derivative() -> bool:
-    """Whether torch.compile traces through torch.func.grad or the like. It sees no need for a gradient there, leaves the
-    Function out and would return zeros."""
+    """Whether torch.compile traces through torch.func.grad or the like, or through vmap where a gradient may be asked for later. It
+    sees no need for a gradient there, leaves the Function out and would return zeros, or no gradient at all."""
     if not torch._C._are_functorch_transforms_active():
         return False
     innermost = retrieve_current_functorch_interpreter()
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        return True
     return bool(innermost.key() != TransformType.Vmap or innermost.level() > 1)
+
+
+def each_once(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, a tensor that comes again as a view of itself: torch.compile takes no Function with one tensor at two places."""
+    distinct: list[Any] = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and any(value is earlier for earlier in distinct):
+            value = value.view_as(value)
+        distinct.append(value)
+    return distinct
 
 
 # What a thread dispatches on when nothing watches it, without and with inference mode: torch.func, dispatch modes (fake tensors,

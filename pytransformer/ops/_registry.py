@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from ._autograd import compiling_a_derivative, make_functions, reference_outputs, transforming, unwatched, vmap_by_loop
+from ._autograd import (
+    compiling_a_derivative,
+    each_once,
+    make_functions,
+    reference_outputs,
+    transforming,
+    unwatched,
+    vmap_by_loop,
+)
 from ._failures import DID_NOT_RUN, failure, step_down
 from ._fallbacks import BackendError, NotLaunched, failures, record_fallback
 from ._tensors import empty_in_order, looks_at_values
@@ -347,10 +355,10 @@ class Op:
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
-                    f"{self.name}: torch.func.grad, vjp and jvp cannot be traced into one graph with this op: without fullgraph=True they "
-                    "run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
+                    f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this op: without "
+                    "fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
-            return self.function.apply(*a, backend, strict)
+            return self.function.apply(*each_once(a), backend, strict)
         if not unwatched(a[0], a):
             return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):

@@ -1,0 +1,96 @@
+"""What torch.compile makes of a call: one tensor at several places of it, and vmap around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import pytransformer as pt
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
+
+LENGTHS = torch.tensor([3])
+OFFSETS = torch.tensor([0, 2])
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# x (1, 2, 5, 8), w (8, 8), b (8,): each op with as many of its tensors the same as their shapes allow.
+REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "attention, key and value": lambda x, w, b: pt.attention(x.sin(), x, x),
+    "attention, all three": lambda x, w, b: pt.attention(x, x, x),
+    "attention, mask and bias": lambda x, w, b: (lambda m: pt.attention(x, x.sin(), x.cos(), attn_mask=m, bias=m))(w[:5, :5]),
+    "attention, lengths": lambda x, w, b: pt.attention(x, x, x, query_lengths=LENGTHS, key_lengths=LENGTHS),
+    "attention_varlen": lambda x, w, b: pt.attention_varlen(x[0], x[0], x[0], OFFSETS, OFFSETS, 2, 2),
+    "scaled_dot_product_attention": lambda x, w, b: pt.scaled_dot_product_attention(x, x, x),
+    "layer_norm": lambda x, w, b: pt.layer_norm(x, 8, b, b),
+    "add_norm": lambda x, w, b: pt.add_norm(x, x, b, b)[0],
+    "feed_forward": lambda x, w, b: pt.feed_forward(x, w, b, w, b, gate_weight=w, gate_bias=b),
+    "linear_cross_entropy": lambda x, w, b: pt.linear_cross_entropy(w, w, torch.arange(8), bias=b),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_one_tensor_at_several_places(name: str) -> None:
+    """One graph, and each place adds its share of the gradient."""
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((1, 2, 5, 8), (8, 8), (8,))]
+    loss = lambda *t: REPEATED[name](*t).square().sum()
+    want = torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
+    got = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves, materialize_grads=True
+    )
+    assert any(g.abs().sum() > 0 for g in want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_tied_parameters() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+            self.second = self.first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pt.feed_forward(x, self.first.weight, self.first.bias, self.second.weight, self.second.bias)
+
+    model, x = Tied(), torch.randn(3, 8)
+    want = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(torch.autograd.grad(compiled(x).square().sum(), tuple(model.parameters())), want, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_vmap_keeps_its_gradients_or_is_refused() -> None:
+    """torch.compile sees no requires_grad within vmap and leaves autograd Functions out: the gradients would be None."""
+    inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
+    batched = torch.vmap(pt.attention)
+    want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
+    got = torch.autograd.grad(torch.compile(batched, backend="aot_eager")(*inputs).square().sum(), inputs)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
+    with pytest.raises(Exception, match=r"without fullgraph=True they run eagerly"):
+        torch.compile(batched, backend="aot_eager", fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(batched, backend="aot_eager", fullgraph=True)(*inputs)
+    assert torch.allclose(out, batched(*inputs), atol=1e-5)
+
+
+def test_vmap_under_activate() -> None:
+    inputs = [torch.randn(3, 1, 2, 5, 8, requires_grad=True) for _ in "qkv"]
+    batched = torch.vmap(torch.nn.functional.scaled_dot_product_attention)
+    want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
+    with pt.activate():
+        compiled = torch.compile(batched, backend="aot_eager", fullgraph=True)
+        got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
