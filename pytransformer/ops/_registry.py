@@ -355,8 +355,8 @@ class Op:
         if torch.compiler.is_compiling():
             if compiling_a_derivative():
                 raise NotImplementedError(
-                    f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this op: without "
-                    "fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
+                    f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this "
+                    "op: without fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
             return self.function.apply(*each_once(a), backend, strict)
         if not unwatched(a[0], a):

@@ -12,6 +12,7 @@ import torch
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TensorOrNone = TypeVar("_TensorOrNone", torch.Tensor, torch.Tensor | None)
+_INSTEAD = {"nested": "scaled_dot_product_attention takes nested tensors, attention_varlen packed sequences"}
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -20,9 +21,13 @@ def shape_of(t: torch.Tensor) -> str:
 
 
 def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None) -> None:
-    """TypeError unless a tensor (of a floating dtype the kernels know), ValueError unless it has ndim dimensions."""
+    """TypeError unless a dense tensor (of a floating dtype the kernels know), ValueError unless it has ndim dimensions."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
+    if (layout := unusual_layout(t)) is not None:
+        raise TypeError(
+            f"{op}: {name} must be a dense tensor, got a {layout} one; {_INSTEAD.get(layout, 'to_dense() makes one')}"
+        )
     if floating and t.dtype not in FLOATING:
         raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64, got {t.dtype}")
     if ndim is not None and t.dim() != ndim:
@@ -45,15 +50,22 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("PYTRANSFORMER_CHECK", "0") not in ("", "0")
 
 
+def unusual_layout(t: torch.Tensor) -> str | None:
+    """What the tensor is if it is not a dense one: nested, sparse_coo, mkldnn, …"""
+    if t.is_nested:
+        return "nested"
+    return None if t.layout is torch.strided else str(t.layout).removeprefix("torch.").removeprefix("_")
+
+
 def alike(*tensors: Any) -> bool:
-    """Whether all are plain tensors of one dtype that the kernels know, on one device: the usual case, found out quickly. What
-    is not alike is for the checks below to judge."""
+    """Whether all are plain dense tensors of one dtype that the kernels know, on one device: the usual case, found out quickly.
+    What is not alike is for the checks to judge."""
     first = tensors[0]
     if type(first) not in _TENSORS:
         return False
-    dtype, device = first.dtype, first.device
-    for t in tensors[1:]:
-        if type(t) not in _TENSORS or t.dtype != dtype or t.device != device:
+    dtype, device, strided = first.dtype, first.device, torch.strided
+    for t in tensors:
+        if type(t) not in _TENSORS or t.dtype != dtype or t.device != device or t.layout is not strided or t.is_nested:
             return False
     return dtype in FLOATING
 

@@ -218,7 +218,9 @@ def four_dimensional(
 
     q, k, v = four(query), four(key), four(value)
     mask = attn_mask
-    if isinstance(mask, torch.Tensor) and mask.dim() > 2 and query.dim() != 4:
+    if mask is not None:
+        check_tensor(name, "attn_mask", mask)
+    if mask is not None and mask.dim() > 2 and query.dim() != 4:
         heads = (*lead, q.shape[1]) if keep == 3 else lead
         try:
             mask = mask.expand(*heads, *mask.shape[-2:]).reshape(*q.shape[:2], *mask.shape[-2:])
