@@ -25,7 +25,7 @@ from torch.library import Library, get_kernel
 from .ops._autograd import compiling_a_derivative
 from .ops._failures import DID_NOT_RUN
 from .ops._fallbacks import NotLaunched, record_fallback
-from .ops._tensors import FLOATING
+from .ops._tensors import FLOATING, shape_of
 from .ops.attention import attention_op, four_dimensional
 
 OP = "scaled_dot_product_attention"
@@ -128,12 +128,19 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
                 return out.reshape(*lead, *out.shape[-2:])
             except NotLaunched as error:
                 reason = str(error)
+        _check_lengths(key, value)
         record_fallback(OP, reason, instead="PyTorch's own kernel", once=DID_NOT_RUN in reason)
         return original.call_boxed(
             keyset, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     return scaled_dot_product_attention
+
+
+def _check_lengths(key: torch.Tensor, value: torch.Tensor) -> None:
+    """ValueError if key and value differ in length: PyTorch's flash kernel does not look (2.13) and reads past the shorter one."""
+    if not key.is_nested and not value.is_nested and min(key.dim(), value.dim()) >= 2 and key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"{OP}: key and value must have the same length, got key {shape_of(key)} and value {shape_of(value)}")
 
 
 def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str | None:

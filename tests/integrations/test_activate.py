@@ -295,6 +295,18 @@ def test_bad_input_gets_pytorchs_own_error(backend: str) -> None:
         assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize("keys, values", [(9, 5), (5, 9), (900, 1)])
+@pytest.mark.parametrize("settings", [{}, dict(is_causal=True), dict(dropout_p=0.1), dict(enable_gqa=True)], ids=str)
+def test_key_and_value_of_other_lengths_are_refused(keys: int, values: int, settings: dict[str, Any]) -> None:
+    """PyTorch's flash kernel reads past the end of the shorter one, and gives what it finds there."""
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (7, keys, values))
+    calls = [(q, k, v), (q[0], k[0], v[0]), (q.half(), k.half(), v.half()), (q.int(), k.int(), v.int())]
+    with pt.activate():
+        for inputs in calls:
+            with pytest.raises(ValueError, match=r"key and value must have the same length, got key \(.* and value \("):
+                sdpa(*inputs, **settings)
+
+
 # ---- the switch itself
 
 
