@@ -6,7 +6,7 @@ reach it, in no_grad and inference_mode too, and autocast has already cast their
 before, computes what we cannot; each such call is recorded with its reason in ``pytransformer.fallbacks()``.
 
 nn.MultiheadAttention and nn.TransformerEncoderLayer have an inference fast path that never calls the op: it is switched
-off while active and set back to what it was afterwards.
+off while active and set back to what it was afterwards. What it alone does, nested tensors, is in drop_in_nested.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library, get_kernel
 
+from . import drop_in_nested
+from .ops import nested
 from .ops._autograd import compiling_a_derivative
 from .ops._failures import DID_NOT_RUN
 from .ops._fallbacks import NotLaunched, record_fallback
+from .ops._registry import Op
 from .ops._tensors import FLOATING, shape_of
 from .ops.attention import attention_op, four_dimensional
+from .ops.attention_varlen import attention_varlen_op
 
 OP = "scaled_dot_product_attention"
 # vmap decomposes the op in a kernel of its own before any other is asked. "CPU" only names a way to fetch the composite
@@ -74,6 +78,7 @@ def activate() -> Activation:
                     library.impl(OP, _replacement(original), key, with_keyset=True)
             _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
+            drop_in_nested.install()
     return activation
 
 
@@ -95,6 +100,7 @@ def _restore() -> None:
         _library._destroy()
         _library = None
         torch.backends.mha.set_fastpath_enabled(_fast_path)
+        drop_in_nested.restore()
 
 
 def _replacement(original: Any) -> Callable[..., torch.Tensor]:
@@ -112,20 +118,19 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         reason = _unsuitable(query, key, value, attn_mask)
         if reason is None:
             try:
-                q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)
-                causal = "top_left" if is_causal else None
-                a, _, _ = attention_op.prepare(q, k, v, attn_mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
-                reason = None if query.is_meta else attention_op.why_not_fused(a)
+                op, a, finish = (_lower_nested if query.is_nested else _lower)(*arguments)
+                reason = None if query.is_meta else op.why_not_fused(a)
             except (TypeError, ValueError) as error:  # PyTorch may allow it, or says in its own words what is wrong
                 reason = str(error)
         if reason is None:
             try:
                 with _user_level():
-                    out, _ = attention_op.fused(a)
-                return out.reshape(*lead, *out.shape[-2:])
+                    out = op.fused(a)[0]
+                return finish(out)
             except NotLaunched as error:
                 reason = str(error)
         _check_lengths(key, value)
@@ -135,6 +140,24 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
         )
 
     return scaled_dot_product_attention
+
+
+_Lowered = tuple[
+    Op, Any, Callable[[torch.Tensor], torch.Tensor]
+]  # the op, its arguments, what gives its output the caller's shape
+
+
+def _lower(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> _Lowered:
+    q, k, v, mask, lead = four_dimensional(query, key, value, mask, enable_gqa)
+    causal = "top_left" if is_causal else None
+    a, _, _ = attention_op.prepare(q, k, v, attn_mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
+    return attention_op, a, lambda out: out.reshape(*lead, *out.shape[-2:])
+
+
+def _lower_nested(*arguments: Any) -> _Lowered:
+    return attention_varlen_op, *nested.lower(*arguments)
 
 
 def _check_lengths(key: torch.Tensor, value: torch.Tensor) -> None:
@@ -150,8 +173,10 @@ def _unsuitable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mas
             continue
         if type(t) not in PLAIN:
             return f"{name} is a {type(t).__name__}, and only plain tensors are supported"
-        if t.is_nested or t.layout != torch.strided:
-            return f"{name} is a {'nested' if t.is_nested else t.layout} tensor, and only dense ones are supported"
+        if t.layout != torch.strided or t.is_nested != query.is_nested:
+            return (
+                f"{name} is a {'nested' if t.is_nested else t.layout} tensor, and only dense or only nested ones are supported"
+            )
         if name != "attn_mask" and t.dtype not in FLOATING:
             return f"{name} is {t.dtype}, and only float32, bfloat16, float16 and float64 are supported"
     if torch.autograd.forward_ad._current_level >= 0:

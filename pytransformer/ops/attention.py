@@ -182,8 +182,15 @@ def scaled_dot_product_attention(
 
     Args, shapes and result are that function's: query (..., Hq, Lq, D), key (..., H, Lk, D), value (..., H, Lk, Dv), any
     leading dimensions, causal aligned top left. Unlike there, a mask and ``is_causal`` together intersect, and floating
-    masks need not have query's dtype.
+    masks need not have query's dtype. Nested tensors of either layout, (B, H, L*, D) or (B, L*, D), run as packed sequences and
+    give one of query's layout; they take no mask.
     """
+    if any(isinstance(t, torch.Tensor) and t.is_nested for t in (query, key, value)):
+        from .nested import (
+            scaled_dot_product_attention as packed,  # it is built on attention_varlen, which imports this module
+        )
+
+        return packed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)
     out = attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, causal="top_left" if is_causal else None, scale=scale)
     return out.reshape(*lead, *out.shape[-2:])

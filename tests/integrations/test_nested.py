@@ -1,0 +1,152 @@
+"""Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on packed sequences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import pytransformer as pt
+from pytransformer.ops._registry import trace
+from pytransformer.testing.models import assert_same_elements
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"),
+]
+LENGTHS, KEYS = (3, 5, 1), (2, 6, 4)
+BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+
+
+def sequences(lengths: tuple[int, ...], *shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(lengths) + sum(shape) + lengths[0])
+    return [torch.randn(n, *shape, generator=generator, requires_grad=True) for n in lengths]
+
+
+def nest(parts: list[torch.Tensor], layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.nested.as_nested_tensor(parts, layout=layout)
+
+
+def ours(*inputs: torch.Tensor, **settings: Any) -> torch.Tensor:
+    with pt.activate():
+        return sdpa(*inputs, **settings)
+
+
+def same(got: torch.Tensor, want: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
+    """Output and gradients of a nested result and of its sequences alone."""
+    parts = got.unbind()
+    for part, alone in zip(parts, want, strict=True):
+        assert_same_elements(part, alone)
+    losses = [sum((p * torch.linspace(-1, 1, p.shape[-1])).sum() for p in result) for result in (parts, want)]
+    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for mine, theirs in zip(*grads, strict=True):
+        assert_same_elements(mine, theirs, gradient=True)
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("call", [pt.scaled_dot_product_attention, ours], ids=["pt", "activate"])
+@pytest.mark.parametrize("keys", [LENGTHS, KEYS], ids=["self", "cross"])
+@pytest.mark.parametrize("settings", [{}, dict(is_causal=True), dict(enable_gqa=True, scale=0.3)], ids=str)
+def test_attention(layout: torch.layout, call: Callable[..., Any], keys: tuple[int, ...], settings: dict[str, Any]) -> None:
+    queries, others = sequences(LENGTHS, 4, 8), sequences(keys, 2 if "enable_gqa" in settings else 4, 8)
+    query, key = (nest(parts, layout).transpose(1, 2) for parts in (queries, others))
+    with trace() as ran:
+        got = call(query, key, key, **settings)
+    assert ran[0][0] == "attention_varlen_fwd"
+    assert got.is_nested and got.layout == layout
+    alone = [sdpa(*(t.transpose(0, 1)[None] for t in (q, k, k)), **settings)[0] for q, k in zip(queries, others)]
+    same(got, alone, [*queries, *others])
+
+
+@BOTH_LAYOUTS
+def test_without_heads(layout: torch.layout) -> None:
+    parts = sequences(LENGTHS, 8)
+    x = nest(parts, layout)
+    same(pt.scaled_dot_product_attention(x, x, x), [sdpa(p[None], p[None], p[None])[0] for p in parts], parts)
+
+
+def test_jagged_results_go_on() -> None:
+    """The result has query's ragged dimension: a residual can be added."""
+    x = nest(sequences(LENGTHS, 4, 8), torch.jagged)
+    y = pt.scaled_dot_product_attention(*(x.transpose(1, 2),) * 3).transpose(1, 2)
+    assert (x + y).shape == x.shape
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder(layout: torch.layout, training: bool, norm_first: bool) -> None:
+    """PyTorch itself takes strided ones, in inference alone."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first), 2)
+    model.train(training)
+    parts = sequences(LENGTHS, 16)
+    with pt.activate(), trace() as ran:
+        got = model(nest(parts, layout))
+    assert [op for op, _ in ran].count("attention_varlen_fwd") == 2
+    same(got, [model(p[None])[0] for p in parts], [*parts, *model.parameters()])
+
+
+@BOTH_LAYOUTS
+def test_cross_attention_module(layout: torch.layout) -> None:
+    module = nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False, batch_first=True)
+    queries, others = sequences(LENGTHS, 16), sequences(KEYS, 8)
+    with pt.activate():
+        q, k = nest(queries, layout), nest(others, layout)
+        got, weights = module(q, k, k, need_weights=False)
+    assert weights is None
+    want = [module(q[None], k[None], k[None], need_weights=False)[0][0] for q, k in zip(queries, others)]
+    same(got, want, [*queries, *others, *module.parameters()])
+
+
+@pytest.mark.falls_back
+def test_weights_come_from_pytorchs_fast_path() -> None:
+    module = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    x = nest([p.detach() for p in sequences(LENGTHS, 16)], torch.strided)
+    with torch.no_grad():
+        want = module(x, x, x)
+        with pytest.warns(RuntimeWarning, match="need_weights=True asks for the weights"), pt.activate():
+            got = module(x, x, x)
+            assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.equal(got[1], want[1]) and torch.equal(got[0].values(), want[0].values())
+
+
+def test_modules_are_as_they_were() -> None:
+    call, jagged = nn.MultiheadAttention.__call__, torch.nested._internal.ops.jagged_scaled_dot_product_attention
+    with pt.activate(), pt.activate():
+        assert nn.MultiheadAttention.__call__ is not call
+    assert nn.MultiheadAttention.__call__ is call and "__call__" not in vars(nn.MultiheadAttention)
+    assert torch.nested._internal.ops.jagged_scaled_dot_product_attention is jagged
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_modules_can_be_scripted() -> None:
+    x = torch.randn(2, 3, 16)
+    module = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    with pt.activate():
+        assert_same_elements(torch.jit.script(module)(x, x, x)[0], module(x, x, x)[0])
+
+
+@BOTH_LAYOUTS
+def test_bad_input_is_named(layout: torch.layout) -> None:
+    attend = pt.scaled_dot_product_attention
+    x = nest(sequences(LENGTHS, 4, 8), layout).transpose(1, 2)
+    other = nest(sequences(KEYS, 4, 8), layout).transpose(1, 2)
+    two = nest(sequences(LENGTHS, 2, 8), layout).transpose(1, 2)
+    dense = torch.randn(3, 4, 5, 8)
+    bad: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((dense, x, x), TypeError, "nested tensors of one layout, all three or none; query is not"),
+        ((x, dense, dense), TypeError, "key is not"),
+        ((x, x, other), ValueError, "key and value must have the same length in every sequence"),
+        ((x, x, x, dense), ValueError, "attn_mask must be None with nested tensors"),
+        ((x, two, two), ValueError, "query has 4 heads and key 2"),
+    ]
+    for arguments, error, match in bad:
+        with pytest.raises(error, match=match):
+            attend(*arguments)
