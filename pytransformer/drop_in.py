@@ -12,6 +12,7 @@ off while active and set back to what it was afterwards. What it alone does, nes
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -43,6 +44,7 @@ _lock = threading.RLock()
 _open: set[Activation] = set()
 _library: Library | None = None
 _fast_path = True
+_told_compiled = False
 
 
 class Activation:
@@ -63,7 +65,7 @@ def activate() -> Activation:
 
     ``pt.activate()`` at the top of a script is enough; ``with pt.activate():`` ends with the block. Contexts nest, and
     calling it twice is harmless. Activate before ``torch.compile`` first traces a model: a graph traced earlier keeps what it
-    was traced with.
+    was traced with, which a warning tells once; ``torch._dynamo.reset()`` makes it be traced anew.
     """
     global _library, _fast_path
     activation = Activation()
@@ -79,6 +81,7 @@ def activate() -> Activation:
             _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             drop_in_nested.install()
+            _tell_compiled()
     return activation
 
 
@@ -87,6 +90,23 @@ def deactivate() -> None:
     with _lock:
         _open.clear()
         _restore()
+
+
+def _tell_compiled() -> None:
+    """Warn, the first time, that what is compiled already goes on without us: its guards do not see the dispatcher."""
+    global _told_compiled
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    traced = getattr(
+        getattr(frames, "output_codes", None), "seen_ids", ()
+    )  # of functions that are still there, since the last reset
+    if traced and not _told_compiled:
+        _told_compiled = True
+        warnings.warn(
+            "pytransformer.activate: what torch.compile traced before keeps PyTorch's attention. Activate first, or call "
+            "torch._dynamo.reset() afterwards, which compiles anew",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def is_active() -> bool:

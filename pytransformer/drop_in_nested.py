@@ -37,7 +37,7 @@ def install() -> None:
 def restore() -> None:
     if _original is not None:
         setattr(importlib.import_module(MODULE), JAGGED, _original)
-    del nn.MultiheadAttention.__call__  # type: ignore[misc]  # set by install()
+    del nn.MultiheadAttention.__call__
 
 
 def _jagged(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer import drop_in
+from pytransformer.ops._registry import trace
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
 
@@ -94,3 +97,25 @@ def test_vmap_under_activate() -> None:
         got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guards do not see the dispatcher: the graph keeps PyTorch's attention, silently but for the warning."""
+    x = torch.randn(1, 2, 5, 8)
+    monkeypatch.setattr(drop_in, "_told_compiled", False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pt.activate():
+            pass
+        assert told == [], "nothing is compiled yet"
+        compiled = torch.compile(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), backend="eager")
+        compiled(x)
+        for _ in range(2):
+            with pt.activate():
+                pass
+    assert [str(w.message).partition(":")[0] for w in told] == ["pytransformer.activate"]
+    assert told[0].filename == __file__
+    with pt.activate(), trace() as ran:
+        torch._dynamo.reset()
+        compiled(x)
+    assert ran, "after the reset it is traced anew"

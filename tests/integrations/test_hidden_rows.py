@@ -1,0 +1,59 @@
+"""SeamlessM4T-v2's speech encoder, padded on the left: what a query that sees nothing gives decides the gradients of its LayerNorms."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+MASK = torch.ones(2, 23, dtype=torch.int64)
+MASK[1, :9] = 0
+
+
+@pytest.fixture
+def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
+    from transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2 import SeamlessM4Tv2SpeechEncoder
+
+    config = hugging_face.SeamlessM4Tv2Config(
+        hidden_size=32, speech_encoder_layers=2, speech_encoder_attention_heads=4, speech_encoder_intermediate_size=48,
+        feature_projection_input_dim=16, speech_encoder_chunk_size=4, speech_encoder_left_chunk_num=1, num_adapter_layers=1,
+        left_max_position_embeddings=4, right_max_position_embeddings=4,
+    )  # fmt: skip
+    features = torch.randn(2, 23, 16, dtype=torch.float64)
+
+    def run(implementation: str, sequences: int) -> torch.Tensor:
+        """All gradients of a loss on the first sequences, in float64."""
+        torch.manual_seed(0)
+        model = SeamlessM4Tv2SpeechEncoder._from_config(config, attn_implementation=implementation, dtype=torch.float64).eval()
+        model(features, attention_mask=MASK).last_hidden_state[:sequences].sin().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    return run
+
+
+def test_large_gradients_are_those_of_rows_of_zeros(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm divides a gradient by sqrt(eps)
+    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same gradients."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def with_zeros(module: nn.Module, q: Any, k: Any, v: Any, attention_mask: torch.Tensor, **keywords: Any) -> Any:
+        out, weights = theirs(module, q, k, v, attention_mask, **keywords)
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > torch.finfo(out.dtype).min / 2
+        return out * seen.any(-1)[:, 0, :, None, None], weights
+
+    want = gradients("sdpa", 2)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_zeros)
+    zeros, ours = gradients("sdpa", 2), gradients("pytransformer", 2)
+    assert ours.norm() > 1e6 * want.norm()
+    assert (ours - zeros).norm() < 1e-12 * zeros.norm()
+
+
+def test_a_loss_on_real_rows_has_pytorchs_gradients(gradients: Any) -> None:
+    want, ours = gradients("sdpa", 1), gradients("pytransformer", 1)
+    assert want.norm() < 1e4
+    assert (ours - want).norm() < 1e-12 * want.norm()
