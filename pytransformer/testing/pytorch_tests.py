@@ -1,0 +1,77 @@
+"""Runs PyTorch's own tests of attention, on the CPU, without and with ``activate()``: a failure that only ours has must be known.
+
+The file is PyTorch's ``test/test_transformers.py``, of the version that is installed; neither PyTorch's wheels nor this package have it::
+
+    python -m pytransformer.testing.pytorch_tests PATH/test/test_transformers.py [-k EXPRESSION]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+# Test (a prefix of its name) -> why it fails with ours and not without.
+KNOWN: dict[str, str] = {}
+PLUGIN = "import pytransformer\npytransformer.activate()\n"
+
+
+def run(path: Path, options: list[str], *, active: bool) -> dict[str, bool]:
+    """Whether each test that ran, by name, passed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "activated.py").write_text(PLUGIN)
+        report = Path(folder, "report.xml")
+        plugin = ["-p", "activated"] if active else []
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            str(path),
+            *plugin,
+            f"--junitxml={report}",
+            "--rootdir",
+            folder,
+            *options,
+        ]
+        search = os.pathsep.join([folder, *sys.path])
+        environment = {**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1", "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not report.exists():
+            raise RuntimeError(f"pytest wrote no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        ran = {f"{c.get('classname')}.{c.get('name')}": c for c in cases if c.find("skipped") is None}
+        if not ran:
+            raise RuntimeError(f"no test ran:\n{done.stdout[-2000:]}")
+        return {name: c.find("failure") is None and c.find("error") is None for name, c in ran.items()}
+
+
+def compare(theirs: dict[str, bool], ours: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """(tests that fail only with ours and are not known, known ones that do not fail)."""
+    new = [name for name, passed in ours.items() if not passed and theirs.get(name, True)]
+    known = [k for k in KNOWN if not any(name.split(".")[-1].startswith(k) for name in new)]
+    return [name for name in new if not name.split(".")[-1].startswith(tuple(KNOWN))], known
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or not Path(arguments[0]).is_file():
+        print(__doc__)
+        return 2
+    path, options = Path(arguments[0]).resolve(), arguments[1:]
+    theirs, ours = (run(path, options, active=active) for active in (False, True))
+    new, outdated = compare(theirs, ours)
+    print(f"PyTorch's kernels: {sum(theirs.values())} of {len(theirs)} pass. Ours: {sum(ours.values())} of {len(ours)}.")
+    for name in new:
+        print(f"fails with ours alone: {name}")
+    for name in theirs.keys() - ours.keys():
+        print(f"did not run with ours: {name}")
+    for name in outdated if not options else ():
+        print(f"known, but does not fail: {name}")
+    return int(bool(new or theirs.keys() - ours.keys()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

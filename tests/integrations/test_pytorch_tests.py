@@ -1,0 +1,37 @@
+"""The tool that runs PyTorch's own tests both ways, on a small file of tests that stands in for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytransformer.testing import pytorch_tests
+
+STAND_IN = """
+import torch, pytest
+import pytransformer.drop_in as ours
+def test_same(): assert torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 8)).shape[-1] == 8
+def test_only_theirs_passes(): assert not ours.is_active()
+def test_neither_passes(): assert False
+def test_skipped(): pytest.skip("not counted")
+"""
+
+
+def test_finds_what_fails_with_ours_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "test_stand_in.py"
+    path.write_text(STAND_IN)
+    assert pytorch_tests.main([str(path)]) == 1
+    told = capsys.readouterr().out
+    assert "PyTorch's kernels: 2 of 3 pass. Ours: 1 of 3." in told
+    assert told.count("fails with ours alone") == 1 and "test_only_theirs_passes" in told
+    monkeypatch.setitem(pytorch_tests.KNOWN, "test_only_theirs", "on purpose")
+    assert pytorch_tests.main([str(path)]) == 0
+    assert pytorch_tests.main([str(path), "-k", "same"]) == 0
+
+
+def test_without_the_file_it_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pytorch_tests.main([]) == 2
+    assert "test/test_transformers.py" in capsys.readouterr().out
