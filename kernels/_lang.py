@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +26,74 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
     """Run ``kernel`` on ``programs`` programs of one flat grid dimension, which may exceed 65,535."""
     if programs == 0:
         return
-    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages, **options)
+    # Triton 3.9 contracts no products and sums unless told to.
+    options = {} if INTERPRETED else dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True, **options)
     if _observer:
         _observer[-1](kernel, arguments, options)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](*arguments, **options)
+
+
+def kernel(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """``triton.jit`` for what is launched: compiled once for each layout and set of features, whatever the sizes.
+
+    Triton makes a constant of an integer that is 1 and tells the compiler which are multiples of 16. It asks ``do_not_specialize`` only
+    of arguments, not of what is in a tuple, and a length that grows would compile the kernel up to three times for each of its numbers.
+    Here no integer is a constant, and those in tuples are multiples of nothing known, but for a tuple whose class has ``LAYOUT``: all
+    of its integers are multiples of 16, or none is taken as one.
+    """
+    if fn is None:
+        return functools.partial(kernel, do_not_specialize=do_not_specialize)
+    made = triton.jit(fn, do_not_specialize=do_not_specialize)
+    if not INTERPRETED:
+        made.device_caches = defaultdict(functools.partial(_caches, made))
+    return made
+
+
+def _caches(made: Any) -> tuple[Any, ...]:
+    """What Triton keeps of a kernel for a device. The last entry binds arguments, and says of each its type and what of its value the
+    compiler may know: for a tuple two tuples of its class."""
+    *caches, bind = made.create_binder()
+    # Tuples of different classes may be equal, and a parameter has one class: so a cache for each.
+    rules = [None if p.is_constexpr else functools.lru_cache(maxsize=1024)(_of_argument) for p in made.params]
+
+    def bind_unspecialized(*arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+        bound, known, options = bind(*arguments, **options)
+        return bound, [entry if rule is None else rule(*entry) for rule, entry in zip(rules, known)], options
+
+    return (*caches, bind_unspecialized)
+
+
+def _of_argument(kind: Any, value: Any) -> tuple[Any, Any]:
+    """(type, what is known of the value) of an argument without what sizes decide; a number of its own keeps its multiples of 16."""
+    if isinstance(kind, tuple):
+        return _unspecialized(kind, value, "")
+    return ("i32", "") if kind == "constexpr" and value == 1 else (kind, value)
+
+
+def _unspecialized(kind: Any, value: Any, known: str) -> tuple[Any, Any]:
+    """The same within a tuple, where ``known`` is known of integers."""
+    if isinstance(kind, tuple):
+        if getattr(type(kind), "LAYOUT", False):
+            known = "D" if all(v == "D" for v in _of_integers(kind, value)) else ""
+        entries = zip(*(_unspecialized(k, v, known) for k, v in zip(kind, value)))
+        return tuple(type(kind)(*e) if hasattr(kind, "_fields") else e for e in entries)
+    if _is_integer(kind, value):
+        return "i32" if kind == "constexpr" else kind, known
+    return kind, value
+
+
+def _of_integers(kind: Any, value: Any) -> Iterator[Any]:
+    if isinstance(kind, tuple):
+        for pair in zip(kind, value):
+            yield from _of_integers(*pair)
+    elif _is_integer(kind, value):
+        yield value
+
+
+def _is_integer(kind: str, value: Any) -> bool:
+    return kind in ("i32", "i64", "u64") or (kind == "constexpr" and value == 1)
 
 
 @contextlib.contextmanager
@@ -55,6 +119,14 @@ def dot(a, b, acc, C: tl.constexpr):
 
 
 @triton.jit
+def steps_of(x, stride):
+    """x times the stride, which None says is 1: known when compiled, so that loads along it are wide."""
+    if stride is not None:
+        x = x * stride
+    return x
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 x rounded to dtype, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
     if INTERPRET and dtype == tl.bfloat16:
@@ -75,6 +147,12 @@ def tanh(x):
     size = tl.abs(x)
     large = 1.0 - 2.0 / (1.0 + tl.exp2(size * (2 * LOG2E)))
     return tl.where(size < 0.6, x + x * z * p, tl.where(x < 0, -large, large))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of ``dot``: TF32 for float32 where PyTorch may use it, by either of its switches. Reading the old one, ``allow_tf32``, raises
+    once the new one was used; the new one, ``fp32_precision``, says what both were told."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 # ---- dropout: see pytransformer.reference.philox for the layout
@@ -117,4 +195,4 @@ def keep_tile(seed, c1, c2, c3, j0, threshold, BM: tl.constexpr, BN: tl.constexp
     w = tl.join(w << 16, w)  # the draw in the high half: no mask, no shift for the odd keys
     w = tl.reshape(w, [BM, BN // 32, 4, 2, 2, 2])  # rows, j // 32, (j % 8) // 2, t % 2, t // 2, j % 2
     w = tl.reshape(tl.permute(w, (0, 1, 4, 3, 2, 5)), [BM, BN])
-    return w >= (threshold.to(tl.uint32) << 16)
+    return w >= (tl.cast(threshold, tl.uint32) << 16)

@@ -20,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import LOG2E, dot, launch, narrow
+from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .fwd import programs
-from .problem import Problem, Rows, choose, describe, row_values, rows, sequences
+from .problem import Problem, Rows, choose, dense_strides, describe, rows, sequences
 from .tiles import (
     at_head,
+    at_values,
     distance,
     kept,
     key_bounds,
@@ -50,12 +51,12 @@ LARGE = tl.constexpr(1024.0)  # beyond it lse, rounded, loses digits of the log 
 
 
 class BackwardStrides(NamedTuple):
+    LAYOUT = True
     q: Rows
     k: Rows
     v: Rows
     o: Rows
     do: Rows
-    lse: Rows  # of everything that is one number a row
     dq: Rows | None = None
     dk: Rows | None = None
     dv: Rows | None = None
@@ -77,7 +78,7 @@ class DenseGradient(NamedTuple):
     batch: int  # strides
     head: int
     query: int
-    key: int
+    key: int | None  # None is 1
     batches: int  # sequences, heads and tiles that one program sums
     heads: int
     query_tiles: int
@@ -87,14 +88,14 @@ class DenseGradient(NamedTuple):
 # ---- rows
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def attention_backward_rows(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
     """delta, top and log of BM queries."""
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
     i = i_tile * C.BM + tl.arange(0, C.BM)
     m_i = i < num_q
-    p_row = at_head((row_q + i) * strides.lse.row, strides.lse, i_b, i_h)
+    p_row = at_values(row_q + i, i_b, i_h, p)
     b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
     m_i = m_i & (b_lse != float("-inf"))
     b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
@@ -166,7 +167,7 @@ def tile_gradients(
 @triton.jit
 def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr):
     """query, d_out, top, log and delta of BM queries. Rows that see nothing are read as zero, whatever they hold."""
-    p_row = at_head((row_q + i) * strides.lse.row, strides.lse, i_b, i_h)
+    p_row = at_values(row_q + i, i_b, i_h, p)
     b_top = tl.load(saved.top + p_row, mask=m_i, other=float("inf"))
     b_delta = tl.load(saved.delta + p_row, mask=m_i, other=0.0)
     b_log = b_delta
@@ -184,7 +185,7 @@ def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.const
 # ---- keys
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr):
     """d_key and d_value of BN keys, summed over the query heads that share them."""
     origin = key_origin(p, C)
@@ -202,7 +203,7 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
 
     b_dk = tl.full([C.BN, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BN, C.BDV], 0.0, tl.float32)
-    for g in range(p.group):
+    for g in range(p.group if C.GROUPED else 1):
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
         for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
@@ -244,7 +245,7 @@ def by_keys(tile, C: tl.constexpr):
 # ---- queries
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
     """d_query of BM queries, and their part of the gradients of slopes and T5 table."""
     i_tile, i_b, i_h = query_tile(p, C)
@@ -320,7 +321,7 @@ def by_bucket(sums, step, i, j, shift, diagonals, C: tl.constexpr):
 # ---- dense masks and biases
 
 
-@triton.jit(do_not_specialize=["p", "grad"])
+@kernel
 def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
     """One tile of a mask's or bias's gradient, summed over the sequences, heads, queries and keys that share it."""
     origin = key_origin(p, C)
@@ -371,7 +372,7 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
         b_sum = tl.broadcast_to(tl.sum(b_sum, 1)[:, None], [C.BM, C.BN])
         m_j = j == 0
     p_tile = at_head(grad.data, grad, i_batch, i_head)
-    p_tile += i.to(tl.int64)[:, None] * grad.query + j.to(tl.int64)[None, :] * grad.key
+    p_tile += i.to(tl.int64)[:, None] * grad.query + steps_of(j.to(tl.int64)[None, :], grad.key)
     tl.store(p_tile, narrow(b_sum, grad.data.dtype.element_ty), mask=m_i[:, None] & m_j[None, :])
 
 
@@ -395,7 +396,6 @@ def backward(
     dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
     strides = BackwardStrides(
         *map(rows, (a.query, a.key, a.value, out, grad_out)),
-        row_values(lse),
         *(None if t is None else rows(t) for t in (dq, dk, dv)),
     )
     count = programs(a, p, tile.BM)
@@ -440,7 +440,7 @@ def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardS
     kind = dataclasses.replace(kind, SUM_QUERIES=grad.shape[2] == 1, SUM_KEYS=grad.shape[3] == 1)
     count = math.prod(1 if size == 1 else n for n, size in zip(counts, grad.shape))
     launch(
-        attention_backward_dense, count, a.query.device, a.query, a.key, a.value, DenseGradient(grad, *grad.stride(), *shared),
+        attention_backward_dense, count, a.query.device, a.query, a.key, a.value, DenseGradient(grad, *dense_strides(grad), *shared),
         saved, strides, p, kind, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ SPLIT_INTERPRETED = Split(rows=32, keys=128, most=4)
 
 
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
-# work per element (dense masks and biases, ALiBi, T5, softcap, dropout), and a third, "…++", for many such terms together.
+# work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many such terms together.
 SIXTEEN_BIT = {
     "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 1)},
     "forward+": {64: Config(128, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)},
@@ -62,6 +62,7 @@ SIXTEEN_BIT = {
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "forward+": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dropped keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},

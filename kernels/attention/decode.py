@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._lang import kernel
 from .problem import Few, Kind, Problem, choose, choose_split, padded, sequences
 from .tiles import finish, power, sequence, tile_rows
 
@@ -128,7 +129,7 @@ def part_row(i_b, i_head, i_split, p, BM: tl.constexpr):
     return (i_bh * p.few.splits + i_split) * ((p.few.rows + BM - 1) // BM * BM)
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def attention_combine(OUT, LSE, parts, strides, p, C: tl.constexpr, BM: tl.constexpr, MOST: tl.constexpr):
     """One row of a sequence of few queries: its splits joined, in an order that does not depend on how many others have."""
     i_bh = tl.program_id(0) // p.few.rows

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import dot, launch, narrow
+from .._lang import dot, kernel, launch, narrow
 from .decode import Few, attention_combine, mine, own_split, packed_tile, part_row, parts_of, plan
-from .problem import ForwardStrides, choose, describe, row_values, rows, sequences
+from .problem import ForwardStrides, choose, describe, rows, sequences
 from .tiles import (
     at_head,
     column,
@@ -45,7 +45,7 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
     if C.PACKED:
         i_tile, i_split, i_b, i_head = packed_tile(p, C)
@@ -105,7 +105,7 @@ def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
 
 def forward(a: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the op's arguments; last dimensions contiguous."""
-    strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out), row_values(lse))
+    strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out))
     whole, few = plan(a)
     if whole:
         tile = choose("forward", a)

@@ -16,7 +16,7 @@ from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
 from .. import tuned
-from .._lang import INTERPRETED
+from .._lang import INTERPRETED, precision
 from .configs import INTERPRETER, Config, Split, config, split
 
 UNBOUNDED = 1 << 29
@@ -33,19 +33,20 @@ class Rows(NamedTuple):
 class Dense(NamedTuple):
     """A mask or bias: strides of (B, Hq, Lq, Lk), 0 where it is broadcast. bool arrives as uint8."""
 
+    LAYOUT = True
     data: torch.Tensor
     batch: int
     head: int
     query: int
-    key: int
+    key: int | None  # None is 1
 
 
 class ForwardStrides(NamedTuple):
+    LAYOUT = True
     q: Rows
     k: Rows
     v: Rows
     o: Rows
-    lse: Rows
 
 
 class Few(NamedTuple):
@@ -116,6 +117,7 @@ class Kind:
     BOTTOM_RIGHT: bool
     LEFT: bool  # the window ends on this side
     RIGHT: bool
+    GROUPED: bool  # several query heads share a key head
     ALIGNED: bool  # key_start is a multiple of 32, so that tiles start at key 0
     KEY_MASK: bool  # a bool mask that hides whole keys
     SOFTCAP: bool
@@ -140,7 +142,7 @@ def choose(kernel: str, a: Any) -> Config:
     """The tile for a kernel and the op's arguments."""
     widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
     mask = getattr(a, "mask", None)
-    dense = (None if hides_keys(mask) else mask, getattr(a, "bias", None), a.slopes, a.table)
+    dense = (None if hides_keys(mask) else mask, getattr(a, "bias", None), a.slopes, a.table, getattr(a, "query_segments", None))
     terms = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
     return config(
         kernel, capability(a.query.device), widest, a.query.element_size(), terms=terms,
@@ -168,12 +170,13 @@ def sequences(a: Any) -> int:
 
 def rows(t: torch.Tensor) -> Rows:
     """Strides of (B, H, L, D), or of packed (total, H, D)."""
-    return Rows(*t.stride()[:3]) if t.dim() == 4 else Rows(0, t.stride(1), t.stride(0))
+    found = strides(t)
+    return Rows(*found[:3]) if t.dim() == 4 else Rows(0, found[1], found[0])
 
 
-def row_values(t: torch.Tensor) -> Rows:
-    """Strides of one number for each query: lse (B, Hq, Lq), or (Hq, total) when packed."""
-    return Rows(*t.stride()) if t.dim() == 3 else Rows(0, t.stride(0), t.stride(1))
+def strides(t: torch.Tensor) -> tuple[int, ...]:
+    """0 where there is one element, whatever the tensor says: it is never stepped over."""
+    return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride()))
 
 
 def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
@@ -222,13 +225,14 @@ def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
         BOTTOM_RIGHT=a.causal == "bottom_right",
         LEFT=a.left >= 0,
         RIGHT=a.right >= 0,
+        GROUPED=a.query.shape[1] > a.key.shape[1],
         ALIGNED=key_start % 32 == 0,
         KEY_MASK=hides_keys(mask),
         SOFTCAP=bool(a.softcap),
         DROPOUT=0 < t < 65536,
         BASE2=base2,
         EXTREME=bool(floating),
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION=precision(a.query.dtype),
         BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
     )
     return problem, kind
@@ -240,8 +244,13 @@ LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "
 def _dense(t: torch.Tensor | None) -> Dense | None:
     if t is None:
         return None
-    strides = (0 if n == 1 else s for n, s in zip(t.shape, t.stride()))
-    return Dense(t.view(torch.uint8) if t.dtype == torch.bool else t, *strides)
+    return Dense(t.view(torch.uint8) if t.dtype == torch.bool else t, *dense_strides(t))
+
+
+def dense_strides(t: torch.Tensor) -> tuple[int, int, int, int | None]:
+    """Of (B, Hq, Lq, Lk), as Dense has them."""
+    batch, head, query, key = strides(t)
+    return batch, head, query, None if key == 1 else key
 
 
 def _diagonals(a: Any, tile: Config) -> Diagonals:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, tanh
+from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, steps_of, tanh
 
 NOWHERE = tl.constexpr(1 << 29)
 
@@ -52,8 +52,8 @@ def sequence(p, i_b, C: tl.constexpr):
     """(first query row, first key row, queries, keys, shift, prefix) of one sequence. Lengths are clamped to the tensors."""
     row_q = tl.zeros([], tl.int64)
     row_k = tl.zeros([], tl.int64)
-    end_q = (p.query_start + p.num_queries).to(tl.int64)  # absolute
-    end_k = (p.key_start + p.num_keys).to(tl.int64)
+    end_q = tl.cast(p.query_start + p.num_queries, tl.int64)  # absolute
+    end_k = tl.cast(p.key_start + p.num_keys, tl.int64)
     prefix = 0
     if p.cu_queries is not None:
         row_q = tl.minimum(tl.maximum(tl.load(p.cu_queries + i_b), 0), p.total_queries)
@@ -66,7 +66,7 @@ def sequence(p, i_b, C: tl.constexpr):
         end_k = tl.minimum(tl.maximum(tl.load(p.key_lengths + i_b), 0), end_k)
     if p.prefix_lengths is not None:
         prefix = (tl.load(p.prefix_lengths + i_b) - p.key_start).to(tl.int32)
-    shift = (p.query_start - p.key_start).to(tl.int32)
+    shift = tl.cast(p.query_start - p.key_start, tl.int32)
     if C.BOTTOM_RIGHT:
         shift += (end_k - end_q).to(tl.int32)
     num_q = tl.maximum(end_q - p.query_start, 0).to(tl.int32)
@@ -127,7 +127,7 @@ def key_origin(p, C: tl.constexpr):
     """Where the first key tile starts: 0, or before it at an absolute multiple of 32."""
     if C.ALIGNED:
         return 0
-    return -(p.key_start % 32).to(tl.int32)
+    return -tl.cast(p.key_start % 32, tl.int32)
 
 
 @triton.jit
@@ -161,15 +161,15 @@ def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
     """m_j without the keys that the mask hides from every query."""
     if C.KEY_MASK:
         p_mask = at_head(p.mask.data, p.mask, i_b, i_h)
-        return m_j & (tl.load(p_mask + j.to(tl.int64) * p.mask.key, mask=m_j, other=0) != 0)
+        return m_j & (tl.load(p_mask + steps_of(j.to(tl.int64), p.mask.key), mask=m_j, other=0) != 0)
     return m_j
 
 
 @triton.jit
 def segments_of(P, i_b, num, x, m_x):
     """Segment ids of rows or columns x; P None or (B, L)."""
-    if P is not None:
-        return tl.load(P + i_b.to(tl.int64) * num + x, mask=m_x, other=0)
+    if P is not None:  # one return: those of two would have to have one dtype
+        x = tl.load(P + i_b.to(tl.int64) * num + x, mask=m_x, other=0)
     return x
 
 
@@ -177,7 +177,7 @@ def segments_of(P, i_b, num, x, m_x):
 def dense_term(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
     p_head = at_head(dense.data, dense, i_b, column(i_h, C))
-    p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + of_keys(j.to(tl.int64), C) * dense.key
+    p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + steps_of(of_keys(j.to(tl.int64), C), dense.key)
     b_term = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
         return s, m_s & (b_term != 0)
@@ -255,7 +255,7 @@ def kept(i, j, i_b, i_h, p, C: tl.constexpr):
 @triton.jit
 def zero_of(p):
     """0.0, made at run time: with a literal one, LLVM sinks the rounding to 16 bits under the select that drops."""
-    return (p.threshold >> 30).to(tl.float32)
+    return tl.cast(p.threshold >> 30, tl.float32)
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl
     b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
     m_i = i < (num_q if p.cu_queries is not None or (C.PACKED and C.APART) else p.num_queries)
     store_rows(at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
-    tl.store(at_head(LSE, strides.lse, i_b, i_h) + (row_q + i) * strides.lse.row, b_lse, mask=m_i)
+    tl.store(at_values(LSE, i_b, i_h, p) + row_q + i, b_lse, mask=m_i)
 
 
 @triton.jit
@@ -334,3 +334,13 @@ def column(x, C: tl.constexpr):
 def at_head(P, strides, i_b, i_h):
     """P moved to one sequence (its rows apart) and head."""
     return P + i_b.to(tl.int64) * strides.batch + i_h.to(tl.int64) * strides.head
+
+
+@triton.jit
+def at_values(P, i_b, i_h, p):
+    """P, of one number for each query, moved likewise: contiguous (B, Hq, Lq), or (Hq, total) when packed."""
+    if p.cu_queries is not None:
+        P += i_h.to(tl.int64) * p.total_queries
+    else:
+        P += (i_b.to(tl.int64) * p.heads + i_h) * p.num_queries
+    return P

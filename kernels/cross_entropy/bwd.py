@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pytransformer.ops._gpu_cross_entropy import chunks, float_product
 
-from .._lang import LOG2E, launch, narrow
+from .._lang import LOG2E, kernel, launch, narrow
 from .chunks import describe, load_logits, logits_of, rows_of
 from .configs import chunk_rows, tile
 
@@ -37,7 +37,7 @@ def load_gradient(LOGITS, BIAS, TARGET, LSE, i, j, classes, p, C: tl.constexpr):
     return tl.where(((target != p.ignore_index) & (i < p.rows))[:, None] & (j < classes)[None, :], b_dz, 0.0)
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def cross_entropy_backward(LOGITS, BIAS, TARGET, LSE, DZ, classes, p, C: tl.constexpr):
     """dz of ROWS rows and BN classes, as stored; DZ may be LOGITS."""
     blocks = tl.cdiv(classes, C.BN)
@@ -48,7 +48,7 @@ def cross_entropy_backward(LOGITS, BIAS, TARGET, LSE, DZ, classes, p, C: tl.cons
     tl.store(DZ + i[:, None] * classes + j[None, :], narrow(b_dz, DZ.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, LSE, G, DBIAS, classes, p, C: tl.constexpr):
     """DBIAS += sum over a chunk's rows of g dz, for BN classes; dz not rounded to 16 bits."""
     j = tl.program_id(0) * C.BN + tl.arange(0, C.BN)

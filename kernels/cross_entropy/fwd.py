@@ -17,12 +17,12 @@ import triton.language as tl
 
 from pytransformer.ops._gpu_cross_entropy import chunks
 
-from .._lang import LN2, LOG2E, launch
+from .._lang import LN2, LOG2E, kernel, launch
 from .chunks import describe, load_logits, logits_of, rows_of
 from .configs import chunk_rows, tile
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, LSE, classes, p, C: tl.constexpr):
     """loss and lse of ROWS rows."""
     i = rows_of(tl.program_id(0), C)

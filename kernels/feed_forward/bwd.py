@@ -17,12 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import launch, narrow
+from .._lang import kernel, launch, narrow
 from .fwd import first_product
-from .tiles import Shape, activate, choose, describe, drop, products, programs, slope, tile_of
+from .tiles import Shape, activate, choose, describe, drop, products, programs, slope, steps, tile_of
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def feed_forward_d_hidden(
     D_OUT, W2, D_HIDDEN, PRE, GATE, D_PRE, D_GATE, HIDDEN, D_B1, D_GATE_BIAS, rows, shape, dropout, C: tl.constexpr
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _second_product(
     tile = choose("d_hidden", a, rows)
     d_hidden = torch.mm(d_out, a.w2) if tile.library else None
     dropout, kind = describe(a, tile, d_out.shape[1], fused=not tile.library)
-    shape = Shape(d_out.shape[1], columns, d_out.stride(0), *a.w2.stride(), 0, 0)
+    shape = Shape(d_out.shape[1], columns, d_out.stride(0), *steps(a.w2), 0, 0)
     tiles = -(-rows // tile.BM)
     parts = {name: torch.empty(tiles, columns, device=a.x.device) for name in ("b1", "gate_bias") if name in wanted}
     launch(

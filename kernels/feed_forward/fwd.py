@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import launch, narrow
-from .tiles import Shape, activate, choose, describe, drop, plus_bias, products, programs, tile_of
+from .._lang import kernel, launch, narrow
+from .tiles import Shape, activate, choose, describe, drop, plus_bias, products, programs, steps, tile_of
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def feed_forward_hidden(
     X, W1, B1, GATE_WEIGHT, GATE_BIAS, PRE, GATE, HIDDEN, rows, shape, dropout, C: tl.constexpr
 ):  # fmt: skip
@@ -72,8 +72,7 @@ def first_product(
         if hidden is None:
             return
     dropout, kind = describe(a, tile, d, fused=fused)
-    gate_strides = (0, 0) if a.gate_weight is None else a.gate_weight.stride()
-    shape = Shape(d, a.w1.shape[0], a.x.stride(0), *a.w1.stride()[::-1], *gate_strides[::-1])
+    shape = Shape(d, a.w1.shape[0], a.x.stride(0), *steps(a.w1)[::-1], *steps(a.gate_weight)[::-1])
     launch(
         feed_forward_hidden, programs(rows, shape.N, tile), a.x.device, a.x, a.w1, a.b1, a.gate_weight, a.gate_bias, pre, gate,
         hidden, rows, shape, dropout, kind, warps=tile.warps, stages=tile.stages,

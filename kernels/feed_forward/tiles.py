@@ -15,7 +15,7 @@ import triton.language as tl
 from pytransformer.reference.philox import TAG_FEED_FORWARD, keep_scale, threshold
 
 from .. import tuned
-from .._lang import LOG2E, dot, keep_tile
+from .._lang import LOG2E, dot, keep_tile, precision, steps_of
 from ..attention import problem
 from .configs import Config, config
 
@@ -24,15 +24,21 @@ GROUP = tl.constexpr(8)  # tiles of rows that programs go through column by colu
 
 
 class Shape(NamedTuple):
-    """Sizes and strides of a product (rows, K) @ (K, N), whose second operand may lie either way."""
+    """Sizes and strides of a product (rows, K) @ (K, N), whose second operand may lie either way: of its strides None is 1."""
 
+    LAYOUT = True
     K: int
     N: int
     a_row: int
-    b_k: int
-    b_n: int
-    g_k: int  # of the gate's weight
-    g_n: int
+    b_k: int | None
+    b_n: int | None
+    g_k: int | None  # of the gate's weight
+    g_n: int | None
+
+
+def steps(weight: torch.Tensor | None) -> tuple[int | None, int | None]:
+    """A weight's strides as Shape has them."""
+    return (0, 0) if weight is None else tuple(None if s == 1 else s for s in weight.stride())
 
 
 class Dropout(NamedTuple):
@@ -75,7 +81,7 @@ def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kin
         DROPS_ALL=t == 65536,
         EVEN=K % tile.BK == 0,
         FUSED=fused,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION=precision(a.x.dtype),
     )
     return Dropout(a.dropout_seed, t, keep_scale(a.dropout_p)), kind
 
@@ -103,11 +109,11 @@ def products(A, B, G, rows, shape, i, n, C: tl.constexpr):
     k = tl.arange(0, C.BK)
     p_a = A + tl.minimum(i, rows - 1)[:, None] * shape.a_row + k[None, :]
     n = tl.minimum(n, shape.N - 1).to(tl.int64)[None, :]
-    p_b = B + k.to(tl.int64)[:, None] * shape.b_k + n * shape.b_n
+    p_b = B + steps_of(k.to(tl.int64)[:, None], shape.b_k) + steps_of(n, shape.b_n)
     acc = tl.full([C.BM, C.BN], 0.0, tl.float32)
     gate = acc
     if C.GATED and G is not None:
-        p_g = G + k.to(tl.int64)[:, None] * shape.g_k + n * shape.g_n
+        p_g = G + steps_of(k.to(tl.int64)[:, None], shape.g_k) + steps_of(n, shape.g_n)
     for k0 in range(0, shape.K, C.BK):
         m_k = k < shape.K - k0
         if C.EVEN:
@@ -123,9 +129,9 @@ def products(A, B, G, rows, shape, i, n, C: tl.constexpr):
             else:
                 b_g = tl.load(p_g, mask=m_k[:, None], other=0.0)
             gate = dot(b_a, b_g, gate, C)
-            p_g += C.BK * shape.g_k
+            p_g += steps_of(C.BK, shape.g_k)
         p_a += C.BK
-        p_b += C.BK * shape.b_k
+        p_b += steps_of(C.BK, shape.b_k)
     return acc, gate
 
 

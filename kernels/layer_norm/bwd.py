@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import launch, narrow
+from .._lang import kernel, launch, narrow
 from .configs import BLOCKS, PARAMETERS, SUMS, programs, tile
 from .rows import Rows, at, columns_of, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
 
 class BackwardStrides(NamedTuple):
+    LAYOUT = True
     d_out: Rows
     d_stream: Rows | None
     h: Rows
@@ -68,7 +69,7 @@ def store_rows(DSTREAM, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0
         tl.store(at(DX, s.dx, r, j0, p, C), narrow(dropped(b_dh, r, j0, p, C), DX.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def norm_backward(DOUT, DSTREAM, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, DBIAS, columns, s, p, C: tl.constexpr):
     """d_x and d_residual, and of rows that fit this program's part (programs, columns) of d_weight and d_bias."""
     b_dw = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
@@ -126,7 +127,7 @@ def store_part(DWEIGHT, DBIAS, b_dw, b_db, i_part, j0, columns, C: tl.constexpr)
         tl.store(DBIAS + p_part, tl.sum(b_db, 0), mask=j < columns)
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel(do_not_specialize=["parts"])
 def norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr):
     """Of BN columns, one of the parts (parts, columns) of d_weight and d_bias."""
     blocks = tl.cdiv(columns, C.BN)
@@ -144,7 +145,7 @@ def norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts
     store_part(DWEIGHT, DBIAS, b_dw, b_db, i_part, j0, columns, C)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel(do_not_specialize=["parts"])
 def norm_backward_sums(PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr):
     """d_weight and d_bias of BN columns: their parts added in order."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -15,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import launch, narrow
+from .._lang import kernel, launch, narrow
 from .configs import tile
 from .rows import Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
 
 class ForwardStrides(NamedTuple):
+    LAYOUT = True
     x: Rows
     residual: Rows | None
     out: Rows
@@ -82,7 +83,7 @@ def wide_statistics(X, RESIDUAL, STREAM, s, r, m_r, columns, p, C: tl.constexpr)
     return b_shift, b_mean, b_m2
 
 
-@triton.jit(do_not_specialize=["p"])
+@kernel
 def norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, STREAM, MEAN, RSTD, columns, s, p, C: tl.constexpr):
     r = rows_of(tl.program_id(0), C)
     m_r = r < p.rows

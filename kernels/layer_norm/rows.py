@@ -65,8 +65,8 @@ def describe(
 
 
 def strides(t: torch.Tensor | None) -> Rows | None:
-    """Of a tensor (outer, inner, columns)."""
-    return None if t is None else Rows(t.stride(0), t.stride(1))
+    """Of a tensor (outer, inner, columns); 0 where there is one, whatever the tensor says."""
+    return None if t is None else Rows(*(0 if n == 1 else s for n, s in zip(t.shape[:2], t.stride())))
 
 
 @triton.jit

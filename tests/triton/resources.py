@@ -46,7 +46,9 @@ WGMMA = re.compile(
     r"sm_90 (full|causal|window) D(64|128) bf16 (forward|backward_keys|backward_queries)$|sm_90 ffn .* 100 rows bf16"
 )
 # Spills, though its tile is the smallest there is: see docs/design-triton.md.
-SPILLING = re.compile(r"(bias dropout|everything) D256 bf16 backward_keys$")
+SPILLING = re.compile(
+    r"(bias dropout|everything) D256 bf16 backward_keys$|sm_80 segments D64 bf16 backward_queries|sm_120 segments D256 bf16 backward_keys"
+)
 REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_triton_attention.py
 WIDE = 20000  # columns of rows that are done in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
@@ -94,6 +96,9 @@ def _problems() -> Iterator[tuple[Any, ...]]:
             attention("t5_bias", torch.bfloat16, head_dim, attn_mask=mask, softcap=20.0),
             "keys",
         )
+        segments = dict.fromkeys(("query_segments", "key_segments"), mask.new_zeros(1, 64, dtype=torch.int64))
+        yield f"segments D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **segments)
+        yield f"segments D{head_dim} fp32", attention("full", torch.float32, head_dim, **segments), "forward"
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):
         yield f"decode {name} D{head_dim} bf16", attention(name, torch.bfloat16, head_dim, Lq=1, Lk=8192)
     for head_dim in (64, 128, 256):
