@@ -17,7 +17,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from .._lang import dot, kernel, launch, narrow

@@ -142,7 +142,13 @@ def choose(kernel: str, a: Any) -> Config:
     """The tile for a kernel and the op's arguments."""
     widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
     mask = getattr(a, "mask", None)
-    dense = (None if hides_keys(mask) else mask, getattr(a, "bias", None), a.slopes, a.table, getattr(a, "query_segments", None))
+    dense = (
+        None if hides_keys(mask) else mask,
+        getattr(a, "bias", None),
+        a.slopes,
+        a.table,
+        getattr(a, "query_segments", None),
+    )
     terms = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
     return config(
         kernel, capability(a.query.device), widest, a.query.element_size(), terms=terms,

@@ -20,7 +20,7 @@ from pytransformer.ops._gpu_cross_entropy import chunks, float_product
 
 from .._lang import LOG2E, kernel, launch, narrow
 from .chunks import describe, load_logits, logits_of, rows_of
-from .configs import chunk_rows, tile
+from .configs import chunk_rows, part_rows, tile
 
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
@@ -79,7 +79,9 @@ def backward(
     logits = torch.empty(step, classes, dtype=torch.float32, device=device)
     dz = logits if a.x.dtype == torch.float32 else torch.empty(step, classes, dtype=a.x.dtype, device=device)
     dx_part = None if dx is None else torch.empty(step, d, dtype=torch.float32, device=device)
-    dw_part = None if d_weight is None or rows <= step else torch.empty_like(d_weight)
+    dw_part = None
+    if d_weight is not None and rows > step:
+        dw_part = torch.empty(min(classes, part_rows(d)), d, dtype=torch.float32, device=device)
     most = g.abs().max() if rows else g.sum()
     share = torch.where(most > 0, g / most, 0.0)
     valid = (a.target != a.ignore_index)[:, None]
@@ -104,8 +106,10 @@ def backward(
             dx[part] = torch.where(valid[part], dx_part[:n] * (g[part] / kind.SCALE)[:, None], 0.0)
         if d_weight is not None:
             x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)  # an ignored row may hold NaN
-            float_product(dz[:n].t(), x, d_weight if dw_part is None else dw_part)
-            if dw_part is not None:
-                d_weight += dw_part
+            if dw_part is None:
+                float_product(dz[:n].t(), x, d_weight)
+            else:
+                for some in chunks(classes, len(dw_part)):
+                    d_weight[some] += float_product(dz[:n, some].t(), x, dw_part[: len(d_weight[some])])
     if d_weight is not None:
         d_weight *= most / kind.SCALE

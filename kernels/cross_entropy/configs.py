@@ -35,6 +35,8 @@ INTERPRETED_TILE = Config(32, 256, 1)  # few operations, still several tiles wit
 # 2,048 rows, which 128k classes leave of a gibibyte, that is a fifth of the time by a GPU's nominal rates.
 CHUNK_BYTES = 1 << 30
 CHUNK_BYTES_INTERPRETED = 1 << 16
+PART_BYTES = 1 << 28  # of a chunk's part of the weight's gradient: products of at least 16,384 classes at 4,096 numbers a row
+PART_BYTES_INTERPRETED = 1 << 10
 
 
 def key_of(kernel: str, classes: int) -> str:
@@ -74,3 +76,8 @@ def chunk_rows(classes: int) -> int:
     """How many rows' float32 logits exist at a time: a multiple of 128, the side of a large product's tile."""
     rows = (CHUNK_BYTES_INTERPRETED if INTERPRETED else CHUNK_BYTES) // (4 * classes)
     return max(rows // 128 * 128, 16 if INTERPRETED else 128)
+
+
+def part_rows(d: int) -> int:
+    """Of how many classes a chunk's part of the weight's gradient exists at a time, d numbers each in float32."""
+    return max((PART_BYTES_INTERPRETED if INTERPRETED else PART_BYTES) // (4 * d), 1 if INTERPRETED else 128)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from pytransformer.ops._gpu_cross_entropy import chunks

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from .._lang import kernel, launch, narrow

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import _native
+from . import _native, _triton
 from ._registry import WRONG_DEVICE
 
 LIBRARY_NAME = "libpytransformer_cuda.so"
@@ -36,7 +36,8 @@ def why_not(op: str, device: torch.device) -> str | None:
         return _why_not_emulated(os.environ["PYTRANSFORMER_EMULATE"], op)
     if device.type != "cuda":
         return f"{WRONG_DEVICE}CUDA devices, and x is on {device}"
-    return why_not_loaded(op) or _why_not_device(device.index if device.index is not None else torch.cuda.current_device())
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _triton.rocm() or why_not_loaded(op) or _why_not_device(index)
 
 
 @functools.cache

@@ -5,8 +5,7 @@ Products with an epilogue are the kernels'; plain ones the library's, unless ``b
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,18 +31,13 @@ def why_not(a: Any) -> str | None:
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
     x = operand(matrix(a.x))
     hidden = room(x, a.w1.shape[0])
-    with _whole_sums(a.x.device):
-        with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
-            _first_product(a, x, hidden, pre_to, gate_to)
-        product(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
+    with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
+        _first_product(a, x, hidden, pre_to, gate_to)
+    product(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
 
 
 def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    with _whole_sums(a.x.device):
-        _gradients(a, operand(d_out), saved, wanted)
-
-
-def _gradients(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    d_out = operand(d_out)
     if "b2" in wanted:
         wanted["b2"].copy_(d_out.sum(0, dtype=torch.float32))
     if wanted.keys() <= {"b2"}:
@@ -120,22 +114,6 @@ def product(
         out.addmm_(a2, b2)
     if bias is not None and bias.dtype != out.dtype:
         out.copy_(out + bias)
-
-
-@contextlib.contextmanager
-def _whole_sums(device: torch.device) -> Iterator[None]:
-    """Library products add up in float32: by default it may round parts of long sums to 16 bits, beyond the promised bound."""
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    flags = torch.backends.cuda.matmul
-    before = {name: getattr(flags, name) for name in names} if device.type == "cuda" else {}
-    changed = {name: value for name, value in before.items() if value}
-    for name in changed:
-        setattr(flags, name, False)
-    try:
-        yield
-    finally:
-        for name, value in changed.items():
-            setattr(flags, name, value)
 
 
 def _activation(a: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._registry import Backend, Op
-from ._tensors import looks_at_values
+from ._tensors import as_written, looks_at_values
 
 
 class Kernels(NamedTuple):
@@ -44,7 +44,8 @@ def backend(
         if product.numel():  # promised for tensors on the CPU
             product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
         losses = loss if a.reduction == "none" else torch.empty_like(lse)
-        load().forward(_flat(a), losses.view(-1), lse.view(-1))
+        with as_written(a.x.device):
+            load().forward(_flat(a), losses.view(-1), lse.view(-1))
         if a.reduction != "none":
             torch.sum(losses.view(-1), 0, out=loss)
         if a.reduction == "mean":
@@ -63,7 +64,8 @@ def backend(
         dx, d_weight, d_bias = results
         rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
         sums = [None if r is None else torch.zeros(r.shape, device=r.device) for r in (d_weight, d_bias)]
-        load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
+        with as_written(a.x.device):
+            load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
         for result, found in zip(results, (rows, *sums)):
             if result is not None and found is not None:
                 result.copy_(found.view(result.shape))

@@ -112,7 +112,8 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
         raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: dropout_seed must fit in 64 bits, got {seed}")
-    return p, torch.tensor(seed, dtype=torch.int64, device=device)
+    # Filled in on the device: a copy from the host would wait for it, and a CUDA graph cannot capture one.
+    return p, torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNone, ...]:
@@ -155,6 +156,22 @@ def matrix(t: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def as_written(device: torch.device) -> Iterator[None]:
-    """Library products take the dtypes they are given, and no graph of their own."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    """Library products take the dtypes they are given, add up in float32, and make no graph of their own."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _whole_sums(device):
         yield
+
+
+@contextlib.contextmanager
+def _whole_sums(device: torch.device) -> Iterator[None]:
+    """On a GPU products in 16 bits by default may round parts of long sums to 16 bits, beyond the promised bound."""
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    flags = torch.backends.cuda.matmul
+    before = {name: getattr(flags, name) for name in names} if device.type == "cuda" else {}
+    changed = {name: value for name, value in before.items() if value}
+    for name in changed:
+        setattr(flags, name, False)
+    try:
+        yield
+    finally:
+        for name, value in changed.items():
+            setattr(flags, name, value)

@@ -29,9 +29,12 @@ def why_not(a: Any) -> str | None:
 
 
 def _extra_bytes(a: Any) -> int:
-    """A chunk of float32 logits, and in backward its gradient in x's dtype and the weight's gradient in float32, twice."""
-    from pytransformer.kernels.cross_entropy.configs import chunk_rows
+    """A chunk of float32 logits, and in backward its gradient in x's dtype, the weight's gradient in float32, and a part of it if there are
+    several chunks."""
+    from pytransformer.kernels.cross_entropy.configs import chunk_rows, part_rows
 
     classes, d = a.weight.shape
-    chunk = min(a.target.numel(), chunk_rows(classes)) * classes
-    return chunk * (4 if a.x.dtype == torch.float32 else 4 + a.x.element_size()) + 8 * classes * d
+    rows, step = a.target.numel(), chunk_rows(classes)
+    part = min(classes, part_rows(d)) if rows > step else 0
+    chunk = min(rows, step) * classes
+    return chunk * (4 if a.x.dtype == torch.float32 else 4 + a.x.element_size()) + 4 * (classes + part) * d

@@ -37,7 +37,7 @@ from .masks import AlibiBias, RelativePositionBias
 # window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
-Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, int left, int right, int query_start, int key_start,
+Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt query_start, SymInt key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 ALIGNMENTS = (None, *get_args(Alignment))
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")

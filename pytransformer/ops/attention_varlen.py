@@ -20,7 +20,7 @@ from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
-Tensor? dropout_seed, int max_seqlen_q, int max_seqlen_k, bool bidirectional, int max_distance, str causal, int left, int right,
+Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 
 

@@ -1,6 +1,6 @@
 """Named cases and random problems through Triton's own JIT and launcher, without a GPU. See gpu.py.
 
-    python tests/triton/stub/launches.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op
+python tests/triton/stub/launches.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
         "network, threshold 1": lambda: pt.feed_forward(
             square, square, vector, square.mT, vector, dropout_p=1 / 65536, dropout_seed=1, backend="triton"
         ),
-        "network, one hidden": lambda: pt.feed_forward(square, vector[None], one[0], vector[:, None], vector, backend="triton"),
+        "network, one hidden": lambda: pt.feed_forward(
+            square, vector[None], one[0], vector[:, None], vector, backend="triton"
+        ),
         "one class": lambda: pt.linear_cross_entropy(
             square, vector[None], torch.zeros(64, dtype=torch.int64), bias=one[0], label_smoothing=0.1, backend="triton"
         ),

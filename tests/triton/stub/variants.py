@@ -1,0 +1,117 @@
+"""How often sizes would compile a kernel again: the keys of Triton's own cache over runs with many sizes, without compiling.
+
+Prints, for each run and kernel, [keys, keys without sizes], where the second counts what a launch asks to be compiled for: its constants,
+options and which arguments are absent. See gpu.py for what stands in for a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import Gpu
+from triton.runtime.jit import compute_cache_key
+
+from pytransformer.kernels import _lang
+from pytransformer.ops._registry import OPS
+
+BF16 = torch.bfloat16
+seen: dict[str, tuple[set[Any], set[Any]]] = defaultdict(lambda: (set(), set()))
+
+
+def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    binder = kernel.device_caches[0][-1]
+    _, specialization, found = binder(*arguments, **options, debug=False)
+    keys, features = seen[kernel.fn.__name__]
+    keys.add(compute_cache_key({}, specialization, found))
+    features.add((*(_feature(p, a) for p, a in zip(kernel.params, arguments)), str(options)))
+
+
+def _feature(parameter: Any, argument: Any) -> Any:
+    """What of an argument is no size: a constant, a tensor's dtype, or that there is none."""
+    if parameter.is_constexpr or argument is None:
+        return argument
+    if isinstance(argument, tuple):
+        return tuple(_feature(parameter, x) for x in argument)
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+
+
+def call(name: str, *args: Any, backward: bool = True, **kwargs: Any) -> None:
+    """An op forward and backward: its kernels' launches are observed, not run."""
+    op = OPS[name]
+    a, _, _ = op.prepare(*args, **kwargs)
+    if "save" in a._fields:
+        a = a._replace(save=True)
+    backend = op.backends["triton"]
+    with torch.no_grad():
+        outputs = backend.forward(a)
+        if backward:
+            saved = [outputs[op.outputs.index(n)] for n in op.saved]
+            wanted = [isinstance(a[i], torch.Tensor) for i in op.positions]
+            backend.backward(a, outputs[: len(op.grad_names)], saved, wanted)
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=BF16)
+
+
+def decode() -> None:
+    for keys in range(1, 4097):
+        call(
+            "attention", empty(1, 8, 1, 64), empty(1, 2, keys, 64), empty(1, 2, keys, 64), causal="bottom_right", backward=False
+        )
+
+
+def train() -> None:
+    for length in range(1, 513):
+        batch = (1, 2, 3, 8, 16)[length % 5]
+        q = empty(batch, 4, length, 16)
+        call("attention", q, q, q, causal="top_left")
+
+
+def train_with_bias() -> None:
+    for length in range(33, 513, 5):
+        q = empty(2, 4, length, 16)
+        call("attention", q, q, q, bias=empty(1, 4, length, length), key_lengths=torch.ones(2, dtype=torch.int64))
+
+
+def packed() -> None:
+    for length in range(33, 513, 5):
+        q, cu = empty(2 * length, 4, 16), torch.tensor([0, length, 2 * length])
+        call("attention_varlen", q, q, q, cu, cu, length, length, causal="top_left")
+
+
+def rows() -> None:
+    weight, vector = empty(64, 64), empty(64)
+    for length in range(65, 512, 3):
+        x = empty(length, 64)
+        call("add_norm", x, x, vector, vector, dropout_p=0.1, dropout_seed=length)
+        call("feed_forward", x, weight, vector, weight, vector)
+        call("linear_cross_entropy", x, weight, torch.zeros(length, dtype=torch.int64), bias=vector)
+
+
+RUNS: tuple[Callable[[], None], ...] = (decode, train, train_with_bias, packed, rows)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Gpu(90, Path(folder))
+        for run in RUNS:
+            seen.clear()
+            with _lang.observed(observe):
+                run()
+            found[run.__name__] = {name: [len(keys), len(features)] for name, (keys, features) in seen.items()}
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

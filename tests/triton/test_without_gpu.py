@@ -1,0 +1,126 @@
+"""Triton's own JIT and launcher, with a stub of the driver in a GPU's place: see stub/gpu.py. Each in a process of its own, which does not
+interpret: these need no TRITON_INTERPRET but run with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytransformer.ops import _cuda, _triton
+
+STUB = Path(__file__).with_name("stub")
+ARCHITECTURES = (80, 86, 90, 120)
+SHARED_OF_SM86 = 101376  # bytes a block may have on compute capability 8.6 and 8.9, which take the tiles of 8.0
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler for the stub driver"
+)
+
+
+def _run(script: str, *arguments: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STUB), environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-W", "ignore", str(STUB / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@needs_compiler
+def test_launches() -> None:
+    """Some of the named cases, and of random problems, beside every size and value of 1 that a constant would be made of."""
+    print(_run("launches.py", "--arch", "90", "--cases", "4", "--random", "4"))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_launches(architecture: int) -> None:
+    print(_run("launches.py", "--arch", str(architecture), "--dtypes", "3", "--random", "300"))
+
+
+# Forms of a kernel that sizes do choose. attention_forward: of few queries, of many, and when packed of what each leaves to the other;
+# keys in one run or in several. A bias's rows begin at multiples of 16 elements, or not.
+FORMS = {
+    ("decode", "attention_forward"): 2,
+    ("train", "attention_forward"): 2,
+    ("packed", "attention_forward"): 3,
+    **{("train_with_bias", f"attention_{name}"): 2 for name in ("forward", *(f"backward_{x}" for x in ("rows", "queries", "keys", "dense")))},
+}  # fmt: skip
+
+
+@needs_compiler
+def test_sizes_compile_nothing_again() -> None:
+    """Decoding over 4,096 lengths of the cache, training on 512 lengths and five batch sizes."""
+    runs = json.loads(_run("variants.py"))
+    print(runs)
+    assert {run: len(kernels) for run, kernels in runs.items()} == {
+        "decode": 2, "train": 4, "train_with_bias": 5, "packed": 5, "rows": 8,
+    }  # fmt: skip
+    for run, kernels in runs.items():
+        for name, (variants, _) in kernels.items():
+            assert variants <= FORMS.get((run, name), 1), f"{run}: {name} is compiled {variants} times"
+
+
+def test_tiles_of_sm80_fit_compute_capability_86() -> None:
+    """What the table has for sm_80 is what 8.6 and 8.9 compile, with 62 KB less shared memory."""
+    table = json.loads((STUB.parent / "resources.json").read_text())["kernels"]
+    ours = {key: used["shared"] for key, used in table.items() if key.startswith("sm_80 ")}
+    assert any("segments D128 bf16 forward" in key for key in ours)
+    over = [key for key, shared in ours.items() if shared > SHARED_OF_SM86 and not re.search(r"D256 fp32", key)]
+    assert not over, over
+
+
+# ---- what needs no kernel
+
+
+@pytest.fixture
+def switches() -> Iterator[None]:
+    old = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = old
+
+
+def test_either_switch_of_tf32_is_understood(switches: None) -> None:
+    from pytransformer.kernels._lang import precision
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert precision(torch.float32) == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert precision(torch.float32) == "ieee"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):  # PyTorch: why the old one is not read
+        _ = torch.backends.cuda.matmul.allow_tf32
+    assert precision(torch.float32) == "tf32"
+    assert precision(torch.bfloat16) == precision(torch.float16) == "ieee"
+
+
+@pytest.mark.parametrize("op", ["attention", "feed_forward"])
+def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
+    import pytransformer as pt
+
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(1, 1, 4, 16, dtype=dtype)
+        if op == "attention":
+            found, expected = (pt.attention(x, x, x, backend=b) for b in ("triton", "reference"))
+        else:
+            w = torch.randn(16, 16, dtype=dtype)
+            found, expected = (pt.feed_forward(x, w, None, w, None, backend=b) for b in ("triton", "reference"))
+        assert found.dtype == dtype and torch.allclose(found.float(), expected.float(), rtol=0.1, atol=0.1)
+
+
+def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.delenv("PYTRANSFORMER_EMULATE", raising=False)
+    device = torch.device("cuda", 0)
+    for reason in (_triton._unavailable(device, "x"), _cuda.why_not("layer_norm_fwd", device)):
+        assert reason is not None and "ROCm 6.4" in reason
