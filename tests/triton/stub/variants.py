@@ -64,7 +64,12 @@ def empty(*shape: int) -> torch.Tensor:
 def decode() -> None:
     for keys in range(1, 4097):
         call(
-            "attention", empty(1, 8, 1, 64), empty(1, 2, keys, 64), empty(1, 2, keys, 64), causal="bottom_right", backward=False
+            "attention",
+            empty(1, 8, 1, 64),
+            empty(1, 2, keys, 64),
+            empty(1, 2, keys, 64),
+            causal="bottom_right",
+            backward=False,
         )
 
 
