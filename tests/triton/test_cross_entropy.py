@@ -95,7 +95,7 @@ MUTANTS = {
     "upstream_missing_in_dx": ("bwd.py", "(g[part] / kind.SCALE)", "(g[:1] / kind.SCALE)"),
     "upstream_missing_in_dweight": ("bwd.py", "d_weight *= most", "d_weight *= 1.0"),
     "upstream_missing_in_dbias": ("bwd.py", "b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]", "b_dz"),
-    "last_chunk_alone": ("bwd.py", "d_weight += dw_part", "d_weight.copy_(dw_part)"),
+    "last_chunk_alone": ("bwd.py", "d_weight[some] += ", "d_weight[some] = "),
     "bias_of_the_last_chunk_alone": ("bwd.py", "tl.load(DBIAS + j, mask=j < classes, other=0.0) + ", ""),
     "half_scale_left_in": ("bwd.py", "d_weight *= most / kind.SCALE", "d_weight *= most"),
 }

@@ -53,8 +53,9 @@ FORMS = {
     ("decode", "attention_forward"): 2,
     ("train", "attention_forward"): 2,
     ("packed", "attention_forward"): 3,
-    **{("train_with_bias", f"attention_{name}"): 2 for name in ("forward", *(f"backward_{x}" for x in ("rows", "queries", "keys", "dense")))},
-}  # fmt: skip
+    ("train_with_bias", "attention_forward"): 2,
+    **{("train_with_bias", f"attention_backward_{name}"): 2 for name in ("rows", "queries", "keys", "dense")},
+}
 
 
 @needs_compiler

@@ -102,6 +102,8 @@ class Gpu:
         generators = backend.get_codegen_implementation(parsed)
         module = src.make_ir(target, parsed, generators, backend.get_module_map(), context)
         self.variants[src.fn.fn.__name__] += 1
+        if not parsed.enable_fp_fusion:
+            self.wrong.append(f"{src.fn.fn.__name__}: without fused multiply-add, as 3.9 compiles unless told otherwise")
         return Lowered(self, src, str(module), parsed.num_warps)
 
     def check(self, kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
