@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
@@ -21,6 +22,7 @@ import native_build  # noqa: E402  (beside the sources, never installed)
 DIRECTORY = CSRC.parent / "build" / "emulator"
 LIBRARY = "libpytransformer_emulated.so"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DPT_EMULATE", "-Wall", "-Wextra"]
+FLAGS += ["-ffp-contract=off"]  # g++'s own choice depends on the CPU; what nvcc contracts, tests/cuda/test_ptx_conformance.py looks at
 HOST_ONLY = {"host.cpp", "library.cpp"}  # what a program does not need
 
 
@@ -61,13 +63,13 @@ def _object_name(source: Path) -> str:
     return f"{source.parent.name}_{source.name}.o"
 
 
-def program(name: str, sources: list[Path], directory: Path = DIRECTORY) -> Path:
-    """Brings a program of these sources and the emulator up to date.
+def program(name: str, sources: list[Path], directory: Path = DIRECTORY, more: Sequence[str] = ()) -> Path:
+    """Brings a program of these sources, compiled with `more` flags, and the emulator up to date.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
     """
-    flags = [*FLAGS, "-I", str(CSRC)]
+    flags = [*FLAGS, *more, "-I", str(CSRC)]
     return _build(directory, name, [(path.resolve(), flags) for path in sources], [], [_emulator()])
 
 

@@ -78,7 +78,7 @@ static void start_copy(Copy copy, const char* what) {
   for_each_run(copy, [&](uint32_t at, const uint8_t* src, int bytes) {
     if (src) check_global(src, bytes, what);
     if (at % kGranule) return;
-    check_writable(at, kGranule, what);
+    check_writable_by_proxy(at, what);
     Granule& g = block->granules[at / kGranule];
     g.state = State::InFlight;
     g.barrier = int16_t(copy.barrier);
@@ -186,7 +186,7 @@ void bulk_wait(int pending, bool only_read) {
     for (uint32_t at = range.addr; at < range.addr + range.bytes; at += kGranule) {
       Granule& g = block->granules[at / kGranule];
       g.bulk_reader = -1;
-      note_load(g);
+      note_load(g, true);
     }
   }
   std::erase_if(me.bulk_reading, [&](auto& range) { return range.number < target; });

@@ -65,7 +65,25 @@ void check_writable(uint32_t addr, uint32_t bytes, const char* what) {
         fail(format("%s to %#x is not ordered after the store by thread %d", what, addr, int(g.word[i].writer)));
   if (g.loaded)
     for (int t = 0; t < block->threads; ++t)
-      if (!knows_thread(t, (*g.loaded)[t])) fail(format("%s to %#x is not ordered after the load by thread %d", what, addr, t));
+      if (!knows_thread(t, (*g.loaded)[t].time)) fail(format("%s to %#x is not ordered after the load by thread %d", what, addr, t));
+}
+
+void check_writable_by_proxy(uint32_t addr, const char* what) {
+  check_writable(addr, kGranule, what);
+  if (!block->options->race_check) return;
+  const Granule& g = block->granules[addr / kGranule];
+  if (g.state == State::Stored)
+    for (const Word& w : g.word)
+      if (w.written && (!w.fenced || (w.fenced > 0 && !knows_thread(w.writer, w.fenced))))
+        fail(format("%s to %#x, which thread %d stored to without a later fence.proxy.async", what, addr, int(w.writer)));
+  if (!g.loaded) return;
+  for (int t = 0; t < block->threads; ++t) {
+    const Load& load = (*g.loaded)[t];
+    if (load.fences == kByProxy) continue;
+    const std::vector<int32_t>& fences = block->fibers[t].proxy_fences;
+    if (size_t(load.fences) >= fences.size() || !knows_thread(t, fences[load.fences]))
+      fail(format("%s to %#x, which thread %d loaded without a later fence.proxy.async", what, addr, t));
+  }
 }
 
 void note_store(uint32_t addr, int bytes) {
@@ -76,7 +94,7 @@ void note_store(uint32_t addr, int bytes) {
     g.state = State::Stored;
     g.barrier = -1;
   }
-  if (g.loaded) g.loaded->fill(0);
+  if (g.loaded) g.loaded->fill({});
   for (int i = 0; i < bytes / 4; ++i) {
     g.word[addr % kGranule / 4 + i] = {true, uint16_t(block->current), now(), 0};
     block->self().dirty.push_back(addr / 4 + i);
@@ -119,13 +137,14 @@ void fence_proxy_async() {
     if (g.state == State::Stored && w.writer == block->current) w.fenced = now();
   }
   block->self().dirty.clear();
+  block->self().proxy_fences.push_back(now());
   fence_mbarrier_init();
 }
 
-void note_load(Granule& g) {
+void note_load(Granule& g, bool by_proxy) {
   if (!block->options->race_check) return;
-  if (!g.loaded) g.loaded = std::make_unique<std::array<int32_t, kMaxThreads>>();
-  (*g.loaded)[block->current] = now();
+  if (!g.loaded) g.loaded = std::make_unique<std::array<Load, kMaxThreads>>();
+  (*g.loaded)[block->current] = {now(), by_proxy ? kByProxy : int32_t(block->self().proxy_fences.size())};
 }
 
 }  // namespace emu

@@ -82,7 +82,8 @@ struct Fiber {
   bool done = false;
   std::function<std::string()> waits_for;
   Clock clock;
-  std::vector<uint32_t> dirty;  // words stored to since the last fence.proxy.async
+  std::vector<uint32_t> dirty;        // words stored to since the last fence.proxy.async
+  std::vector<int32_t> proxy_fences;  // the thread's time at each fence.proxy.async
   // wgmma
   uint64_t issued = 0;
   bool fenced = false;
@@ -124,6 +125,12 @@ struct Word {  // four bytes of a Stored granule
                        // yet; -1: the word is from a copy
 };
 
+constexpr int32_t kByProxy = -1;
+struct Load {  // a thread's last of a granule
+  int32_t time = 0;
+  int32_t fences = kByProxy;  // how often the thread had executed fence.proxy.async by then; kByProxy: the async proxy read for it
+};
+
 struct Granule {
   State state = State::Unwritten;
   int16_t barrier = -1;  // Copied, InFlight: the mbarrier and phase that announce the data
@@ -132,8 +139,7 @@ struct Granule {
   std::array<int32_t, kMaxGroups> read_by{};  // 1 + last wgmma of each warpgroup that reads it
   int16_t bulk_reader = -1;                   // thread that has not waited for its bulk read
   std::array<Word, kGranule / 4> word;
-  // Time of the last ld.shared of each thread since the last write; allocated when needed.
-  std::unique_ptr<std::array<int32_t, kMaxThreads>> loaded;
+  std::unique_ptr<std::array<Load, kMaxThreads>> loaded;  // of each thread, since the last write; allocated when needed
 };
 
 struct Copy {
@@ -269,8 +275,10 @@ uint32_t swizzle_address(uint32_t addr, Swizzle mode);
 void check_readable(uint32_t addr, const char* what);
 // Everything that used [addr, addr + bytes) of one granule must be over, as far as the current thread knows, before it overwrites it.
 void check_writable(uint32_t addr, uint32_t bytes, const char* what);
-// The current thread reads a granule, by an instruction that it need not wait for.
-void note_load(Granule& g);
+// The same, before the async proxy overwrites it: what threads stored or loaded there they must have fenced since.
+void check_writable_by_proxy(uint32_t addr, const char* what);
+// The current thread reads a granule, by an instruction that it need not wait for, or the async proxy has read it for the thread.
+void note_load(Granule& g, bool by_proxy = false);
 // The current thread's bytes are in one granule from now on.
 void note_store(uint32_t addr, int bytes);
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -137,17 +138,48 @@ ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim,
   return cuda::tensor_map(t, rows);
 }
 
-template <class T, int N, bool TransA, bool TransB, bool Rs>
-void multiply(const char* name) {
+// "wgmma_rs_n128_tb_p8192_f16" and the like.
+std::string name_of(const cuda::ProductShape& s, bool f16) {
+  return "wgmma_" + std::string(s.a_in_registers ? "rs" : "ss") + "_n" + std::to_string(s.n) + (s.trans_a ? "_ta" : "") +
+         (s.trans_b ? "_tb" : "") + (s.panel_bytes ? "_p" + std::to_string(s.panel_bytes) : "") + (f16 ? "_f16" : "");
+}
+
+template <class T, size_t Index>
+void multiply() {
   constexpr bool f16 = std::is_same_v<T, ptx::f16>;
-  Buffer a(random_pairs(64 * 32, f16)), b(random_pairs(N * 32, f16));
-  a.print((std::string("a:") + name).c_str()), b.print((std::string("b:") + name).c_str());
-  Buffer out = zeros(64 * N);
-  const auto map_a = tensor_map(a.as<void>(), {64, 64}, 64, f16);
-  const auto map_b = tensor_map(b.as<void>(), {TransB ? N : 64, TransB ? 64 : N}, TransB ? 64 : N, f16);
-  run(conformance::multiply<T, N, TransA, TransB, Rs>, 1, 128, 1024 + 64 * 128 + N * 128 + 8, map_a, map_b, a.as<const uint16_t>(),
-      out.as<float>());
-  out.print(name);
+  constexpr cuda::ProductShape kShape = cuda::kProductShapes[Index];
+  constexpr uint32_t n = kShape.n, depth = kShape.depth();
+  const std::string name = name_of(kShape, f16);
+  Buffer a(random_pairs(64 * depth / 2, f16)), b(random_pairs(n * depth / 2, f16));
+  a.print(("a:" + name).c_str()), b.print(("b:" + name).c_str());
+  Buffer out = zeros(64 * n);
+  const auto map_a = tensor_map(a.as<void>(), {64, 64}, 64, f16);  // in shared memory only
+  const auto map_b = tensor_map(b.as<void>(), {kShape.trans_b ? n : 64, kShape.trans_b ? depth : n}, kShape.trans_b ? depth : n, f16);
+  run(conformance::multiply<T, Index>, 1, 128, 1024 + 64 * 128 + n * depth * 2 + 8, map_a, map_b, a.as<const uint16_t>(), out.as<float>());
+  out.print(name.c_str());
+}
+
+// Each in both types.
+template <size_t... I>
+void multiply_all(std::index_sequence<I...>) {
+  (multiply<ptx::bf16, I>(), ...);
+  (multiply<ptx::f16, I>(), ...);
+}
+
+// What kernels do with tiles between their copies and their products.
+void tiles() {
+  constexpr size_t kColumns = conformance::kSteps * 64;
+  Buffer a(random_pairs(64 * kColumns / 2, false)), b(random_pairs(64 * kColumns / 2, false));
+  a.print("a:steps"), b.print("b:steps");
+  const auto map_a = tensor_map(a.as<void>(), {kColumns, 64}, 64), map_b = tensor_map(b.as<void>(), {kColumns, 64}, 64);
+  constexpr size_t kSmem = 1024 + conformance::StepRing::kBufferBytes + conformance::StepRing::kBarrierBytes;
+  Buffer sums = zeros(64 * 64), read = zeros(conformance::kSteps * 4 * 128 * 4), cleared = zeros(64 * 64);
+  run(conformance::multiply_steps, 1, 256, kSmem, map_a, map_b, sums.as<float>());
+  sums.print("multiply_steps");
+  run(conformance::read_steps, 1, 256, kSmem, map_a, map_b, read.as<uint32_t>());
+  read.print("read_steps");
+  run(conformance::multiply_cleared, 1, 128, 1024 + 2 * 64 * 128 + 8, map_a, map_b, cleared.as<float>());
+  cleared.print("multiply_cleared");
 }
 
 void hopper() {
@@ -168,22 +200,8 @@ void hopper() {
     run(conformance::load_box<4>, 1, 128, 1024 + 8 * 128 + 8, map4, 8, 8, -3, 1, 1, out4.as<uint32_t>());
     out4.print("tma_4d");
   }
-  multiply<ptx::bf16, 64, false, false, false>("wgmma_ss_n64");
-  multiply<ptx::bf16, 96, false, false, false>("wgmma_ss_n96");
-  multiply<ptx::bf16, 128, false, false, false>("wgmma_ss_n128");
-  multiply<ptx::bf16, 176, false, false, false>("wgmma_ss_n176");
-  multiply<ptx::f16, 80, false, false, false>("wgmma_ss_n80_f16");
-  multiply<ptx::bf16, 64, false, true, false>("wgmma_ss_n64_tb");
-  multiply<ptx::bf16, 128, false, true, false>("wgmma_ss_n128_tb");
-  multiply<ptx::bf16, 64, true, true, false>("wgmma_ss_n64_ta_tb");
-  multiply<ptx::bf16, 128, true, false, false>("wgmma_ss_n128_ta");
-  multiply<ptx::bf16, 64, false, false, true>("wgmma_rs_n64");
-  multiply<ptx::bf16, 128, false, true, true>("wgmma_rs_n128_tb");
-  multiply<ptx::bf16, 192, false, true, true>("wgmma_rs_n192_tb");
-  multiply<ptx::bf16, 256, false, true, true>("wgmma_rs_n256_tb");
-  multiply<ptx::f16, 128, false, false, false>("wgmma_ss_n128_f16");
-  multiply<ptx::f16, 64, true, true, false>("wgmma_ss_n64_ta_tb_f16");
-  multiply<ptx::f16, 128, false, true, true>("wgmma_rs_n128_tb_f16");
+  multiply_all(std::make_index_sequence<cuda::kNumProductShapes>());
+  tiles();
   for (const bool rows : {false, true}) {
     Buffer out = zeros(128 * 32);
     run(conformance::accumulators<true, true>, 1, 128, 1024 + 4096, rows, out.as<float>());
@@ -246,7 +264,7 @@ int main(int argc, char** argv) {
     out.print(name);
   };
   simple("arithmetic", conformance::arithmetic, 256, 0, Buffer(random_floats(768)), 9 * 256);
-  simple("memory", conformance::memory, 128, 2560, Buffer(random_words(512)), 1664);
+  simple("memory", conformance::memory, 128, 3584, Buffer(random_words(512)), 1920);
   simple("meetings", conformance::meetings, 64, 256, Buffer(random_words(64)), 512);
   simple("cp_async", conformance::async_copies, 128, 4096, Buffer(random_words(1024)), 1024);
   simple("ldmatrix", conformance::load_matrices, 32, 512, Buffer(random_words(128)), 256);

@@ -1,7 +1,8 @@
 // Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a GPU with equal inputs, their outputs must
 // be equal: test_ptx_conformance.py. What the emulator's answers should be, tests/emulator/test_layouts.py works out by hand.
 //
-// Kernel arguments: `in` random words, `out` the words to compare.
+// Kernel arguments: `in` random words, `out` the words to compare. What is compared bit for bit is computed by functions of csrc/cuda/ptx,
+// or with integers: of a product and a sum in C++ nvcc makes one instruction that rounds once, and g++ two.
 #pragma once
 
 #include "cuda/ptx/arithmetic.cuh"
@@ -11,7 +12,10 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/fragments.cuh"
+#include "cuda/tile/product_shapes.h"
+#include "cuda/tile/ring.cuh"
 #include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/warpgroup.cuh"
 
 namespace conformance {
 
@@ -39,9 +43,9 @@ __global__ void arithmetic(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 9; ++i) out[9 * thread() + i] = results[i];
 }
 
-// ex2, lg2 and rcp are approximate: compared with a tolerance. x in [-140, 140) from the random word.
+// ex2, lg2 and rcp are approximate: compared with a tolerance, for equal x. x in [-140, 140) from the random word.
 __global__ void approximate(const uint32_t* in, float* out) {
-  const float x = float(in[thread()] >> 8) / float(1 << 24) * 280.0f - 140.0f;
+  const float x = ptx::fma_rn(float(in[thread()] >> 8), 280.0f / float(1 << 24), -140.0f);
   out[3 * thread()] = ptx::exp2(x);
   out[3 * thread() + 1] = ptx::log2(x < 0 ? -x : x);
   out[3 * thread() + 2] = ptx::rcp(x);
@@ -57,7 +61,8 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   ptx::st_global_v4(out + 4 * t, v);
   ptx::st_shared_v4_f32(shared + 16 * t, ptx::bits_float(v.w[0]), ptx::bits_float(v.w[1]), ptx::bits_float(v.w[2]),
                         ptx::bits_float(v.w[3]));
-  ptx::st_shared_u32(shared + 2048 + 4 * t, ptx::ld_global_u32(in + t));
+  ptx::st_shared_f32(shared + 2048 + 4 * t, ptx::bits_float(ptx::ld_global_u32(in + t)));
+  ptx::st_shared_v2_f32(shared + 2560 + 8 * t, ptx::bits_float(v.w[1]), ptx::bits_float(v.w[2]));
   ptx::syncthreads();
   float a, b;
   ptx::ld_shared_v2_f32(shared + 16 * (127 - t) + 8, a, b);
@@ -69,13 +74,16 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   ptx::st_global_u16(halves + 1, ptx::ld_global_u16(reinterpret_cast<const uint16_t*>(in) + t));
   ptx::st_global_v4(out + 1024 + 4 * t, ptx::ld_shared_v4(shared + 16 * (t ^ 1)));
   ptx::st_global_u32(out + 1536 + t, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + t));
+  for (int i = 0; i < 2; ++i)
+    ptx::st_global_u32(out + 1664 + 2 * t + i, ptx::float_bits(ptx::ld_shared_f32(shared + 2560 + 8 * (t ^ 3) + 4 * i)));
 }
 
 // 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.
 __global__ void meetings(const uint32_t* in, uint32_t* out) {
   const uint32_t shared = ptx::dynamic_smem();
   const int t = thread();
-  for (int d = 1, i = 0; d < 32; d *= 2, ++i) out[8 * t + i] = ptx::shfl_xor_u32(in[t], d);
+  for (int d = 1, i = 0; d < 32; d *= 2, ++i)
+    out[8 * t + i] = i % 2 ? ptx::shfl_xor_u32(in[t], d) : ptx::float_bits(ptx::shfl_xor(ptx::bits_float(in[t]), d));
   ptx::st_shared_u32(shared + 4 * t, in[t]);
   ptx::syncwarp();
   out[8 * t + 5] = ptx::ld_shared_u32(shared + 4 * (t ^ 31));
@@ -163,46 +171,152 @@ __global__ void load_box(const __grid_constant__ ptx::TensorMap map, int rows, i
   for (int i = thread(); i < rows * 32; i += 128) out[i] = ptx::ld_shared_u32(tile + 4 * i);
 }
 
-// out[64][N] = A[64][64] B[64][N]. A is given as [M][K], or, with TransA, as [K][M]; B as [N][K], or, with TransB, as [K][N]. With Rs the
-// A fragments come straight from global memory.
-template <class T, int N, bool TransA, bool TransB, bool Rs>
+// Fragment of A, [64][Columns] in global memory, for 16 columns from `column` on.
+template <int Columns>
+PT_DEVICE void load_fragment(uint32_t (&fragment)[4], const uint16_t* a, int column) {
+  const int warp_row = thread() % 128 / 32 * 16, lane = thread() % 32;
+  PT_UNROLL
+  for (int r = 0; r < 4; ++r) {
+    const uint16_t* at = a + (warp_row + lane / 4 + r % 2 * 8) * Columns + column + r / 2 * 8 + lane % 4 * 2;
+    fragment[r] = at[0] | uint32_t(at[1]) << 16;
+  }
+}
+
+// Registers of x[64][N] to `out`, row by row.
+template <int N>
+PT_DEVICE void store_sums(const float (&x)[N / 2], float* out) {
+  const int warp_row = thread() % 128 / 32 * 16, lane = thread() % 32;
+  PT_UNROLL
+  for (int i = 0; i < N / 2; ++i) out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = x[i];
+}
+
+// Of shape number `Index`, out[64][n] = A[64][depth] B[depth][n]. A is given as [M][K], or, with trans_a, as [K][M]; B as [N][K], or, with
+// trans_b, as [K][N]. A in registers comes straight from global memory.
+template <class T, size_t Index>
 __global__ void __launch_bounds__(128, 1)
     multiply(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b, const uint16_t* a, float* out) {
+  constexpr cuda::ProductShape kShape = cuda::kProductShapes[Index];
+  constexpr int N = kShape.n, kDepth = kShape.depth();
+  static_assert(kShape.a_in_registers || kDepth == 64);
   const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128;
-  const uint32_t bar = one_barrier(tile_b + N * 128);
+  const uint32_t bar = one_barrier(tile_b + N * kDepth * 2);
   if (thread() == 0) {
-    ptx::mbarrier_arrive_expect_tx(bar, 64 * 128 + N * 128);
-    ptx::tma_load_2d(tile_a, map_a, bar, 0, 0);
-    if (TransB)
-      for (int p = 0; p < N / 64; ++p) ptx::tma_load_2d(tile_b + p * 8192, map_b, bar, p * 64, 0);
-    else ptx::tma_load_2d(tile_b, map_b, bar, 0, 0);
+    ptx::mbarrier_arrive_expect_tx(bar, (kShape.a_in_registers ? 0 : 64 * 128) + N * kDepth * 2);
+    if (!kShape.a_in_registers) ptx::tma_load_2d(tile_a, map_a, bar, 0, 0);
+    for (int p = 0; p < (kShape.trans_b ? N / 64 : 1); ++p) ptx::tma_load_2d(tile_b + p * kDepth * 128, map_b, bar, p * 64, 0);
   }
   wait(bar, 0);
 
-  const int warp_row = thread() / 32 * 16, lane = thread() % 32;
-  float d[N / 2];
-  uint32_t fragment[4][4];
-  PT_UNROLL
-  for (int k = 0; k < 4; ++k) {
+  float x[N / 2];
+  uint32_t fragment[kDepth / 16][4];
+  if constexpr (kShape.a_in_registers) {
     PT_UNROLL
-    for (int r = 0; r < 4; ++r) {
-      const uint16_t* at = a + (warp_row + lane / 4 + r % 2 * 8) * 64 + k * 16 + r / 2 * 8 + lane % 4 * 2;
-      fragment[k][r] = at[0] | uint32_t(at[1]) << 16;
-    }
+    for (int k = 0; k < kDepth / 16; ++k) load_fragment<kDepth>(fragment[k], a, k * 16);
   }
   ptx::wgmma_fence();
   PT_UNROLL
-  for (int k = 0; k < 4; ++k) {
-    const uint64_t desc_a = ptx::smem_descriptor(tile_a + k * (TransA ? 2048 : 32), 16, 1024, ptx::SmemLayout::Swizzle128);
-    const uint64_t desc_b = TransB ? ptx::smem_descriptor(tile_b + k * 2048, 8192, 1024, ptx::SmemLayout::Swizzle128)
-                                   : ptx::smem_descriptor(tile_b + k * 32, 16, 1024, ptx::SmemLayout::Swizzle128);
-    if (Rs) ptx::wgmma_rs<T, N, TransB>(d, fragment[k], desc_b, k > 0);
-    else ptx::wgmma_ss<T, N, TransB, TransA>(d, desc_a, desc_b, k > 0);
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const uint64_t b = cuda::swizzled(tile_b + k * (kShape.trans_b ? 2048 : 32), kShape.panel_bytes ? kShape.panel_bytes : 16);
+    if constexpr (kShape.a_in_registers) ptx::wgmma_rs<T, N, kShape.trans_b>(x, fragment[k], b, k > 0);
+    else ptx::wgmma_ss<T, N, kShape.trans_b, kShape.trans_a>(x, cuda::swizzled(tile_a + k * (kShape.trans_a ? 2048 : 32)), b, k > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
+  store_sums<N>(x, out);
+}
+
+// A stage of A, [64][64], and one of B, [64][64], both K-major.
+using StepRing = cuda::Buffers<2, 2 * 64 * 128>;
+constexpr int kSteps = 7;  // three phases and more of each of the ring's barriers
+
+// One thread fills the ring with A's and B's steps of 64 columns.
+PT_DEVICE void load_steps(const StepRing& ring, const ptx::TensorMap& a, const ptx::TensorMap& b) {
+  for (int s = 0; s < kSteps; ++s) {
+    ring.await_empty(s);
+    ring.announce(s, StepRing::kBytes);
+    ptx::tma_load_2d(ring.buffer(s), a, ring.full(s), s * 64, 0);
+    ptx::tma_load_2d(ring.buffer(s) + 64 * 128, b, ring.full(s), s * 64, 0);
+  }
+}
+PT_DEVICE StepRing step_ring(int readers) {
+  const uint32_t base = cuda::align_to_atom(ptx::dynamic_smem());
+  const StepRing ring(base, base + StepRing::kBufferBytes);
+  if (thread() == 0) {
+    ring.init(1, readers, "full", "empty");
+    ptx::fence_mbarrier_init();
+  }
+  ptx::syncthreads();
+  return ring;
+}
+
+// out[64][64] = A[64][448] B[64][448]^T through the ring: a step's products in flight while the next step's begin.
+__global__ void __launch_bounds__(256, 1)
+    multiply_steps(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, float* out) {
+  const StepRing ring = step_ring(4);
+  if (thread() < 128) {
+    if (thread() == 0) load_steps(ring, a, b);
+    return;
+  }
+  float x[32];
+  for (int s = 0; s < kSteps; ++s) {
+    ring.await_full(s);
+    ptx::wgmma_fence();
+    PT_UNROLL
+    for (int k = 0; k < 4; ++k)
+      ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(ring.buffer(s) + k * 32), cuda::swizzled(ring.buffer(s) + 64 * 128 + k * 32),
+                                          s > 0 || k > 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();  // the step before
+    if (s > 0) cuda::release_by_warp(ring, s - 1);
+  }
+  ptx::wgmma_wait<0>();
+  store_sums<64>(x, out);
+}
+
+// Stages that ldmatrix reads, given back to TMA: out[step][matrix][warp][lane][8] as ldmatrix leaves rows 0 to 15 of the warp's 16.
+__global__ void __launch_bounds__(256, 1)
+    read_steps(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, uint32_t* out) {
+  const StepRing ring = step_ring(4);
+  if (thread() < 128) {
+    if (thread() == 0) load_steps(ring, a, b);
+    return;
+  }
+  const int row = thread() % 128 / 32 * 16 + thread() % 16, chunk = thread() % 32 / 16;
+  for (int s = 0; s < kSteps; ++s) {
+    ring.await_full(s);
+    PT_UNROLL
+    for (int i = 0; i < 4; ++i) {  // two pieces of A, two of B
+      uint32_t m[4];
+      ptx::ldmatrix_x4(ring.buffer(s) + i / 2 * 64 * 128 + swizzle128(uint32_t(row), uint32_t(i % 2 * 4 + chunk)), m);
+      for (int r = 0; r < 4; ++r) out[((s * 4 + i) * 128 + thread() % 128) * 4 + r] = m[r];
+    }
+    ptx::fence_proxy_async();
+    cuda::release_by_warp(ring, s);
+  }
+}
+
+// out[64][64] = A[64][64] B[64][64]^T where rows of B, as TMA left it, are cleared in shared memory first: those below 5 and from 50 on.
+__global__ void __launch_bounds__(128, 1)
+    multiply_cleared(const __grid_constant__ ptx::TensorMap a, const __grid_constant__ ptx::TensorMap b, float* out) {
+  const uint32_t tile_a = cuda::align_to_atom(ptx::dynamic_smem()), tile_b = tile_a + 64 * 128, bar = one_barrier(tile_b + 64 * 128);
+  if (thread() == 0) {
+    ptx::mbarrier_arrive_expect_tx(bar, 2 * 64 * 128);
+    ptx::tma_load_2d(tile_a, a, bar, 0, 0);
+    ptx::tma_load_2d(tile_b, b, bar, 0, 0);
+  }
+  wait(bar, 0);
+  for (int i = thread(); i < 64 * 8; i += 128)
+    if (i / 8 < 5 || i / 8 >= 50) ptx::st_shared_v4_f32(tile_b + i * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+  ptx::fence_proxy_async();
+  ptx::syncthreads();
+  float x[32];
+  ptx::wgmma_fence();
   PT_UNROLL
-  for (int i = 0; i < N / 2; ++i) out[(warp_row + cuda::fragment_row(lane, i)) * N + cuda::fragment_column(lane, i)] = d[i];
+  for (int k = 0; k < 4; ++k)
+    ptx::wgmma_ss<ptx::bf16, 64, false>(x, cuda::swizzled(tile_a + k * 32), cuda::swizzled(tile_b + k * 32), k > 0);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  store_sums<64>(x, out);
 }
 
 // Tiles written by st.shared in the core-matrix layout without swizzle, then read by wgmma: needs the fence and the barrier. D[m][n] is m,
@@ -285,7 +399,7 @@ __global__ void __launch_bounds__(128, 1) take_turns(uint32_t* state, float* out
   const uint32_t ticket = ptx::atomic_add_u32(state, 1);
   ptx::acquire_equal_u32(state + 1, ticket);
   for (int i = 0; i < 4; ++i)  // volatile: not from a cache that another block's additions bypass
-    ptx::st_shared_u32(tile + 4 * i, ptx::float_bits(2 * static_cast<volatile float*>(out)[i] + float(ticket)));
+    ptx::st_shared_u32(tile + 4 * i, ptx::float_bits(ptx::fma_rn(2.0f, static_cast<volatile float*>(out)[i], float(ticket))));
   ptx::fence_proxy_async();
   ptx::bulk_reduce_add_f32(out, tile, 16);
   ptx::bulk_commit();

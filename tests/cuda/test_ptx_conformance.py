@@ -8,6 +8,8 @@ On the GPU's machine the program comes from build/conformance, where it is if nv
 from __future__ import annotations
 
 import importlib.util
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytransformer.cli import machine
+
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "build" / "conformance"
+COMPILE = ("nvcc", "-std=c++17", "--expt-relaxed-constexpr", "-I", ROOT / "csrc", "-x", "cu")
 SEEDS = (1, 2, 3)
 SECONDS = 30  # that a program may take
 # ex2, lg2 and rcp.approx: the manual's bounds are 2 ulp, and an absolute 2^-22.6 where the logarithm is small.
@@ -39,27 +44,19 @@ def build(capability: tuple[int, int]) -> Path:
         pytest.skip(f"there is no {program}, and no nvcc to build it")
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     arch = f"-gencode=arch=compute_{number}{'a' * hopper},code=sm_{number}{'a' * hopper}"
-    command = [
-        "nvcc",
-        "-std=c++17",
-        arch,
-        "--expt-relaxed-constexpr",
-        "-I",
-        ROOT / "csrc",
-        "-x",
-        "cu",
-        *["-DPT_HOPPER"] * hopper,
-    ]
-    subprocess.run([*map(str, command), str(ROOT / "tests/cuda/conformance.cpp"), "-o", str(program)], check=True)
+    command = [*COMPILE, arch, *["-DPT_HOPPER"] * hopper, ROOT / "tests/cuda/conformance.cpp", "-o", program]
+    subprocess.run(list(map(str, command)), check=True)
     return program
 
 
-def emulated() -> Path:
+def emulated(name: str = "conformance", more: tuple[str, ...] = ()) -> Path:
     spec = importlib.util.spec_from_file_location("emulator_build", ROOT / "csrc" / "emulator" / "build.py")
     assert spec and spec.loader
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)
-    return builder.program("conformance", [ROOT / "tests" / "cuda" / "conformance.cpp"])
+    if reason := builder.why_not():
+        pytest.skip(f"the emulator cannot be built: {reason}")
+    return builder.program(name, [ROOT / "tests" / "cuda" / "conformance.cpp"], more=more)
 
 
 def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -77,12 +74,12 @@ def words(program: Path, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([int(word, 16) for word in rest], dtype=torch.int64) for name, *rest in lines}
 
 
-def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """What differs between two runs, a line for each name."""
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = False) -> list[str]:
+    """What differs between two runs, a line for each name; if `exact`, approximate functions too."""
     found = [f"{name}: only one of the two ran it" for name in sorted(ours.keys() ^ theirs.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
         a, b = ours[name], theirs[name]
-        if name in APPROXIMATE:
+        if name in APPROXIMATE and not exact:
             relative, absolute = APPROXIMATE[name]
             x, y = (t.to(torch.uint32).view(torch.float32) for t in (a, b))
             wrong = ~torch.isclose(x, y, rtol=relative, atol=absolute, equal_nan=True)
@@ -120,6 +117,53 @@ def test_it_says_how_far_a_program_came(end: str, told: str, tmp_path: Path, mon
     program.chmod(0o755)
     with pytest.raises(AssertionError, match=f"after in:mbarrier: .*{told}"):
         words(program, 1)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or "fma" not in machine.cpu_features(), reason="needs a CPU with FMA3")
+def test_contraction_changes_nothing() -> None:
+    """nvcc makes one instruction, which rounds once, of a product and a sum; g++ does so when it is told to. A compiler's choice must
+    not decide what is compared: not the approximate functions' inputs either."""
+    contracted = words(emulated("contracted", ("-mfma", "-ffp-contract=fast")), 1)
+    assert differences(words(emulated(), 1), contracted, exact=True) == []
+
+
+def contractions(ptx: str) -> list[str]:
+    """Float instructions outside inline PTX that ptxas may contract, or nvcc has: each with its kernel."""
+    found, kernel = [], ""
+    for line in re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL).splitlines():
+        kernel = m[1] if (m := re.search(r"\.entry (\w+)", line)) else kernel
+        if re.search(r"\b(?:fma|mad|mul)(?:\.\w+)*\.f(?:16|32|64)", line):
+            found.append(f"{kernel}: {line.strip()}")
+    return found
+
+
+def test_nvcc_contracts_nothing(tmp_path: Path) -> None:
+    """In the kernels of the program all products are explicit: no mul or fma but those of csrc/cuda/ptx."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc was not found")
+    (tmp_path / "planted.cu").write_text(
+        '#include "cuda/ptx/arithmetic.cuh"\n'
+        "__global__ void planted(float* x) { x[0] = x[1] * x[2] + x[3]; }\n"
+        "__global__ void fine(float* x) { x[0] = pt::ptx::fma_rn(x[1], x[2], x[3]); }\n"
+    )
+    for source, wrong in ((tmp_path / "planted.cu", ["planted"]), (ROOT / "tests/cuda/conformance.cpp", [])):
+        flags = [*COMPILE, "-DPT_HOPPER", "-arch=compute_90a", "-ptx", "-o", tmp_path / "out.ptx"]
+        subprocess.run([*map(str, flags), source], check=True)
+        found = contractions((tmp_path / "out.ptx").read_text())
+        assert [re.sub(r"_Z7|Pf:.*", "", line) for line in found] == wrong
+
+
+# Which change nothing that a program could compare.
+NOTHING_TO_SHOW = {"again", "grid_size", "pin"}
+
+
+def test_every_instruction_is_in_it() -> None:
+    """Each function of csrc/cuda/ptx is called by a kernel of conformance.cuh, or by what that calls of csrc/cuda/tile."""
+    headers = "".join(path.read_text() for path in (ROOT / "csrc/cuda/ptx").glob("*.cuh"))
+    functions = set(re.findall(r"PT_DEVICE (?:constexpr )?\w+ (\w+)\(", headers)) - NOTHING_TO_SHOW
+    users = [ROOT / "tests/cuda/conformance.cuh", *(ROOT / "csrc/cuda/tile" / f"{n}.cuh" for n in ("ring", "warpgroup"))]
+    called = set(re.findall(r"ptx::(\w+)[<(]", "".join(path.read_text() for path in users)))
+    assert len(functions) > 50 and functions - called == set()
 
 
 def test_it_compiles_for_hopper() -> None:

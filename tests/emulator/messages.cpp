@@ -178,6 +178,25 @@ void async_proxy() {
          [&] { product(true, false, 0, SmemLayout::Swizzle128); });
   expect("a tile that begins off its swizzle pattern", {"descriptor start", "not aligned to the swizzle pattern"}, 128,
          [&] { product(true, true, 256, SmemLayout::Swizzle128); });
+  const auto refill = [](bool load, bool fence) {  // thread 32 loads, or stores, what a copy then overwrites
+    const uint32_t bar = barrier(1), at = bar + 16;
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(bar, 64), bulk_load(at, out, 64, bar);
+    mbarrier_try_wait(bar, 0);
+    if (threadIdx.x == 32) {
+      if (load) ld_shared_u32(at);
+      else st_shared_v4_f32(at, 0, 0, 0, 0);
+      if (fence) fence_proxy_async();
+    }
+    syncthreads();
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(bar, 64), bulk_load(at, out, 64, bar);
+    mbarrier_try_wait(bar, 1);
+  };
+  expect("a copy over what was loaded", {"bulk load", "thread 32 loaded without a later fence.proxy.async"}, 64,
+         [&] { refill(true, false); });
+  expect("a copy over what was stored", {"bulk load", "thread 32 stored to without a later fence.proxy.async"}, 64,
+         [&] { refill(false, false); });
+  expect("a copy over what was loaded and fenced", {}, 64, [&] { refill(true, true); });
+  expect("a copy over what was stored and fenced", {}, 64, [&] { refill(false, true); });
   const auto add = [](bool fence, bool wait, bool again) {
     const uint32_t at = shared();
     if (threadIdx.x != 0) return;

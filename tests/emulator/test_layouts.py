@@ -6,11 +6,16 @@ and the results computed with plain matrix products.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 Answers = dict[str, Tensor]
+SHAPES_OF = Path(__file__).resolve().parents[2] / "csrc" / "cuda" / "tile" / "product_shapes.h"
+SHAPES = re.compile(r"\bproduct_of_(?:tiles|weights)\(\d")  # in the table of shapes
 
 # mma.m16n8k16, figures "layout for the matrix fragment": lane -> the (row, column) of each element it holds, in order.
 A_FRAGMENT = {
@@ -149,17 +154,33 @@ def test_wgmma_accumulators(answers: Answers) -> None:
     assert len(seen) == 64 * 64
 
 
-@pytest.mark.parametrize(
-    "name",
-    "ss_n64 ss_n96 ss_n128 ss_n176 ss_n64_tb ss_n128_tb ss_n64_ta_tb ss_n128_ta rs_n64 rs_n128_tb rs_n192_tb rs_n256_tb "
-    "ss_n80_f16 ss_n128_f16 ss_n64_ta_tb_f16 rs_n128_tb_f16".split(),
-)
-def test_wgmma(name: str, answers: Answers) -> None:
-    dtype = torch.float16 if "f16" in name else torch.bfloat16
-    a, b = (halves(answers[f"{key}:wgmma_{name}"], dtype).float() for key in ("a", "b"))
-    a = a.view(64, 64).T if "_ta" in name else a.view(64, 64)
-    b = b.view(64, -1) if "_tb" in name else b.view(-1, 64).T
-    assert torch.equal(floats(answers[f"wgmma_{name}"]).view(64, -1), a @ b)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
+    """Every shape that kernels use, by its name: widths from 32 to 256, and panels of 32 to 176 rows."""
+    names = [key.removeprefix("a:") for key in answers if key.startswith("a:wgmma_")]
+    names = [name for name in names if name.endswith("_f16") == (dtype == torch.float16)]
+    assert len(names) == len(SHAPES.findall(SHAPES_OF.read_text())) > 25
+    for name in names:
+        a, b = (halves(answers[f"{key}:{name}"], dtype).float() for key in ("a", "b"))
+        panel = re.search(r"_p(\d+)", name)
+        depth = int(panel[1]) // 128 if panel else 64
+        a = a.view(depth, 64).T if "_ta" in name else a.view(64, depth)
+        b = b.view(depth, -1) if "_tb" in name else b.view(-1, depth).T
+        assert torch.equal(floats(answers[name]).view(64, -1), a @ b), name
+
+
+def test_tiles_in_a_ring(answers: Answers) -> None:
+    """Seven steps of 64 columns by two buffers, multiplied and read; and a product with rows of B cleared."""
+    a, b = (halves(answers[f"{key}:steps"], torch.bfloat16).float().view(64, 448) for key in ("a", "b"))
+    assert torch.equal(floats(answers["multiply_steps"]).view(64, 64), a @ b.T)
+    kept = (torch.arange(64) >= 5) & (torch.arange(64) < 50)
+    assert torch.equal(floats(answers["multiply_cleared"]).view(64, 64), a[:, :64] @ (b[:, :64] * kept[:, None]).T)
+    read = halves(answers["read_steps"], torch.bfloat16).float().view(7, 2, 2, 4, 32, 8)  # step, matrix, half, warp, lane
+    for matrix, source in enumerate((a, b)):
+        tiles = source.view(4, 16, 7, 2, 32)[..., :16]  # warp, row, step, half, the first 16 columns
+        for lane in range(32):
+            wanted = torch.stack([tiles[:, row, :, :, column] for row, column in fragment("A", lane)], -1)
+            assert torch.equal(read[:, matrix, :, :, lane], wanted.permute(1, 2, 0, 3))
 
 
 def test_descriptor_fields(answers: Answers) -> None:
@@ -192,7 +213,8 @@ def test_memory_and_meetings(answers: Answers) -> None:
     assert torch.equal(answers["memory"][:512].view(128, 4), mixed)
     assert torch.equal(answers["memory"][1024:1536].view(128, 4), mixed[torch.arange(128) ^ 1])
     single = words.flatten()[:32, None] >> torch.arange(0, 32, 8) & 0xFF
-    assert torch.equal(answers["memory"][1536:], single.flatten())
+    assert torch.equal(answers["memory"][1536:1664], single.flatten())
+    assert torch.equal(answers["memory"][1664:].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
     t = torch.arange(64)

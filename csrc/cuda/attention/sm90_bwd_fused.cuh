@@ -103,6 +103,7 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
   // This consumer's part of dS K, once both have stored their dS. Two buffers of that make one barrier enough: who stores again has passed
   // the barrier that the other reaches after the product before. Rows of both operands are keys, so that both are read across them.
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int visit, const RingOwn& k) const {
+    static_assert(conforms(product_of_tiles(64, true, true)));
     ptx::bar_sync(kStored, 128 * kConsumers);
     const uint32_t a = gradients.buffer(visit) + (D == 64 ? consumer() * RingGradients::kPanelBytes : 0);
     const uint32_t b = k.buffer(0) + (D == 64 ? 0 : consumer() * RingOwn::kPanelBytes);

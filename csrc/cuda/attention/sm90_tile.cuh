@@ -7,6 +7,7 @@
 
 #include "cuda/attention/sm90_plan.h"
 #include "cuda/attention/terms.cuh"
+#include "cuda/tile/product_shapes.h"
 #include "cuda/tile/quad.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warpgroup.cuh"
@@ -78,6 +79,7 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
 // 32 bytes inside the swizzle's rows.
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
+  static_assert(conforms(product_of_tiles(2 * R)));
   const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
   ptx::wgmma_fence();
   PT_UNROLL
@@ -90,6 +92,7 @@ PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, cons
 // x += W B; W in registers, B a tile, N-major: a step of 16 rows is two groups of eight.
 template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
+  static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < S; ++i)

@@ -21,6 +21,7 @@
 
 #include "cuda/matmul/plan.h"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/tile/product_shapes.h"
 #include "cuda/tile/quad.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/vectors.cuh"
@@ -80,6 +81,7 @@ struct MatmulPanels {
     PT_UNROLL
     for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(tile_part() * 64 * kSwizzleRow);
     f(readers);
+    ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
     release_by_warp(ring, use++);
   }
 };
@@ -246,6 +248,7 @@ struct Sm90Matmul {
   PT_DEVICE void multiply(float (&x)[N], int use, bool accumulate) const {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow), kInside = 32, kGroups = 2 * kSwizzleAtom;
     const uint32_t a = ring.buffer(use) + uint32_t(tile_part() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
+    static_assert(conforms(product_of_tiles(2 * N, K::a_by_k, K::b_by_k, kPanel)));
     static_assert(kPanel == 64 * kSwizzleRow);  // so that a consumer's rows begin alike, however A lies
     ptx::wgmma_fence();
     PT_UNROLL
