@@ -1,33 +1,83 @@
 #include "cuda/device.h"
 
-#include <cuda_runtime.h>
-
+#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 
+#include "cuda/driver.h"
+
 namespace pt::cuda {
+
+constexpr int kMaxDevices = 64;  // of which numbers are kept
 
 static void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
+static void check(CUresult result, const char* what) {
+  if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed: CUDA error " + std::to_string(int(result)));
+}
 
+// The device's primary context, which PyTorch's runtime uses too. Kept for ever.
+static CUcontext primary_context(int device) {
+  static std::atomic<CUcontext> contexts[kMaxDevices];  // two threads that ask at once get the same
+  if (device < 0 || device >= kMaxDevices) throw std::runtime_error("no device " + std::to_string(device));
+  if (CUcontext known = contexts[device]) return known;
+  static const auto get = driver_function<decltype(&cuDeviceGet)>("cuDeviceGet", 2000);
+  static const auto retain = driver_function<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain", 7000);
+  CUdevice handle;
+  CUcontext context;
+  check(get(&handle, device), "cuDeviceGet");
+  check(retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  return contexts[device] = context;
+}
+
+static CUresult set_context(CUcontext context) {
+  static const auto set = driver_function<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent", 4000);
+  return set(context);
+}
+
+// A thread that has made no CUDA call yet, as one of autograd's, has no context, without which the driver encodes no tensor map. Not by
+// cudaSetDevice: to set back what such a thread had, it would make a context on GPU 0. A capture of a graph minds neither.
 DeviceGuard::DeviceGuard(int64_t device) {
-  check(cudaGetDevice(&previous_));
-  // Also where it is current already: a thread that has made no CUDA call yet, as one of autograd's, has no context, without which the
-  // driver encodes no tensor map. This gives it the device's; a capture of a graph does not mind.
-  check(cudaSetDevice(int(device)));
-  if (previous_ == device) previous_ = -1;
+  static const auto current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent", 4000);
+  const CUcontext wanted = primary_context(int(device));
+  CUcontext previous;
+  check(current(&previous), "cuCtxGetCurrent");
+  previous_ = previous;
+  changed_ = previous != wanted;
+  if (changed_) check(set_context(wanted), "cuCtxSetCurrent");
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (changed_) set_context(static_cast<CUcontext>(previous_));
+}
+
+static __global__ void probe_kernel() {}
+
+static std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+
+std::string why_not_device(int64_t device) {
+  int driver = 0, runtime = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "there is no NVIDIA driver";
+  cudaRuntimeGetVersion(&runtime);
+  if (driver / 1000 < runtime / 1000)
+    return "the NVIDIA driver is for CUDA " + version_text(driver) + ", and the CUDA library was built with " + version_text(runtime) +
+           ": update the driver";
+  try {
+    const DeviceGuard guard(device);
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(probe_kernel)));
+  } catch (const std::exception& error) {
+    cudaGetLastError();  // told here, not by the next launch
+    return std::string("the CUDA library's kernels do not load: ") + error.what();
+  }
+  return "";
 }
 
 // Of the current device; positive.
 template <cudaDeviceAttr Attribute>
 static int attribute() {
-  constexpr int kMaxDevices = 64;
   static int values[kMaxDevices];  // 0: not asked yet; two threads that ask at once write the same number
   int device, value;
   check(cudaGetDevice(&device));

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace pt::cuda {
 
@@ -15,8 +16,13 @@ class DeviceGuard {
   ~DeviceGuard();
 
  private:
-  int previous_;
+  void* previous_;  // context; null: the thread had none, and shall have none again
+  bool changed_;
 };
+
+// Why kernels of this library cannot run on the device, or nothing. Asks for the driver's version and a small kernel's attributes: a driver
+// may be older than the CUDA runtime that is part of the library.
+std::string why_not_device(int64_t device);
 
 // Of the current device.
 int multiprocessors();

@@ -7,6 +7,10 @@
 #include "cuda/ptx/platform.cuh"
 #include "cuda/tile/dtype.h"
 
+#if !defined(PT_EMULATE)
+#include "cuda/driver.h"
+#endif
+
 namespace pt::cuda {
 
 constexpr int kMaxMapRank = 5;
@@ -20,8 +24,11 @@ struct MappedTensor {
   uint64_t dim[kMaxMapRank], stride[kMaxMapRank];
 };
 
+constexpr uint32_t kMaxBoxRows = 256;
+
 // Why TMA cannot read the tensor, or null. "cuTensorMapEncodeTiled" of the CUDA driver API.
 inline const char* why_not_mapped(const MappedTensor& t) {
+  if (t.rank < 2 || t.rank > kMaxMapRank) return "it has not 2 to 5 dimensions";
   if (size_of(t.dtype) != 2) return "its elements have not 16 bits";
   if (reinterpret_cast<uintptr_t>(t.data) % 16) return "it does not begin at a multiple of 16 bytes";
   for (int i = 0; i < t.rank; ++i) {
@@ -35,6 +42,7 @@ inline const char* why_not_mapped(const MappedTensor& t) {
 // Boxes are 64 elements by `rows` of dimension 1, in shared memory rows of 128 bytes, swizzled; what lies outside the tensor is zero.
 // Throws std::runtime_error.
 inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
+  if (rows == 0 || rows > kMaxBoxRows) throw std::runtime_error("no box of a tensor map has " + std::to_string(rows) + " rows");
   if (const char* reason = why_not_mapped(t)) throw std::runtime_error(std::string("no tensor map can be made of a tensor: ") + reason);
   uint64_t bytes[kMaxMapRank] = {};  // from one element of a dimension to the next
   uint32_t box[kMaxMapRank];
@@ -50,19 +58,11 @@ inline ptx::TensorMap tensor_map(const MappedTensor& t, uint32_t rows) {
   map.swizzle = emu::Swizzle::B128;
   for (int i = 0; i < t.rank; ++i) map.dim[i] = t.dim[i], map.stride[i] = bytes[i], map.box[i] = box[i];
 #else
-  static void* const encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
-      throw std::runtime_error("the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
-    return entry;
-  }();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   const uint32_t steps[kMaxMapRank] = {1, 1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      &map, t.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, uint32_t(t.rank),
-      const_cast<void*>(t.data), t.dim, bytes + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, t.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                 uint32_t(t.rank), const_cast<void*>(t.data), t.dim, bytes + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(result)));
 #endif
   return map;

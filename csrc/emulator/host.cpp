@@ -30,7 +30,7 @@ void run(dim3 grid, int threads, size_t smem_bytes, const std::function<void()>&
 
 namespace pt::cuda {
 
-DeviceGuard::DeviceGuard(int64_t) : previous_(-1) {}
+DeviceGuard::DeviceGuard(int64_t) : previous_(nullptr), changed_(false) {}
 DeviceGuard::~DeviceGuard() = default;
 
 int multiprocessors() { return 2; }  // few, so that persistent blocks have several turns

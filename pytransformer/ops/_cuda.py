@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import _native, _triton
+from . import _native
 from ._registry import WRONG_DEVICE
 
 LIBRARY_NAME = "libpytransformer_cuda.so"
@@ -37,7 +37,7 @@ def why_not(op: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{WRONG_DEVICE}CUDA devices, and x is on {device}"
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return _triton.rocm() or why_not_loaded(op) or _why_not_device(index)
+    return _native.why_not_nvidia() or why_not_loaded(op) or _why_not_device(index)
 
 
 @functools.cache
@@ -74,7 +74,13 @@ def _load(path: Path, op: str, remedy: str) -> str | None:
 @functools.cache
 def _why_not_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
-    return why_not_capability(capability, (_native.build_info() or {}).get("cuda", {}).get("archs", ()))
+    built = (_native.build_info() or {}).get("cuda", {}).get("archs", ())
+    return why_not_capability(capability, built) or _why_not_driver(index)
+
+
+def _why_not_driver(index: int) -> str | None:
+    """None if the library's kernels load on the device, else the reason: its CUDA runtime may be newer than the driver."""
+    return torch.ops.pytransformer_C.cuda_why_not_device(index) or None
 
 
 def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str | None:

@@ -1,0 +1,78 @@
+"""The host side of the CUDA tier without a GPU: contexts, probe, launches and tensor maps against stubs of runtime and driver.
+
+CUDA's own runtime talks to a stub of the driver as far as its version; beyond that it checks that the driver is NVIDIA's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytransformer.ops import _cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBED = "import torch; from pytransformer.ops import _cuda; assert not _cuda.why_not_loaded('norm_fwd'); print(_cuda._why_not_driver(0))"
+
+
+def test_against_stubs(tmp_path: Path) -> None:
+    """host_layer.cu has the expectations."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc was not found")
+    program = tmp_path / "host_layer"
+    flags = ["-std=c++17", "-arch=sm_80", "-cudart=none", "--expt-relaxed-constexpr", "-diag-suppress", "177"]
+    flags += ["-I", ROOT / "csrc", "-o", program]
+    sources = [Path(__file__).with_name("host_layer.cu"), ROOT / "csrc/cuda/device.cu"]
+    subprocess.run(list(map(str, ["nvcc", *flags, *sources])), check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) > 20, "\n".join(line for line in lines if not line.startswith("ok")) + done.stderr
+
+
+@pytest.mark.skipif((why := _cuda.why_not_loaded("norm_fwd")) is not None, reason=str(why))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "there is no NVIDIA driver"), (12040, "the NVIDIA driver is for CUDA 12.4"), (0, "no NVIDIA driver")]
+)
+def test_an_old_driver_is_told(version: int | None, reason: str, tmp_path: Path) -> None:
+    """By the built library, with the runtime that is part of it, and a driver that tells only its version."""
+    environment = dict(os.environ)
+    if version is not None:
+        if shutil.which("gcc") is None:
+            pytest.skip("gcc was not found")
+        source = f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\nint cuInit(unsigned f) {{ return 0; }}\n"
+        source += "int cuGetExportTable(const void **t, const void *id) { return 1; }\n"
+        source += "int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long g, int *s) {\n"
+        source += '  *f = __builtin_strcmp(n, "cuDriverGetVersion") ? (void *)cuInit : (void *)cuDriverGetVersion; return 0; }\n'
+        command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+        subprocess.run(command, input=source, text=True, check=True)
+        environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and reason in done.stdout, done.stdout + done.stderr
+
+
+def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every op of the backend, once for each device; ROCm's GPUs are refused before they are asked."""
+    device, told = torch.device("cuda", 0), "the NVIDIA driver is for CUDA 12.4"
+    asked = []
+
+    def driver(index: int) -> str:
+        asked.append(index)
+        return told
+
+    monkeypatch.setattr(_cuda, "why_not_loaded", lambda op: None)
+    monkeypatch.setattr(_cuda, "why_not_capability", lambda capability, archs: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_cuda, "_why_not_driver", driver)
+    _cuda._why_not_device.cache_clear()
+    for op in ("norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd"):
+        assert _cuda.why_not(op, device) == told
+    assert asked == [0]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(_cuda.why_not("norm_fwd", device))
+    _cuda._why_not_device.cache_clear()
