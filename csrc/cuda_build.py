@@ -17,7 +17,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 LIBRARY = "libpytransformer_cuda.so"
-MIN_NVCC = (12, 8)  # the first to know sm_120
+MIN_NVCC = (13, 0)  # ptxas 12.8 serialises the products of sm_90a, and 12.8 and 12.9 crash on sm90_bwd_fused.cu
 # Kernels of sm_90a use instructions that only Hopper has. The oldest other one goes into the library as PTX too, for GPUs newer than these.
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = [
@@ -96,7 +96,8 @@ def why_not() -> str | None:
     if version is None:
         return f"{nvcc} does not tell its version"
     if tuple(map(int, version.split(".")[:2])) < MIN_NVCC:
-        return f"nvcc {version} is too old: wanted >= {'.'.join(map(str, MIN_NVCC))}"
+        wanted = ".".join(map(str, MIN_NVCC))
+        return f"nvcc {version} is too old: wanted >= {wanted}, those before fail on the kernels for sm_90a"
     if not archs():
         return "PYTRANSFORMER_CUDA_ARCHS=native, and nvidia-smi shows no GPU"
     return None
@@ -125,6 +126,7 @@ def compile_checked(output: Path, log: Path, command: list[str]) -> int:
 
     With PYTRANSFORMER_CUDA_SPILLS=1 it is only told: another nvcc than the one that the kernels were written with may need it.
     """
+    output.unlink(missing_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log.write_text(done.stdout)
     found = [] if done.returncode else [line for line in done.stdout.splitlines() if REFUSED.search(line)]
@@ -135,6 +137,19 @@ def compile_checked(output: Path, log: Path, command: list[str]) -> int:
     if failed:
         output.unlink(missing_ok=True)
     return failed
+
+
+def failure(directory: Path) -> str | None:
+    """The last step by nvcc that failed in a build directory, with its first complaint; None if none did: a log without its output."""
+    failed = [log for log in directory.rglob("*.log") if not log.with_suffix("").exists()]
+    if not failed:
+        return None
+    log = max(failed, key=lambda path: path.stat().st_mtime)
+    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"\b(error|fatal|died|core dumped)\b", line, re.IGNORECASE) or REFUSED.search(line)]
+    name = log.relative_to(directory).as_posix().removesuffix(".log").removesuffix(".o")
+    version = nvcc_version(find_nvcc() or "")
+    return f"nvcc {version} fails on {name}: {(telling or lines[-1:] or ['no message'])[0]}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ Options come from the environment:
 =============================  ===================================================================================================
 PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
 PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | names, comma-separated; always with generic
-PYTRANSFORMER_CUDA             auto (default) | 1: fail if CUDA kernels cannot be built | 0: do not build them
+PYTRANSFORMER_CUDA             auto (default): left out where nvcc fails | 1: fail if CUDA kernels cannot be built | 0: do not build them
 PYTRANSFORMER_CUDA_ARCHS       all (default: sm_80, sm_90a, sm_120) | native: of this machine's GPUs | names, comma-separated
 PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
 PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
@@ -367,7 +367,7 @@ class _Ninja:
                 "  deps = gcc",
                 "  description = compile $label",
                 "rule nvcc_link",
-                f"  command = {nvcc} -shared -cudart=static $in $flags -o $out",
+                f"  command = {checked} $out $out.log {nvcc} -shared -cudart=static $in $flags -o $out",
                 "  description = link $out",
             ]
 
@@ -443,22 +443,36 @@ def _ninja_text(plan: Plan) -> str:
 
 
 def build(plan: Plan) -> dict[str, Path]:
-    """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed."""
-    directory = plan.directory
+    """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
+
+    Where nvcc fails, the CUDA library is left out, and the plan says so from then on: an install does not fail for it unless
+    PYTRANSFORMER_CUDA=1.
+    """
     if not plan.native:
         return {}
-    information = json.dumps(plan.build_info(), indent=1)
-    _write_if_changed(directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({information})json";\n')
-    _write_if_changed(directory / "build.ninja", _ninja_text(plan))
-    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    ninja = find_ninja()
-    assert ninja is not None
-    done = subprocess.run([ninja, "-C", str(directory), "-j", jobs, *plan.targets()])
-    if done.returncode:
+    built = _run_ninja(plan)
+    if not built and plan.why_not_cuda is None and (reason := cuda_build.failure(plan.directory)):
+        if _switch("PYTRANSFORMER_CUDA") == "1":
+            raise BuildError(f"PYTRANSFORMER_CUDA=1, but it cannot be built: {reason}")
+        plan.why_not_cuda, plan.cuda = reason, {}
+        print(describe(plan), file=sys.stderr, flush=True)
+        built = _run_ninja(plan)
+    if not built:
         raise BuildError(
             "the native code did not compile; the compiler's messages are above. PYTRANSFORMER_CPU=0 installs without it"
         )
-    return {name: directory / name for name in plan.targets()}
+    return {name: plan.directory / name for name in plan.targets()}
+
+
+def _run_ninja(plan: Plan) -> bool:
+    """Whether all that the plan has is up to date now."""
+    information = json.dumps(plan.build_info(), indent=1)
+    _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({information})json";\n')
+    _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    ninja = find_ninja()
+    assert ninja is not None
+    return subprocess.run([ninja, "-C", str(plan.directory), "-j", jobs, *plan.targets()]).returncode == 0
 
 
 def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:

@@ -1,0 +1,106 @@
+"""What becomes of an install where nvcc fails: a compiler of our own stands in for it, in a tree of a few sources."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+# Makes an empty object of every source, but dies on one of name bad*.
+NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 13.0, V{version}"; exit 0 ;;
+  *bad*) {death} ;;
+esac
+while [ $# -gt 0 ]; do
+  case $1 in -o) out=$2 ;; -MF) touch "$2" ;; esac
+  shift
+done
+echo | exec g++ -x c++ -shared -fPIC - -o "$out"
+"""
+ERROR = 'echo "bad.cu(3): error: identifier is undefined"; exit 2'
+CRASH = 'echo "nvcc error   : ptxas died due to signal 11 (Invalid memory reference)"; kill -SEGV $$'
+SLOW = 'echo "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"'
+
+
+@pytest.fixture
+def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """native_build over a tree of one CPU source and one CUDA source, good.cu."""
+    monkeypatch.syspath_prepend(str(CSRC))
+    spec = importlib.util.spec_from_file_location("native_build_under_test", CSRC / "native_build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    if module.find_compiler() is None or module.find_ninja() is None:
+        pytest.skip("needs a C++ compiler and ninja")
+    for name, text in (("cpu/nothing.cpp", "int nothing;\n"), ("cuda/some/good.cu", "")):
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    for target in (module, module.cuda_build):
+        monkeypatch.setattr(target, "CSRC", tmp_path / "csrc")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    checked = CSRC / "cuda_build.py"
+    text = module._ninja_text
+    monkeypatch.setattr(module, "_ninja_text", lambda plan: text(plan).replace(str(tmp_path / "csrc" / "cuda_build.py"), str(checked)))
+    for option, value in (("CPU_ISAS", "generic"), ("BINDINGS", "0"), ("CUDA_ARCHS", "sm_90a"), ("CUDA", "auto")):
+        monkeypatch.setenv(f"PYTRANSFORMER_{option}", value)
+    return module
+
+
+def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str = "exit 2", version: str = "13.0.88") -> None:
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(NVCC.format(death=death, version=version))
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+
+
+def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, object]]:
+    """The libraries that an install leaves, and what it says of CUDA."""
+    plan = builder.make_plan("1.0")
+    builder.install(plan, builder.build(plan), package)
+    information = json.loads((package / "_build_info.json").read_text())
+    return {path.name for path in package.glob("*.so")}, information["cuda"]
+
+
+@pytest.mark.parametrize(("death", "reason"), [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")])
+def test_a_cuda_part_that_does_not_compile_is_left_out(
+    death: str, reason: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the reason kept, which doctor shows. Asked for, it fails. Once the source compiles it is back."""
+    fake_nvcc(tmp_path, monkeypatch, death)
+    bad = tmp_path / "csrc/cuda/some/bad.cu"
+    bad.touch()
+    libraries, told = installed(builder, tmp_path / "package")
+    assert libraries == {"libpytransformer_cpu.so"} and not told["built"] and "archs" not in told
+    assert str(told["reason"]).startswith("nvcc 13.0.88 fails on cuda/some/bad.cu: ") and reason in str(told["reason"])
+    monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
+    with pytest.raises(builder.BuildError, match=f"PYTRANSFORMER_CUDA=1, but it cannot be built: .*{reason}"):
+        installed(builder, tmp_path / "package")
+    bad.unlink()
+    libraries, told = installed(builder, tmp_path / "package")
+    assert libraries == {"libpytransformer_cpu.so", "libpytransformer_cuda.so"} and told["built"] and told["nvcc"] == "13.0.88"
+
+
+def test_other_failures_are_not_cudas(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvcc(tmp_path, monkeypatch)
+    (tmp_path / "csrc/cpu/nothing.cpp").write_text("#error broken\n")
+    with pytest.raises(builder.BuildError, match="the native code did not compile"):
+        installed(builder, tmp_path / "package")
+
+
+@pytest.mark.parametrize("version", ["12.8.93", "12.9.86"])
+def test_an_old_nvcc_is_refused_by_name(version: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is compiled."""
+    fake_nvcc(tmp_path, monkeypatch, version=version)
+    assert f"nvcc {version} is too old: wanted >= 13.0" in str(builder.make_plan("1.0").why_not_cuda)
+    monkeypatch.setenv("PYTRANSFORMER_CUDA", "1")
+    with pytest.raises(builder.BuildError, match=f"nvcc {version} is too old"):
+        builder.make_plan("1.0")
