@@ -82,6 +82,12 @@ pytest=(env OMP_NUM_THREADS=4 "$python" -m pytest -p no:cacheprovider -v -m gpu 
 
 # First whether the machine does what the emulator takes for granted, and the CUDA tier is right.
 step conformance 150 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
+# The verdict on every backend, each in a process of its own.
+"$python" -m pytransformer verify --help >/dev/null 2>&1 && step verify 120 "$python" -m pytransformer verify
+# What reading the sources could not settle: few calls each, so that an answer comes before long compilations. dropout masks bit by bit,
+# sums of T5's table in Triton, float32 packed sequences, long sums and large problems, a thread without a context.
+step first_cuda 75 "${pytest[@]}" "$root/tests/cuda" -k "dropout_mask or without_a_context or packed_case or many_tiles or many_classes"
+step first_triton 75 "${pytest[@]}" "$root/tests/triton" -k "dropout_mask or (test_case and (t5_bias or varlen) and bfloat16)"
 step test_cuda 90 "${pytest[@]}" "$root/tests/cuda/test_gpu.py"
 
 step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py"
@@ -104,7 +110,9 @@ bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
 bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
 
 tests=("${pytest[@]}" "$root/tests/triton")
-step test_cases 180 "${tests[@]}" -k "test_case or dropout_mask or graph or programs or addresses"
+# Each case is a compilation or two, some 430 in all: those of the type that models use first, the others behind the benchmarks.
+step test_cases 120 "${tests[@]}" -k "test_case and bfloat16"
+step test_limits 60 "${tests[@]}" -k "graph or programs or addresses"
 bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
 bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \
@@ -134,7 +142,9 @@ losses=(linear_cross_entropy --dtype bfloat16 --mode fwd,bwd --shape)
 bench cross_entropy 60 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,triton,torch
 bench cross_entropy_1024 45 "${losses[@]}" rows=8192,d=1024,classes=32768 --backends cuda,triton,torch
 PYTRANSFORMER_CUDA_PATH=sm90 bench cross_entropy_ours 45 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,torch
+step test_cases_float32 90 "${tests[@]}" -k "test_case and float32"
 step test_random 120 "${tests[@]}" -k "random"
+step test_cases_float16 90 "${tests[@]}" -k "test_case and float16 and not bfloat16"
 step test_head_dims 90 "${tests[@]}" -k "head_dims"
 step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then

@@ -146,7 +146,9 @@ def failure(directory: Path) -> str | None:
         return None
     log = max(failed, key=lambda path: path.stat().st_mtime)
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"\b(error|fatal|died|core dumped)\b", line, re.IGNORECASE) or REFUSED.search(line)]
+    telling = [
+        line for line in lines if re.search(r"\b(error|fatal|died|core dumped)\b", line, re.IGNORECASE) or REFUSED.search(line)
+    ]
     name = log.relative_to(directory).as_posix().removesuffix(".log").removesuffix(".o")
     version = nvcc_version(find_nvcc() or "")
     return f"nvcc {version} fails on {name}: {(telling or lines[-1:] or ['no message'])[0]}"

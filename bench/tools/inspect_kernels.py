@@ -5,12 +5,14 @@
     python bench/tools/inspect_kernels.py --table                             # the committed tables: nothing is compiled
 
 The machinery is that of the tests that keep tests/triton/resources.json and tests/cuda/resources.json: Triton's kernels are compiled
-ahead of time, as their launchers would; the CUDA kernels are read from the built library, for the architectures that are in it.
+ahead of time, as their launchers would; the CUDA kernels are read from the built library, for the architectures that are in it. Their SASS
+for sm_90a is followed too: no register of a wgmma may be touched while it is in flight (tests/cuda/sass.py). Exit code 1 if one is.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
@@ -27,6 +29,7 @@ COLUMNS = ("registers", "stack", "shared", "products", "wide", "narrow", "instru
 Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, what it takes
 
 
+@functools.cache
 def machinery(backend: str) -> ModuleType:
     """tests/<backend>/resources.py."""
     path = ROOT / "tests" / backend / "resources.py"
@@ -90,7 +93,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=BACKENDS, help="one of the tiers (default both)")
     parser.add_argument("--table", action="store_true", help="show the committed tables, compile nothing")
     options = parser.parse_args()
-    console, found = Console(), 0
+    console, found, wrong = Console(), 0, 0
     for backend in [options.backend] if options.backend else BACKENDS:
         console.heading(backend)
         try:
@@ -106,8 +109,14 @@ def main() -> int:
         console.print(f"{len(rows)} kernels, {len(spilling)} of them with a stack (spills){': ' if spilling else ''}")
         for name in spilling:
             console.print(f"  {name}")
+        if backend == "cuda" and not options.table:
+            hazards = machinery("cuda").hazards()
+            console.print(f"{len(hazards)} hazards of products in flight and of setmaxnreg{':' if hazards else ''}")
+            for hazard in hazards:
+                console.print(f"  {hazard}")
+            wrong += len(hazards)
         found += len(rows)
-    return 0 if found else 1
+    return 0 if found and not wrong else 1
 
 
 if __name__ == "__main__":

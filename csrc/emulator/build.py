@@ -22,7 +22,9 @@ import native_build  # noqa: E402  (beside the sources, never installed)
 DIRECTORY = CSRC.parent / "build" / "emulator"
 LIBRARY = "libpytransformer_emulated.so"
 FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DPT_EMULATE", "-Wall", "-Wextra"]
-FLAGS += ["-ffp-contract=off"]  # g++'s own choice depends on the CPU; what nvcc contracts, tests/cuda/test_ptx_conformance.py looks at
+FLAGS += [
+    "-ffp-contract=off"
+]  # g++'s own choice depends on the CPU; what nvcc contracts, tests/cuda/test_ptx_conformance.py looks at
 HOST_ONLY = {"host.cpp", "library.cpp"}  # what a program does not need
 
 

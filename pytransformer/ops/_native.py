@@ -54,3 +54,8 @@ def _why_not_current(csrc: Path) -> str | None:
     if built == runpy.run_path(str(csrc / "interface.py"))["digest"](csrc):
         return None
     return f"the native library was built from other sources than this code: {OLDER}"
+
+
+def why_not_nvidia() -> str | None:
+    """Why no kernel of ours for GPUs runs on what this torch calls cuda devices: on ROCm they are AMD's. None if they are NVIDIA's."""
+    return None if torch.version.hip is None else f"needs an NVIDIA GPU, and this torch is built for ROCm {torch.version.hip}"

@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from . import _native
 from ._registry import WRONG_DEVICE
 
 
@@ -30,7 +31,7 @@ def _unavailable(device: torch.device, name: str) -> str | None:
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreting and device.type == "cpu"):
         return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name} is on {device}"
-    if device.type == "cuda" and (reason := rocm()):
+    if device.type == "cuda" and (reason := _native.why_not_nvidia()):
         return reason
     if not _installed("triton"):
         return "needs Triton: pip install triton, in the version that this torch was made for"
@@ -43,13 +44,6 @@ def _unavailable(device: torch.device, name: str) -> str | None:
     if interpreting != INTERPRETED:
         return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
     return None
-
-
-def rocm() -> str | None:
-    """Why nothing of ours runs on AMD's GPUs, which PyTorch calls cuda devices too; None on others."""
-    if torch.version.hip is None:
-        return None
-    return f"NVIDIA GPUs, and this PyTorch is for ROCm {torch.version.hip}: the tiles and the instructions are NVIDIA's"
 
 
 @functools.cache

@@ -9,6 +9,7 @@ No GPU is needed. The tools that read the binary, cuobjdump and nvdisasm, are th
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -19,6 +20,9 @@ import sys
 from pathlib import Path
 
 from pytransformer.ops import _cuda, _native
+
+sys.path.append(str(Path(__file__).parent))
+import sass  # beside this file, which bench/tools/inspect_kernels.py loads by its path
 
 TABLE = Path(__file__).with_name("resources.json")
 LIBRARY = _native.PACKAGE / _cuda.LIBRARY_NAME
@@ -62,6 +66,29 @@ def readable(symbols: list[str]) -> dict[str, str]:
     return dict(zip(symbols, short))
 
 
+@functools.cache
+def dumped_code() -> dict[tuple[str, str], list[str]]:
+    """The lines of each kernel's SASS, by architecture and symbol."""
+    code: dict[tuple[str, str], list[str]] = {}
+    current: list[str] = []
+    arch = ""
+    for line in _dump("--dump-sass").splitlines():
+        if m := re.match(r"\s*arch = (\w+)", line):
+            arch = m[1]
+        elif m := re.match(r"\s*Function : (\S+)", line):
+            current = code.setdefault((arch, m[1]), [])
+        else:
+            current.append(line)
+    return code
+
+
+def hazards() -> list[str]:
+    """What kernels for sm_90a do to the registers of a wgmma in flight, or to those that setmaxnreg took away: sass.py."""
+    code = {symbol: lines for (arch, symbol), lines in dumped_code().items() if arch == "sm_90a"}
+    names = readable(sorted(code))
+    return [f"sm_90a {names[symbol]}: {fault}" for symbol, lines in code.items() for fault in sass.faults(lines)]
+
+
 def measure() -> dict[str, dict[str, int]]:
     """Resources by "sm_… kernel"."""
     table: dict[tuple[str, str], dict[str, int]] = {}
@@ -73,15 +100,7 @@ def measure() -> dict[str, dict[str, int]]:
         elif m := re.match(r"\s*Function ([\w$.]+):", line):
             used = dict(re.findall(r"(\w+):(\d+)", next(lines)))
             table[arch, m[1]] = {"registers": int(used["REG"]), "stack": int(used["STACK"]), "shared": int(used["SHARED"])}
-    code: dict[tuple[str, str], list[str]] = {}
-    current: list[str] = []
-    for line in _dump("--dump-sass").splitlines():
-        if m := re.match(r"\s*arch = (\w+)", line):
-            arch = m[1]
-        elif m := re.match(r"\s*Function : (\S+)", line):
-            current = code.setdefault((arch, m[1]), [])
-        else:
-            current.append(line)
+    code = dumped_code()
     for key, used in table.items():
         text = "\n".join(code[key])
         used |= {name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()}
@@ -135,7 +154,7 @@ def main() -> int:
         return 1
     nvcc = (_native.build_info() or {})["cuda"]["nvcc"]
     table, kept = measure(), json.loads(TABLE.read_text()) if TABLE.exists() else {"nvcc": None, "kernels": {}}
-    wrong = faults(table)
+    wrong = faults(table) + hazards()
     if write:
         archs = {key.split()[0] for key in table}  # the others keep their lines
         table |= {key: used for key, used in kept["kernels"].items() if key.split()[0] not in archs}

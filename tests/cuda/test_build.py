@@ -48,7 +48,9 @@ def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "ROOT", tmp_path)
     checked = CSRC / "cuda_build.py"
     text = module._ninja_text
-    monkeypatch.setattr(module, "_ninja_text", lambda plan: text(plan).replace(str(tmp_path / "csrc" / "cuda_build.py"), str(checked)))
+    monkeypatch.setattr(
+        module, "_ninja_text", lambda plan: text(plan).replace(str(tmp_path / "csrc" / "cuda_build.py"), str(checked))
+    )
     for option, value in (("CPU_ISAS", "generic"), ("BINDINGS", "0"), ("CUDA_ARCHS", "sm_90a"), ("CUDA", "auto")):
         monkeypatch.setenv(f"PYTRANSFORMER_{option}", value)
     return module
@@ -70,7 +72,9 @@ def installed(builder: ModuleType, package: Path) -> tuple[set[str], dict[str, o
     return {path.name for path in package.glob("*.so")}, information["cuda"]
 
 
-@pytest.mark.parametrize(("death", "reason"), [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")])
+@pytest.mark.parametrize(
+    ("death", "reason"), [(ERROR, "identifier is undefined"), (CRASH, "died due to signal 11"), (SLOW, "C7515")]
+)
 def test_a_cuda_part_that_does_not_compile_is_left_out(
     death: str, reason: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +101,9 @@ def test_other_failures_are_not_cudas(builder: ModuleType, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("version", ["12.8.93", "12.9.86"])
-def test_an_old_nvcc_is_refused_by_name(version: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_nvcc_is_refused_by_name(
+    version: str, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is compiled."""
     fake_nvcc(tmp_path, monkeypatch, version=version)
     assert f"nvcc {version} is too old: wanted >= 13.0" in str(builder.make_plan("1.0").why_not_cuda)

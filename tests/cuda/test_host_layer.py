@@ -31,13 +31,16 @@ def test_against_stubs(tmp_path: Path) -> None:
     subprocess.run(list(map(str, ["nvcc", *flags, *sources])), check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) > 20, "\n".join(line for line in lines if not line.startswith("ok")) + done.stderr
+    assert done.returncode == 0 and len(lines) > 20, (
+        "\n".join(line for line in lines if not line.startswith("ok")) + done.stderr
+    )
 
 
 @pytest.mark.skipif((why := _cuda.why_not_loaded("norm_fwd")) is not None, reason=str(why))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize(
-    ("version", "reason"), [(None, "there is no NVIDIA driver"), (12040, "the NVIDIA driver is for CUDA 12.4"), (0, "no NVIDIA driver")]
+    ("version", "reason"),
+    [(None, "there is no NVIDIA driver"), (12040, "the NVIDIA driver is for CUDA 12.4"), (0, "no NVIDIA driver")],
 )
 def test_an_old_driver_is_told(version: int | None, reason: str, tmp_path: Path) -> None:
     """By the built library, with the runtime that is part of it, and a driver that tells only its version."""
@@ -48,7 +51,9 @@ def test_an_old_driver_is_told(version: int | None, reason: str, tmp_path: Path)
         source = f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\nint cuInit(unsigned f) {{ return 0; }}\n"
         source += "int cuGetExportTable(const void **t, const void *id) { return 1; }\n"
         source += "int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long g, int *s) {\n"
-        source += '  *f = __builtin_strcmp(n, "cuDriverGetVersion") ? (void *)cuInit : (void *)cuDriverGetVersion; return 0; }\n'
+        source += (
+            '  *f = __builtin_strcmp(n, "cuDriverGetVersion") ? (void *)cuInit : (void *)cuDriverGetVersion; return 0; }\n'
+        )
         command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
         subprocess.run(command, input=source, text=True, check=True)
         environment["LD_LIBRARY_PATH"] = str(tmp_path)

@@ -34,6 +34,61 @@ def test_no_kernel_uses_local_memory_and_rows_move_16_bytes_at_a_time(resources:
     assert resources.faults(table) == []
 
 
+def test_no_register_of_a_product_is_touched_in_flight(resources: ModuleType, table: dict) -> None:
+    """And none that setmaxnreg took away, in any kernel for sm_90a."""
+    if not any("sm_90a sm90_" in key for key in table):
+        pytest.skip("the library has no kernels for sm_90a")
+    assert resources.hazards() == []
+
+
+SASS = """
+ /*0000*/ @P0 BRA 0x00c0 ; /* */
+ /*0010*/ USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+ /*0020*/ LDS.128 R4, [R2] ;
+ /*0030*/ HGMMA.64x64x16.F32.BF16 R56, R4, gdesc[UR20].tnspB, RZ, !UPT ;
+ /*0040*/ HGMMA.64x64x16.F32.BF16 R56, gdesc[UR20], R56, gsb0 ;
+ /*0050*/ HGMMA.64x32x16.F32.BF16 R24, gdesc[UR24], RZ, !UPT, gsb0 ;
+ /*0060*/ FADD R3, R2, R2 ;
+ /*0070*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+ /*0080*/ FADD R3, R56, R4 ;
+ /*0090*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+ /*00a0*/ STG.E.128 desc[UR4][R2.64], R24 ;
+ /*00b0*/ EXIT ;
+ /*00c0*/ USETMAXREG.DEALLOC.CTAPOOL 0x18 ;
+ /*00d0*/ MOV R23, R1 ;
+ /*00e0*/ EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("", "", None),
+        ("FADD R3, R2, R2", "FADD R3, R2, R87", "0x60 FADD R3, R2, R87: touches R87, which a wgmma in flight adds to"),
+        ("FADD R3, R2, R2", "MOV R56, R2", "touches R56"),
+        ("FADD R3, R2, R2", "LDS.64 R6, [R2]", "overwrites R6, which a wgmma in flight reads"),
+        ("FADD R3, R2, R2", "MOV R5, R2", "overwrites R5"),
+        ("FADD R3, R2, R2", "@P1 BRA 0x00a0", "0xa0 STG.E.128 desc[UR4][R2.64], R24: touches R24"),
+        ("FADD R3, R56, R4", "FADD R3, R24, R4", "touches R24"),  # of the group that still runs
+        ("gsb0, 0x0 ;", "gsb0, 0x1 ;", "touches R24"),
+        ("R24, gdesc[UR24]", "R80, gdesc[UR24]", "shares some of its registers"),
+        ("R24, gdesc[UR24]", "R4, gdesc[UR24]", "shares some of its registers"),
+        ("R56, gdesc[UR20], R56, gsb0", "R56, gdesc[UR20], R56", "touches R56"),  # both are one group, which may run on
+        ("!UPT, gsb0 ;", "!UPT ;", "waits before the last group ends"),
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "EXIT", "a wgmma is in flight"),
+        ("MOV R23, R1", "MOV R24, R1", "uses R24 after 0xc0 USETMAXREG.DEALLOC"),
+        ("FADD R3, R2, R2", "FADD R240, R2, R2", "uses R240 after 0x10 USETMAXREG.TRY_ALLOC"),
+    ],
+)
+def test_planted_hazards_are_found(old: str, new: str, fault: str | None, resources: ModuleType) -> None:
+    assert old in SASS
+    found = resources.sass.faults(SASS.replace(old, new, 1).splitlines() if old else SASS.splitlines())
+    if fault is None:
+        assert found == []
+    else:
+        assert any(fault in line for line in found), found
+
+
 def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     """Differs: `python tests/cuda/resources.py --write`, and look at what changed."""
     kept = json.loads(resources.TABLE.read_text())

@@ -18,6 +18,7 @@ DROPOUT, PHILOX, MATMUL, LAUNCH = (
 EDGE, SUMS = "feed_forward/feed_forward.cpp", "matmul/row_sums.cuh"
 LATE, DEADLOCK = "not ordered after", "deadlock"
 SYNC = "    sync_consumer();  // the sums of the half before have been read\n"
+FENCE = "    ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next\n"
 RELU, GATED, ODD, NO_BIASES, ONLY_BIASES = "relu", "gated", "odd sizes", "no biases", "only biases"
 
 # By the file of the op that is compiled with the fault; the rest comes from the library without one.
@@ -50,8 +51,9 @@ FAULTS_OF = {
         Fault("relu's slope everywhere", ACTIVATIONS, "x > 0.0f ? 1.0f : 0.0f}", "1.0f}", RELU),
         Fault("panels not awaited", MATMUL, "    ring.await_full(use);\n    PT_UNROLL", "    PT_UNROLL", RELU),
         Fault("panels not released", MATMUL, "    release_by_warp(ring, use++);", "    use++;", RELU, DEADLOCK),
-        Fault("panels released before they are read", MATMUL, "    f(readers);\n    release_by_warp(ring, use++);",
+        Fault("panels released before they are read", MATMUL, f"    f(readers);\n{FENCE}    release_by_warp(ring, use++);",
               "    release_by_warp(ring, use++);\n    f(readers);", RELU, LATE),
+        Fault("panels given back without a fence", MATMUL, FENCE, "", RELU, "loaded without a later fence.proxy.async"),
         Fault("panels loaded before it is empty", MATMUL, "    ring.await_empty(use);\n    ring.announce(use, E",
               "    ring.announce(use, E", RELU),
         Fault("the panel of other columns", MATMUL, "ring.full(use), column, row);", "ring.full(use), 0, row);", RELU),

@@ -1,0 +1,217 @@
+"""What SASS for sm_90a must not do, by data flow over what cuobjdump prints of a kernel.
+
+While a wgmma is in flight its accumulators and its operand registers may be touched by no other instruction: a group ends with the
+instruction that has gsb0, and is over at a WARPGROUP.DEPBAR that lets no more groups than came after it run on. And after a setmaxnreg
+no register may be used that it took away, or that it did not give.
+
+Which registers an instruction reads and writes is taken from its text, generously: 64 and 128 bits are two and four registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LINE = re.compile(r"\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
+WGMMA = re.compile(r"HGMMA\.64x(\d+)x16\S*\s+R(\d+),\s*(?:R(\d+),\s*)?gdesc")
+REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
+ADDRESS = re.compile(r"0x([0-9a-f]+)")
+STATES = 1_000_000  # that a kernel may have: some 10,000 is usual
+# Whose first operand is no register that they write.
+WRITES_NONE = (
+    "ST",
+    "RED",
+    "BAR",
+    "SYNCS",
+    "UTMA",
+    "R2UR",
+    "ISETP",
+    "FSETP",
+    "BRA",
+    "EXIT",
+    "UBLK",
+    "VOTE",
+    "PLOP",
+    "CCTL",
+    "MEMBAR",
+    "FENCE",
+)
+# Which may write more than one.
+WRITES_WIDE = ("LD", "IMAD", "F2", "I2", "MOV", "SHF", "LEA", "DADD")
+Registers = frozenset[int]
+NONE: Registers = frozenset()
+
+
+class Instruction(NamedTuple):
+    address: int
+    predicated: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.address:#x} {self.text}"
+
+
+class Group(NamedTuple):
+    """wgmma that are in flight; `open`: more may join."""
+
+    accumulators: Registers
+    operands: Registers
+    open: bool
+
+
+def _span(first: str | int, count: int) -> Registers:
+    return frozenset(range(int(first), int(first) + count))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def touched(text: str) -> tuple[Registers, Registers]:
+    """The registers that an instruction writes, and those that it reads."""
+    if m := WGMMA.match(text):
+        return _span(m[2], int(m[1]) // 2), _span(m[3], 4) if m[3] else NONE
+    name, _, rest = text.partition(" ")
+    width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+    operands = re.split(r",(?![^\[]*\])", rest)
+    written, read = NONE, NONE
+    for i, operand in enumerate(operands):
+        first = i == 0 and not name.startswith(WRITES_NONE)
+        if "[" in operand:
+            count = 2 if ".64]" in operand or ".64+" in operand else 1  # an address, of global memory or of shared
+        elif first:
+            count = width if name.startswith(WRITES_WIDE) else 1
+        else:
+            count = width if name.startswith(("ST", "RED")) else 2 if "WIDE" in name and i == len(operands) - 1 else 1
+        found = frozenset().union(*(_span(r, count) for r in REGISTER.findall(operand)))
+        written, read = (written | found, read) if first and "[" not in operand else (written, read | found)
+    return written, read
+
+
+class Kernel:
+    """A kernel's instructions, and where control goes from each."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        matches = filter(None, map(LINE.match, lines))
+        self.code = [Instruction(int(m[1], 16), bool(m[2]), m[3]) for m in matches]
+        self.at = {instruction.address: i for i, instruction in enumerate(self.code)}
+        self.indirect = [i for i, instruction in enumerate(self.code) if instruction.text.startswith("BRX")]
+        # Where an indirect branch goes its text does not say: to what follows a jump and no other branch goes to, up to the next such.
+        targets = {self._target(i) for i, instruction in enumerate(self.code) if re.match("BRA|CALL", instruction.text)}
+        self.orphans = [
+            i + 1
+            for i, instruction in enumerate(self.code[:-1])
+            if re.match(r"(BRA|EXIT|BRXU?|RET)\b", instruction.text)
+            and not instruction.predicated
+            and i + 1 not in targets
+            and not self.code[i + 1].text.startswith(("NOP", "BRA"))
+        ]
+
+    def _target(self, i: int) -> int | None:
+        found = ADDRESS.search(self.code[i].text)
+        return self.at.get(int(found[1], 16)) if found else None
+
+    def after(self, i: int) -> list[int]:
+        """Instructions that may come next."""
+        _, predicated, text = self.code[i]
+        following = [i + 1] if i + 1 < len(self.code) else []
+        if text.startswith("BRX"):
+            end = next((j for j in self.indirect if j > i), len(self.code))
+            return [j for j in self.orphans if i < j <= end]
+        if text.startswith("BRA"):
+            target = self._target(i)
+            stays = following if predicated or re.match(r"BRA(\.\S+)?\s+!?U?P\d", text) else []
+            return ([target] if target is not None else []) + stays
+        if text.startswith("EXIT"):
+            return following if predicated else []
+        return [] if text.startswith("RET") else following
+
+    def reached(self, start: int) -> set[int]:
+        seen, ahead = set(), [start]
+        while ahead:
+            i = ahead.pop()
+            if i not in seen:
+                seen.add(i)
+                ahead += self.after(i)
+        return seen
+
+    def touched(self, i: int) -> tuple[Registers, Registers]:
+        """By the instruction, or by the function that it calls."""
+        text = self.code[i].text
+        target = self._target(i) if text.startswith("CALL") else None
+        if target is None:
+            return touched(text)
+        both = [touched(self.code[j].text) for j in self.reached(target)]
+        return frozenset().union(*(w for w, _ in both)), frozenset().union(*(r for _, r in both))
+
+
+def _joined(flight: tuple[Group, ...], text: str) -> tuple[Group, ...]:
+    """What is in flight after a wgmma."""
+    accumulators, operands = touched(text)
+    if flight and flight[-1].open:
+        accumulators, operands = accumulators | flight[-1].accumulators, operands | flight[-1].operands
+        flight = flight[:-1]
+    return (*flight, Group(accumulators, operands, "gsb0" not in text))
+
+
+def _clashes(kernel: Kernel, i: int, flight: tuple[Group, ...]) -> str | None:
+    """What the instruction must not do while that is in flight."""
+    text = kernel.code[i].text
+    written, read = kernel.touched(i)
+    if WGMMA.match(text):
+        overlaps = any(written & g.accumulators and written != g.accumulators for g in flight)
+        if overlaps or any(written & g.operands or read & g.accumulators for g in flight):
+            return "shares some of its registers with a wgmma in flight"
+        return None
+    accumulators = frozenset().union(*(g.accumulators for g in flight))
+    operands = frozenset().union(*(g.operands for g in flight))
+    if found := (written | read) & accumulators:
+        return f"touches R{min(found)}, which a wgmma in flight adds to"
+    if found := written & operands:
+        return f"overwrites R{min(found)}, which a wgmma in flight reads"
+    return None
+
+
+def wgmma_faults(kernel: Kernel) -> list[str]:
+    """Registers of a wgmma touched while it is in flight, and groups that are never waited for."""
+    found: set[str] = set()
+    seen: set[tuple[int, tuple[Group, ...]]] = set()
+    ahead: list[tuple[int, tuple[Group, ...]]] = [(0, ())] if kernel.code else []
+    while ahead:
+        i, flight = ahead.pop()
+        if (i, flight) in seen:
+            continue
+        seen.add((i, flight))
+        if len(seen) > STATES:
+            return ["too many states to follow"]
+        here = kernel.code[i]
+        if flight and (clash := _clashes(kernel, i, flight)):
+            found.add(f"{here}: {clash}")
+        if WGMMA.match(here.text):
+            flight = _joined(flight, here.text)
+        elif m := re.match(r"WARPGROUP\.DEPBAR\S* gsb0, 0x([0-9a-f]+)", here.text):
+            if flight and flight[-1].open:
+                found.add(f"{here}: waits before the last group ends")
+            flight = flight[max(0, len(flight) - int(m[1], 16)) :]
+        elif here.text.startswith("EXIT") and not here.predicated and flight:
+            found.add(f"{here}: a wgmma is in flight")
+        ahead += [(j, flight) for j in kernel.after(i)]
+    return sorted(found)
+
+
+def register_faults(kernel: Kernel) -> list[str]:
+    """Registers used after a setmaxnreg that did not leave or give them."""
+    found = []
+    for start, instruction in enumerate(kernel.code):
+        m = re.match(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)\S* .*?0x([0-9a-f]+)$", instruction.text)
+        if m is None:
+            continue
+        for i in kernel.reached(start):
+            if (highest := max(frozenset().union(*touched(kernel.code[i].text)), default=0)) >= int(m[1], 16):
+                found.append(f"{kernel.code[i]}: uses R{highest} after {instruction}")
+    return sorted(set(found))
+
+
+def faults(lines: Iterable[str]) -> list[str]:
+    """Of a kernel's SASS, a line each."""
+    kernel = Kernel(lines)
+    return wgmma_faults(kernel) + register_faults(kernel)
