@@ -1,27 +1,16 @@
 """The two functions that ``integrations.transformers.register()`` hands to Hugging Face transformers. Imports it.
 
-transformers asks :func:`attention_mask` once per forward pass for the mask, and hands what it
-returned, untouched, to :func:`attention_forward` in every layer. The mask keeps to forms that cannot be misread:
+transformers asks :func:`attention_mask` once per forward pass for the mask, and hands what it returned, a
+:class:`.hugging_face_mask.Mask`, to :func:`attention_forward` in every layer. Key padding, causality and causal sliding windows
+stay B x Lk bytes or nothing at all; every pattern that is not one of transformers' own plain functions is built densely.
 
-=================================  ===================================================================================
-None                               as with ``sdpa``: nothing hidden but what the module's ``is_causal`` hides
-bool (B, 1, Lq, Lk)                a mask like any other; where its query stride is 0 (key padding, a view of (B, Lk))
-                                   one row of it goes to the kernel
-uint8 (B, 1, 1, Lk)                key padding *and* causality, last query on last key, (Lq, Lk) never built
-int8 (B, 1, 1, Lk)                 the same, and the causal sliding window of the model's config
-int64 (B + 1,)                     the batch is one row of B sequences that start there: encoders converted to leave padding out
-=================================  ===================================================================================
-
-Why not take causality from the module when the mask is mere key padding: some models give ``is_causal=True`` modules
-bidirectional masks (BridgeTower) or leave ``is_causal`` out (ALIGN, LayoutLM), which only shows once there is a mask.
-A dtype outlives detaching, moving and indexing, which a Python attribute would not, and no model hands these dtypes in.
-
-Only masks that transformers' own plain functions describe are lowered so; every other one is built densely.
+Causality comes from the mask alone. A module's ``is_causal`` is never asked: modules of ALIGN, CLAP and Splinter have none,
+BridgeTower's say True and get bidirectional masks, UMT5's and NLLB-MoE's decoders say False and get causal ones. What arrives
+without a mask hides nothing, which is how eager code reads it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +23,9 @@ from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from ..ops.attention_weights import attention_weights
 from ..ops.masks import RelativePositionBias, buckets_of
-
-CAUSAL, CAUSAL_WINDOW, PACKED = torch.uint8, torch.int8, torch.int64  # dtypes of lowered masks, see above
-
+from .hugging_face_keywords import gate_of_sinks, refuse_unknown, selected
+from .hugging_face_mask import Mask, Packed, dense_mask
+from .hugging_face_models import described
 
 # ---- the mask, once per forward pass
 
@@ -48,42 +37,41 @@ def attention_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Mask | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask of one forward pass, in one of the forms of the module's docstring.
+) -> Mask:
+    """The mask of one forward pass.
 
-    Args: those of ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen) padding mask; key j and query
-    i stand at ``j + kv_offset`` and ``i + q_offset``. The two ``allow`` flags are the model's word that it only passes the
-    mask on; without them it may look inside, and gets a dense one.
+    Args: those of ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen) padding mask, or what this function
+    has returned before (``generate`` asks ahead of the model); key j and query i stand at ``j + kv_offset`` and ``i + q_offset``.
     """
-    dense = functools.partial(
-        masking.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device, **kwargs,
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    arguments = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
     )  # fmt: skip
     bidirectional = mask_function is masking.bidirectional_mask_function
     window = None if bidirectional else causal_window(mask_function)
     recognised = bidirectional or window is not None or mask_function is masking.causal_mask_function
     plain_padding = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.dtype == torch.bool)
-    if not recognised or not plain_padding or not (allow_is_bidirectional_skip if bidirectional else allow_is_causal_skip):
-        return dense()
-
-    padding = _key_padding(attention_mask, kv_length, kv_offset)
-    if bidirectional:
-        return None if padding is None else padding.expand(batch_size, 1, q_length, kv_length)
     # A tensor offset (static caches) is not read, as that would synchronise and break graphs.
-    if isinstance(q_offset, torch.Tensor) or q_offset - kv_offset != kv_length - q_length:
-        return dense()
-    if window is not None and window >= kv_length:
-        window = None
-    if padding is None and window is None and q_length in (1, kv_length):
-        return None
-    if padding is None:
-        padding = torch.ones((1, 1, 1, kv_length), dtype=torch.bool, device=device)
-    return padding.expand(batch_size, 1, 1, kv_length).to(CAUSAL if window is None else CAUSAL_WINDOW)
+    aligned = not isinstance(q_offset, torch.Tensor) and q_offset - kv_offset == kv_length - q_length
+    if not recognised or not plain_padding or not (bidirectional or aligned):
+        dense = dense_mask(
+            arguments, allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
+        )
+        # None is sdpa's word for plain causality from the first key on, where the model allows that; else nothing is hidden.
+        left_out = dense is None and allow_is_causal_skip and q_length > 1
+        return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
+    padding = _key_padding(attention_mask, kv_length, kv_offset)
+    padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
+    if bidirectional or (q_length == 1 and (window is None or window >= kv_length)):
+        return Mask(arguments, padding)
+    return Mask(arguments, padding, "bottom_right", None if window is None or window >= kv_length else window)
 
 
 def _window_codes() -> tuple[Any, Any]:
@@ -143,48 +131,38 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Mask | Packed | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer, with the meaning of ``transformers.integrations.sdpa_attention.sdpa_attention_forward``.
+    """Attention of one layer, with the meaning of the ``eager_attention_forward`` of transformers' models.
 
     Args:
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); a batch of 1 broadcasts.
-        attention_mask: what :func:`attention_mask` returned, or a 4-dimensional mask of the user's, bool or floating.
-        is_causal: overrides ``module.is_causal`` (True if it has none); both count only where there is no mask and more
-            than one query, and mean the top-left diagonal.
+        attention_mask: what :func:`attention_mask` returned, or a 4-dimensional mask of the user's or the model's own, bool or
+            floating. None hides nothing.
+        is_causal: True without a mask is refused: eager code would hide nothing, sdpa the upper triangle.
         position_bias: T5's, (1, H, Lq, Lk), added to the scores; gets its gradient. From converted models (see
             :mod:`.convert.t5_rules`) its table, (buckets, H).
-        kwargs: ``softcap`` and ``output_attentions`` are honoured. ``s_aux`` (attention sinks) and a paged ``cache`` are refused;
-            others do not concern attention.
+        kwargs: ``softcap``, ``output_attentions`` and those of :mod:`.hugging_face_keywords`, which refuses all others.
 
     Returns:
         The output, (B, Lq, Hq, Dv) contiguous, and None, or the weights where they are asked for: (B, Hq, Lq, Lk), before
         dropout, without gradient, computed from the kernel's log-sum-exp.
     """
-    _refuse_unsupported(kwargs)
-    if attention_mask is not None and attention_mask.dtype == PACKED and attention_mask.dim() == 1:
-        return _packed(query, key, value, attention_mask, dropout, scaling), None
-    causal: Alignment | None = None
-    window: tuple[int | None, int | None] | None = None
-    mask = attention_mask
-    if mask is None:
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = "top_left" if is_causal and query.shape[2] > 1 else None
-    elif mask.dtype in (CAUSAL, CAUSAL_WINDOW):
-        if mask.dim() != 4 or mask.shape[2] != 1:
-            raise ValueError(
-                f"pytransformer: the model changed its causal mask on the way to attention, to shape {tuple(mask.shape)}"
-            )
-        causal = "bottom_right"
-        window = (_window(module, kwargs) - 1, None) if mask.dtype == CAUSAL_WINDOW else None
-        mask = mask.bool()
-    elif mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
-        mask = mask[:, :, :1]  # every query has the same row: key padding
+    refuse_unknown(module, kwargs)
+    if isinstance(attention_mask, Packed):
+        return _packed(query, key, value, attention_mask.offsets, dropout, scaling), None
+    if attention_mask is None and is_causal and query.shape[2] > 1:
+        raise ValueError(
+            f"pytransformer: {type(module).__name__} asks for is_causal=True without a mask, which eager code and sdpa read "
+            "differently; give the model an attention mask, or use attn_implementation='sdpa'"
+        )
+    attention_mask = selected(module, attention_mask, query, key, kwargs)
+    mask, causal, window = _mask_terms(module, attention_mask, query.shape[2], key.shape[2])
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
     query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
     bias: torch.Tensor | RelativePositionBias | None = position_bias
@@ -195,11 +173,36 @@ def attention_forward(
     terms: MaskAndBias = {
         "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": kwargs.get("softcap"), "scale": scaling,
     }  # fmt: skip
-    if not weights_wanted(kwargs):
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    if sinks is None and not weights_wanted(kwargs):
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
-    weights = attention_weights(query.detach(), key.detach(), lse.detach(), **terms)
-    return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
+    weights = None
+    if weights_wanted(kwargs):
+        weights = attention_weights(query.detach(), key.detach(), lse.detach(), **terms)
+    if sinks is not None:
+        gate = gate_of_sinks(lse, sinks)
+        out = (out * gate).to(out.dtype)
+        weights = weights if weights is None else weights * gate.detach()
+    return out.transpose(1, 2).contiguous(), weights if weights is None else weights.to(query.dtype)
+
+
+def _mask_terms(
+    module: Any, mask: torch.Tensor | Mask | None, q_length: int, k_length: int
+) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None]:
+    """attn_mask, causal and window for our op."""
+    if not isinstance(mask, Mask):
+        if mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+            mask = mask[:, :, :1]  # every query has the same row: key padding
+        return mask, None, None
+    if mask.shape[2:] != (q_length, k_length):
+        raise ValueError(
+            f"pytransformer: {type(module).__name__} of {described(mask.arguments.get('config'))} has {q_length} queries and "
+            f"{k_length} keys, and its mask is for {mask.shape[2]} and {mask.shape[3]}; use attn_implementation='eager' for this model"
+        )
+    if mask.padding is None and mask.causal is None:
+        return mask.dense, None, None
+    return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None)
 
 
 def _packed(
@@ -236,22 +239,3 @@ def _table_bias(
     j = torch.arange(k_length, device=table.device)[None, :]
     buckets = buckets_of(j - i, table.shape[0], settings["bidirectional"], settings["max_distance"])
     return table[buckets].permute(2, 0, 1)[None], causal
-
-
-def _window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int:
-    """The sliding window that the mask was built with: it is always the config's, and the module must not name another."""
-    of_config = getattr(getattr(module, "config", None), "sliding_window", None)
-    of_module = kwargs.get("sliding_window")
-    if not isinstance(of_config, int) or of_module not in (None, of_config):
-        raise ValueError(
-            f"pytransformer: {type(module).__name__} was given a sliding-window mask, but its config says {of_config!r} and "
-            f"its call {of_module!r}; use another attn_implementation for this model"
-        )
-    return of_config
-
-
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("pytransformer: attention sinks (s_aux) are not supported; use attn_implementation='eager'")
-    if kwargs.get("cache") is not None:
-        raise ValueError("pytransformer: paged caches (continuous batching) are not supported; use attn_implementation='sdpa'")

@@ -10,8 +10,9 @@ NAME = "pytransformer"
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` mean this package, in every model that uses transformers' attention interface.
 
-    Registers both the attention and the mask that goes with it (:mod:`pytransformer.integrations.hugging_face`). Idempotent;
-    never done on import. :func:`switch` changes a model that is already built.
+    Registers both the attention and the mask that goes with it (:mod:`pytransformer.integrations.hugging_face`), and has models
+    that ask for ``name`` checked when they are built: one that computes attention in code of its own raises ValueError. Nothing
+    changes for other implementations. Idempotent; never done on import. :func:`switch` changes a model that is already built.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
@@ -23,7 +24,7 @@ def register(name: str = NAME) -> None:
         found = f"this is {transformers.__version__}"
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        from . import hugging_face
+        from . import hugging_face, hugging_face_models
     except ImportError as error:
         raise ImportError(
             f"pytransformer: attn_implementation={name!r} needs transformers >= 5.17, and {found}: "
@@ -31,15 +32,25 @@ def register(name: str = NAME) -> None:
         ) from error
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
+    hugging_face_models.watch(hugging_face.attention_forward)
 
 
 def switch(model: Any, name: str = NAME) -> None:
     """``model.set_attn_implementation(name)``, for the models inside it too.
 
     transformers 5.17 leaves a T5's encoder and decoder as they were: theirs is a copy of the model's config.
+
+    Raises:
+        ValueError: ``name`` is ours, and the model or one inside computes attention in code of its own; nothing has changed then.
     """
     from transformers import PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.set_attn_implementation(name)
+    from . import hugging_face, hugging_face_models
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if ALL_ATTENTION_FUNCTIONS.get(name) is hugging_face.attention_forward:
+        for part in parts:
+            hugging_face_models.check(part)
+    for part in parts:
+        part.set_attn_implementation(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,18 +191,24 @@ def test_a_wrong_mask_shows(hugging_face: Any, backend: str, monkeypatch: pytest
         return ours.attention_mask(*args, **kwargs)
 
     def no_causality(*args: Any, **kwargs: Any) -> Any:
-        mask = ours.attention_mask(*args, **kwargs)
-        return mask.bool() if mask is not None and mask.dtype == ours.CAUSAL else mask
+        return replace(ours.attention_mask(*args, **kwargs), causal=None, window=None)
 
     def no_window(*args: Any, **kwargs: Any) -> Any:
+        return replace(ours.attention_mask(*args, **kwargs), window=None)
+
+    def read_as_another(*args: Any, **kwargs: Any) -> Any:
         mask = ours.attention_mask(*args, **kwargs)
-        return mask.to(ours.CAUSAL) if mask is not None and mask.dtype == ours.CAUSAL_WINDOW else mask
+        return replace(mask, causal="bottom_right" if mask.causal is None else "top_left")
+
+    def bare(*args: Any, **kwargs: Any) -> Any:
+        """What a padding mask became before it had a type of its own: a tensor that says nothing of causality."""
+        return ours.attention_mask(*args, **kwargs).padding
 
     def shifted(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return ours.attention_mask(*args, attention_mask=attention_mask.roll(1, 1), **kwargs)
 
     wrong = [("bert", no_padding), ("t5", no_padding), ("llama", no_padding), ("llama", no_causality), ("mistral", no_window),
-             ("gpt2", shifted), ("bart", no_padding)]  # fmt: skip
+             ("gpt2", shifted), ("bart", no_padding), ("bert", read_as_another), ("llama", bare), ("t5", no_causality)]  # fmt: skip
     for name, mutant in wrong:
         family = FAMILIES[name]
         inputs = inputs_of(family, "left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,17 +24,15 @@ def masking(hugging_face: ModuleType) -> ModuleType:
     return hugging_face.masking_utils
 
 
-def as_dense(
-    ours: ModuleType, mask: torch.Tensor | None, causal: bool, window: int | None, shape: tuple[int, ...]
-) -> torch.Tensor:
+def as_dense(ours: ModuleType, mask: Any, shape: tuple[int, ...], is_causal: bool = True) -> torch.Tensor:
     """What :func:`attention_forward` makes of a mask, as (B, 1, Lq, Lk) bool, found by asking it: each value is a one-hot
     vector, so that the output is the row of weights."""
     batch, _, num_queries, num_keys = shape
-    module = SimpleNamespace(is_causal=causal, config=SimpleNamespace(sliding_window=window))
+    module = SimpleNamespace(is_causal=is_causal)
     query, key = torch.zeros(batch, 1, num_queries, 8), torch.zeros(batch, 1, num_keys, 8)
     value = torch.eye(num_keys).expand(batch, 1, num_keys, num_keys)
     with pt.use_backend(attention="reference"):
-        out, _ = ours.attention_forward(module, query, key, value, mask, sliding_window=window)
+        out, _ = ours.attention_forward(module, query, key, value, mask)
     return out.transpose(1, 2) > 0
 
 
@@ -55,7 +54,6 @@ def test_means_what_the_dense_mask_means(
     ours: ModuleType, masking: ModuleType, pattern: str, lengths: tuple[int, int, int, int], padding: str
 ) -> None:
     num_queries, num_keys, first_query, first_key = lengths
-    window = 3 if pattern == "window" else None
     end = first_key + num_keys
     function = {
         "causal": masking.causal_mask_function,
@@ -88,7 +86,9 @@ def test_means_what_the_dense_mask_means(
         **arguments, allow_is_causal_skip=plain and not both_ways, allow_is_bidirectional_skip=plain and both_ways
     )
     shape = (2, 1, num_queries, num_keys)
-    assert torch.equal(as_dense(ours, mask, not both_ways, window, shape), exact.expand(shape))
+    for is_causal in (True, False):  # a module's opinion is not asked
+        assert torch.equal(as_dense(ours, mask, shape, is_causal), exact.expand(shape))
+    assert torch.equal(mask.as_dense(), exact.expand(shape))
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
@@ -104,15 +104,10 @@ def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, patte
         2, 4096, 4096, mask_function=function, attention_mask=real, allow_is_causal_skip=pattern != "bidirectional",
         allow_is_bidirectional_skip=pattern == "bidirectional",
     )  # fmt: skip
-    assert mask.untyped_storage().nbytes() == 2 * 4096
-
-
-def test_a_model_that_looks_into_its_mask_gets_a_dense_one(ours: ModuleType, masking: ModuleType) -> None:
-    real = torch.tensor([[False, True, True, True]])
-    for function in (masking.causal_mask_function, masking.bidirectional_mask_function):
-        arguments: dict[str, Any] = dict(mask_function=function, attention_mask=real, allow_is_causal_skip=False)
-        mask = ours.attention_mask(1, 4, 4, **arguments)
-        assert torch.equal(mask, masking.sdpa_mask(1, 4, 4, **arguments))
+    assert mask.dense is None
+    assert mask.padding.untyped_storage().nbytes() == 2 * 4096
+    plain = ours.attention_mask(2, 4096, 4096, mask_function=function)
+    assert (plain.dense, plain.padding) == (None, None)
 
 
 def test_windows_are_recognised_by_what_they_are(ours: ModuleType, masking: ModuleType) -> None:
@@ -144,39 +139,121 @@ def test_padding_does_not_take_causality_from_the_module(ours: ModuleType, maski
     mask = ours.attention_mask(
         1, 4, 4, mask_function=masking.bidirectional_mask_function, attention_mask=real, allow_is_bidirectional_skip=True
     )
-    assert torch.equal(as_dense(ours, mask, True, None, (1, 1, 4, 4)), real[:, None, None].expand(1, 1, 4, 4))
+    assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4)), real[:, None, None].expand(1, 1, 4, 4))
 
 
-# ---- what is refused
+def test_no_mask_hides_nothing(ours: ModuleType) -> None:
+    """As in eager code: Splinter's modules say nothing of causality, which sdpa takes for True."""
+    everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    for is_causal in (True, False):
+        assert torch.equal(as_dense(ours, None, (1, 1, 4, 4), is_causal), everything)
+    with pytest.raises(ValueError, match="is_causal=True without a mask"):
+        call(ours, is_causal=True)
+    call(ours, is_causal=False)
 
 
-def call(ours: ModuleType, mask: torch.Tensor | None = None, window: int | None = None, **more: Any) -> Any:
-    x = torch.zeros(1, 2, 4, 8)
-    module = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=window))
+# ---- what attention is handed besides
+
+
+def call(ours: ModuleType, mask: Any = None, **more: Any) -> Any:
+    x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
     with pt.use_backend(attention="reference"):
-        return ours.attention_forward(module, x, x, x, mask, **more)
+        return ours.attention_forward(SimpleNamespace(), x, x, x, mask, **more)
 
 
-def test_sinks_and_paged_caches_are_refused(ours: ModuleType) -> None:
-    with pytest.raises(ValueError, match="s_aux"):
-        call(ours, s_aux=torch.zeros(2))
-    with pytest.raises(ValueError, match="paged"):
+def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
+    with pytest.raises(ValueError, match="'cache': paged caches"):
         call(ours, cache=object())
-    assert call(ours, s_aux=None, cache=None, position_ids=None)[1] is None
+    with pytest.raises(ValueError, match="SimpleNamespace hands its attention the keyword 'kept_keys'"):
+        call(ours, kept_keys=torch.zeros(1))
+    assert call(ours, s_aux=None, cache=None, kept_keys=None, position_ids=torch.arange(4))[1] is None
 
 
-def test_a_window_that_model_and_module_disagree_on_is_refused(ours: ModuleType) -> None:
-    mask = torch.ones(1, 1, 1, 4, dtype=ours.CAUSAL_WINDOW)
-    call(ours, mask, window=2, sliding_window=2)
-    call(ours, mask, window=2)
-    for window, of_call in ((2, 3), (None, 2), (None, None)):
-        with pytest.raises(ValueError, match="sliding-window mask"):
-            call(ours, mask, window=window, sliding_window=of_call)
+def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:
+    indices = torch.tensor([[[0, 3], [1, 3], [1, 2], [0, 3]]], dtype=torch.int32)
+    kept = torch.zeros(1, 1, 4, 4, dtype=torch.bool).scatter_(-1, indices.long()[:, None], True)
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    got = call(ours, ours.attention_mask(1, 4, 4), indices=indices)[0]
+    assert torch.equal(got, call(ours, kept & causal)[0])
+    additive = torch.zeros(1, 1, 4, 4).masked_fill(~causal, torch.finfo(torch.float32).min)
+    torch.testing.assert_close(call(ours, additive, indices=indices)[0], got)
+    assert not torch.allclose(call(ours, ours.attention_mask(1, 4, 4))[0], got)
 
 
-def test_a_changed_causal_mask_is_refused(ours: ModuleType) -> None:
-    with pytest.raises(ValueError, match="changed its causal mask"):
-        call(ours, torch.ones(1, 1, 4, 4, dtype=ours.CAUSAL))
+@pytest.mark.parametrize("name", ["s_aux", "sinks"])
+def test_sinks_take_their_part_of_the_softmax(ours: ModuleType, name: str) -> None:
+    """A sink is one more key, whose score is given and whose value is zero."""
+    x = torch.linspace(-1, 1, 64).view(1, 2, 4, 8)
+    sinks = torch.tensor([0.3, -2.0], requires_grad=True) if name == "s_aux" else torch.randn(1, 2, 4, 1, requires_grad=True)
+    scores = (x @ x.mT / 8**0.5).masked_fill(~torch.ones(4, 4, dtype=torch.bool).tril(), -torch.inf)
+    column = sinks.view(1, 2, 1, 1).expand(1, 2, 4, 1) if name == "s_aux" else sinks
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    want = (weights @ x).transpose(1, 2)
+    out, got_weights = call(ours, ours.attention_mask(1, 4, 4), output_attentions=True, **{name: sinks})
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(got_weights, weights)
+    gradients = [torch.autograd.grad((o * torch.arange(64.0).view(1, 4, 2, 8)).sum(), sinks)[0] for o in (out, want)]
+    torch.testing.assert_close(*gradients)
+
+
+# ---- a mask is for our attention alone
+
+
+class Config:
+    model_type = "toy"
+
+
+def test_a_touched_mask_names_the_architecture(ours: ModuleType) -> None:
+    mask = ours.attention_mask(1, 4, 4, config=Config())
+    scores = torch.zeros(1, 2, 4, 4)
+    touches: list[Any] = [
+        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: scores.add_(mask), lambda: torch.add(scores, mask),
+        lambda: mask[:, :, :, :4], lambda: mask.dtype, lambda: mask.to(torch.float32), lambda: mask == 0, lambda: ~mask,
+        lambda: mask.masked_fill(scores == 0, 0), lambda: torch.where(mask, scores, 0), lambda: scores.masked_fill(mask, 0),
+        lambda: torch.cat([mask, scores]), lambda: mask.unsqueeze(1), lambda: bool(mask), lambda: len(mask), lambda: list(mask),
+        lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
+        lambda: torch.zeros_like(mask), lambda: mask & True,
+    ]  # fmt: skip
+    for touch in touches:
+        with pytest.raises(ValueError, match=r"'toy'.* works on its attention mask itself .*attn_implementation='eager'"):
+            touch()
+
+
+def test_a_model_that_sdpa_runs_gets_what_sdpa_gets(
+    ours: ModuleType, masking: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pytransformer.integrations import hugging_face_models as models
+
+    monkeypatch.setitem(models._seen, Config, models._Seen(object, sdpa=True))
+    real = torch.tensor([[False, True, True, True]])
+    scores = torch.zeros(1, 2, 4, 4)
+    for function in (masking.causal_mask_function, masking.bidirectional_mask_function):
+        mask = ours.attention_mask(1, 4, 4, mask_function=function, attention_mask=real, config=Config())
+        exact = masking.sdpa_mask(1, 4, 4, mask_function=function, attention_mask=real, allow_is_causal_skip=False)
+        assert torch.equal(mask[:, :, 1:], exact[:, :, 1:])
+        assert torch.equal(torch.where(mask, 1, 0), exact.long())
+        assert torch.equal(mask & exact, exact)
+        assert (mask.dtype, mask.shape, mask.ndim, mask.size(2)) == (torch.bool, exact.shape, 4, 4)
+        for added in (lambda: scores + mask, lambda: mask + scores, lambda: torch.mul(scores, mask)):  # noqa: B023
+            with pytest.raises(ValueError, match="works on its attention mask itself"):
+                added()
+
+
+def test_a_mask_travels(ours: ModuleType) -> None:
+    real = torch.tensor([[True, True, False]])
+    mask = ours.attention_mask(1, 3, 3, attention_mask=real)
+    assert ours.attention_mask(1, 1, 9, attention_mask=mask) is mask  # generate asks ahead of the model
+    assert mask.contiguous() is mask.detach() is mask.clone() is mask
+    there = mask.to("meta")
+    assert (there.padding.device.type, there.device.type, there.causal) == ("meta", "meta", "bottom_right")
+    twin = copy.deepcopy(mask)
+    assert torch.equal(as_dense(ours, twin, (1, 1, 3, 3)), as_dense(ours, mask, (1, 1, 3, 3)))
+
+
+def test_a_mask_for_other_lengths_is_refused(ours: ModuleType) -> None:
+    for lengths in ((3, 4), (4, 5)):
+        with pytest.raises(ValueError, match=r"has 4 queries and 4 keys, and its mask is for"):
+            call(ours, ours.attention_mask(1, *lengths))
 
 
 def test_a_batch_of_one_broadcasts(ours: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """Encoders of Hugging Face transformers that leave padding out: kind ``"padding"``, which :func:`.convert` does only when asked to.
 
 The real tokens of a batch padded at the end of its sequences go through the layers as one row, (1, total, d), with the starts of
-the sequences for a mask (:mod:`..hugging_face` knows it by its dtype), and come back with zeros at the padding. Eager code has
+the sequences for a mask (:class:`..hugging_face_mask.Packed`), and come back with zeros at the padding. Eager code has
 other values there, which is why one must ask.
 """
 
@@ -25,27 +25,31 @@ class PackedEncoder:
             packing = _packing(self, hidden_states, attention_mask, kwargs)
         if packing is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
-        out = super().forward(packing.pack(hidden_states)[None], packing.offsets, **kwargs)  # type: ignore[misc]
+        from ..hugging_face_mask import Packed
+
+        packed = Packed(packing.offsets)
+        out = super().forward(packing.pack(hidden_states)[None], packed, **kwargs)  # type: ignore[misc]
         out.last_hidden_state = packing.unpack(out.last_hidden_state[0])
         return out
 
 
-def _packing(encoder: Any, x: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Packing | None:
+def _packing(encoder: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> Packing | None:
     """None unless the mask is key padding at the end, there is enough of it, our attention runs, and nobody looks inside."""
     from ..hugging_face import collected, weights_wanted
+    from ..hugging_face_mask import Mask
     from .t5_rules import runs_on_ours
 
-    plain = mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and (mask.shape[2] == 1 or mask.stride(2) == 0)
     if (
-        mask is None
-        or not plain
+        not isinstance(mask, Mask)
+        or mask.padding is None
+        or mask.causal is not None
         or kwargs.get("use_cache")
         or weights_wanted(kwargs)
         or "hidden_states" in collected()
         or not runs_on_ours(encoder)
     ):
         return None
-    return Packing.of({"attn_mask": mask[:, :, :1].expand(x.shape[0], -1, -1, -1)}, x, if_worth=True)
+    return Packing.of({"attn_mask": mask.padding.expand(x.shape[0], -1, -1, -1)}, x, if_worth=True)
 
 
 _rule(

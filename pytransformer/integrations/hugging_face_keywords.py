@@ -1,0 +1,88 @@
+"""What transformers' models hand to their attention besides queries, keys, values and mask: honoured, harmless by name, or refused.
+
+Models pass on whatever their caller gave them, so that attention sees many words that are not for it. One that it does not know may
+well be for it: the keys that an indexer selected, say. A keyword is harmless only if eager code does not read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .hugging_face_mask import Mask
+
+HONOURED = frozenset({"softcap", "output_attentions", "s_aux", "sinks", "indices", "block_indices"})
+
+HARMLESS = {
+    "sliding_window": "the mask already has it",
+    "position_ids": "rotary embeddings and the mask have read them",
+    "cache_position": "the cache has read it",
+    "use_cache": "the model reads it",
+    "output_hidden_states": "the model reads it",
+    "output_router_logits": "the model reads it",
+    "return_dict": "the model reads it",
+    "num_items_in_batch": "the loss reads it",
+    "deterministic": "concerns flash attention's backward pass; ours is deterministic where it says so",
+}
+
+REFUSED = {
+    "cache": "paged caches (continuous batching)",
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        "packed sequences by their lengths, which flash attention reads and eager code does not (position_ids alone say the same)",
+    ),
+}
+
+
+def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for a keyword that is neither honoured nor harmless, unless it is None or False."""
+    for name, value in kwargs.items():
+        if name in HARMLESS or name in HONOURED or value is None or value is False:
+            continue
+        what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not know"
+        raise ValueError(
+            f"pytransformer: {type(module).__name__} hands its attention the keyword {name!r}{what}; use attn_implementation='eager'"
+        )
+
+
+def selected(
+    module: Any, mask: torch.Tensor | Mask | None, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor | Mask | None:
+    """The mask without the keys that an indexer left out.
+
+    ``indices`` is (B, Lq, k), the keys that each query keeps, of those that the mask shows (DeepSeek V3.2, GLM-MoE-DSA, AXK2).
+    ``block_indices`` is MiniMax-M3's, for which its indexer makes the mask.
+    """
+    indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    if indices is None and blocks is None:
+        return mask
+    dense = mask.as_dense() if isinstance(mask, Mask) else mask
+    q_length, k_length = query.shape[2], key.shape[2]
+    if indices is not None:
+        kept = torch.zeros((indices.shape[0], q_length, k_length), dtype=torch.bool, device=query.device)
+        kept = kept.scatter(-1, indices.long(), True)[:, None]
+        if dense is None or dense.dtype == torch.bool:
+            return kept if dense is None else dense & kept
+        return dense.masked_fill(~kept, torch.finfo(dense.dtype).min)
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(k_length - q_length, k_length, device=query.device)
+    positions = positions.expand(query.shape[0], -1)
+    block_mask: torch.Tensor = module.indexer.build_block_mask(blocks, dense, k_length, query.dtype, query.device, positions)
+    return block_mask
+
+
+def gate_of_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    r"""What a sink leaves of a softmax: with a logit s more in the denominator, whose value is zero,
+    :math:`e^{lse} / (e^{lse} + e^s) = \sigma(lse - s)`.
+
+    Args:
+        lse: (B, H, Lq).
+        sinks: (H,), or (B, H, Lq, 1), broadcast.
+
+    Returns:
+        (B, H, Lq, 1), to be multiplied with the output, before or after dropout.
+    """
+    sinks = sinks[:, None, None] if sinks.dim() == 1 else sinks
+    return torch.sigmoid(lse[..., None] - sinks.to(lse.dtype))

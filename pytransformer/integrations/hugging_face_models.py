@@ -1,0 +1,96 @@
+"""Which transformers architectures ask the attention interface, found when a model is built or switched.
+
+transformers itself looks into the source of a model's file for the same purpose (``_can_set_attn_implementation``), but only warns,
+and only when a built model is switched. :func:`watch` adds the question where every model's request ends, in
+``PreTrainedModel.get_correct_attn_implementation``; requests for other implementations pass through it untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(\s*nn\.Module\b", re.MULTILINE)
+_ASKS_THE_INTERFACE = re.compile(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
+_OWN_TABLE = re.compile(r"\b(?!ALL_)[A-Z0-9_]+\[\s*(self\.)?config\._attn_implementation\s*\]")
+
+
+@dataclass
+class _Seen:
+    """What is known of a config's class: a model class that has it, and whether ``sdpa`` runs all of those."""
+
+    model: type
+    sdpa: bool
+
+
+_seen: dict[type, _Seen] = {}
+
+
+def watch(ours: Any) -> None:
+    """From now on, models that ask for the attention function ``ours`` must be able to call it. Idempotent."""
+    method = PreTrainedModel.get_correct_attn_implementation
+    if getattr(method, "watches", None) is ours:
+        return
+
+    @functools.wraps(method)
+    def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention is not None and ALL_ATTENTION_FUNCTIONS.get(requested_attention) is ours:
+            check(self)
+        return method(self, requested_attention, *args, **kwargs)
+
+    checked.watches = ours  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+
+
+def check(model: Any) -> None:
+    """Raise if the model cannot call our attention; else note what its masks must be, for :func:`runs_with_sdpa`.
+
+    Raises:
+        ValueError: its own file has attention classes, and none asks the interface, or one is chosen from a table of its own.
+    """
+    reason = why_not(type(model))
+    if reason is not None:
+        raise ValueError(
+            f"pytransformer: {described(model.config, type(model))} {reason}; use attn_implementation='eager', for this part alone "
+            "with a dict of its sub_configs, and pytransformer.integrations.convert(model) for its norms and networks"
+        )
+    config, sdpa = type(model.config), bool(model._supports_sdpa)
+    before = _seen.get(config)
+    _seen[config] = _Seen(type(model), sdpa and (before is None or before.sdpa))
+
+
+@functools.cache
+def why_not(model: type) -> str | None:
+    """Why models of this class cannot run on a registered attention function, or None. Source that is not there says nothing."""
+    file = sys.modules.get(model.__module__)
+    try:
+        source = inspect.getsource(file) if file is not None else ""
+    except (OSError, TypeError):
+        source = ""
+    if _OWN_TABLE.search(source):
+        return "chooses among attention classes of its own, where only transformers' names are known"
+    if _ATTENTION_CLASS.search(source) and not _ASKS_THE_INTERFACE.search(source):
+        return "computes attention in code of its own and never asks transformers' attention interface"
+    return None
+
+
+def runs_with_sdpa(config: Any) -> bool:
+    """Whether transformers runs the config's models with ``sdpa``, so that they know what to do with a dense bool mask."""
+    seen = _seen.get(type(config))
+    return seen is not None and seen.sdpa
+
+
+def described(config: Any, model: type | None = None) -> str:
+    """A model for error messages, by what is known of it."""
+    if model is None and type(config) in _seen:
+        model = _seen[type(config)].model
+    kind = getattr(config, "model_type", None)
+    name = "this model" if model is None else model.__name__
+    return f"{name} (model type {kind!r})" if kind else name
