@@ -42,8 +42,8 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Mask:
-    """The mask of one forward pass.
+) -> Mask | None:
+    """The mask of one forward pass; None where eager code gets None, a bidirectional mask that hides nothing.
 
     Args: those of ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen) padding mask, or what this function
     has returned before (``generate`` asks ahead of the model); key j and query i stand at ``j + kv_offset`` and ``i + q_offset``.
@@ -69,6 +69,8 @@ def attention_mask(
         return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
     padding = _key_padding(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
+    if bidirectional and padding is None and allow_is_bidirectional_skip:
+        return None  # as eager code gets it, which takes that for what it is; so does attention_forward
     if bidirectional or (q_length == 1 and (window is None or window >= kv_length)):
         return Mask(arguments, padding)
     return Mask(arguments, padding, "bottom_right", None if window is None or window >= kv_length else window)
@@ -195,11 +197,15 @@ def _mask_terms(
         if mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
             mask = mask[:, :, :1]  # every query has the same row: key padding
         return mask, None, None
-    if mask.shape[2:] != (q_length, k_length):
-        raise ValueError(
-            f"pytransformer: {type(module).__name__} of {described(mask.arguments.get('config'))} has {q_length} queries and "
-            f"{k_length} keys, and its mask is for {mask.shape[2]} and {mask.shape[3]}; use attn_implementation='eager' for this model"
-        )
+    lengths = mask.shape[2:]
+    if lengths != (q_length, k_length):
+        if lengths != (1, k_length):
+            raise ValueError(
+                f"pytransformer: {type(module).__name__} of {described(mask.arguments.get('config'))} has {q_length} queries and "
+                f"{k_length} keys, and its mask is for {lengths[0]} and {lengths[1]}; use attn_implementation='eager' for this model"
+            )
+        if mask.causal is not None:
+            return mask.as_dense(), None, None  # one row for all queries, as BridgeTower's; its diagonal is not theirs
     if mask.padding is None and mask.causal is None:
         return mask.dense, None, None
     return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None)

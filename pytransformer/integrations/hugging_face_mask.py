@@ -1,11 +1,11 @@
-"""What the mask interface hands to a transformers model: an object that only our attention reads.
+"""What the mask interface hands to a transformers model: an object that only our attention reads as it is.
 
 A tensor of some dtype could be read as another thing: added to scores, a bool mask hides nothing, and ``None`` says "nothing
 hidden" to one reader and "causal" to the next. A :class:`Mask` is no tensor. Models pass it on from layer to layer, through
 checkpointing, hooks and compiled graphs, as they do with flex attention's ``BlockMask``; :func:`.hugging_face.attention_forward`
-takes it apart. It answers for its shape and device. Whatever else touches it (indexes, converts, compares, hands it to a torch
-function) gets the dense bool mask that ``sdpa`` would have got, in architectures that transformers runs with ``sdpa``, and an
-error in all others. Adding it to something is an error everywhere: no sum with a bool mask hides a key.
+takes it apart. It answers for its shape and device. Whatever else touches it (adds, indexes, converts, compares, hands it to a
+torch function) gets the additive mask that the model's eager code would have got, and so does what eager code does. Writing into
+it is refused: our attention would not see what was written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils as masking
 
 from ..ops._options import Alignment
-from . import hugging_face_models as models
-
-_SUMS = frozenset(
-    name.format(f)
-    for f in ("add", "sub", "rsub", "mul", "baddbmm", "addmm")
-    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
-)
+from .hugging_face_models import described
 
 
 @dataclass(eq=False)
@@ -38,7 +32,9 @@ class Mask:
         padding: (B, 1, 1, Lk) bool, True where a key may be seen; None hides nothing.
         causal: where the causal diagonal ends; None for no causality.
         window: how many keys a query sees, its own included; needs ``causal``.
-        dense: (B, 1, Lq, Lk) bool: what the mask is if the rest is None, else the same once more, for code that touched it.
+        dense: (B, 1, Lq, Lk) bool: what the mask is if the rest is None, else the same once more.
+        moved: the device, if it is no longer that of ``arguments``.
+        additive: eager code's mask, once something has touched this one.
     """
 
     arguments: dict[str, Any]
@@ -46,6 +42,8 @@ class Mask:
     causal: Alignment | None = None
     window: int | None = None
     dense: torch.Tensor | None = None
+    moved: torch.device | None = None
+    additive: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -58,7 +56,7 @@ class Mask:
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.arguments["device"])
+        return torch.device(self.arguments["device"]) if self.moved is None else self.moved
 
     def dim(self) -> int:
         return 4
@@ -67,58 +65,56 @@ class Mask:
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Mask:
-        """Itself, as the next two: ``generate`` and checkpointing ask for them, and nobody writes into a mask."""
         return self
 
-    detach = contiguous
-
-    def clone(self, **_: Any) -> Mask:
+    def detach(self) -> Mask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Itself on another device (pipelines over several devices move it); any other conversion is a touch."""
         target = args[0] if args else kwargs.get("device")
         if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
-            return self.touched("to").to(*args, **kwargs)
-        padding, dense = (t if t is None else t.to(target) for t in (self.padding, self.dense))
-        moved = {**self.arguments, "device": torch.device(target)}
-        return dataclasses.replace(self, arguments=moved, padding=padding, dense=dense)
+            return self.touched().to(*args, **kwargs)
+        tensors = {name: getattr(self, name) for name in ("padding", "dense", "additive")}
+        there = {name: t if t is None else t.to(target) for name, t in tensors.items()}
+        return dataclasses.replace(self, moved=torch.device(target), **there)
 
     def as_dense(self) -> torch.Tensor:
         """transformers' own (B, 1, Lq, Lk) bool mask; made once."""
         if self.dense is None:
-            self.dense = dense_mask(self.arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        assert self.dense is not None  # both ways of leaving it out are shut
+            dense = dense_mask(self.arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+            assert dense is not None  # both ways of leaving it out are shut
+            self.dense = dense.to(self.device)
         return self.dense
 
-    def touched(self, how: str) -> torch.Tensor:
-        """The dense mask, for code of the model's that is written for ``sdpa``'s; else an error."""
-        config = self.arguments.get("config")
-        if how.rpartition(".")[2] in _SUMS or not models.runs_with_sdpa(config):
-            refuse_touch(config, how)
-        return self.as_dense()
+    def touched(self) -> torch.Tensor:
+        """transformers' own additive mask, which eager code gets; made once."""
+        if self.additive is None:
+            self.additive = masking.eager_mask(**self.arguments).to(self.device)
+        return self.additive
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copy, pickle and hasattr look for
             raise AttributeError(name)
-        return getattr(self.touched(name), name)
+        if name.endswith("_"):
+            self.refuse_writing(name)
+        return getattr(self.touched(), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-
-        def plain(x: Any) -> Any:
-            return x.touched(name) if isinstance(x, Mask) else x
-
-        args, kwargs = tree_map(plain, (tuple(args), kwargs or {}))
+        kwargs = kwargs or {}
+        for written in (args[0] if args and name.endswith("_") and not name.endswith("__") else None, kwargs.get("out")):
+            if isinstance(written, Mask):
+                written.refuse_writing(name)
+        args, kwargs = tree_map(lambda x: x.touched() if isinstance(x, Mask) else x, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-
-def refuse_touch(config: Any, how: str) -> NoReturn:
-    raise ValueError(
-        f"pytransformer: {models.described(config)} works on its attention mask itself ({how}), and this mask is for our "
-        "attention alone; use attn_implementation='eager' for this model"
-    )
+    def refuse_writing(self, how: str) -> NoReturn:
+        raise ValueError(
+            f"pytransformer: {described(self.arguments.get('config'))} writes into its attention mask ({how}), which our attention "
+            "would not see; use attn_implementation='eager' for this model"
+        )
 
 
 def dense_mask(arguments: dict[str, Any], **skips: bool) -> torch.Tensor | None:
@@ -128,34 +124,26 @@ def dense_mask(arguments: dict[str, Any], **skips: bool) -> torch.Tensor | None:
 
 def _operator(name: str) -> Callable[..., Any]:
     def touch(self: Mask, *args: Any) -> Any:
-        return getattr(self.touched(name), name)(*args)
+        return getattr(self.touched(), name)(*args)
 
     return touch
 
 
+def _in_place(name: str) -> Callable[..., Any]:
+    def refuse(self: Mask, *args: Any) -> NoReturn:
+        self.refuse_writing(name)
+
+    return refuse
+
+
+_SUMS, _BITS = ("add", "sub", "mul", "truediv", "matmul"), ("and", "or", "xor")
 for _name in (
-    *(
-        "add",
-        "radd",
-        "iadd",
-        "sub",
-        "rsub",
-        "isub",
-        "mul",
-        "rmul",
-        "imul",
-        "truediv",
-        "and",
-        "rand",
-        "iand",
-        "or",
-        "ror",
-        "ior",
-    ),
-    *("xor", "rxor", "matmul", "rmatmul", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("getitem", "setitem", "len", "iter", "bool", "float", "int"),
+    *(f"{reflected}{f}" for reflected in ("", "r") for f in (*_SUMS, *_BITS)),
+    *("invert", "neg", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "len", "iter", "bool"),
 ):
     setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("setitem", *(f"i{f}" for f in (*_SUMS, *_BITS))):
+    setattr(Mask, f"__{_name}__", _in_place(f"__{_name}__"))
 Mask.__hash__ = object.__hash__  # type: ignore[method-assign]  # defining __eq__ takes it away
 
 

@@ -11,7 +11,6 @@ import functools
 import inspect
 import re
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,17 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(\s*nn\.Module\b", re.MULTILINE)
 _ASKS_THE_INTERFACE = re.compile(r"\bALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 _OWN_TABLE = re.compile(r"\b(?!ALL_)[A-Z0-9_]+\[\s*(self\.)?config\._attn_implementation\s*\]")
-
-
-@dataclass
-class _Seen:
-    """What is known of a config's class: a model class that has it, and whether ``sdpa`` runs all of those."""
-
-    model: type
-    sdpa: bool
-
-
-_seen: dict[type, _Seen] = {}
 
 
 def watch(ours: Any) -> None:
@@ -46,30 +34,27 @@ def watch(ours: Any) -> None:
         return method(self, requested_attention, *args, **kwargs)
 
     checked.watches = ours  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation = checked
 
 
 def check(model: Any) -> None:
-    """Raise if the model cannot call our attention; else note what its masks must be, for :func:`runs_with_sdpa`.
+    """Raise if the model cannot call our attention.
 
     Raises:
         ValueError: its own file has attention classes, and none asks the interface, or one is chosen from a table of its own.
     """
-    reason = why_not(type(model))
+    reason = why_not(type(model).__module__)
     if reason is not None:
         raise ValueError(
-            f"pytransformer: {described(model.config, type(model))} {reason}; use attn_implementation='eager', for this part alone "
-            "with a dict of its sub_configs, and pytransformer.integrations.convert(model) for its norms and networks"
+            f"pytransformer: {described(model.config, type(model).__name__)} {reason}; use attn_implementation='eager', for this part "
+            "alone with a dict of its sub_configs, and pytransformer.integrations.convert(model) for its norms and networks"
         )
-    config, sdpa = type(model.config), bool(model._supports_sdpa)
-    before = _seen.get(config)
-    _seen[config] = _Seen(type(model), sdpa and (before is None or before.sdpa))
 
 
 @functools.cache
-def why_not(model: type) -> str | None:
-    """Why models of this class cannot run on a registered attention function, or None. Source that is not there says nothing."""
-    file = sys.modules.get(model.__module__)
+def why_not(module: str) -> str | None:
+    """Why models of this Python module cannot run on a registered attention function, or None. No source, no reason."""
+    file = sys.modules.get(module)
     try:
         source = inspect.getsource(file) if file is not None else ""
     except (OSError, TypeError):
@@ -81,16 +66,6 @@ def why_not(model: type) -> str | None:
     return None
 
 
-def runs_with_sdpa(config: Any) -> bool:
-    """Whether transformers runs the config's models with ``sdpa``, so that they know what to do with a dense bool mask."""
-    seen = _seen.get(type(config))
-    return seen is not None and seen.sdpa
-
-
-def described(config: Any, model: type | None = None) -> str:
-    """A model for error messages, by what is known of it."""
-    if model is None and type(config) in _seen:
-        model = _seen[type(config)].model
-    kind = getattr(config, "model_type", None)
-    name = "this model" if model is None else model.__name__
-    return f"{name} (model type {kind!r})" if kind else name
+def described(config: Any, name: str | None = None) -> str:
+    """A model for error messages, by the name of its class if it is known and by its config."""
+    return f"{name or type(config).__name__.removesuffix('Config')} (model type {getattr(config, 'model_type', None)!r})"

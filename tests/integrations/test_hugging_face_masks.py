@@ -88,7 +88,10 @@ def test_means_what_the_dense_mask_means(
     shape = (2, 1, num_queries, num_keys)
     for is_causal in (True, False):  # a module's opinion is not asked
         assert torch.equal(as_dense(ours, mask, shape, is_causal), exact.expand(shape))
-    assert torch.equal(mask.as_dense(), exact.expand(shape))
+    if mask is None:
+        assert exact.all()
+    else:
+        assert torch.equal(mask.as_dense(), exact.expand(shape))
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
@@ -106,7 +109,7 @@ def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, patte
     )  # fmt: skip
     assert mask.dense is None
     assert mask.padding.untyped_storage().nbytes() == 2 * 4096
-    plain = ours.attention_mask(2, 4096, 4096, mask_function=function)
+    plain = ours.attention_mask(2, 4096, 4096, mask_function=function, allow_is_bidirectional_skip=False)
     assert (plain.dense, plain.padding) == (None, None)
 
 
@@ -203,55 +206,76 @@ class Config:
     model_type = "toy"
 
 
-def test_a_touched_mask_names_the_architecture(ours: ModuleType) -> None:
-    mask = ours.attention_mask(1, 4, 4, config=Config())
-    scores = torch.zeros(1, 2, 4, 4)
-    touches: list[Any] = [
-        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: scores.add_(mask), lambda: torch.add(scores, mask),
-        lambda: mask[:, :, :, :4], lambda: mask.dtype, lambda: mask.to(torch.float32), lambda: mask == 0, lambda: ~mask,
-        lambda: mask.masked_fill(scores == 0, 0), lambda: torch.where(mask, scores, 0), lambda: scores.masked_fill(mask, 0),
-        lambda: torch.cat([mask, scores]), lambda: mask.unsqueeze(1), lambda: bool(mask), lambda: len(mask), lambda: list(mask),
-        lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
-        lambda: torch.zeros_like(mask), lambda: mask & True,
-    ]  # fmt: skip
-    for touch in touches:
-        with pytest.raises(ValueError, match=r"'toy'.* works on its attention mask itself .*attn_implementation='eager'"):
-            touch()
-
-
-def test_a_model_that_sdpa_runs_gets_what_sdpa_gets(
-    ours: ModuleType, masking: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pytransformer.integrations import hugging_face_models as models
-
-    monkeypatch.setitem(models._seen, Config, models._Seen(object, sdpa=True))
+def test_what_touches_a_mask_gets_what_eager_code_gets(ours: ModuleType, masking: ModuleType) -> None:
+    """Models with attention of their own add it to scores, indexers slice it, others convert, compare or measure it."""
     real = torch.tensor([[False, True, True, True]])
-    scores = torch.zeros(1, 2, 4, 4)
+    scores = torch.linspace(-1, 1, 32).view(1, 2, 4, 4)
+    touches: list[Any] = [
+        lambda m: scores + m, lambda m: m + scores, lambda m: 1.0 - m, lambda m: torch.add(scores, m), lambda m: m[:, :, 1:, :3],
+        lambda m: m.dtype, lambda m: m.to(torch.float64), lambda m: m == 0, lambda m: m.masked_fill(scores > 0, 0.0),
+        lambda m: torch.where(m == 0, scores, 0), lambda m: scores.masked_fill(m < 0, 0), lambda m: torch.cat([m, m], 1),
+        lambda m: m.unsqueeze(1), lambda m: torch.zeros_like(m), lambda m: m.shape, lambda m: (m.ndim, m.dim(), len(m)),
+        lambda m: (m.size(), m.size(2), m.device), lambda m: torch.stack(list(m)), lambda m: scores.clone().add_(m),
+        lambda m: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=m), lambda m: m.clone().fill_(1),
+    ]  # fmt: skip
     for function in (masking.causal_mask_function, masking.bidirectional_mask_function):
-        mask = ours.attention_mask(1, 4, 4, mask_function=function, attention_mask=real, config=Config())
-        exact = masking.sdpa_mask(1, 4, 4, mask_function=function, attention_mask=real, allow_is_causal_skip=False)
-        assert torch.equal(mask[:, :, 1:], exact[:, :, 1:])
-        assert torch.equal(torch.where(mask, 1, 0), exact.long())
-        assert torch.equal(mask & exact, exact)
-        assert (mask.dtype, mask.shape, mask.ndim, mask.size(2)) == (torch.bool, exact.shape, 4, 4)
-        for added in (lambda: scores + mask, lambda: mask + scores, lambda: torch.mul(scores, mask)):  # noqa: B023
-            with pytest.raises(ValueError, match="works on its attention mask itself"):
-                added()
+        arguments: dict[str, Any] = dict(mask_function=function, attention_mask=real, dtype=torch.float32, config=Config())
+        mask, exact = ours.attention_mask(1, 4, 4, **arguments), masking.eager_mask(1, 4, 4, **arguments)
+        for touch in touches:
+            got, want = touch(mask), touch(exact)
+            assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+        assert mask.is_floating_point()
+
+
+def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
+    mask = ours.attention_mask(1, 4, 4, config=Config())
+
+    def add_in_place() -> None:
+        nonlocal mask
+        mask += 1
+
+    for write in (
+        lambda: mask.__setitem__(0, 1), add_in_place, lambda: mask.masked_fill_(torch.ones(4) > 0, 0), lambda: mask.add_(1),
+        lambda: torch.add(torch.ones(4), 1, out=mask), lambda: torch.nn.init.zeros_(mask),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"'toy'.* writes into its attention mask .*attn_implementation='eager'"):
+            write()
+
+
+def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
+    """None where eager code gets None; causality is never left to a guess."""
+    both_ways: dict[str, Any] = dict(mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+    assert ours.attention_mask(1, 4, 4, **both_ways) is None
+    assert ours.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool), **both_ways) is None
+    assert ours.attention_mask(1, 4, 4, attention_mask=torch.zeros(1, 4, dtype=torch.bool), **both_ways) is not None
+    for lengths in ((4, 4), (1, 4), (2, 4)):
+        assert ours.attention_mask(1, *lengths, lengths[1] - lengths[0]) is not None
 
 
 def test_a_mask_travels(ours: ModuleType) -> None:
     real = torch.tensor([[True, True, False]])
     mask = ours.attention_mask(1, 3, 3, attention_mask=real)
     assert ours.attention_mask(1, 1, 9, attention_mask=mask) is mask  # generate asks ahead of the model
-    assert mask.contiguous() is mask.detach() is mask.clone() is mask
+    assert mask.contiguous() is mask.detach() is mask
     there = mask.to("meta")
     assert (there.padding.device.type, there.device.type, there.causal) == ("meta", "meta", "bottom_right")
     twin = copy.deepcopy(mask)
     assert torch.equal(as_dense(ours, twin, (1, 1, 3, 3)), as_dense(ours, mask, (1, 1, 3, 3)))
 
 
+def test_a_mask_for_one_query_is_for_all(ours: ModuleType, masking: ModuleType) -> None:
+    """As eager code broadcasts it: BridgeTower asks for one row."""
+    real = torch.tensor([[False, True, True, True]])
+    window = masking.sliding_window_causal_mask_function(2)
+    for function in (masking.bidirectional_mask_function, masking.causal_mask_function, window):
+        arguments: dict[str, Any] = dict(q_offset=3, mask_function=function, attention_mask=real)
+        exact = masking.sdpa_mask(1, 1, 4, allow_is_causal_skip=False, **arguments)
+        got = as_dense(ours, ours.attention_mask(1, 1, 4, **arguments), (1, 1, 4, 4))
+        assert torch.equal(got, exact.expand(1, 1, 4, 4))
+
+
 def test_a_mask_for_other_lengths_is_refused(ours: ModuleType) -> None:
-    for lengths in ((3, 4), (4, 5)):
+    for lengths in ((3, 4), (4, 5), (1, 5)):
         with pytest.raises(ValueError, match=r"has 4 queries and 4 keys, and its mask is for"):
             call(ours, ours.attention_mask(1, *lengths))
 

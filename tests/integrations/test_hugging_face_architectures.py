@@ -1,0 +1,151 @@
+"""Architectures that read masks in ways of their own, each right or refused: a mask, a keyword, causality that a module denies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from pytransformer.ops._registry import trace
+from pytransformer.testing.hugging_face import distance, flat, model_distance_limit
+
+LIMIT = model_distance_limit(torch.float32)
+SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+DECODER = dict(SMALL, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=None)
+SEQ2SEQ = dict(
+    vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0, decoder_start_token_id=0,
+)  # fmt: skip
+LATENT = dict(  # multi-head latent attention, of which an indexer selects 3 keys a query
+    DECODER, num_key_value_heads=4, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, index_topk=3,
+    index_head_dim=16, index_n_heads=2, layer_types=["indexed_attention"] * 2, mlp_layer_types=["dense", "sparse"],
+)  # fmt: skip
+TWO_TOWERS = dict(
+    text_config=dict(SMALL, hidden_size=32, max_position_embeddings=64),
+    vision_config=dict(hidden_size=128, num_hidden_layers=2, image_size=32, patch_size=8),
+    hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2,
+)  # fmt: skip
+
+# model: its config and that one's settings, and how often it calls attention
+RIGHT: dict[str, tuple[str, dict[str, Any], int]] = {
+    # modules that say nothing of causality, or the contrary of what their masks say
+    "AlignTextModel": ("AlignTextConfig", SMALL, 2),
+    "ClapTextModel": ("ClapTextConfig", SMALL, 2),
+    "SplinterModel": ("SplinterConfig", SMALL, 2),
+    "NllbMoeForConditionalGeneration": ("NllbMoeConfig", dict(
+        SEQ2SEQ, num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2), 6),
+    "PegasusXForConditionalGeneration": ("PegasusXConfig", dict(SEQ2SEQ, num_global_tokens=2, block_size=4), 4),
+    "UMT5ForConditionalGeneration": ("UMT5Config", dict(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        pad_token_id=0, decoder_start_token_id=0), 6),
+    "InformerModel": ("InformerConfig", dict(
+        prediction_length=4, context_length=10, lags_sequence=[1, 2], num_time_features=2, d_model=32, encoder_attention_heads=4,
+        decoder_attention_heads=4), 2),  # and as many ProbSparse attentions, which are its own
+    "BridgeTowerModel": ("BridgeTowerConfig", TWO_TOWERS, 10),
+    # keys selected by an indexer, sinks in the softmax, a mask that the model works on
+    "DeepseekV32ForCausalLM": ("DeepseekV32Config", LATENT, 2),
+    "GlmMoeDsaForCausalLM": ("GlmMoeDsaConfig", dict(LATENT, indexer_types=["full"] * 2), 2),
+    "AXK2ForCausalLM": ("AXK2Config", dict(LATENT, gated_norm_rank=8), 2),
+    "MiniMaxM3VLTextModel": ("MiniMaxM3VLTextConfig", dict(
+        DECODER, head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2, dense_intermediate_size=48,
+        shared_intermediate_size=16, mlp_layer_types=["dense", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=2,
+        index_topk_blocks=2, layer_types=["minimax_m3_sparse", "full_attention"]), 2),
+    "GptOssForCausalLM": ("GptOssConfig", dict(
+        DECODER, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"]), 2),
+    "DogeForCausalLM": ("DogeConfig", dict(DECODER, keep_window_size=4), 2),
+}  # fmt: skip
+
+# model: its config. These raise before anything is built, so that the defaults will do.
+REFUSED = {
+    name: config or f"{name.removesuffix('Model')}Config"
+    for name, config in {
+        **dict.fromkeys((
+            "BlipModel", "BloomModel", "ClvpModel", "CodeGenModel", "ConvBertModel", "GPTNeoXJapaneseModel", "GroupViTModel",
+            "LEDModel", "LongformerModel", "LukeModel", "MegatronBertModel", "MPNetModel", "MvpModel", "NystromformerModel",
+            "RemBertModel", "RoFormerModel", "SpeechT5Model", "SqueezeBertModel", "XGLMModel", "BrosModel", "CanineModel",
+            "FlavaModel", "ImageGPTModel", "LayoutLMv3Model", "LiltModel", "MptModel", "TvpModel", "ViltModel", "VisualBertModel",
+            "VitsModel", "BigBirdModel", "FalconModel", "GPTJModel", "GPTNeoModel", "GitModel", "SamModel", "SamHQModel",
+            "Data2VecVisionModel", "BarkModel", "GroundingDinoModel", "MMGroundingDinoModel")),
+        "TrOCRForCausalLM": "TrOCRConfig",
+    }.items()
+}  # fmt: skip
+
+
+@functools.cache
+def built(name: str, implementation: str) -> Any:
+    import transformers
+
+    config, settings, _ = RIGHT[name]
+    torch.manual_seed(7)
+    made = getattr(transformers, config)(**copy.deepcopy(settings))
+    model = getattr(transformers, name)._from_config(made, attn_implementation=implementation)
+    gain = 1.0 if "d_kv" in settings else 3.0  # T5's are large enough
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(gain) if p.dim() > 1 else p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def inputs_of(name: str, padding: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    if name == "InformerModel":
+        past, future = torch.randn(2, 12, generator=generator), torch.randn(2, 4, generator=generator)
+        times = torch.randn(2, 16, 2, generator=generator)
+        return dict(
+            past_values=past, past_time_features=times[:, :12], past_observed_mask=torch.ones(2, 12), future_values=future,
+            future_time_features=times[:, 12:],
+        )  # fmt: skip
+    ids = torch.randint(5, 61, (2, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding != "none":
+        mask[1, :4] = 0
+        mask = mask if padding == "left" else mask.flip(1)
+    inputs = dict(input_ids=ids.masked_fill(mask == 0, 0), attention_mask=mask)
+    if RIGHT[name][1].keys() & {"decoder_start_token_id"}:
+        inputs["decoder_input_ids"] = torch.randint(5, 61, (2, 6), generator=generator)
+    if "vision_config" in RIGHT[name][1]:
+        inputs["pixel_values"] = torch.randn(2, 3, 32, 32, generator=generator)
+    return inputs
+
+
+def results(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All floating outputs of real tokens in one vector, and all gradients in another."""
+    model.zero_grad()
+    torch.manual_seed(5)  # Informer draws keys
+    real = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
+    out = []
+    for value in model(**inputs, return_dict=True).values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            out.append((value[real] if real is not None and value.shape[:2] == real.shape else value).flatten())
+    vector = torch.cat(out)
+    (vector * torch.linspace(-1, 1, vector.numel())).sum().backward()
+    return vector.detach(), flat({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(hugging_face: Any, name: str, padding: str) -> None:
+    if not hasattr(hugging_face, name):
+        pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
+    inputs = inputs_of(name, padding)
+    want, want_gradients = results(built(name, "eager"), inputs)
+    with trace() as ran:
+        got, gradients = results(built(name, "pytransformer"), inputs)
+    assert sum(op == "attention_fwd" for op, _ in ran) == RIGHT[name][2]
+    assert distance(got, want) < LIMIT
+    assert distance(gradients, want_gradients) < LIMIT
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_it_is_built(hugging_face: Any, name: str) -> None:
+    """Attention of its own: some added our masks to scores, others had no class for our name, and ended in a KeyError."""
+    model, config = (getattr(hugging_face, n, None) for n in (name, REFUSED[name]))
+    if model is None or config is None:
+        pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
+    with pytest.raises(ValueError, match=rf"pytransformer: {name} \(model type '.*; use attn_implementation='eager'"):
+        model._from_config(config(), attn_implementation="pytransformer")
