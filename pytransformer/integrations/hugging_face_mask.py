@@ -75,9 +75,11 @@ class Mask:
         target = args[0] if args else kwargs.get("device")
         if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
             return self.touched().to(*args, **kwargs)
-        tensors = {name: getattr(self, name) for name in ("padding", "dense", "additive")}
-        there = {name: t if t is None else t.to(target) for name, t in tensors.items()}
-        return dataclasses.replace(self, moved=torch.device(target), **there)
+        there = dataclasses.replace(self, moved=torch.device(target))
+        for name in ("padding", "dense", "additive"):
+            tensor = getattr(self, name)
+            setattr(there, name, tensor if tensor is None else tensor.to(target))
+        return there
 
     def as_dense(self) -> torch.Tensor:
         """transformers' own (B, 1, Lq, Lk) bool mask; made once."""
