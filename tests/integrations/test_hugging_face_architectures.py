@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import pytransformer as pt
 from pytransformer.ops._registry import trace
 from pytransformer.testing.hugging_face import distance, flat, model_distance_limit
 
@@ -149,3 +150,90 @@ def test_refused_when_it_is_built(hugging_face: Any, name: str) -> None:
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
     with pytest.raises(ValueError, match=rf"pytransformer: {name} \(model type '.*; use attn_implementation='eager'"):
         model._from_config(config(), attn_implementation="pytransformer")
+
+
+def small_bloom(hugging_face: Any, implementation: str | None) -> Any:
+    config = hugging_face.BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)
+    return hugging_face.BloomModel._from_config(config, attn_implementation=implementation)
+
+
+def test_other_implementations_are_as_they_were(hugging_face: Any) -> None:
+    for implementation in ("eager", None):
+        assert small_bloom(hugging_face, implementation).config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"does not support an attention implementation|scaled_dot_product_attention"):
+        small_bloom(hugging_face, "sdpa")
+    method = hugging_face.PreTrainedModel.get_correct_attn_implementation
+    pt.integrations.transformers.register()
+    assert hugging_face.PreTrainedModel.get_correct_attn_implementation is method, "registering twice wraps once"
+
+
+def test_switching_a_model_that_cannot_is_refused(hugging_face: Any) -> None:
+    model = small_bloom(hugging_face, "eager")
+    with pytest.raises(ValueError, match=r"BloomModel \(model type 'bloom'\) computes attention in code of its own"):
+        pt.integrations.transformers.switch(model)
+    assert model.config._attn_implementation == "eager"
+    pt.integrations.transformers.switch(model, "eager")
+
+
+def test_one_part_of_a_model_can_be_eager(hugging_face: Any) -> None:
+    """The sentence's advice for models of which one part is refused; masks of either part stay its own."""
+    text = dict(SMALL, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
+    vision = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    config = hugging_face.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    inputs = dict(inputs_of("SplinterModel", "right"), pixel_values=torch.randn(2, 3, 32, 32))
+
+    def logits(implementation: Any) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(7)
+        model = hugging_face.CLIPModel._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+        with torch.no_grad(), trace() as ran:
+            return model(**inputs).logits_per_image, len(ran)
+
+    want, none = logits("eager")
+    assert none == 0
+    for implementation, calls in (
+        ({"text_config": "pytransformer", "vision_config": "eager"}, 2),
+        ({"text_config": "eager", "vision_config": "pytransformer"}, 2),
+        ("pytransformer", 4),
+    ):
+        got, ran = logits(implementation)
+        assert (ran, distance(got, want) < LIMIT) == (calls, True), implementation
+
+
+def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
+    """The mask is then an input of the compiled graph, with other lengths at every call."""
+    want, ours = built("SplinterModel", "eager"), copy.deepcopy(built("SplinterModel", "pytransformer"))
+    torch._dynamo.reset()
+    for layer in ours.encoder.layer:
+        layer.compile(backend="aot_eager")
+    for length in (11, 7):
+        inputs = {k: v[:, :length] for k, v in inputs_of("SplinterModel", "left").items()}
+        with torch.no_grad():
+            got, exact = (m(**inputs).last_hidden_state[inputs["attention_mask"].bool()] for m in (ours, want))
+        assert distance(got, exact) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "fault"),
+    [
+        ("UMT5ForConditionalGeneration", "attention_mask", lambda *_, **__: None),  # lost causality
+        ("DeepseekV32ForCausalLM", "selected", lambda module, mask, *_: mask),  # a dropped keyword
+        ("MiniMaxM3VLTextModel", "selected", lambda module, mask, *_: mask),
+        ("GptOssForCausalLM", "gate_of_sinks", lambda lse, sinks: torch.ones_like(lse)[..., None]),
+        ("SplinterModel", "_mask_terms", lambda *_: (None, "top_left", None)),  # a mask read as another
+    ],
+)
+def test_a_fault_shows(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any) -> None:
+    from transformers import AttentionMaskInterface
+
+    from pytransformer.integrations import hugging_face as ours
+
+    if not hasattr(hugging_face, name):
+        pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
+    monkeypatch.setattr(ours, function, fault)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", ours.attention_mask)
+    inputs = inputs_of(name, "none")
+    want, _ = results(built(name, "eager"), inputs)
+    got, _ = results(built(name, "pytransformer"), inputs)
+    assert distance(got, want) > 1000 * LIMIT
