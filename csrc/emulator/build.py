@@ -3,8 +3,8 @@
     python csrc/emulator/build.py                      libpytransformer_emulated.so: the raw ops, on CPU tensors
     python csrc/emulator/build.py program SOURCE...    a program of tests against the emulator alone
 
-Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed; `directory` may hold several builds, such
-as one for each planted fault.
+Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed. The library has all planted faults
+(common/fault.h) but those in constants, each of which is a build in another directory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def why_not() -> str | None:
     return None
 
 
-def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*", only: str = "") -> Path:
+def library(
+    directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*", only: str = "", defines: Sequence[str] = ()
+) -> Path:
     """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here, and `stem` the only op in it. With
-    `only`, no files but those of that pattern are compiled from `csrc`: the rest is taken from the library of the sources here.
+    `only`, no files but those of that pattern are compiled from `csrc`, with `defines`: the rest is taken from the library of the sources
+    here.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -49,7 +52,7 @@ def library(directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*", onl
         raise RuntimeError("torch was not found")
     kernels = list(csrc.glob(f"cuda/{stem}/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
     edges = [*csrc.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
-    flags = [*FLAGS, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
+    flags = [*FLAGS, *defines, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
     sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]

@@ -1,71 +1,103 @@
-"""Faults planted in the kernels' sources: compiled apart, and run by a script of problems in a process of its own."""
+"""Faults planted in the kernels (csrc/common/fault.h): each is run by a module of problems in a process of its own.
+
+A server imports torch once and forks a process for each run, which loads the emulator's library with PYTRANSFORMER_FAULT set: a fault costs
+no compiling and no start of Python, and may crash or hang.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+import functools
+import importlib
+import multiprocessing
+import re
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from run_problems import PRELOADED, run
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SCHEDULES = (1, 2)
-CAUGHT = 3  # exit code of run_problems.py
+LIMIT = 120  # seconds that a run may take
+HOOK = re.compile(r"\bPT_(STATIC_)?FAULT\((\w+)\)")
 
 
 class Fault(NamedTuple):
-    name: str
-    file: str  # below csrc/cuda
-    old: str  # wherever it occurs
-    new: str
+    name: str  # as in PT_FAULT(name)
     problem: str = ""  # the name of one that shows it; empty: all are run
     message: str = ""  # that the emulator must give; empty: a wrong number will do
     slow: bool = True
+    static: str = ""  # PT_STATIC_FAULT(name), compiled into a library of its own: a pattern of the op's files that have it
 
 
 def parameters(faults: Sequence[Fault]) -> list[Any]:
-    return [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=f.name.replace(" ", "-")) for f in faults]
+    return [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=f.name) for f in faults]
 
 
-def check_texts(faults: Sequence[Fault]) -> None:
-    """Each text to be replaced is in its file, or the fault would be none."""
-    for fault in faults:
-        assert fault.old in (CSRC / "cuda" / fault.file).read_text(), fault.name
-    assert len({fault.name for fault in faults}) == len(faults)
+def hooks() -> dict[str, bool]:
+    """The names in the sources, and whether each is a PT_STATIC_FAULT."""
+    sources = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp") and path.name != "fault.h")
+    return {name: bool(static) for path in sources for static, name in HOOK.findall(path.read_text())}
 
 
-def check_caught(
-    fault: Fault,
-    problems: str,
-    stem: str,
-    builder: ModuleType,
-    directory: Path,
-    only: str = "",
-    path: str = "portable",
-    variant: Fault | None = None,
-) -> None:
-    """A module of problems finds the fault in a library of that op alone, whatever the schedule.
+@functools.cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
-    only: a pattern of the files to compile, if not all of the op's; path: PYTRANSFORMER_CUDA_PATH; variant: what the sources are changed to
-    first, which is no fault.
+
+def found(library: Path, problems: str, fault: str, schedule: int, problem: str = "", path: str = "portable") -> str:
+    """What a module of problems tells of the library with this fault planted; nothing if it finds nothing wrong.
+
+    path: PYTRANSFORMER_CUDA_PATH.
+
+    Raises:
+        RuntimeError: the run crashed, or took too long.
     """
-    shutil.copytree(CSRC / "cuda", directory / "cuda")
-    for change in filter(None, (variant, fault)):
-        changed = directory / "cuda" / change.file
-        changed.write_text(changed.read_text().replace(change.old, change.new))
-    library = builder.library(directory / "build", directory, stem, only)
-    environment = os.environ | {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": path}
-    script = str(Path(__file__).with_name("run_problems.py"))
-    told = []
-    for schedule in SCHEDULES:
-        command = [sys.executable, script, problems, str(schedule), *filter(None, [fault.problem])]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == CAUGHT, f"schedule {schedule}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-        assert fault.message in done.stdout, done.stdout
-        told.append(done.stdout.splitlines()[-1])
-    print(fault.name, *told, sep="\n    ")
+    environment = {"PYTRANSFORMER_EMULATE": str(library), "PYTRANSFORMER_CUDA_PATH": path, "PYTRANSFORMER_FAULT": fault}
+    receiver, sender = _server().Pipe(duplex=False)
+    process = _server().Process(target=run, args=(sender, environment, problems, schedule, problem))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT):
+            raise RuntimeError(f"{fault}: still running after {LIMIT} s")
+        return str(receiver.recv())
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"{fault}: exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def listed(module: str) -> list[Fault]:
+    """Those of all of a test module's lists."""
+    values = vars(importlib.import_module(module)).values()
+    return [fault for value in values if isinstance(value, tuple) for fault in value if isinstance(fault, Fault)]
+
+
+def check_names(faults: Sequence[Fault]) -> None:
+    """Each name is in the list once, and in the sources as what the list says."""
+    known = hooks()
+    assert {f.name: bool(f.static) for f in faults} == {f.name: known.get(f.name) for f in faults}
+    assert len({f.name for f in faults}) == len(faults)
+
+
+def static_library(fault: Fault, stem: str, builder: ModuleType, directory: Path) -> Path:
+    """The op's library with a fault in a constant."""
+    return builder.library(directory, stem=stem, only=fault.static, defines=[f"-DPT_STATIC_FAULT_PLANTED={fault.name}"])
+
+
+def check_caught(fault: Fault, problems: str, library: Path, path: str = "portable") -> None:
+    """A module of problems finds the fault, whatever the schedule; path: PYTRANSFORMER_CUDA_PATH."""
+    planted = "" if fault.static else fault.name
+    told = [found(library, problems, planted, schedule, fault.problem, path) for schedule in SCHEDULES]
+    for schedule, message in zip(SCHEDULES, told):
+        assert message, f"schedule {schedule}: not caught"
+        assert fault.message in message
+    print(fault.name, *(message.splitlines()[-1] for message in told), sep="\n    ")

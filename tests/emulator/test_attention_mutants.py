@@ -8,7 +8,7 @@ from types import ModuleType
 import attention_problems
 import pytest
 import torch
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 TILE, SEQUENCE, TERMS = "tile/matrix_tile.cuh", "attention/sequence.cuh", "attention/terms.cuh"
 FWD, BWD, QUERIES = "attention/fwd.cuh", "attention/bwd_tile.cuh", "attention/bwd_queries.cuh"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 FWD, BWD, SUMS = "cross_entropy/fwd.cuh", "cross_entropy/bwd.cuh", "matmul/epilogue.cuh"
 LAUNCH, LABELS = "cross_entropy/sm90_bwd.cu", "cross_entropy/labels.cuh"

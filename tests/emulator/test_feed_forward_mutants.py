@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 FWD, BWD, ACTIVATIONS = "feed_forward/fwd.cuh", "feed_forward/bwd.cuh", "feed_forward/activations.cuh"
 DROPOUT, PHILOX, MATMUL, LAUNCH = (

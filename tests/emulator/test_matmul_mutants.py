@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 RING, WARPGROUP, QUAD = "tile/ring.cuh", "tile/warpgroup.cuh", "tile/quad.cuh"
 MATMUL, EPILOGUE, LAUNCH = "matmul/sm90_matmul.cuh", "matmul/epilogue.cuh", "matmul/sm90_launch.cuh"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 REDUCE, PHILOX = "tile/reduce.cuh", "tile/philox.cuh"
 FWD, BWD, EDGE = "layer_norm/fwd.cuh", "layer_norm/bwd.cuh", "layer_norm/layer_norm.cpp"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted import Fault, check_caught, check_texts, parameters
+from planted_texts import Fault, check_caught, check_texts, parameters
 
 RING, WARPGROUP, TILE, FWD = "tile/ring.cuh", "tile/warpgroup.cuh", "attention/sm90_tile.cuh", "attention/sm90_fwd.cuh"
 QUERIES, KEYS, QUAD = "attention/sm90_bwd_queries.cuh", "attention/sm90_bwd_keys.cuh", "tile/quad.cuh"

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "common/fault.h"
+
 #if defined(PT_EMULATE)
 #include <cmath>
 #include <cstring>

@@ -35,7 +35,7 @@ class Buffers {
   // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
   PT_DEVICE void announce(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
   PT_DEVICE void announce(int n) const { ptx::mbarrier_arrive(full(n)); }
-  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ 1); }
+  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ (PT_FAULT(phase_of_empty_flipped) ? 0 : 1)); }
   PT_DEVICE void await_full(int n) const { await(full(n), parity(n)); }
   PT_DEVICE void release(int n) const { ptx::mbarrier_arrive(empty(n)); }
 
