@@ -24,7 +24,9 @@ void with_dtype(const AttentionProblem& p, F run) {
 Redo attention_forward_redo(const AttentionForward& f) {
   if (!f.p.looks_up() || !runs_sm90a()) return {};
   const Sm90Plan plan = plan_sm90_forward(f, multiprocessors());
-  return plan.why_not ? Redo{} : Redo{nullptr, sm90_forward_tile(plan.head_class, true).rows(), plan.order.tiles};
+  return plan.why_not
+             ? Redo{}
+             : Redo{nullptr, PT_FAULT(flags_for_half_a_tile) ? 64 : sm90_forward_tile(plan.head_class, true).rows(), plan.order.tiles};
 }
 
 void attention_forward(const AttentionForward& f, void* stream) {
@@ -46,10 +48,10 @@ Redo attention_backward_redo(const AttentionBackward& g, Pass pass) {
   if (!runs_sm90a()) return {};
   const Sm90Plan plan = plan_sm90_backward(g, pass, multiprocessors());
   const bool keys = pass == Pass::Keys;
-  if (plan.why_not || !(plan.looks_up || (g.p.key_bits.data && !keys))) return {};
+  if (plan.why_not || !(plan.looks_up || (!PT_FAULT(no_flags_for_holes) && g.p.key_bits.data && !keys))) return {};
   const Sm90Tile tile =
       keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
-  return {nullptr, tile.rows(), plan.order.tiles};
+  return {nullptr, PT_FAULT(flags_for_half_a_tile_backward) ? 64 : tile.rows(), plan.order.tiles};
 }
 
 void attention_backward_rows(const AttentionRows& r, void* stream) {
@@ -65,7 +67,7 @@ void attention_backward_queries(const AttentionBackward& g, void* stream) {
       with_half(g.p, [&](auto t) { sm90_attention_queries_as<decltype(t)>(g, plan, stream); });
       if (!g.redo.flags) return;
       // What hidden rows hold reaches no sum of dS.
-      rest.slope_parts = rest.diagonal_parts = nullptr;
+      if (!PT_FAULT(sums_by_diagonals_made_again)) rest.slope_parts = rest.diagonal_parts = nullptr;
     }
   const AttentionPlan plan = plan_attention(Pass::Queries, g.p, rest.diagonal_parts);
   with_dtype(g.p, [&](auto t) { attention_queries_as<decltype(t)>(rest, plan, stream); });

@@ -7,12 +7,21 @@
 namespace pt::cuda {
 
 // By the optimistic kernel: what holds row `row` of head h of sequence b must be made again.
-PT_DEVICE void raise(const Redo& redo, int64_t head, int row) { ptx::st_global_u32(redo.flags + head * redo.tiles + row / redo.rows, 1); }
+PT_DEVICE void raise(const Redo& redo, int64_t head, int row) {
+  ptx::st_global_u32(redo.flags + (PT_FAULT(the_flag_of_another_head) ? 0 : head) * redo.tiles +
+                         (PT_FAULT(the_flag_of_another_tile) ? 0 : row / redo.rows),
+                     1);
+}
 
 // Whether rows [first, end) of a head (b * heads + h) must be made again.
 PT_DEVICE bool raised(const Redo& redo, int64_t head, int first, int end) {
-  for (int tile = most(first, 0) / redo.rows; tile < redo.tiles && tile * redo.rows < end; ++tile)
-    if (ptx::ld_global_u32(redo.flags + head * redo.tiles + tile)) return true;
+  const int first_tile = most(first, 0) / redo.rows + (PT_FAULT(the_next_tile_made_again) ? 1 : 0),
+            last = PT_FAULT(what_begins_behind_made_again) ? first : end;
+  for (int tile = first_tile; tile < redo.tiles && tile * redo.rows < last; ++tile) {
+    const int64_t of_head = (PT_FAULT(made_again_as_the_first_head_says) ? 0 : head) * redo.tiles;
+    if (ptx::ld_global_u32(redo.flags + of_head + (PT_FAULT(made_again_as_the_first_tile_says) ? 0 : tile)))
+      return !PT_FAULT(nothing_made_again);
+  }
   return false;
 }
 
@@ -34,15 +43,17 @@ PT_DEVICE void make_tiles(const AttentionProblem& p, const Redo& redo, Make make
       const uint32_t own = n + uint32_t(lane_id()) * gridDim.x;
       found = own < all && must(own) ? own : all;
       PT_UNROLL
-      for (int d = 1; d < 32; d *= 2) {
+      for (int d = PT_FAULT(made_again_what_the_first_lane_asks_for) ? 32 : 1; d < 32; d *= 2) {
         const uint32_t other = ptx::shfl_xor_u32(found, d);
         found = other < found ? other : found;
       }
     }
-    n = found < all ? found + gridDim.x : n + 32 * gridDim.x;
+    const uint32_t passed = PT_FAULT(made_again_of_others_than_the_next_32) ? 36 : 32;
+    const bool ends = found < all ? PT_FAULT(made_again_once_by_a_block) : PT_FAULT(made_again_of_the_first_32);
+    n = ends ? all : found < all ? found + gridDim.x : n + passed * gridDim.x;
     if (found == all) continue;
     make_one(found);
-    ptx::syncthreads();  // nobody reads its rows in shared memory any more
+    if (!PT_FAULT(made_again_over_what_is_being_read)) ptx::syncthreads();  // nobody reads its rows in shared memory any more
   }
 }
 
@@ -52,7 +63,7 @@ PT_DEVICE bool not_finite(const float (&x)[N], const float (&factor)[2]) {
   float zero = 0.0f;
   PT_UNROLL
   for (int i = 0; i < N; ++i) zero = ptx::fma_rn(factor[i / 2 % 2] == 0.0f ? 0.0f : x[i], 0.0f, zero);
-  return zero != 0.0f;  // NaN
+  return !PT_FAULT(infinities_are_finite) && zero != 0.0f;  // NaN
 }
 
 }  // namespace pt::cuda

@@ -42,7 +42,8 @@ struct Sequence {
     num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
     if (p.key_bits.data) {
       const ptx::Words4 head = ptx::ld_global_v4(p.key_bits.data + b * p.key_bits.batch);
-      first_k = int(head.w[0]), num_k = least(num_k, int(head.w[1])), holes = head.w[2] != 0;
+      first_k = int(head.w[0]) - (PT_FAULT(padding_first_key_one_too_early) ? 1 : 0),
+      num_k = least(num_k, int(head.w[1]) + (PT_FAULT(padding_last_key_one_too_late) ? 1 : 0)), holes = head.w[2] != 0;
     }
   }
 

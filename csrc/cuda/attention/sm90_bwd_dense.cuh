@@ -54,11 +54,13 @@ struct Sm90DenseBlock {
   template <class F>
   PT_DEVICE void for_each_head(const DensePart& part, F f) const {
     const AttentionProblem& p = problem();
-    for (int b = part.of[0].lo; b < part.of[0].hi; ++b)
-      for (int h = part.of[1].lo; h < part.of[1].hi; ++h) {
+    for (int b = part.of[0].lo; b < part.of[0].hi; b += PT_FAULT(one_sequence_for_all) ? 2 : 1)
+      for (int h = part.of[1].lo; h < part.of[1].hi; h += PT_FAULT(one_head_for_all) ? 2 : 1) {
         const Work w(p, TilePlace{b * p.heads + h, part.of[2].lo});
-        const Range tiles{most(w.range.first, kSpan * part.of[3].lo), least(w.range.last, kSpan * part.of[3].hi)};
-        if (!tiles.empty()) f(w, tiles);
+        const int first = PT_FAULT(tiles_before_the_part) ? w.range.first : most(w.range.first, kSpan * part.of[3].lo);
+        const int last = PT_FAULT(tiles_behind_the_part) ? w.range.last : least(w.range.last, kSpan * part.of[3].hi);
+        const Range tiles{first, last};
+        if (PT_FAULT(tiles_that_nobody_sees_loaded_alone) ? part.of[0].lo == 0 : !tiles.empty()) f(w, tiles);
       }
   }
 
@@ -70,9 +72,10 @@ struct Sm90DenseBlock {
       for_each_head(part(n), [&](const Work& w, const Range& tiles) {
         q.load(turn, args.q, w.i0, w.h, w.b);
         for (int t = tiles.lo; t < tiles.hi; ++t, ++visit) {
-          k.load(visit, args.k, w.origin + t * BN, w.h / p.group, w.b);
+          const int head = PT_FAULT(another_head_of_keys) ? 0 : w.h / p.group;
+          k.load(visit, args.k, w.origin + t * BN, head, w.b);
           if (t == tiles.lo) d_out.load(turn++, args.d_out, w.i0, w.h, w.b);
-          v.load(visit, args.v, w.origin + t * BN, w.h / p.group, w.b);
+          v.load(visit, args.v, w.origin + t * BN, head, w.b);
         }
       });
     });
@@ -92,14 +95,14 @@ struct Sm90DenseBlock {
           const int i = w.i0 + own_row(r);
           numbers[r] = row_numbers(args.f.b, number_at(args.f.b.at, w.b, w.h, i), i < w.s.num_q);
         }
-        q.await_full(turn);
-        d_out.await_full(turn);
+        if (!PT_FAULT(queries_read_before_they_are_there)) q.await_full(turn);
+        if (!PT_FAULT(d_out_read_before_it_is_there)) d_out.await_full(turn);
         PT_NO_UNROLL
-        for (int t = kSpan * own.of[3].lo; t < kSpan * own.of[3].hi; ++t) {
+        for (int t = kSpan * own.of[3].lo + (PT_FAULT(sums_go_round_the_wrong_way) ? 1 : 0); t < kSpan * own.of[3].hi; ++t) {
           if (tiles.has(t)) add(w, numbers, w.origin + t * BN, turn, visit++, sums[0]);
-          turn_around(sums);
+          if (!PT_FAULT(sums_of_tiles_of_keys_mixed_up)) turn_around(sums);
         }
-        release_products(q, turn);
+        if (!PT_FAULT(queries_not_given_back)) release_products(q, turn);
         release_products(d_out, turn++);
       });
       store(n, sums);
@@ -124,9 +127,9 @@ struct Sm90DenseBlock {
   PT_DEVICE void add(const Work& w, const RowNumbers (&numbers)[2], int first, int turn, int visit, float (&sum)[BN / 2]) const {
     const AttentionProblem& p = problem();
     float s[BN / 2], dp[BN / 2];
-    k.await_full(visit);
+    if (!PT_FAULT(keys_read_before_they_are_there)) k.await_full(visit);
     multiply_rows<T, D>(s, own(q), turn, k, visit, false);
-    v.await_full(visit);
+    if (!PT_FAULT(values_read_before_they_are_there)) v.await_full(visit);
     multiply_rows<T, D>(dp, own(d_out), turn, v, visit, false);
     const Place at = place_again(w.i0, first);
     const Terms<false, false> terms(p, w.s, w.b, w.h);
@@ -134,8 +137,9 @@ struct Sm90DenseBlock {
     found.load(w, first, true);
     Pairs<BN / 2> kept;
     if (p.drop_threshold) kept = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return terms.template kept<4>(place); });
-    ptx::wgmma_wait<1>();
-    release_products(k, visit);
+    if (PT_FAULT(keys_given_back_too_early)) release_products(k, visit);
+    if (!PT_FAULT(scores_read_in_flight)) ptx::wgmma_wait<1>();
+    if (!PT_FAULT(keys_given_back_too_early)) release_products(k, visit);
     in_pieces<Found::kPiece>(s, at, [&](float (&x)[Found::kPiece][4], const Place& place, int c) {
       float unused[Found::kPiece][4];
       terms.apply(x, unused, place, kAllColumns);
@@ -143,15 +147,24 @@ struct Sm90DenseBlock {
     });
     found.hide(s);
     // Weights, and -1 where a pair is hidden.
-    each_element(s, 0, [&](float& x, int r, int) { x = x == minus_infinity() ? -1.0f : weight_of(x, numbers[r].top, numbers[r].log); });
-    ptx::wgmma_wait<0>();
+    each_element(s, 0, [&](float& x, int r, int) {
+      const RowNumbers& of_row = numbers[PT_FAULT(maximum_of_the_other_row) ? 1 - r : r];
+      const float log = PT_FAULT(the_logarithm_of_the_sum_forgotten) ? 0.0f : numbers[r].log;
+      x = !PT_FAULT(hidden_pairs_keep_their_product) && x == minus_infinity() ? -1.0f : weight_of(x, of_row.top, log);
+    });
+    if (!PT_FAULT(dp_read_in_flight)) ptx::wgmma_wait<0>();
     release_products(v, visit);
     if (p.drop_threshold) {
       PT_UNROLL
-      for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
+      for (int i = 0; i < BN / 2; ++i)
+        dp[i] = kept.has(PT_FAULT(dropout_of_other_keys) ? i ^ 1 : i) ? dp[i] * (PT_FAULT(what_is_left_not_scaled) ? 1.0f : p.keep_scale)
+                                                                      : 0.0f;
     }
     PT_UNROLL
-    for (int i = 0; i < BN / 2; ++i) sum[i] += s[i] < 0.0f ? 0.0f : s[i] * (dp[i] - numbers[i / 2 % 2].delta);
+    for (int i = 0; i < BN / 2; ++i)
+      sum[i] += !PT_FAULT(hidden_pairs_weigh_minus_1) && s[i] < 0.0f
+                    ? 0.0f
+                    : s[i] * (dp[i] - numbers[PT_FAULT(delta_of_the_other_row) ? 0 : i / 2 % 2].delta);
   }
 
   PT_DEVICE void store(int n, const Sums& sums) const {
@@ -161,8 +174,8 @@ struct Sm90DenseBlock {
     const int key = key_origin(p) + own.of[3].lo * kSpan * BN + 2 * (lane_id() % 4);
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = own.of[2].lo * BM + own_row(r);
-      if (i >= p.num_queries) continue;
+      const int i = own.of[2].lo * BM + own_row(PT_FAULT(gradients_of_other_rows) ? 1 - r : r);
+      if (!PT_FAULT(queries_that_are_not_there) && i >= p.num_queries) continue;
       with_type(f.dtype, [&](auto t) {
         auto* const row = static_cast<decltype(t)*>(f.data) + own.at(f, i, 0);
         PT_UNROLL
@@ -170,11 +183,13 @@ struct Sm90DenseBlock {
           const float (&x)[BN / 2] = sums[c / BN];
           const int j = key + c, at = c % BN / 2 + 2 * r;
           if (f.pairs) {
-            if (uint32_t(j) < uint32_t(p.num_keys)) store_pair(row + j, x[at], x[at + 1]);
+            const int swap = PT_FAULT(pairs_the_wrong_way_round) ? 1 : 0;
+            if (PT_FAULT(pairs_beyond_the_last_key) || uint32_t(j) < uint32_t(p.num_keys))
+              store_pair(row + j, x[at + swap], x[at + 1 - swap]);
           } else {
             PT_UNROLL
             for (int e = 0; e < 2; ++e)
-              if (uint32_t(j + e) < uint32_t(p.num_keys)) store_one(row + j + e, x[at + e]);
+              if (PT_FAULT(one_by_one_beyond_the_last_key) || uint32_t(j + e) < uint32_t(p.num_keys)) store_one(row + j + e, x[at + e]);
           }
         }
       });

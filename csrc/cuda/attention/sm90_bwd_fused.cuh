@@ -20,7 +20,7 @@ template <class K>
 PT_DEVICE float* query_sums(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
   constexpr int kRows = sm90_fused_tile(K::head_dim).streamed;
   const int64_t first = g.p.cu_queries ? h * g.sum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.sum_tiles;
-  return g.query_sums + (first + tile) * kRows * K::head_dim;
+  return g.query_sums + (first + (PT_FAULT(added_to_another_tile) ? 0 : tile)) * kRows * K::head_dim;
 }
 
 template <class T, class K>
@@ -65,10 +65,10 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
     const Work w(p, args.order, int(blockIdx.x));
     int visit = 0;
     w.for_each_visit(p, [&](int h, int t) {
-      part.await_full(visit);
+      if (!PT_FAULT(a_part_not_awaited)) part.await_full(visit);
       ptx::bulk_reduce_add_f32(query_sums<K>(args.g, w.s, w.b, h, t) + consumer * kPart, part.buffer(visit), kPart * 4);
       ptx::bulk_commit();
-      ptx::bulk_wait_read<0>();
+      if (!PT_FAULT(a_part_added_before_it_is_read)) ptx::bulk_wait_read<0>();
       part.release(visit++);
     });
   }
@@ -83,7 +83,10 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
     ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
     // Keys that are not there, or hidden, would weigh something too, and dS K adds them up.
     const int first = w.j0 + consumer() * 64;
-    const Range whole = first >= w.s.first_k && first + 64 <= w.s.num_k && !w.s.holes ? w.whole(p) : Range{0, 0};
+    const bool begun = PT_FAULT(keys_before_the_first_weigh_something) || first >= w.s.first_k;
+    const bool there = PT_FAULT(keys_that_are_not_there_weigh_something) || first + 64 <= w.s.num_k,
+               holes = !PT_FAULT(tiles_with_holes_taken_whole_unordered) && w.s.holes;
+    const Range whole = begun && there && !holes ? w.whole(p) : Range{0, 0};
     ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo), note(whole.hi));
     ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last), note(w.range.count() * p.group), 0.0f);
   }
@@ -94,19 +97,23 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
   // This consumer's rows of dS; the swizzle being an exclusive or, two chunks on are 32 bytes away by that.
   PT_DEVICE void store_gradients(int visit, const uint32_t (&ds)[BN / 16][4]) const {
     const int thread = ptx::again(int(threadIdx.x)) - 128;
-    const uint32_t at = gradients.buffer(visit) + swizzle128(thread / 32 * 16 + thread % 16, thread % 32 / 16);
+    const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
+    const uint32_t at = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : visit) +
+                        (PT_FAULT(ds_not_swizzled) ? row * 128 + chunk * 16 : swizzle128(row, chunk));
     PT_UNROLL
-    for (int i = 0; i < BN / 16; ++i) ptx::stmatrix_x4((at ^ i % 4 * 32) + i / 4 * RingGradients::kPanelBytes, ds[i]);
-    ptx::fence_proxy_async();
+    for (int i = 0; i < BN / 16; ++i)
+      ptx::stmatrix_x4((at ^ i % 4 * 32) + (PT_FAULT(ds_second_panel) ? 0 : i / 4 * RingGradients::kPanelBytes), ds[i]);
+    if (!PT_FAULT(ds_without_a_fence)) ptx::fence_proxy_async();
   }
 
   // This consumer's part of dS K, once both have stored their dS. Two buffers of that make one barrier enough: who stores again has passed
   // the barrier that the other reaches after the product before. Rows of both operands are keys, so that both are read across them.
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int visit, const RingOwn& k) const {
     static_assert(conforms(product_of_tiles(64, true, true)));
-    ptx::bar_sync(kStored, 128 * kConsumers);
-    const uint32_t a = gradients.buffer(visit) + (D == 64 ? consumer() * RingGradients::kPanelBytes : 0);
-    const uint32_t b = k.buffer(0) + (D == 64 ? 0 : consumer() * RingOwn::kPanelBytes);
+    if (!PT_FAULT(ds_of_the_other_consumer_not_awaited)) ptx::bar_sync(kStored, 128 * kConsumers);
+    const uint32_t a = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : visit) +
+                       (!PT_FAULT(the_first_queries_twice) && D == 64 ? consumer() * RingGradients::kPanelBytes : 0);
+    const uint32_t b = k.buffer(0) + (PT_FAULT(the_first_columns_twice) || D == 64 ? 0 : consumer() * RingOwn::kPanelBytes);
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < BM / 16; ++i)
@@ -121,8 +128,8 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
     PT_UNROLL
     for (int j = 0; j < kPart / 512; ++j)
       ptx::st_shared_v4_f32(part.buffer(visit) + (j * 128 + thread % 128) * 16, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-    ptx::fence_proxy_async();
-    ptx::syncwarp();
+    if (!PT_FAULT(a_part_without_a_fence)) ptx::fence_proxy_async();
+    if (!PT_FAULT(a_part_announced_too_early)) ptx::syncwarp();
     if (lane_id() == 0) part.announce(visit);
   }
 
@@ -149,37 +156,41 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
       if (cut) {
         // A tile that is whole has no such rows, for either consumer.
         clear_rows<kConsumers>(q, visit, t * BN, noted(2));
-        clear_rows<kConsumers>(d_out, visit, t * BN, noted(2));
+        if (!PT_FAULT(gradients_that_see_nothing_kept_unordered)) clear_rows<kConsumers>(d_out, visit, t * BN, noted(2));
       }
       q.await_full(visit);
       multiply_rows<T, D>(s, own_k, 0, q, visit, false);
       if (!first) multiply_part(part, visit - 1, own_k);
-      ptx::wgmma_wait<first ? 0 : 1>();
+      if (!PT_FAULT(scores_not_awaited_unordered)) ptx::wgmma_wait<first ? 0 : 1>();
       each_number(s, own_numbers(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
       if (cut) {
         PT_UNROLL
         for (int row = 0; row < 2; ++row) {
           const Range bounds = noted(row);
-          each_element(s, t * BN, [&](float& e, int r, int column) { e = r != row || bounds.has(column) ? e : 0.0f; });
+          each_element(s, t * BN, [&](float& e, int r, int column) {
+            e = PT_FAULT(scores_not_hidden_unordered) || r != row || bounds.has(column) ? e : 0.0f;
+          });
         }
       }
       // dS is made from P while P is an operand, which nobody else may touch: from a copy.
       uint32_t weights[BN / 16][4], ds[BN / 16][4];
-      pack_recomputed<T>(weights, s);
+      if (PT_FAULT(weights_beyond_float16_unordered)) pack_weights<T>(weights, s);
+      else pack_recomputed<T>(weights, s);
       PT_UNROLL
       for (int i = 0; i < BN / 4; ++i) {
         ds[i / 4][i % 4] = weights[i / 4][i % 4];
         ptx::pin(ds[i / 4][i % 4]);
       }
-      ptx::wgmma_wait<0>();
+      if (!PT_FAULT(part_not_awaited_before_it_is_handed_over)) ptx::wgmma_wait<0>();
       d_out.await_full(visit);
-      if (!first) part_of(consumer()).await_empty(visit - 1);
+      if (!PT_FAULT(a_part_stored_over_the_one_before) && !first) part_of(consumer()).await_empty(visit - 1);
       if (!first && !kUnderProducts) hand_over(visit - 1, part);
       multiply_rows<T, D>(s, own_v, 0, d_out, visit, false);
       multiply_weights<T>(dv, weights, d_out, visit);
       if (!first && kUnderProducts) hand_over(visit - 1, part);
-      ptx::wgmma_wait<1>();
-      each_number(s, own_numbers(visit) + 4 * BN, [](float& x, float delta) { x = (x + delta) * kWeightUnit<T>; });
+      if (!PT_FAULT(dp_not_awaited)) ptx::wgmma_wait<1>();
+      each_number(s, own_numbers(visit) + 4 * BN,
+                  [](float& x, float delta) { x = (x + (PT_FAULT(delta_forgotten_unordered) ? 0.0f : delta)) * kWeightUnit<T>; });
       // A zero that the compiler does not know: else it would widen P to float32 as early as there is one, which takes registers.
       const int zero = noted(5).hi;
       PT_UNROLL
@@ -187,7 +198,7 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
       pack_gradients<T>(ds, ds, s);
       multiply_weights<T>(dk, ds, q, visit);
       store_gradients(visit, ds);
-      ptx::wgmma_wait<0>();
+      if (!PT_FAULT(queries_released_under_ds_q)) ptx::wgmma_wait<0>();
       // A lane speaks for its warp's loads of numbers too.
       ptx::syncwarp();
       if (lane_id() == 0) q.release(visit), d_out.release(visit);
@@ -200,16 +211,16 @@ struct Sm90FusedBlock : Sm90KeysBlock<T, K> {
       k.await_full(0);
       v.await_full(0);
       if (w.s.holes) {
-        clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyWords(p, w.b));
-        clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyWords(p, w.b));
+        if (!PT_FAULT(keys_in_holes_kept_unordered)) clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyWords(p, w.b));
+        if (!PT_FAULT(values_in_holes_kept_unordered)) clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyWords(p, w.b));
       } else {
-        clear_rows<kConsumers>(k, 0, w.j0, keep);
-        clear_rows<kConsumers>(v, 0, w.j0, keep);
+        if (!PT_FAULT(keys_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(k, 0, w.j0, keep);
+        if (!PT_FAULT(values_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(v, 0, w.j0, keep);
       }
       take(kYes, kYes);
       while (++visit < noted(5).lo) {
         const Range range = noted(4), whole = noted(3);
-        t = t == range.lo ? range.hi - 1 : t - 1;
+        t = t == range.lo ? range.hi - 1 : PT_FAULT(tiles_not_visited_all_round) ? range.lo : t - 1;
         if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) take(kNo, kNo);
         else take(kYes, kNo);
       }
@@ -261,7 +272,7 @@ __global__ void __launch_bounds__(128) sm90_round_queries_kernel(const __grid_co
   if (i0 >= written) return;
   float x[K::head_dim / 2], factor[2];
   int64_t index[2];
-  const float* sums = query_sums<K>(g, s, b, h, i0 / kTile) + i0 % kTile * K::head_dim;
+  const float* sums = query_sums<K>(g, s, b, h, i0 / kTile) + (PT_FAULT(the_sums_of_other_queries) ? 0 : i0 % kTile * K::head_dim);
   PT_UNROLL
   for (int j = 0; j < K::head_dim / 8; ++j) {
     const ptx::Words4 words = ptx::ld_global_once(sums + (j * 128 + threadIdx.x) * 4);
@@ -271,7 +282,7 @@ __global__ void __launch_bounds__(128) sm90_round_queries_kernel(const __grid_co
   PT_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int i = i0 + int(threadIdx.x) / 32 * 16 + lane_id() / 4 + 8 * r;
-    factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : p.scale;
+    factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : PT_FAULT(the_scale_of_d_query_unordered) ? 1.0f : p.scale;
     index[r] = i < written ? s.row_q + i : -1;
   }
   store_wide<T>(g.dq, b, h, x, factor, index);

@@ -54,7 +54,7 @@ struct Sm90KeysBlock {
     template <class F>
     PT_DEVICE void for_each_visit(const AttentionProblem& p, F f) const {
       int t = begin();
-      for (int h = hk * p.group; h < (hk + 1) * p.group; ++h)
+      for (int h = hk * p.group; h < (PT_FAULT(a_head_of_a_group_left_out) ? hk * p.group + 1 : (hk + 1) * p.group); ++h)
         for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
     }
 
@@ -66,7 +66,7 @@ struct Sm90KeysBlock {
   };
 
   // The lane's row r of the tile: consumers may share its 64.
-  static PT_DEVICE int key_row(int r) { return kTile.split ? own_row(r) % 64 : own_row(r); }
+  static PT_DEVICE int key_row(int r) { return !PT_FAULT(the_second_consumers_keys) && kTile.split ? own_row(r) % 64 : own_row(r); }
 
   PT_DEVICE void begin() const {
     args.prefetch();
@@ -118,23 +118,26 @@ struct Sm90KeysBlock {
     for_each_tile<kPersists>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       w.for_each_visit(p, [&](int h, int t) {
-        q.await_empty(visit);
+        if (!PT_FAULT(numbers_written_while_they_are_read)) q.await_empty(visit);
         PT_UNROLL
         for (int c = lane_id(); c < BN; c += 32) {
           const int i = t * BN + c;
           const RowNumbers row = row_numbers(g, number_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
           ptx::st_shared_f32(numbers_of(visit) + 4 * c, K::general ? row.top : in_base_2<T>(row.top));
-          ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), K::general ? -row.delta * kWeightUnit<T> : -row.delta);
+          const float delta = PT_FAULT(the_sign_of_delta) ? row.delta : -row.delta;
+          ptx::st_shared_f32(numbers_of(visit) + 4 * (BN + c), K::general ? delta * kWeightUnit<T> : delta);
           if constexpr (K::general && K::looks_up)
             ptx::st_shared_f32(numbers_of(visit) + 4 * (2 * BN + c), row.log - float(kWeightBits<T>));
         }
-        ptx::syncwarp();
-        if (lane_id() == 0) q.announce(visit);
+        if (!PT_FAULT(numbers_announced_too_early)) ptx::syncwarp();
+        if (!PT_FAULT(numbers_not_announced) && lane_id() == 0) q.announce(visit);
         ++visit;
       });
     });
   }
-  PT_DEVICE uint32_t numbers_of(int visit) const { return numbers + uint32_t(visit % (kTile.stages + K::more_queries) * kNumbers); }
+  PT_DEVICE uint32_t numbers_of(int visit) const {
+    return numbers + uint32_t(PT_FAULT(the_numbers_of_another_stage) ? 0 : visit % (kTile.stages + K::more_queries) * kNumbers);
+  }
 
   PT_DEVICE uint32_t own_numbers(int visit) const { return numbers_of(visit) + 4 * 2 * (lane_id() % 4); }
 
@@ -168,12 +171,12 @@ struct Sm90KeysBlock {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group;
       for (int visits = w.range.count() * p.group; visits > 0; --visits, ++visit) {
-        if (K::general && t == first) ++h;
-        t = t == first ? last - 1 : t - 1;
+        if (!PT_FAULT(another_heads_slope) && K::general && t == first) ++h;
+        t = t == first ? last - 1 : PT_FAULT(tiles_from_the_first_on) ? first : t - 1;
         if (clear) {
           const Range keep = once_more().kept(p);
-          clear_rows<kConsumers>(q, visit, t * BN, keep);
-          clear_rows<kConsumers>(d_out, visit, t * BN, keep);
+          if (!PT_FAULT(queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, visit, t * BN, keep);
+          if (!PT_FAULT(gradients_that_see_nothing_kept)) clear_rows<kConsumers>(d_out, visit, t * BN, keep);
         }
         const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
         const bool hides = K::looks_up || cut;  // where something is looked up, any tile may
@@ -214,7 +217,7 @@ struct Sm90KeysBlock {
           }
           if (p.drop_threshold)
             kept = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return terms.template kept<kPiece>(place); });
-          ptx::wgmma_wait<1>();
+          if (!PT_FAULT(scores_not_awaited_over_keys)) ptx::wgmma_wait<1>();
           in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
             float slope[kPiece][4];
             terms.apply(x, slope, place, kAllColumns);
@@ -222,12 +225,13 @@ struct Sm90KeysBlock {
             PT_UNROLL
             for (int n = 0; n < kPiece; ++n) {
               float top[2];
-              ptx::ld_shared_v2_f32(numbers_at + 32 * (c + n), top[0], top[1]);
+              ptx::ld_shared_v2_f32(numbers_at + 32 * (PT_FAULT(maxima_of_the_first_columns) ? n : c + n), top[0], top[1]);
               if constexpr (K::looks_up) {
                 float log[2];
                 ptx::ld_shared_v2_f32(numbers_at + 8 * BN + 32 * (c + n), log[0], log[1]);
                 PT_UNROLL
-                for (int r = 0; r < 4; ++r) x[n][r] = weight_of(x[n][r], top[r % 2], log[r % 2]);
+                for (int r = 0; r < 4; ++r)
+                  x[n][r] = weight_of(x[n][r], top[r % 2], PT_FAULT(the_log_of_the_sum_forgotten_over_keys) ? 0.0f : log[r % 2]);
               } else {
                 PT_UNROLL
                 for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], top[r % 2]);
@@ -238,16 +242,22 @@ struct Sm90KeysBlock {
               each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
             }
             // P times softcap's slope, which dS is made from, and P as dropout leaves it.
-            if (p.softcap != 0.0f) each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] *= x[n][r]; });
+            if (p.softcap != 0.0f)
+              each<kPiece>([&](int n, int r, uint32_t) {
+                slope[n][r] = (PT_FAULT(softcap_slope_forgotten_over_keys) ? 1.0f : slope[n][r]) * x[n][r];
+              });
             else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
             pack_piece<T>(ds[c / kPiece], slope);
-            if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = kept.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            if (p.drop_threshold)
+              each<kPiece>([&](int n, int r, uint32_t) {
+                x[n][r] = PT_FAULT(dropped_weights_kept_over_keys) || kept.has(4 * (c + n) + r) ? x[n][r] : 0.0f;
+              });
             pack_piece<T>(weights[c / kPiece], x);
           });
           ptx::wgmma_wait<0>();
           if (p.drop_threshold) {
             PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
+            for (int i = 0; i < BN / 2; ++i) dp[i] = PT_FAULT(dp_of_dropped_weights_over_keys) || kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
           }
           each_number(dp, numbers_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
           if (hides) keep_seen(dp, seen.again());
@@ -255,10 +265,13 @@ struct Sm90KeysBlock {
         } else {
           [[maybe_unused]] SeenPairs<BN> seen;
           if constexpr (K::looks_up) seen = lookups.seen(visit);
-          ptx::wgmma_wait<1>();
+          if (!PT_FAULT(scores_not_awaited_over_keys)) ptx::wgmma_wait<1>();
           each_number(s, own_numbers(visit), [&](float& x, float top) { x = ptx::exp2(ptx::fma_rn(x, unit, -top)); });
-          if constexpr (K::looks_up) keep_seen(s, seen.again());
-          else hide(s);
+          if constexpr (!K::looks_up) {
+            if (!PT_FAULT(scores_not_hidden)) hide(s);
+          } else if (!PT_FAULT(scores_not_hidden_by_bits_over_keys)) {
+            keep_seen(s, seen.again());
+          }
           pack_recomputed<T>(weights, s);
           ptx::wgmma_wait<0>();
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would raise a flag.
@@ -272,13 +285,13 @@ struct Sm90KeysBlock {
         }
         multiply_weights<T>(dv, weights, d_out, visit);
         multiply_weights<T>(dk, ds, q, visit);
-        ptx::wgmma_wait<0>();
+        if (!PT_FAULT(products_not_awaited)) ptx::wgmma_wait<0>();
         // A lane speaks for its warp's loads of numbers too.
-        ptx::syncwarp();
+        if (!PT_FAULT(numbers_released_too_early)) ptx::syncwarp();
         if (lane_id() == 0) q.release(visit), d_out.release(visit);
       }
       if (t != last) {
-        release_products(k, turn);
+        if (!PT_FAULT(keys_kept_for_the_next_tile)) release_products(k, turn);
         release_products(v, turn++);
       }
       finish(n, dk, dv);
@@ -296,13 +309,19 @@ struct Sm90KeysBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int j = w.j0 + key_row(r);
-      const bool nobody = w.bounds(p, j).empty();
-      dk_factor[r] = nobody ? 0.0f : p.scale, dv_factor[r] = nobody ? 0.0f : K::general ? p.keep_scale * kWeightUnit<T> : kWeightUnit<T>;
+      const bool nobody = (PT_FAULT(results_of_hidden_keys) ? w.own_bounds(p, r) : w.bounds(p, j)).empty();
+      dk_factor[r] = nobody ? 0.0f : PT_FAULT(the_scale_of_d_key) ? 1.0f : p.scale;
+      const float unit = PT_FAULT(the_unit_of_d_value_weights) ? 1.0f : kWeightUnit<T>;
+      dv_factor[r] = nobody ? 0.0f : !PT_FAULT(kept_values_of_d_value_not_scaled) && K::general ? p.keep_scale * unit : unit;
       index[r] = (!K::general || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
-    if constexpr (K::looks_up)
-      if ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor)))
-        raise(g.redo, int64_t(w.b) * (p.heads / p.group) + w.hk, w.j0 - Work::first_key(p));
+    if constexpr (K::looks_up) {
+      const bool unflagged = PT_FAULT(no_flag_raised_over_keys) || (PT_FAULT(no_flag_raised_of_wide_keys) && D == 256);
+      const int head = PT_FAULT(the_flag_of_another_head_over_keys) ? 0 : w.hk;
+      const int first = PT_FAULT(the_flag_of_the_first_keys) ? 0 : w.j0 - Work::first_key(p);
+      if (!unflagged && ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor))))
+        raise(g.redo, int64_t(w.b) * (p.heads / p.group) + head, first);
+    }
     if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
     if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
   }

@@ -31,7 +31,8 @@ struct SeenPairs {
   // Columns 32 w to 32 w + 31; a bit for each of the lane's rows.
   PT_DEVICE void put(int w, uint32_t upper, uint32_t lower) {
     const int shift = 2 * (lane_id() % 4);
-    words[w / 2] |= ((upper >> shift & 0x03030303u) | (lower >> shift & 0x03030303u) << 2) << 4 * (w % 2);
+    const int half = PT_FAULT(bits_of_other_columns_backward) ? 0 : w % 2;
+    words[w / 2] |= ((upper >> shift & 0x03030303u) | (lower >> shift & 0x03030303u) << 2) << 4 * half;
   }
 };
 
@@ -48,7 +49,7 @@ PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns
 PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
   uint32_t bits = 0;
   PT_UNROLL
-  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[w] * 0x10204080u >> 28;
+  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[PT_FAULT(bytes_of_a_mask_turned_round_backward) ? 3 - w : w] * 0x10204080u >> 28;
   return bits;
 }
 
@@ -80,7 +81,7 @@ class BackwardLookups {
   // By those warps: a visit of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
   template <class R, class F>
   PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int visit, F bounds) const {
-    ring.await_empty(visit);
+    if (!PT_FAULT(bits_written_while_they_are_read)) ring.await_empty(visit);
     if constexpr (K::general) copy_term(p, b, h, Keys ? first : own, Keys ? own : first, visit);
     PT_NO_UNROLL
     for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
@@ -95,23 +96,30 @@ class BackwardLookups {
         // Keys that are rows need no bit: results of hidden ones are not written.
         if (!Keys && p.key_bits.data) {
           const KeyWords keys(p, ptx::again(b));
-          seen.row[r] &= kColumns % 32 ? keys.across(column) : keys.from(column);
+          const bool across = !PT_FAULT(holes_of_tiles_that_begin_within_a_word) && kColumns % 32;
+          const uint32_t visible =
+              across ? keys.across(column) : keys.from(PT_FAULT(holes_of_other_columns_over_queries) ? column & ~32 : column);
+          if (!PT_FAULT(holes_forgotten_over_queries)) seen.row[r] &= visible;
         }
         const Range seen_by = bounds(own + row + r);
-        ptx::st_shared_u32(to + 4 * kPitch * r, seen.row[r] & bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column));
+        const uint32_t within_bounds = bits_below(seen_by.hi - column) & ~bits_below(seen_by.lo - column);
+        ptx::st_shared_u32(to + 4 * kPitch * r, seen.row[r] & (PT_FAULT(bounds_left_out_backward) ? kAllColumns : within_bounds));
       }
     }
-    if constexpr (K::general) ptx::cp_async_wait<0>();
-    ptx::syncwarp();
+    if (!PT_FAULT(a_term_not_awaited) && K::general) ptx::cp_async_wait<0>();
+    if (!PT_FAULT(bits_announced_too_early)) ptx::syncwarp();
     if (lane_id() == 0) ring.announce(visit);
   }
 
   // By consumers, once the ring's buffer is full.
   PT_DEVICE SeenPairs<kColumns> seen(int visit) const {
     SeenPairs<kColumns> seen;
-    const uint32_t at = buffer(visit) + 4 * kPitch * (kTile.split ? own_row(0) % 64 : own_row(0));
+    const uint32_t at = buffer(visit) + 4 * kPitch * (!PT_FAULT(bits_of_other_keys_wide) && kTile.split ? own_row(0) % 64 : own_row(0));
     PT_UNROLL
-    for (int w = 0; w < kWords; ++w) seen.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * (8 * kPitch + w)));
+    for (int w = 0; w < kWords; ++w) {
+      const int lower = PT_FAULT(bits_of_the_other_row_backward) ? w : 8 * kPitch + w;
+      seen.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * lower));
+    }
     return seen;
   }
 
@@ -125,20 +133,24 @@ class BackwardLookups {
     // row, and eight rows further as well; over keys eight queries further.
     const auto at = [&](int e) {
       const uint32_t element = Keys ? (8 * c + column + e) * kTermPitch + row * size : row * kTermPitch + (8 * c + column + e) * size;
-      return terms(visit) + element + ptx::ld_shared_u32(shifts(visit) + 4 * (Keys ? column + e : row % 8));
+      if (PT_FAULT(rows_not_shifted)) return terms(visit) + element;
+      const int shifted = PT_FAULT(all_rows_shifted_like_the_first) ? 0 : Keys ? column + e : row % 8;
+      return terms(visit) + element + ptx::ld_shared_u32(shifts(visit) + 4 * shifted);
     };
-    const uint32_t first = at(0), second = Keys ? at(1) : first + size;
+    const uint32_t first = at(0), second = !Keys ? first + size : PT_FAULT(queries_shifted_like_those_before) ? first + kTermPitch : at(1);
     const auto add = [&](auto read) {
       each<kPiece>([&](int n, int r, uint32_t) {
         const float term = read(n, r), sum = x[n][r] + term;
-        seen.hide(4 * (c + n) + r, term == minus_infinity());
+        seen.hide(4 * (c + n) + r, !PT_FAULT(what_a_term_hides_is_seen) && term == minus_infinity());
         x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // two large terms are still a number
       });
     };
     const auto word = [&](int n, int r) {
-      const int rows = Keys ? 8 * n : r / 2 * 8, columns = Keys ? r / 2 * 8 : 8 * n;
+      const int half = (Keys ? PT_FAULT(a_term_of_other_keys) : PT_FAULT(a_term_of_other_rows)) ? 0 : r / 2 * 8;
+      const int rows = Keys ? 8 * n : half, columns = Keys ? half : 8 * n;
       const uint32_t element = (r % 2 ? second : first) + rows * kTermPitch + columns * size;
-      return type == Term::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * (element & 2);
+      const uint32_t odd = PT_FAULT(the_first_of_two_halves) ? 0 : element & 2;
+      return type == Term::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * odd;
     };
     if (type == Term::f32) add([&](int n, int r) { return ptx::bits_float(word(n, r)); });
     else if (type == Term::bf16) add([&](int n, int r) { return ptx::widen(ptx::bf16{uint16_t(word(n, r))}); });
@@ -158,20 +170,24 @@ class BackwardLookups {
   template <int Size>  // of an element, in bytes
   PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int b, int h, int query, int key, int visit) const {
     constexpr int kPer = 16 / Size, kChunks = kKeys / kPer;
-    const auto row = [&](int i) { return ptx::again(b) * d.batch + ptx::again(h) * d.head + (query + i) * d.query; };
+    const auto head = [&] { return PT_FAULT(a_term_of_another_head) ? 0 : ptx::again(h); };
+    const auto row = [&](int i) { return ptx::again(b) * d.batch + head() * d.head + (query + i) * d.query; };
     const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };  // elements
     const auto copy = [&](int i, int c) {
       const int64_t from = row(within(query + i, p.num_queries) - query);
       const int j = key + c * kPer - before(from);
-      const int there = j > -kPer ? most(0, least(kPer, p.num_keys - j)) : 0;  // of none nothing is read, wherever it would be
+      const int left =
+          PT_FAULT(terms_of_keys_past_the_last) || (PT_FAULT(copied_beyond_the_last_key) && j < p.num_keys) ? kPer : p.num_keys - j;
+      const int there = j > -kPer ? most(0, least(kPer, left)) : 0;  // of none nothing is read, wherever it would be
       ptx::cp_async_16(terms(visit) + i * kTermPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
                        uint32_t(there * Size));
     };
     const int own = int(threadIdx.x) - 32 * kFirstWarp;
-    if (own < 8) ptx::st_shared_u32(shifts(visit) + 4 * own, uint32_t(before(row(own)) * Size));
+    const int unit = PT_FAULT(shifted_by_elements_not_bytes) ? 1 : Size;
+    if (own < 8) ptx::st_shared_u32(shifts(visit) + 4 * own, uint32_t(before(row(own)) * unit));
     PT_NO_UNROLL
     for (int x = own; x < kQueries * kChunks; x += 32 * kWarps) copy(x / kChunks, x % kChunks);
-    if (d.together == kPer) return;
+    if (PT_FAULT(the_end_of_rows_left_out) || d.together == kPer) return;
     PT_NO_UNROLL
     for (int i = own; i < kQueries; i += 32 * kWarps) copy(i, kChunks);
   }
@@ -212,7 +228,8 @@ class BackwardLookups {
     PT_UNROLL
     for (int r = 0; r < R; ++r) {
       const int64_t own = load_i64(segments(p, b, !Keys) + within(row + r, rows));
-      seen.row[r] &= alike ? 0u - uint32_t(own == one) : same_segment(own, segments(p, b, Keys), column, columns);
+      const bool of_one = PT_FAULT(another_segment_alike_backward) || own == one;
+      seen.row[r] &= alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
     }
   }
   // Of 32 columns, those of a segment.
@@ -225,7 +242,10 @@ class BackwardLookups {
       PT_UNROLL
       for (int e = 0; e < kLoads; ++e) found[e] = load_i64(others + within(column + c + e, columns));
       PT_UNROLL
-      for (int e = 0; e < kLoads; ++e) same |= uint32_t(found[e] == segment) << (c + e);
+      for (int e = 0; e < kLoads; ++e) {
+        const bool equal = PT_FAULT(segments_of_32_bits_backward) ? int32_t(found[e]) == int32_t(segment) : found[e] == segment;
+        same |= uint32_t(equal) << (c + e);
+      }
     }
     return same;
   }
@@ -240,7 +260,7 @@ class BackwardLookups {
     return shown;
   }
   static PT_DEVICE uint32_t shown_to_query(const AttentionProblem& p, const uint8_t* row, int key) {
-    if (p.mask.together == 16) {
+    if (PT_FAULT(sixteen_keys_where_fewer_are_aligned_backward) || p.mask.together == 16) {
       ptx::Words4 bytes[2];
       PT_UNROLL
       for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c, p.num_keys) ? ptx::ld_global_v4(row + key + 16 * c) : ptx::Words4{};
@@ -250,7 +270,10 @@ class BackwardLookups {
     PT_NO_UNROLL
     for (int c = 0; c < 32; c += 2) {
       PT_UNROLL
-      for (int e = 0; e < 2; ++e) shown |= uint32_t(ptx::ld_global_u8(row + within(key + c + e, p.num_keys) * p.mask.key) != 0) << (c + e);
+      for (int e = 0; e < 2; ++e) {
+        const int j = PT_FAULT(keys_of_a_mask_past_the_last_backward) ? key + c + e : within(key + c + e, p.num_keys);
+        shown |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (c + e);
+      }
     }
     return shown;
   }
@@ -265,13 +288,16 @@ class BackwardLookups {
       uint32_t eight = 0;
       if (aligned) {
         PT_UNROLL
-        for (int e = 0; e < 8; ++e)
-          eight |= (reads ? ptx::ld_global_u32(mask + within(from + e, p.num_queries) * p.mask.query + key) : 0) << e;
+        for (int e = 0; e < 8; ++e) {
+          const int i = within(PT_FAULT(one_query_for_four_backward) ? from : from + e, p.num_queries);
+          eight |= (reads ? ptx::ld_global_u32(mask + i * p.mask.query + key) : 0) << e;
+        }
       } else {
         PT_NO_UNROLL
         for (int e = 0; e < 32; ++e) {
           const auto* row = mask + within(from + e / 4, p.num_queries) * p.mask.query;
-          eight |= uint32_t(ptx::ld_global_u8(row + within(key + e % 4, p.num_keys) * p.mask.key) != 0) << (8 * (e % 4) + e / 4);
+          const int j = within(PT_FAULT(one_key_for_four_backward) ? key : key + e % 4, p.num_keys);
+          eight |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (8 * (e % 4) + e / 4);
         }
       }
       PT_UNROLL

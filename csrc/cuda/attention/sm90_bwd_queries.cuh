@@ -79,17 +79,28 @@ struct Sm90QueriesBlock {
 
   // Kept in registers from visit to visit, descriptors of all steps of wide heads would not leave enough, nor with lookups.
   static PT_DEVICE RingOwn own(const RingOwn& ring) {
-    return D > 128 || K::looks_up ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0)))), 0) : ring;
+    return D > 128 || K::looks_up
+               ? RingOwn(uint32_t(ptx::again(int(ring.buffer(0) + (PT_FAULT(the_other_panel_of_wide_queries) ? RingOwn::kPanelBytes : 0)))),
+                         0)
+               : ring;
   }
 
   // With lookups a lane speaks for its warp's loads too.
   PT_DEVICE void release_keys(int visit) const {
-    if constexpr (kWithKeys) release_by_warp(k, visit);
-    else release_products(k, visit);
+    if constexpr (kWithKeys) {
+      if (!PT_FAULT(keys_released_before_bits_are_read)) ptx::syncwarp();
+      if (lane_id() == 0) k.release(visit);
+    } else {
+      release_products(k, visit);
+    }
   }
   PT_DEVICE void release_values(int visit) const {
-    if constexpr (kWithValues) release_by_warp(v, visit);
-    else release_products(v, visit);
+    if constexpr (kWithValues) {
+      if (!PT_FAULT(values_released_before_bits_are_read)) ptx::syncwarp();
+      if (lane_id() == 0) v.release(visit);
+    } else {
+      release_products(v, visit);
+    }
   }
 
   PT_DEVICE void consume() const {
@@ -102,7 +113,7 @@ struct Sm90QueriesBlock {
       const Range keep = w.kept(p);
       Range whole = w.whole(p);
       // Sums of dS must not take in rows behind the last query.
-      if (K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
+      if (!PT_FAULT(sums_of_rows_behind_the_last_query) && K::general && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
       // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met NaN is made
       // again.
       const bool holes = !K::looks_up && whole.lo == kUnbounded;
@@ -125,7 +136,7 @@ struct Sm90QueriesBlock {
       for (int i = 0; i < D / 2; ++i) dq[i] = 0.0f;
 
       const auto start = [&](int first) {
-        clear_rows<kConsumers>(k, visit, first, keep);
+        if (!PT_FAULT(keys_that_nobody_sees_kept)) clear_rows<kConsumers>(k, visit, first, keep);
         k.await_full(visit);
         multiply_rows<T, D>(s, own(q), turn, k, visit, false);
         v.await_full(visit);
@@ -137,7 +148,7 @@ struct Sm90QueriesBlock {
         const Range bounds[2] = {w.own_bounds(p, 0), w.own_bounds(p, 1)};
         each_element(x, first, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
         if constexpr (!K::looks_up) {
-          if (holes) hide_keys(x, first, key_words(), 0.0f);
+          if (!PT_FAULT(holes_seen_over_queries) && holes) hide_keys(x, first, key_words(), 0.0f);
         }
       };
       // Where something is looked up, any tile may be.
@@ -150,7 +161,8 @@ struct Sm90QueriesBlock {
             if (cut(first)) {
               const Range bounds[2] = {w.bounds(p, at.row_of(0)), w.bounds(p, at.row_of(2))};
               seen = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) {
-                return within<4>(place, bounds) & (holes ? visible_columns<4>(place, key_words()) : kAllColumns);
+                return within<4>(place, bounds) &
+                       (!PT_FAULT(holes_seen_with_terms_over_queries) && holes ? visible_columns<4>(place, key_words()) : kAllColumns);
               });
             }
           if (p.drop_threshold) {
@@ -168,7 +180,9 @@ struct Sm90QueriesBlock {
             terms.apply(x, slope, place, kAllColumns);
             if constexpr (K::looks_up) {
               lookups.add(p, x, visit, c, seen);
-              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of(x[n][r], top[r / 2], log[r / 2]); });
+              each<kPiece>([&](int n, int r, uint32_t) {
+                x[n][r] = weight_of(x[n][r], top[r / 2], PT_FAULT(the_log_of_the_sum_forgotten_over_queries) ? 0.0f : log[r / 2]);
+              });
             } else {
               each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = weight_of<T>(x[n][r], top[r / 2]); });
             }
@@ -181,8 +195,8 @@ struct Sm90QueriesBlock {
           });
         } else {
           each_element(s, 0, [&](float& x, int r, int) { x = ptx::exp2(ptx::fma_rn(x, unit, -top[r])); });
-          if constexpr (K::looks_up) keep_seen(s, seen.again());
-          else hide(s, first);
+          if constexpr (!K::looks_up) hide(s, first);
+          else if (!PT_FAULT(scores_not_hidden_by_bits_over_queries)) keep_seen(s, seen.again());
           pack_recomputed<T>(weights, s);
         }
       };
@@ -190,25 +204,30 @@ struct Sm90QueriesBlock {
         if constexpr (K::general) {
           if (p.drop_threshold) {
             PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] = kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
+            for (int i = 0; i < BN / 2; ++i)
+              dp[i] = PT_FAULT(dp_of_dropped_weights_over_queries) || kept.has(i) ? dp[i] * p.keep_scale : 0.0f;
           }
-          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
-          if (hides(first)) keep_seen(dp, seen.again());
+          each_element(dp, 0,
+                       [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_over_queries) ? 0.0f : delta[r]); });
+          if (!PT_FAULT(hidden_dp_kept_over_queries) && hides(first)) keep_seen(dp, seen.again());
           PT_UNROLL
           for (int i = 0; i < BN / 2; ++i) dp[i] *= ptx::widen(T{uint16_t(weights[i / 8][i / 2 % 4] >> 16 * (i % 2))});
-          gradients.add(g, dp, w, first - w.i0 - consumer() * 64 - w.s.shift);
-          if (p.softcap != 0.0f) {
+          const auto slope = [&] {
             PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) dp[i] *= s[i];
-          }
+            for (int i = 0; i < BN / 2; ++i) dp[i] *= PT_FAULT(softcap_slope_forgotten_over_queries) ? 1.0f : s[i];
+          };
+          if (PT_FAULT(sums_of_ds_after_softcap_slope) && p.softcap != 0.0f) slope();
+          gradients.add(g, dp, w, first - w.i0 - consumer() * 64 - w.s.shift);
+          if (p.softcap != 0.0f) slope();
           pack_weights<T>(weights, dp);
         } else {
-          each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, delta[r]); });
+          each_element(dp, 0,
+                       [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_over_queries) ? 0.0f : delta[r]); });
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would raise a flag.
           if constexpr (K::looks_up) {
             if (cut(first)) keep_seen(dp, seen.again());
           } else {
-            hide(dp, first);
+            if (!PT_FAULT(dp_not_hidden)) hide(dp, first);
           }
           pack_gradients<T>(weights, weights, dp);
         }
@@ -217,10 +236,10 @@ struct Sm90QueriesBlock {
       if (w.range.count() > 0) {
         int first = w.origin + (w.range.last - 1) * BN;
         q.await_full(turn);
-        d_out.await_full(turn);
+        if (!PT_FAULT(gradients_of_outputs_not_awaited)) d_out.await_full(turn);
         start(first);
         decide(first);
-        ptx::wgmma_wait<1>();
+        if (!PT_FAULT(scores_not_awaited_over_queries)) ptx::wgmma_wait<1>();
         weigh(first);
         ptx::wgmma_wait<0>();
         release_values(visit);
@@ -230,8 +249,9 @@ struct Sm90QueriesBlock {
           first -= BN;
           start(first);
           decide(first);
+          if (PT_FAULT(keys_released_too_early)) release_keys(visit - 1);
           ptx::wgmma_wait<1>();
-          release_keys(visit - 1);
+          if (!PT_FAULT(keys_released_too_early)) release_keys(visit - 1);
           weigh(first);
           ptx::wgmma_wait<0>();
           release_values(visit);
@@ -240,8 +260,10 @@ struct Sm90QueriesBlock {
         release_products(q, turn);
         release_products(d_out, turn++);
         multiply_weights<T>(dq, weights, k, visit);
+        if (PT_FAULT(keys_released_too_early_at_the_end)) release_keys(visit);
         ptx::wgmma_wait<0>();
-        release_keys(visit++);
+        if (!PT_FAULT(keys_released_too_early_at_the_end)) release_keys(visit);
+        ++visit;
       }
       if constexpr (K::general) gradients.finish(g, w);
       finish(n, dq);
@@ -258,10 +280,12 @@ struct Sm90QueriesBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = w.i0 + own_row(r);
-      factor[r] = w.own_bounds(p, r).empty() ? 0.0f : p.scale;
+      factor[r] = w.own_bounds(p, r).empty() ? 0.0f : PT_FAULT(the_scale_of_d_query) ? 1.0f : p.scale;
       index[r] = i < written ? w.s.row_q + i : -1;
     }
-    if (args.g.redo.flags && not_finite(dq, factor)) raise(args.g.redo, int64_t(w.b) * p.heads + w.h, w.i0);
+    const bool unflagged = PT_FAULT(no_flag_raised_over_queries) || (PT_FAULT(no_flag_raised_for_holes) && !K::looks_up);
+    if (args.g.redo.flags && !unflagged && not_finite(dq, factor))
+      raise(args.g.redo, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_over_queries) ? 0 : w.h), w.i0);
     store_wide<T>(args.g.dq, w.b, w.h, dq, factor, index);
   }
 

@@ -55,7 +55,10 @@ PT_DEVICE void pack_recomputed(uint32_t (&weights)[R / 8][4], const float (&x)[R
     pack_weights<T>(weights, x);
   } else {
     PT_UNROLL
-    for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = ptx::pack_f16_finite(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < R / 2; ++i) {
+      const float low = x[2 * i], high = x[2 * i + 1];
+      weights[i / 4][i % 4] = PT_FAULT(weights_beyond_float16) ? ptx::pack_f16(low, high) : ptx::pack_f16_finite(low, high);
+    }
   }
 }
 
@@ -66,7 +69,8 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
   PT_UNROLL
   for (int i = 0; i < R / 2; ++i) {
     const uint32_t w = weights[i / 4][i % 4];
-    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i], ptx::widen(T{uint16_t(w >> 16)}) * dp[2 * i + 1]);
+    ds[i / 4][i % 4] = Element<T>::pack(ptx::widen(T{uint16_t(w)}) * dp[2 * i],
+                                        ptx::widen(T{uint16_t(PT_FAULT(another_half_of_the_weights) ? w : w >> 16)}) * dp[2 * i + 1]);
   }
 }
 
@@ -77,7 +81,7 @@ constexpr int kPiece = 2;
 // Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
 PT_DEVICE Place place_again(int row, int column) {
   const int thread = ptx::again(int(threadIdx.x));
-  return Place(row + thread / 32 * 16 - 64, column, thread % 32);
+  return Place(row + thread / 32 * 16 - (PT_FAULT(rows_of_another_warp) ? 48 : 64), column, thread % 32);
 }
 
 // A bit for each element of x[R].
@@ -95,7 +99,8 @@ struct Pairs {
     PT_UNROLL
     for (int w = 0; w < (R + 31) / 32; ++w) {
       PT_NO_UNROLL  // under products in flight there are few registers
-      for (int n = 32 * w; n < least(32 * w + 32, R); n += 4 * N) all.words[w] |= f(at.after(2 * n)) << n % 32;
+      for (int n = 32 * w; n < least(32 * w + 32, R); n += 4 * N)
+        all.words[w] |= f(at.after(2 * n)) << (PT_FAULT(bits_of_other_columns) ? 0 : n % 32);
     }
     return all;
   }

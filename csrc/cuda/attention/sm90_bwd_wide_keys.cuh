@@ -33,24 +33,35 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
   PT_DEVICE void consume() const {
     if (consumer() == 0) sum<false>(k, q, d_out);
+    else if (PT_FAULT(d_key_from_the_gradients_of_outputs)) sum<true>(v, d_out, d_out);
     else sum<true>(v, d_out, q);
+  }
+
+  // As release_by_warp.
+  template <class R>
+  static PT_DEVICE void release(const R& ring, int visit) {
+    if (!PT_FAULT(wide_rows_released_too_early)) ptx::syncwarp();
+    if (lane_id() == 0) ring.release(visit);
   }
 
   // Where this thread, or in the other consumer the one like it, has operand i.
   PT_DEVICE uint32_t place(int visit, int i) const {
-    return exchange.buffer(visit) + uint32_t(i * 128 + ptx::again(int(threadIdx.x)) % 128) * 16;
+    const int thread = ptx::again(int(threadIdx.x)) % 128, step = PT_FAULT(weights_of_the_first_sixteen_queries) && consumer() ? 0 : i;
+    const int other = PT_FAULT(another_threads_weights) ? consumer() : 0;
+    return exchange.buffer(PT_FAULT(weights_in_one_buffer) ? 0 : visit) + uint32_t(step * 128 + (thread ^ other)) * 16;
   }
 
   PT_DEVICE void store(int visit, int i, const uint32_t (&w)[4]) const {
     ptx::st_shared_v4_f32(place(visit, i), ptx::bits_float(w[0]), ptx::bits_float(w[1]), ptx::bits_float(w[2]), ptx::bits_float(w[3]));
   }
   PT_DEVICE void announce(int visit) const {
-    ptx::syncwarp();
+    if (!PT_FAULT(weights_announced_too_early)) ptx::syncwarp();
     if (lane_id() == 0) exchange.announce(visit);
   }
   PT_DEVICE void send(int visit, const float (&x)[BN / 2]) const {
     uint32_t weights[kSteps][4];
-    pack_recomputed<T>(weights, x);
+    if (PT_FAULT(weights_beyond_float16_wide)) pack_weights<T>(weights, x);
+    else pack_recomputed<T>(weights, x);
     PT_UNROLL
     for (int i = 0; i < kSteps; ++i) store(visit, i, weights[i]);
     announce(visit);
@@ -58,12 +69,13 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
   // x becomes P x.
   PT_DEVICE void multiply_received(int visit, float (&x)[BN / 2]) const {
-    exchange.await_full(visit);
+    if (!PT_FAULT(weights_not_awaited)) exchange.await_full(PT_FAULT(the_phase_of_weights_flipped) ? visit + kTile.stages : visit);
     PT_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const ptx::Words4 weights = ptx::ld_shared_v4(place(visit, i));
       PT_UNROLL
-      for (int e = 0; e < 8; ++e) x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (e % 2))});
+      for (int e = 0; e < 8; ++e)
+        x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (PT_FAULT(half_of_the_weights_twice) ? 0 : e % 2))});
     }
   }
 
@@ -72,7 +84,9 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
     Pairs<BN / 2> seen, kept;
   };
   // The lane's first element of the tile of queries from i0 on.
-  static PT_DEVICE Place at(const Work& w, int i0) { return place_again(w.j0 - consumer() * 64, i0); }
+  static PT_DEVICE Place at(const Work& w, int i0) {
+    return place_again(PT_FAULT(wide_terms_of_the_other_consumers_keys) ? w.j0 : w.j0 - consumer() * 64, i0);
+  }
   template <class F>
   PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
     const AttentionProblem& p = args.g.p;
@@ -105,11 +119,19 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
         PT_UNROLL
         for (int r = 0; r < 4; ++r) s[n][r] = weight_of<T>(s[n][r], top[r % 2]);
       }
-      if (cut) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.seen.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
-      each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r]; });
+      if (cut)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = PT_FAULT(wide_terms_of_hidden_pairs) || bits.seen.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
+      each<kPiece>([&](int n, int r, uint32_t) {
+        slope[n][r] = !PT_FAULT(wide_slopes_forgotten) && p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r];
+      });
       pack_piece<T>(words, slope);
       store(visit, c / kPiece, words);
-      if (p.drop_threshold) each<kPiece>([&](int n, int r, uint32_t) { s[n][r] = bits.kept.has(4 * (c + n) + r) ? s[n][r] : 0.0f; });
+      if (p.drop_threshold)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = PT_FAULT(wide_dropped_weights_kept) || bits.kept.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
     });
   }
 
@@ -118,7 +140,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
     const AttentionProblem& p = args.g.p;
     if (p.drop_threshold) {
       PT_UNROLL
-      for (int i = 0; i < BN / 2; ++i) x[i] = bits.kept.has(i) ? x[i] * p.keep_scale : 0.0f;
+      for (int i = 0; i < BN / 2; ++i) x[i] = PT_FAULT(wide_dp_of_dropped_weights) || bits.kept.has(i) ? x[i] * p.keep_scale : 0.0f;
     }
     each_number(x, own_numbers(visit) + 4 * BN, [](float& e, float delta) { e = less_delta<T>(e, -delta); });
     if (cut) keep_seen(x, bits.seen);
@@ -145,11 +167,11 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group - 1;
       const auto start = [&] {
-        if (K::general && (t == first || t == last)) ++h;
+        if (K::general && ((!PT_FAULT(another_heads_slope_wide) && t == first) || t == last)) ++h;
         t = t == first ? last - 1 : t - 1;
         if (clear) {
           const Range keep = once_more().kept(p);
-          clear_rows<kConsumers>(q, visit, t * BN, keep);
+          if (!PT_FAULT(wide_queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, visit, t * BN, keep);
           clear_rows<kConsumers>(d_out, visit, t * BN, keep);
         }
         left.await_full(visit);
@@ -161,33 +183,35 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
         if constexpr (K::general) {
           const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
           if constexpr (OfKeys) {
-            release_by_warp(left, visit);
+            release(left, visit);
             right.await_full(visit);
             differentiate_terms(visit, x, decide(w, h, t * BN, cut, once_more), cut);
           } else {
             weigh_terms(w, h, t * BN, visit, x, decide(w, h, t * BN, cut, once_more), cut);
-            release_by_warp(left, visit);
+            release(left, visit);
             announce(visit);
           }
           return;
         }
         if constexpr (OfKeys) {
-          release_by_warp(left, visit);
+          release(left, visit);
           right.await_full(visit);
-          each_number(x, own_numbers(visit) + 4 * BN, [](float& e, float delta) { e = (e + delta) * kWeightUnit<T>; });
+          each_number(x, own_numbers(visit) + 4 * BN,
+                      [](float& e, float delta) { e = (e + (PT_FAULT(delta_of_wide_heads_forgotten) ? 0.0f : delta)) * kWeightUnit<T>; });
           multiply_received(visit, x);
         } else {
           each_number(x, own_numbers(visit), [&](float& e, float top) { e = ptx::exp2(ptx::fma_rn(e, unit, -top)); });
         }
         if constexpr (K::looks_up) {
-          keep_seen(x, lookups.seen(visit).again());  // bounds are among the bits
+          if (!PT_FAULT(wide_scores_not_hidden_by_bits)) keep_seen(x, lookups.seen(visit).again());  // bounds are among the bits
         } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
           const Work again = once_more();
           const Range bounds[2] = {again.own_bounds(p, 0), again.own_bounds(p, 1)};
-          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+          each_element(x, t * BN,
+                       [&](float& e, int r, int column) { e = PT_FAULT(wide_scores_not_hidden) || bounds[r].has(column) ? e : 0.0f; });
         }
         if constexpr (!OfKeys) {
-          release_by_warp(left, visit);
+          release(left, visit);
           send(visit, x);
         }
       };
@@ -217,20 +241,21 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
           start();
           right.await_full(visit - 1);
           multiply_weights<T>(sums, weights, right, visit - 1);
-          ptx::wgmma_wait<1>();
+          if (!PT_FAULT(scores_of_wide_heads_not_awaited)) ptx::wgmma_wait<1>();
           weigh();
+          if (PT_FAULT(wide_rows_released_under_their_product)) release(right, visit - 1);
           ptx::wgmma_wait<0>();
-          release_by_warp(right, visit - 1);
+          if (!PT_FAULT(wide_rows_released_under_their_product)) release(right, visit - 1);
           take();
         }
         right.await_full(visit);
         multiply_weights<T>(sums, weights, right, visit);
         ptx::wgmma_wait<0>();
-        release_by_warp(right, visit++);
+        release(right, visit++);
         release_products(k, turn);
         release_products(v, turn++);
       }
-      Keys::finish(n, sums, sums, OfKeys, !OfKeys);
+      Keys::finish(n, sums, sums, OfKeys != PT_FAULT(results_exchanged), OfKeys == PT_FAULT(results_exchanged));
     });
   }
 

@@ -56,7 +56,7 @@ struct Sm90ForwardBlock {
       for (int t = w.range.last - 1; t >= w.range.first; --t, ++visit) {
         k.load(visit, args.k, row + t * BN, w.h / p.group, batch);
         if (t == w.range.last - 1) q.load(turn++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
-        v.load(visit, args.v, row + t * BN, w.h / p.group, batch);
+        v.load(visit, args.v, row + t * BN, PT_FAULT(values_of_another_head) ? 0 : w.h / p.group, batch);
       }
     });
   }
@@ -90,7 +90,7 @@ struct Sm90ForwardBlock {
       const float safe = top == minus_infinity() ? 0.0f : top;
       rows.decay[r] = ptx::exp2((rows.max[r] - safe) * unit);
       rows.max[r] = top;
-      float sum = rows.sum[r] * rows.decay[r];
+      float sum = PT_FAULT(no_decay_of_the_sums) ? rows.sum[r] : rows.sum[r] * rows.decay[r];
       PT_UNROLL
       for (int j = 0; j < BN / 8; ++j) {
         PT_UNROLL
@@ -121,10 +121,11 @@ struct Sm90ForwardBlock {
       factor[r] = dead ? 0.0f : ptx::div_rn(p.keep_scale, sum);
       index[r] = i < written ? w.s.row_q + i : -1;
       if (lane_id() % 4 != 0 || index[r] < 0) continue;
-      const float top = K::general ? rows.max[r] : rows.max[r] * p.scale;
+      const float top = PT_FAULT(lse_without_its_maximums_scale) || K::general ? rows.max[r] : rows.max[r] * p.scale;
       store_one(f.lse + number_at(f.at, w.b, w.h, index[r]), dead ? minus_infinity() : ptx::fma_rn(ptx::log2(sum), kLn2, top));
     }
-    if (K::looks_up && not_finite(o, factor)) raise(f.redo, int64_t(w.b) * p.heads + w.h, w.i0);
+    if (!PT_FAULT(no_flag_raised) && K::looks_up && (PT_FAULT(a_flag_raised_for_nothing) || not_finite(o, factor)))
+      raise(f.redo, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_forward) ? 0 : w.h), w.i0);
     store_wide<T>(f.out, w.b, w.h, o, factor, index);
   }
 
@@ -136,7 +137,7 @@ struct Sm90ForwardBlock {
     const AttentionProblem& p = args.f.p;
     const float unit = K::general ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
     int visit = 0, turn = 0;
-    if (consumer() == 1) pass_turn();
+    if (!PT_FAULT(the_first_turn_not_passed) && consumer() == 1) pass_turn();
     for_each_tile(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto row = [&] { return ptx::again(w.i0) + warp_row(); };  // not kept: a register
@@ -151,9 +152,11 @@ struct Sm90ForwardBlock {
 
       // Keys between the bounds that padding hides: found again where they are needed. Lookups have them as pairs.
       const bool holes = !K::looks_up && whole.lo == kUnbounded;
-      const auto key_words = [&] { return KeyWords(p, place_of(args.order, ptx::again(n)).head / p.heads); };
+      const auto key_words = [&] {
+        return KeyWords(p, PT_FAULT(hidden_keys_of_the_first_sequence) ? 0 : place_of(args.order, ptx::again(n)).head / p.heads);
+      };
       const auto clear = [&](int first) {
-        if (holes) clear_hidden_rows<kConsumers>(v, visit, first, keep, key_words());
+        if (!PT_FAULT(values_in_holes_kept) && holes) clear_hidden_rows<kConsumers>(v, visit, first, keep, key_words());
         else clear_rows<kConsumers>(v, visit, first, keep);
       };
       const auto look_up = [&](int first) {
@@ -177,7 +180,7 @@ struct Sm90ForwardBlock {
           // Registers are scarce: with terms what bounds need is worked out again.
           if constexpr (K::general) hide_unseen(Work(p, args.order, ptx::again(n)));
           else hide_unseen(w);
-          if (holes) hide_keys(s, first, key_words(), minus_infinity());
+          if (!PT_FAULT(holes_seen) && holes) hide_keys(s, first, key_words(), minus_infinity());
         }
         softmax(s, rows, unit);
       };
@@ -186,19 +189,19 @@ struct Sm90ForwardBlock {
           if (p.drop_threshold)
             in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
               const uint32_t kept = terms.template kept<8>(place);
-              each<8>([&](int n, int r, uint32_t bit) { x[n][r] = kept & bit ? x[n][r] : 0.0f; });
+              each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(what_dropout_drops_kept) || kept & bit ? x[n][r] : 0.0f; });
             });
         pack_weights<T>(weights, s);
       };
 
       if (w.range.count() > 0) {
         int first = w.origin + (w.range.last - 1) * BN;
-        q.await_full(turn);
+        if (!PT_FAULT(queries_not_awaited)) q.await_full(turn);
         k.await_full(visit);
         await_turn();
         multiply_rows<T, D>(s, own(q), turn, k, visit, false);
         pass_turn();
-        look_up(first);
+        if (!PT_FAULT(scores_not_hidden_in_the_first_tile)) look_up(first);
         ptx::wgmma_wait<0>();
         release_products(k, visit);
         if (w.range.count() == 1) release_products(q, turn);
@@ -208,21 +211,23 @@ struct Sm90ForwardBlock {
         for (int t = w.range.last - 2; t >= w.range.first; --t, ++visit) {
           clear(first);
           first -= BN;
-          k.await_full(visit + 1);
+          if (!PT_FAULT(keys_not_awaited)) k.await_full(visit + 1);
           await_turn();
           multiply_rows<T, D>(s, own(q), turn, k, visit + 1, false);
-          v.await_full(visit);
+          if (!PT_FAULT(values_not_awaited)) v.await_full(visit);
           multiply_weights<T>(o, weights, v, visit);
-          pass_turn();
-          look_up(first);
-          ptx::wgmma_wait<1>();
+          if (!PT_FAULT(a_turn_not_passed)) pass_turn();
+          if (!PT_FAULT(bits_of_the_tile_before) || t % 2) look_up(first);
+          if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
           release_products(k, visit + 1);
-          if (t == w.range.first) release_products(q, turn);
+          if (PT_FAULT(queries_released_at_every_visit) || t == w.range.first) release_products(q, turn);
           weigh(first);
+          if (PT_FAULT(weights_written_under_their_product)) pack(first);
+          if (PT_FAULT(values_released_too_early)) release_products(v, visit);
           ptx::wgmma_wait<0>();
-          release_products(v, visit);
+          if (!PT_FAULT(values_released_too_early)) release_products(v, visit);
           PT_UNROLL
-          for (int i = 0; i < D / 2; ++i) o[i] *= rows.decay[i / 2 % 2];
+          for (int i = 0; i < D / 2; ++i) o[i] *= PT_FAULT(no_decay_of_the_outputs) ? 1.0f : rows.decay[i / 2 % 2];
           pack(first);
         }
 

@@ -13,7 +13,7 @@ namespace pt::cuda {
 
 // Bits of the columns below the lane's first column + x.
 PT_DEVICE uint32_t columns_below(int x) {
-  const int count = x <= 0 ? 0 : x / 8 * 2 + least(x % 8, 2);
+  const int count = x <= 0 ? 0 : x / 8 * 2 + least(PT_FAULT(a_column_too_many_below) ? x % 8 + 1 : x % 8, 2);
   return count >= 32 ? kAllColumns : (1u << count) - 1;
 }
 
@@ -38,15 +38,15 @@ class Lookups {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const Range bounds = w.own_bounds(p_, r);
-      seen[r] = columns_below(bounds.hi - column) & ~columns_below(bounds.lo - column);
+      seen[r] = columns_below(bounds.hi - column) & ~(PT_FAULT(keys_before_a_rows_first) ? 0 : columns_below(bounds.lo - column));
     }
     if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
     if (p_.mask.data && p_.mask.type == Term::boolean) {
-      if (p_.mask.together == 16) hide_chunks(w, first);
+      if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || p_.mask.together == 16) hide_chunks(w, first);
       else hide_bytes(w, column);
     }
     if (p_.query_segments) hide_segments(w, column);
-    if (w.s.holes) hide_keys(w, column);
+    if (!PT_FAULT(holes_seen_by_lookups) && w.s.holes) hide_keys(w, column);
   }
 
   // Adds the floating terms to x, scores in natural units of columns that begin with the eights c of the tile, whose first is `first`;
@@ -57,19 +57,23 @@ class Lookups {
     if (paired_) {
       const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
       if (d.type == Term::f32) {
-        if ((c > 0 || !kEarly) && c % (kKept / 4) == 0) load_pairs(w, d, column, c);
+        if ((c > 0 || !kEarly) && c % (kKept / 4) == (PT_FAULT(the_second_half_of_float32_pairs) ? 1 : 0))
+          load_pairs(w, d, column, PT_FAULT(wide_pairs_of_other_columns) ? c / 4 * 4 : c);
         add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kKept]); });
       } else {
-        if ((c > 0 || !kEarly) && c % (kKept / 2) == 0) load_pairs(w, d, column, c);
-        const auto pair = [&](int n, int r) { return uint16_t(raw_[(2 * (c + n) + r / 2) % kKept] >> 16 * (r % 2)); };
+        if ((c > 0 || !kEarly) && c % (kKept / 2) == (PT_FAULT(the_second_half_of_pairs) ? 1 : 0))
+          load_pairs(w, d, column, PT_FAULT(wide_pairs_of_other_columns) ? c / 4 * 4 : c);
+        const auto pair = [&](int n, int r) {
+          return uint16_t(raw_[(2 * (c + n) + r / 2) % kKept] >> 16 * (PT_FAULT(a_pairs_first_twice) ? 0 : r % 2));
+        };
         if (d.type == Term::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
         else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
       }
     }
     PT_NO_UNROLL
-    for (int which = 1; which <= 2; ++which) {
+    for (int which = 1; which <= (PT_FAULT(the_second_term_left_out) ? 1 : 2); ++which) {
       const Dense& d = which == 1 ? p_.mask : p_.bias;
-      if (!d.data || d.type == Term::boolean || which == paired_) continue;
+      if (!d.data || d.type == Term::boolean || (!PT_FAULT(the_paired_term_added_twice) && which == paired_)) continue;
       with_reader(d, [&](auto read) {
         add_each(x, [&](int n, int r) {
           return read(head(w, d) + int64_t(query(w, r / 2)) * d.query + clamped(column + 8 * (c + n) + r % 2) * d.key);
@@ -89,23 +93,23 @@ class Lookups {
   }
   template <class Work>
   static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
-    return w.b * d.batch + w.h * d.head;
+    return (PT_FAULT(a_mask_of_another_sequence) ? 0 : w.b) * d.batch + (PT_FAULT(a_mask_of_another_head) ? 0 : w.h) * d.head;
   }
   // Rows and keys that are not there are hidden by bounds, or not written: any other will do for them.
   template <class Work>
   PT_DEVICE int query(const Work& w, int r) const {
-    return least(w.i0 + own_row(r), p_.num_queries - 1);
+    return PT_FAULT(queries_of_a_mask_past_the_last) ? w.i0 + own_row(r) : least(w.i0 + own_row(r), p_.num_queries - 1);
   }
-  PT_DEVICE int clamped(int key) const { return most(0, least(key, p_.num_keys - 1)); }
-  PT_DEVICE bool there(int key) const { return uint32_t(key) < uint32_t(p_.num_keys); }
+  PT_DEVICE int clamped(int key) const { return most(0, PT_FAULT(keys_of_a_mask_past_the_last) ? key : least(key, p_.num_keys - 1)); }
+  PT_DEVICE bool there(int key) const { return PT_FAULT(pairs_past_the_last_key) || uint32_t(key) < uint32_t(p_.num_keys); }
 
   // x + term, -inf if one of them is; else no less than -finfo.max, which two large terms would go beyond.
   template <class F>
   static PT_DEVICE void add_each(float (&x)[kPiece][4], F term) {
     each<kPiece>([&](int n, int r, uint32_t) {
       const float t = term(n, r), sum = x[n][r] + t;
-      const bool hidden = t == minus_infinity() || x[n][r] == minus_infinity();
-      x[n][r] = hidden ? minus_infinity() : sum < -kFloatMax ? -kFloatMax : sum;
+      const bool hidden = t == minus_infinity() || (!PT_FAULT(a_term_shows_what_another_hides) && x[n][r] == minus_infinity());
+      x[n][r] = hidden ? minus_infinity() : !PT_FAULT(large_terms_overflow) && sum < -kFloatMax ? -kFloatMax : sum;
     });
   }
 
@@ -138,7 +142,7 @@ class Lookups {
     for (int r = 0; r < 2; ++r) {
       PT_UNROLL
       for (int c = 0; c < BN / 64; ++c) {
-        const int key = first + 64 * c + 16 * quarter;
+        const int key = first + 64 * c + 16 * (PT_FAULT(sixteen_other_keys) ? 3 - quarter : quarter);
         const auto* row = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask) + int64_t(query(w, r)) * p_.mask.query;
         bytes[r][c] = there(key) ? ptx::ld_global_v4(row + key) : ptx::Words4{};
       }
@@ -149,13 +153,14 @@ class Lookups {
       PT_UNROLL
       for (int c = BN / 64 - 1; c >= 0; --c) {
         PT_UNROLL
-        for (int w = 3; w >= 0; --w) word = word << 4 | bytes[r][c].w[w] * 0x10204080u >> 28;
+        for (int w = 3; w >= 0; --w)
+          word = word << 4 | bytes[r][c].w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w] * 0x10204080u >> 28;
       }
       uint32_t visible = 0;
       PT_UNROLL
-      for (int x = 0; x < 4; ++x) {
+      for (int x = 0; x < (PT_FAULT(a_lanes_bits_left_out) ? 3 : 4); ++x) {
         const uint32_t theirs = (x ? ptx::shfl_xor_u32(word, x) : word) >> 2 * quarter & 0x03030303u;
-        visible |= ((theirs | theirs >> 6) & 0x000f000fu) << 4 * (quarter ^ x);
+        visible |= ((theirs | theirs >> 6) & 0x000f000fu) << 4 * (PT_FAULT(bits_of_another_lanes_keys) ? quarter : quarter ^ x);
       }
       seen[r] &= visible;
     }
@@ -167,7 +172,10 @@ class Lookups {
     uint32_t visible = 0;
     PT_UNROLL
     for (int c = 0; c < BN / 32; ++c)  // bits 8 n + e of a word become 2 n + e
-      visible |= ((keys.from(column + 32 * c) & 0x03030303u) * 0x01041040u >> 24) << 8 * c;
+      visible |= ((keys.from(PT_FAULT(holes_of_the_first_32_keys_in_lookups) ? column : column + 32 * c) & 0x03030303u) *
+                      (PT_FAULT(holes_of_other_columns_in_lookups) ? 0x01041080u : 0x01041040u) >>
+                  24)
+                 << 8 * c;
     seen[0] &= visible, seen[1] &= visible;
   }
 
@@ -175,8 +183,9 @@ class Lookups {
   PT_DEVICE void hide_bytes(const Work& w, int column) {
     const auto* mask = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask);
     const int64_t rows[2] = {int64_t(query(w, 0)) * p_.mask.query, int64_t(query(w, 1)) * p_.mask.query};
-    hide_each([&](int k) { return clamped(column + k) * p_.mask.key; },
-              [&](int64_t key, int r) { return ptx::ld_global_u8(mask + rows[r] + key) != 0; });
+    hide_each(
+        [&](int k) { return clamped(column + k) * p_.mask.key; },
+        [&](int64_t key, int r) { return ptx::ld_global_u8(mask + rows[PT_FAULT(a_masks_bytes_of_the_other_row) ? 0 : r] + key) != 0; });
   }
 
   template <class Work>
@@ -187,10 +196,14 @@ class Lookups {
     const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
     if (int64_t one; one_segment<BN>(keys, column - 2 * (lane_id() % 4), p_.num_keys, one)) {
       PT_UNROLL
-      for (int r = 0; r < 2; ++r) seen[r] = own[r] == one ? seen[r] : 0;
+      for (int r = 0; r < 2; ++r) seen[r] = PT_FAULT(another_segment_alike) || own[r] == one ? seen[r] : 0;
       return;
     }
-    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); }, [&](int64_t segment, int r) { return segment == own[r]; });
+    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); },
+              [&](int64_t segment, int r) {
+                if (PT_FAULT(segments_of_32_bits)) return int32_t(segment) == int32_t(own[r]);
+                return segment == own[PT_FAULT(a_segment_of_the_other_row) ? 0 : r];
+              });
   }
 
   // Leaves the pairs that show(key(k), r) is true for, k counted from the lane's first column. A loop: no more registers than a part needs.
@@ -203,7 +216,7 @@ class Lookups {
       for (int k = 0; k < kPart; ++k) {
         const int64_t of_key = key(4 * part + k / 2 * 8 + k % 2);
         PT_UNROLL
-        for (int r = 0; r < 2; ++r) visible[r] |= show(of_key, r) ? 1u << k << part : 0;
+        for (int r = 0; r < 2; ++r) visible[r] |= show(of_key, r) ? 1u << k << (PT_FAULT(the_part_of_a_set) ? 0 : part) : 0;
       }
     }
     seen[0] &= visible[0], seen[1] &= visible[1];

@@ -101,7 +101,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
                 sm90_class(p),
                 p.general(),
-                p.looks_up() || (keys && p.key_bits.data && p.left < kUnbounded),
+                p.looks_up() || (!PT_FAULT(holes_beside_a_left_window_kept) && keys && p.key_bits.data && p.left < kUnbounded),
                 {},
                 0};
   const bool mask_adds = p.mask.data && p.mask.type != Term::boolean;
@@ -139,7 +139,9 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
 inline Sm90Plan plan_sm90_dense(const AttentionDense& f, int multiprocessors) {
   const AttentionProblem& p = f.b.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0};
-  if (f.sizes[2] != p.num_queries || f.sizes[3] != p.num_keys) plan.why_not = "the gradient is a sum over queries or keys";
+  if ((!PT_FAULT(a_sum_over_queries_taken) && f.sizes[2] != p.num_queries) ||
+      (!PT_FAULT(a_sum_over_keys_taken) && f.sizes[3] != p.num_keys))
+    plan.why_not = "the gradient is a sum over queries or keys";
   if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
   if (plan.why_not) return plan;
   const Sm90Tile tile = sm90_dense_tile(plan.head_class);

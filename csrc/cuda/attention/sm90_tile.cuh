@@ -20,7 +20,8 @@ namespace pt::cuda {
 template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   if constexpr (Persists)
-    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::grid_size()) f(n);
+    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::grid_size() + (PT_FAULT(the_tiles_of_another_block) ? 1 : 0))
+      f(n);
   else f(int(blockIdx.x));
 }
 
@@ -30,7 +31,7 @@ PT_DEVICE Range kept_rows(Range seen, bool end) { return {seen.lo == 0 ? -kUnbou
 // Of the keys that some query of the sequence sees.
 PT_DEVICE Range kept_keys(const AttentionProblem& p, const Sequence& s) {
   const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
-  return kept_rows(seen, p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys);
+  return kept_rows(seen, PT_FAULT(the_next_rows_of_memory_kept) || (p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys));
 }
 
 // A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
@@ -48,8 +49,9 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   // None where keys between are hidden, told by a range that begins at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
-    if (s.holes) return {kUnbounded, 0};
-    return {s.keys_of(p, first + 63).lo, s.keys_of(p, first).hi};
+    if (!PT_FAULT(tiles_with_holes_taken_whole) && s.holes) return {kUnbounded, 0};
+    return {s.keys_of(p, PT_FAULT(a_tile_cut_for_the_last_rows_taken_whole) ? first : first + 63).lo,
+            s.keys_of(p, PT_FAULT(a_tile_cut_for_the_first_rows_taken_whole) ? first + 63 : first).hi};
   }
 };
 
@@ -65,12 +67,12 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
   uint32_t others = 0;
   PT_UNROLL
   for (int i = 0; i < Count; i += 32) {
-    const int64_t differs = load(i + lane_id()) ^ one;
-    others |= uint32_t(differs) | uint32_t(differs >> 32);
+    const int64_t differs = load(PT_FAULT(the_first_segments_for_all) ? lane_id() : i + lane_id()) ^ one;
+    others |= uint32_t(differs) | (PT_FAULT(half_of_a_segment) ? 0 : uint32_t(differs >> 32));
   }
   PT_UNROLL
   for (int d = 1; d < 32; d *= 2) others |= ptx::shfl_xor_u32(others, d);
-  return others == 0;
+  return PT_FAULT(one_segment_for_all) || others == 0;
 }
 
 // ---- products
@@ -80,12 +82,16 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
-  const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? consumer() * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
+  const int own = PT_FAULT(the_other_consumers_rows) ? 1 - consumer() : consumer();
+  const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
   ptx::wgmma_fence();
   PT_UNROLL
-  for (int i = 0; i < D / 16; ++i)
-    ptx::wgmma_ss<T, 2 * R, false>(x, swizzled(a + i / 4 * RingA::kPanelBytes + i % 4 * 32),
-                                   swizzled(b + i / 4 * RingB::kPanelBytes + i % 4 * 32), accumulate || i > 0);
+  for (int i = 0; i < D / 16; ++i) {
+    const uint32_t panel = PT_FAULT(the_second_panel_of_rows) ? 0 : i / 4 * RingA::kPanelBytes;
+    const uint32_t step = i % 4 * (PT_FAULT(a_step_of_a_product_too_short) ? 16 : 32);
+    ptx::wgmma_ss<T, 2 * R, false>(x, swizzled(a + panel + i % 4 * 32), swizzled(b + i / 4 * RingB::kPanelBytes + step),
+                                   accumulate || i > 0);
+  }
   ptx::wgmma_commit();
 }
 
@@ -93,10 +99,12 @@ PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, cons
 template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
-  ptx::wgmma_fence();
+  if (!PT_FAULT(no_fence_before_weights_are_multiplied)) ptx::wgmma_fence();
   PT_UNROLL
-  for (int i = 0; i < S; ++i)
-    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], swizzled(b_ring.buffer(b_use) + i * 2 * kSwizzleAtom, RingB::kPanelBytes), true);
+  for (int i = 0; i < S; ++i) {
+    const uint32_t rows = b_ring.buffer(b_use) + i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom;
+    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], swizzled(rows, PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes), true);
+  }
   ptx::wgmma_commit();
 }
 
@@ -117,7 +125,7 @@ PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
   for (int c = 0; c < R / 4; c += N) {
     float x[N][4];
     each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
-    f(x, at.after(8 * c), c);
+    f(x, at.after(PT_FAULT(terms_of_other_columns) ? 4 * c : 8 * c), c);
     each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
   }
 }
@@ -139,10 +147,11 @@ template <int R>
 PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float hidden) {
   PT_UNROLL
   for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
-    const int key = first + 2 * c + 2 * (lane_id() % 4);
+    const int key = first + (PT_FAULT(holes_of_the_tiles_first_32_keys) ? 0 : 2 * c) + 2 * (lane_id() % 4);
     const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
-    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i) x[c + i] = word >> (i / 4 * 8 + i % 2) & 1 ? x[c + i] : hidden;
+    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i)
+      x[c + i] = word >> (i / 4 * 8 + (PT_FAULT(holes_in_even_columns_alone) ? 0 : i % 2)) & 1 ? x[c + i] : hidden;
   }
 }
 
@@ -151,17 +160,17 @@ PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float h
 template <int Consumers, class R, class F>
 PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
-  ring.await_full(use);
+  if (!PT_FAULT(cleared_before_they_are_there)) ring.await_full(use);
   for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
     if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
-  ptx::fence_proxy_async();
-  ptx::bar_sync(kClearBarrier, 128 * Consumers);
+  if (!PT_FAULT(cleared_without_a_fence)) ptx::fence_proxy_async();
+  if (!PT_FAULT(cleared_without_a_barrier)) ptx::bar_sync(kClearBarrier, 128 * Consumers);
 }
 // Those outside `keep`.
 template <int Consumers, class R>
 PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
-  if (first >= keep.lo && first + R::kRows <= keep.hi) return;
-  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row); });
+  if (PT_FAULT(hidden_values_kept) || (first >= keep.lo && first + R::kRows <= keep.hi)) return;
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(PT_FAULT(one_value_too_many_cleared) ? 1 + row : row); });
 }
 // And keys that padding hides between them.
 template <int Consumers, class R>
@@ -187,9 +196,10 @@ PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], con
         // A factor of zero is for rows that see nothing, whatever their sums hold.
         words[c] = factor[r] == 0.0f ? 0u : Element<T>::pack(low * factor[r], high * factor[r]);
       }
-      transpose_quad(words);
+      if (!PT_FAULT(results_not_exchanged)) transpose_quad(words);
       const int column = 8 * (d + lane_id() % 4);
-      if (row_index[r] >= 0 && column < out.columns) ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
+      if (row_index[r] >= 0 && (PT_FAULT(columns_past_the_last_written) || column < out.columns))
+        ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
     }
   }
 }

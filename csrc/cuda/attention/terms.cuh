@@ -126,7 +126,8 @@ class Terms {
       // Wholly beyond where it changes, the bias is one number.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
-      if (!LooksUp && (lowest >= p_.after || highest <= -p_.before)) {
+      if (!LooksUp && (lowest >= (PT_FAULT(t5_bias_taken_for_one_number_too_early) ? p_.after - 20 : p_.after) ||
+                       highest <= (PT_FAULT(t5_bias_taken_for_one_number_too_late) ? 20 : 0) - p_.before)) {
         const float beyond = load_one(row + cell(lowest));
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
       } else {
@@ -152,7 +153,8 @@ class Terms {
       return float(d < 0 ? -d : d);
     } else {
       // Conversions are slow: one for each of the lane's rows. Exact to 2^24.
-      const float d = float(relative(at, 0, r / 2 * 2)) + float((8 * n + r % 2) * (Transposed ? -1 : 1));
+      const float d =
+          float(relative(at, 0, r / 2 * 2)) + float((8 * n + (PT_FAULT(distances_of_even_columns) ? 0 : r % 2)) * (Transposed ? -1 : 1));
       return d < 0 ? -d : d;
     }
   }

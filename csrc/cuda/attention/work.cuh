@@ -104,7 +104,7 @@ struct DensePart {
     for (int d = 3; d >= 0; --d) {
       const bool shared = f.sizes[d] == 1;
       of[d] = shared ? Range{0, all[d]} : Range{n % all[d], n % all[d] + 1};
-      if (!shared) n /= all[d];
+      if (PT_FAULT(parts_of_other_tiles) || !shared) n /= all[d];
     }
   }
   // Where the gradient's element of query i and key j is.

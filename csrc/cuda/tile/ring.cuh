@@ -23,25 +23,25 @@ class Buffers {
     PT_UNROLL
     for (int s = 0; s < Stages; ++s) {
       ptx::mbarrier_init(full(s), uint32_t(writers));
-      ptx::mbarrier_init(empty(s), uint32_t(readers));
+      ptx::mbarrier_init(empty(s), uint32_t(PT_FAULT(a_reader_too_many) ? readers + 1 : readers));
       ptx::mbarrier_name(full(s), name_full, s);
       ptx::mbarrier_name(empty(s), name_empty, s);
     }
   }
 
-  PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(n % Stages) * kBytes; }
-  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(n % Stages) * 16; }
+  PT_DEVICE uint32_t buffer(int n) const { return buffers_ + uint32_t(PT_FAULT(stages_share_their_buffers) ? 0 : n % Stages) * kBytes; }
+  PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(PT_FAULT(stages_share_their_barriers) ? 0 : n % Stages) * 16; }
 
   // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
   PT_DEVICE void announce(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
   PT_DEVICE void announce(int n) const { ptx::mbarrier_arrive(full(n)); }
   PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ (PT_FAULT(phase_of_empty_flipped) ? 0 : 1)); }
-  PT_DEVICE void await_full(int n) const { await(full(n), parity(n)); }
+  PT_DEVICE void await_full(int n) const { await(full(n), parity(n) ^ (PT_FAULT(phase_of_full_flipped) ? 1 : 0)); }
   PT_DEVICE void release(int n) const { ptx::mbarrier_arrive(empty(n)); }
 
  private:
   PT_DEVICE uint32_t empty(int n) const { return full(n) + 8; }
-  static PT_DEVICE uint32_t parity(int n) { return uint32_t(n / Stages) & 1; }
+  static PT_DEVICE uint32_t parity(int n) { return uint32_t(PT_FAULT(a_phase_a_use) ? n : n / Stages) & 1; }
 
   uint32_t buffers_, barriers_;
 };
@@ -59,10 +59,13 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
 
   // The producing thread, one of the writers: waits for the buffer, then loads rows [row, row + Rows) of a head.
   PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
-    await_empty(n);
-    announce(n, kBytes);
+    if (!PT_FAULT(loaded_before_it_is_empty)) await_empty(n);
+    announce(n, PT_FAULT(half_the_bytes_expected) ? kBytes / 2 : kBytes);
     PT_UNROLL
-    for (int p = 0; p < Panels; ++p) ptx::tma_load_4d(buffer(n) + p * kPanelBytes, map, full(n), p * 64, row, head, batch);
+    for (int p = 0; p < (PT_FAULT(panels_left_out) ? (Panels + 1) / 2 : Panels); ++p) {
+      const uint32_t panel = PT_FAULT(ring_panels_on_top_of_each_other) ? buffer(n) : buffer(n) + p * kPanelBytes;
+      ptx::tma_load_4d(panel, map, full(n), PT_FAULT(the_first_panel_twice) ? 0 : p * 64, row, head, batch);
+    }
   }
 };
 

@@ -19,9 +19,9 @@ template <class B>
 PT_DEVICE void run_block(const B& block) {
   if (threadIdx.x == 0) {
     block.begin();
-    ptx::fence_mbarrier_init();
+    if (!PT_FAULT(barriers_not_made_visible)) ptx::fence_mbarrier_init();
   }
-  ptx::syncthreads();
+  if (!PT_FAULT(barriers_used_before_they_are_there)) ptx::syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<B::kTile.producer_registers>();
     block.produce();
@@ -34,7 +34,7 @@ PT_DEVICE void run_block(const B& block) {
 // One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
 template <class R>
 PT_DEVICE void release_products(const R& ring, int n) {
-  if (threadIdx.x % 128 == 0) ring.release(n);
+  if (PT_FAULT(released_by_one_consumer) ? threadIdx.x == 128 : threadIdx.x % 128 == 0) ring.release(n);
 }
 // A warp speaks for its lanes, whose reads of the buffer or products with it are done.
 template <class R>
