@@ -1,25 +1,47 @@
-"""Runs a module's problems in the emulator, one after another, for planted faults."""
+"""Runs a module's problems in the emulator, one after another: for planted faults, and for variants of the kernels.
+
+PYTRANSFORMER_EMULATE=<library> python tests/emulator/run_problems.py MODULE SCHEDULE [PROBLEM]
+
+Prints the first thing wrong and exits with 3 (1 is what Python exits with if it is the script that fails). PROBLEM: the only one to run.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
 from pytransformer.ops import _cuda
 
-PRELOADED = ["run_problems", "pytransformer.testing"]
+PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch with it
 
 
-def run(sender: Connection, environment: dict[str, str], module: str, schedule: int, only: str) -> None:
-    """Sends the first thing wrong, or nothing; `only`: the name of the only problem to run."""
-    os.environ.update(environment)
+def first_wrong(module: str, schedule: int, only: str = "") -> str:
     torch.set_num_threads(1)
     script = importlib.import_module(module)
     assert (reason := _cuda.why_not(script.RAW_OP, torch.device("cpu"))) is None, reason  # loads the library
     torch.ops.pytransformer_C.emulator_schedule(schedule)
-    problems = (problem for problem in script.problems() if only in ("", problem.name))
+    problems = (problem for problem in script.problems() if not only or problem.name == only)
     wrong = ((problem, script.wrong(problem)) for problem in problems)
-    sender.send(next((f"{problem}\n{found[0]}" for problem, found in wrong if found), ""))
+    return next((f"{problem}\n{found[0]}" for problem, found in wrong if found), "")
+
+
+def send_first_wrong(sender: Connection, environment: dict[str, str], module: str, schedule: int, only: str) -> None:
+    os.environ.update(environment)
+    sender.send(first_wrong(module, schedule, only))
+
+
+def main() -> int:
+    module, schedule, *only = sys.argv[1:]
+    sys.path.append(str(Path(__file__).parent))  # under PYTHONSAFEPATH it is not there
+    if found := first_wrong(module, int(schedule), *only):
+        print(found)
+    return 3 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ OUTSIDE, DEADLOCK = "lies outside global memory", "deadlock"
 
 FAULTS = (
     # rings: who waits for what, and where things lie
-    Fault("phase_of_empty_flipped", "grouped", DEADLOCK, slow=False),
+    Fault("phase_of_empty_flipped", "grouped", DEADLOCK),
     Fault("phase_of_full_flipped", "grouped", UNAWAITED),
     Fault("a_phase_a_use", "grouped"),
     Fault("loaded_before_it_is_empty", "grouped"),
@@ -70,7 +70,7 @@ FAULTS = (
     # key padding
     Fault("padding_first_key_one_too_early", "padding"),
     Fault("padding_last_key_one_too_late", "padding"),
-    Fault("tiles_with_holes_taken_whole", "padding with holes", slow=False),
+    Fault("tiles_with_holes_taken_whole", "padding with holes"),
     Fault("values_in_holes_kept", "padding with holes"),
     Fault("holes_seen", "holes, 128"),
     Fault("hidden_keys_of_the_first_sequence", "padding with holes"),
@@ -92,7 +92,7 @@ FAULTS = (
     Fault("keys_before_the_first_weigh_something", "few keys, unordered"),
     Fault("holes_seen_by_lookups", "holes and segments"),
     # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
-    Fault("sixteen_other_keys", "mask", slow=False),
+    Fault("sixteen_other_keys", "mask"),
     Fault("bits_of_another_lanes_keys", "mask"),
     Fault("a_lanes_bits_left_out", "mask"),
     Fault("bytes_of_a_mask_turned_round", "mask"),
@@ -135,7 +135,7 @@ FAULTS = (
     Fault("copied_beyond_the_last_key", "odd bf16 mask", OUTSIDE),
     Fault("shifted_by_elements_not_bytes", "odd f16 bias of keys"),
     # gradients of masks and biases
-    Fault("sums_of_tiles_of_keys_mixed_up", "gradient of all heads", slow=False),
+    Fault("sums_of_tiles_of_keys_mixed_up", "gradient of all heads"),
     Fault("sums_go_round_the_wrong_way", "gradient of all heads"),
     Fault("another_head_of_keys", "gradient of sequences"),
     Fault("one_head_for_all", "gradient of all heads"),
@@ -211,7 +211,7 @@ FAULTS = (
     Fault("weights_beyond_float16_unordered", "large scores, unordered"),
     Fault("the_unit_of_d_value_weights", "weights of all sizes"),
     Fault("bits_of_other_columns", "dropout"),
-    Fault("rows_of_another_warp", "ALiBi", slow=False),
+    Fault("rows_of_another_warp", "ALiBi"),
     Fault("softcap_slope_forgotten_over_queries", "softcap"),
     Fault("dp_of_dropped_weights_over_queries", "dropout"),
     Fault("hidden_dp_kept_over_queries", "dropout"),
@@ -234,7 +234,7 @@ FAULTS = (
     Fault("kept_values_of_d_value_not_scaled", "dropout"),
     Fault("another_half_of_the_weights", "grouped"),
     # wide heads: two consumers with the same keys, weights from one to the other
-    Fault("weights_not_awaited", "wide, grouped", slow=False),
+    Fault("weights_not_awaited", "wide, grouped"),
     Fault("the_phase_of_weights_flipped", "wide, grouped"),
     Fault("weights_announced_too_early", "wide, grouped", LATE),
     Fault("wide_rows_released_too_early", "wide, grouped", LATE),
@@ -261,7 +261,7 @@ FAULTS = (
     Fault("delta_of_wide_heads_forgotten", "wide"),
     Fault("the_other_panel_of_wide_queries", "wide"),
     # lookups in the backward
-    Fault("bytes_of_a_mask_turned_round_backward", "mask", slow=False),
+    Fault("bytes_of_a_mask_turned_round_backward", "mask"),
     Fault("bits_of_the_other_row_backward", "mask"),
     Fault("bits_of_other_columns_backward", "mask"),
     Fault("one_query_for_four_backward", "mask"),
@@ -296,13 +296,13 @@ FAULTS = (
     Fault("keys_released_before_bits_are_read", "wide, mask", LATE),
     Fault("no_flag_raised_of_wide_keys", "wide, hidden queries"),
     # all three gradients at once, d_query added across blocks
-    Fault("a_part_stored_over_the_one_before", "grouped, unordered", LATE, slow=False),
+    Fault("a_part_stored_over_the_one_before", "grouped, unordered", LATE),
     Fault("a_part_added_before_it_is_read", "grouped, unordered"),
     Fault("a_part_not_awaited", "grouped, unordered"),
     Fault("a_part_without_a_fence", "full, unordered", "fence.proxy.async"),
     Fault("a_part_announced_too_early", "full, unordered", LATE),
     Fault("ds_without_a_fence", "grouped, unordered", "fence.proxy.async"),
-    Fault("ds_of_the_other_consumer_not_awaited", "grouped, unordered", slow=False),
+    Fault("ds_of_the_other_consumer_not_awaited", "grouped, unordered"),
     Fault("ds_in_one_buffer", "grouped, unordered", LATE),
     Fault("ds_not_swizzled", "grouped, unordered"),
     Fault("ds_second_panel", "grouped, unordered"),

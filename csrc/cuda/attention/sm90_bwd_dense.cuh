@@ -57,10 +57,9 @@ struct Sm90DenseBlock {
     for (int b = part.of[0].lo; b < part.of[0].hi; b += PT_FAULT(one_sequence_for_all) ? 2 : 1)
       for (int h = part.of[1].lo; h < part.of[1].hi; h += PT_FAULT(one_head_for_all) ? 2 : 1) {
         const Work w(p, TilePlace{b * p.heads + h, part.of[2].lo});
-        const int first = PT_FAULT(tiles_before_the_part) ? w.range.first : most(w.range.first, kSpan * part.of[3].lo);
-        const int last = PT_FAULT(tiles_behind_the_part) ? w.range.last : least(w.range.last, kSpan * part.of[3].hi);
-        const Range tiles{first, last};
-        if (PT_FAULT(tiles_that_nobody_sees_loaded_alone) ? part.of[0].lo == 0 : !tiles.empty()) f(w, tiles);
+        const Range tiles{PT_FAULT(tiles_before_the_part) ? w.range.first : most(w.range.first, kSpan * part.of[3].lo),
+                          PT_FAULT(tiles_behind_the_part) ? w.range.last : least(w.range.last, kSpan * part.of[3].hi)};
+        if (PT_FAULT(tiles_that_nobody_sees_loaded_alone) || !tiles.empty()) f(w, tiles);
       }
   }
 
@@ -72,10 +71,10 @@ struct Sm90DenseBlock {
       for_each_head(part(n), [&](const Work& w, const Range& tiles) {
         q.load(turn, args.q, w.i0, w.h, w.b);
         for (int t = tiles.lo; t < tiles.hi; ++t, ++visit) {
-          const int head = PT_FAULT(another_head_of_keys) ? 0 : w.h / p.group;
-          k.load(visit, args.k, w.origin + t * BN, head, w.b);
+          const auto head = [&] { return PT_FAULT(another_head_of_keys) ? 0 : w.h / p.group; };
+          k.load(visit, args.k, w.origin + t * BN, head(), w.b);
           if (t == tiles.lo) d_out.load(turn++, args.d_out, w.i0, w.h, w.b);
-          v.load(visit, args.v, w.origin + t * BN, head, w.b);
+          v.load(visit, args.v, w.origin + t * BN, head(), w.b);
         }
       });
     });

@@ -33,8 +33,7 @@ struct Sm90WideKeysBlock : Sm90KeysBlock<T, K> {
 
   PT_DEVICE void consume() const {
     if (consumer() == 0) sum<false>(k, q, d_out);
-    else if (PT_FAULT(d_key_from_the_gradients_of_outputs)) sum<true>(v, d_out, d_out);
-    else sum<true>(v, d_out, q);
+    else sum<true>(v, d_out, PT_FAULT(d_key_from_the_gradients_of_outputs) ? d_out : q);
   }
 
   // As release_by_warp.
