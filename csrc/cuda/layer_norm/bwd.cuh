@@ -10,7 +10,7 @@ namespace pt::cuda {
 template <int V>
 PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], float* parts, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
-  ptx::syncthreads();  // an earlier use of the memory is over
+  if (!PT_FAULT(a_parts_memory_used_again_too_early)) ptx::syncthreads();  // an earlier use of the memory is over
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = column_of(team, v);
@@ -19,7 +19,7 @@ PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector],
     ptx::st_shared_v4_f32(at, mine[v][0], mine[v][1], mine[v][2], mine[v][3]);
     ptx::st_shared_v4_f32(at + 16, mine[v][4], mine[v][5], mine[v][6], mine[v][7]);
   }
-  ptx::syncthreads();
+  if (!PT_FAULT(no_barrier_before_a_part_is_summed)) ptx::syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     float sum = 0.0f;
     for (int t = 0; t < team.teams(); ++t) sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
   float dweight[V][kVector] = {}, dbias[V][kVector] = {};
   for (int64_t first = int64_t(blockIdx.x) * team.teams(); first < p.rows; first += int64_t(gridDim.x) * team.teams()) {
     const int64_t row = first + team.team();
-    const bool here = row < p.rows;  // the others of the warp may have a row
+    const bool here = row < p.rows + PT_FAULT(a_norms_row_past_the_last_backward);  // the others of the warp may have a row
     const RowAt at(p, here ? row : 0);
     const auto inside = [&](int v) { return here && column_of(team, v) < p.columns; };
 
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
     PT_UNROLL
     for (int v = 0; v < V; ++v) {
       const int column = column_of(team, v);
+      if (PT_FAULT(dropout_in_a_divergent_warp) && !inside(v)) continue;
       const uint32_t keep = p.drop_threshold ? dropout.keep(row, column) : 0;  // the whole warp calls it
       if (!inside(v)) continue;
       float w[kVector], dh[kVector];
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
         Raw<S> d;
         d.template load<true>(at.of<S>(f.d_residual_out) + column);
         PT_UNROLL
-        for (int i = 0; i < kVector; ++i) dh[i] += d[i];
+        for (int i = 0; i < kVector; ++i) dh[i] += PT_FAULT(the_residuals_gradient_forgotten) ? 0.0f : d[i];
       }
       if (f.dresidual.data) {
         Raw<S> out;
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
     for (int v = 0; v < vectors; ++v) {
       const int column = column_of(team, v);
       load(column);
-      const int64_t part = int64_t(blockIdx.x) * p.columns;
-      const bool begins = row == blockIdx.x;
+      const int64_t part = PT_FAULT(parts_of_the_wrong_block) ? 0 : int64_t(blockIdx.x) * p.columns;
+      const bool begins = row == blockIdx.x && !PT_FAULT(a_part_never_begun);
       if (f.dbias_parts) add_to_part(f.dbias_parts + part, d_out, column, p.columns, begins);
       float dh[kVector];
       PT_UNROLL
@@ -197,9 +198,10 @@ __global__ void __launch_bounds__(32 * kReduceWarps) norm_reduce_kernel(const __
   const uint32_t shared = ptx::dynamic_smem();
   float sum = 0.0f;
   if (column < r.columns)
-    for (int b = warp; b < r.blocks; b += kReduceWarps) sum += load_one(r.parts[blockIdx.y] + int64_t(b) * r.columns + column);
+    for (int b = warp; b < r.blocks - PT_FAULT(a_blocks_part_left_out); b += kReduceWarps)
+      sum += load_one(r.parts[blockIdx.y] + int64_t(b) * r.columns + column);
   ptx::st_shared_f32(shared + 4 * threadIdx.x, sum);
-  ptx::syncthreads();
+  if (!PT_FAULT(no_barrier_in_the_norms_second_stage)) ptx::syncthreads();
   if (warp != 0 || column >= r.columns) return;
   sum = 0.0f;
   for (int w = 0; w < kReduceWarps; ++w) sum += ptx::ld_shared_f32(shared + 4 * (32 * w + threadIdx.x));

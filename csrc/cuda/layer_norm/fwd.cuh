@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
   const float n = float(p.columns);
   for (int64_t first = int64_t(blockIdx.x) * team.teams(); first < p.rows; first += int64_t(gridDim.x) * team.teams()) {
     const int64_t row = first + team.team();
-    const bool here = row < p.rows;  // the others of the warp may have a row
+    const bool here = row < p.rows + PT_FAULT(a_norms_row_past_the_last);  // the others of the warp may have a row
     const RowAt at(p, here ? row : 0);
-    const auto inside = [&](int v) { return here && column_of(team, v) < p.columns; };
+    const auto inside = [&](int v) { return here && column_of(team, v) < p.columns + PT_FAULT(a_column_past_the_rows_end); };
 
     Raw<T> x[V];
     Raw<S> residual[V];
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
       }
     }
     deviation = team.sum(deviation);
-    const float shift = p.rms ? 0.0f : deviation.a / n;
+    const float shift = p.rms && !PT_FAULT(the_mean_taken_off_in_an_rms_norm) ? 0.0f : deviation.a / n;
     const float rstd = rstd_of(deviation.b / n - shift * shift, f.eps);
 
     PT_UNROLL

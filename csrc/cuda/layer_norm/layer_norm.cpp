@@ -4,6 +4,7 @@
 // pytransformer/ops/_cuda_layer_norm.py.
 #include <cmath>
 
+#include "common/fault.h"
 #include "cuda/edge.h"
 #include "cuda/layer_norm/kernels.h"
 
@@ -51,7 +52,8 @@ class Builder {
       r.outer = t->stride(0), r.inner = t->stride(1);
     }
     const int per_piece = 16 / size_of(r.dtype);
-    aligned_ &= at_piece(r.data) && (outer_ == 1 || r.outer % per_piece == 0) && (inner_ == 1 || r.inner % per_piece == 0);
+    const bool aligned = at_piece(r.data) && (outer_ == 1 || r.outer % per_piece == 0) && (inner_ == 1 || r.inner % per_piece == 0);
+    aligned_ &= aligned || PT_FAULT(pieces_of_rows_that_are_not_aligned);
     return r;
   }
 

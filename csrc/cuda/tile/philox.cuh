@@ -35,7 +35,7 @@ class ColumnDropout {
   // one call and they trade words: a transposition of 4 x 4 words.
   PT_DEVICE uint32_t keep(int64_t row, int column) const {
     if (threshold_ >= 65536) return 0;
-    const uint32_t lane = threadIdx.x % 4;
+    const uint32_t lane = threadIdx.x % 4 ^ PT_FAULT(rows_dropout_of_another_group);
     Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
     transpose_quad(d.w);
     return kept(d);
@@ -44,17 +44,18 @@ class ColumnDropout {
   // column + 8 (i / 2) + 2 (lane % 4) + i % 2. No other lane is needed.
   PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
     if (threshold_ >= 65536) return 0;
-    return kept(philox(column / 32 * 4 + threadIdx.x % 4, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_));
+    const uint32_t lane = threadIdx.x % (PT_FAULT(fragments_dropout_of_another_group) ? 2 : 4);
+    return kept(philox(column / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_));
   }
   // What a kept value is multiplied by.
   PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
 
  private:
   PT_DEVICE uint32_t kept(const Draws& d) const {
+    const uint32_t high = threshold_ + (PT_FAULT(dropouts_threshold_too_high) ? 600 : 0);
     uint32_t bits = 0;
     PT_UNROLL
-    for (int m = 0; m < 4; ++m)
-      bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= threshold_) << (2 * m + 1);
+    for (int m = 0; m < 4; ++m) bits |= uint32_t((d.w[m] & 0xffff) >= threshold_) << 2 * m | uint32_t(d.w[m] >> 16 >= high) << (2 * m + 1);
     return bits;
   }
 

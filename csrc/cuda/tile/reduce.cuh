@@ -24,7 +24,7 @@ struct LaneTeam {
   PT_DEVICE Sum2 sum(Sum2 x) {
     PT_UNROLL
     for (int d = 1; d < 32; d *= 2)
-      if (d < lanes) x = {x.a + ptx::shfl_xor(x.a, d), x.b + ptx::shfl_xor(x.b, d)};
+      if (d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes)) x = {x.a + ptx::shfl_xor(x.a, d), x.b + ptx::shfl_xor(x.b, d)};
     return x;
   }
 };
@@ -48,14 +48,14 @@ struct BlockTeam {
     x = LaneTeam(32).sum(x);
     const int warps = int(blockDim.x) / 32;
     const uint32_t at = buffer + turn * buffer_bytes(int(blockDim.x));
-    turn ^= 1;
+    if (!PT_FAULT(one_buffer_for_a_blocks_sums)) turn ^= 1;
     if (threadIdx.x % 32 == 0) {
       ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2), x.a);
       ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2) + 4, x.b);
     }
-    ptx::syncthreads();
+    if (!PT_FAULT(no_barrier_in_a_blocks_sum)) ptx::syncthreads();
     x = {0.0f, 0.0f};
-    for (int w = 0; w < warps; ++w) {
+    for (int w = PT_FAULT(a_warp_left_out_of_a_blocks_sum); w < warps; ++w) {
       float a, b;
       ptx::ld_shared_v2_f32(at + w * sizeof(Sum2), a, b);
       x = {x.a + a, x.b + b};
