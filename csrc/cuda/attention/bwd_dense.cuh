@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
         w.template copy_queries<T>(q, p.q, p.head_dim);
         w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
         for (int t = first; t < last; ++t) {
-          if (t > first) ptx::syncthreads();
+          if (t > first && !PT_FAULT(tiles_of_a_masks_gradient_used_again_too_early)) ptx::syncthreads();
           w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
           w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
           ptx::cp_async_commit();
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
           M::scores(dp, d_out, own, v, p.value_dim);
           const Place at(w.i0 + own, origin + t * BN);
           uint32_t seen = within<NB>(at, bounds);
-          if (s.holes) seen &= visible_columns<NB>(at, KeyWords(p, b));
+          if (s.holes && !PT_FAULT(holes_in_a_biass_gradient)) seen &= visible_columns<NB>(at, KeyWords(p, b));
           gradients<K, false>(p, terms, x, dp, weights, at, seen, true, [&](int, int r) { return numbers[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }

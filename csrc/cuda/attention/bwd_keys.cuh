@@ -28,8 +28,8 @@ PT_DEVICE void attention_bwd_keys_tile(const AttentionBackward& g, const KeysWor
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
   // Step n does tile n % count of query head n / count.
-  const int count = range.count(), steps = count * p.group;
-  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + n % kTile.stages * kStage}; };
+  const int count = range.count(), steps = count * (PT_FAULT(a_head_of_a_group_left_out) ? 1 : p.group);
+  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (PT_FAULT(one_stage_only) ? 0 : n % kTile.stages) * kStage}; };
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
   const auto numbers_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // top, log, delta: BN words each
   const auto copy_tile = [&](int n) {
@@ -63,7 +63,7 @@ PT_DEVICE void attention_bwd_keys_tile(const AttentionBackward& g, const KeysWor
   }
   for (int n = 0; n < steps; ++n) {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (!PT_FAULT(no_barrier_in_the_pass_over_keys)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
     if (kTile.stages == 2 && n + 1 < steps) copy_tile(n + 1);
 
     const int t = range.first + n % count;
@@ -71,7 +71,8 @@ PT_DEVICE void attention_bwd_keys_tile(const AttentionBackward& g, const KeysWor
     M::scores(x, k, own, q_tile(n), p.head_dim);
     M::scores(dp, v, own, do_tile(n), p.value_dim);
     const Place at(w.j0 + own, t * BN);
-    const bool lookup = K::general && (p.looks_up() || s.holes), cut = lookup || range.cut(t);
+    const bool holes = s.holes && !PT_FAULT(queries_that_see_but_holes_kept);
+    const bool lookup = K::general && (p.looks_up() || holes), cut = lookup || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
     const Terms<true> terms(p, s, w.b, w.hk * p.group + n / count);
     const uint32_t numbers = numbers_of(n) + 4 * 2 * (lane_id() % 4);

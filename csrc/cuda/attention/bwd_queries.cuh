@@ -35,7 +35,7 @@ struct DiagonalSums {
   }
   PT_DEVICE void finish(BlockTeam& team, const AttentionProblem& p) {
     const Sum2 far = team.sum({below, above});
-    if (threadIdx.x == 0) store_far(sums, p, far.a, far.b);
+    if (threadIdx.x == 0) store_far(sums, p, PT_FAULT(far_diagonals_lost) ? 0.0f : far.a, far.b);
   }
 };
 
@@ -60,7 +60,10 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
   const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_parts) diagonals.sums = g.diagonal_parts + block * (p.before + p.after + 1);
-  const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + (t - range.first) % kTile.stages * 2 * BN * kRow}; };
+  const auto k_tile = [&](int t) {
+    const int step = t - range.first, use = PT_FAULT(the_other_stage) ? (step + 1) / 2 : step;
+    return SmemTile<kRow>{streamed + use % kTile.stages * 2 * BN * kRow};
+  };
   const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
   const auto copy_tile = [&](int t) {
     w.template copy_keys<T>(k_tile(t), p.k, p.head_dim, t, p.group);
@@ -90,7 +93,7 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
   }
   for (int t = range.first; t < range.last; ++t) {
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (!PT_FAULT(no_barrier_in_the_pass_over_queries)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
     if (kTile.stages == 2 && t + 1 < range.last) copy_tile(t + 1);
 
     float x[NB][4], dp[NB][4], weights[NB][4];
@@ -110,7 +113,7 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
       each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * terms.distance(at, n, r); });
     if (K::general && g.diagonal_parts) {
       if (part == 0) diagonals.put(dp, own);
-      ptx::syncthreads();
+      if (!PT_FAULT(no_barrier_before_diagonals_are_added)) ptx::syncthreads();
       diagonals.add(w.origin + t * BN - w.i0 - s.shift, p);
     }
     if (kTile.stages == 1) {
@@ -153,7 +156,7 @@ constexpr int kRowLanes = 8, kRowsOfABlock = 128 / kRowLanes;
 template <class K>
 __global__ void __launch_bounds__(128) attention_bwd_rows_kernel(const __grid_constant__ AttentionRows r) {
   const AttentionProblem& p = r.p;
-  LaneTeam team(kRowLanes);
+  LaneTeam team(PT_FAULT(rows_of_two_added_up) ? 2 * kRowLanes : kRowLanes);
   const int64_t row = int64_t(blockIdx.x) * kRowsOfABlock + team.team(), per_sequence = int64_t(p.heads) * p.num_queries;
   if (row - team.team() % (32 / kRowLanes) >= p.sequences * per_sequence) return;  // none of the warp's rows is there
   const bool exists = row < p.sequences * per_sequence;
@@ -166,7 +169,8 @@ __global__ void __launch_bounds__(128) attention_bwd_rows_kernel(const __grid_co
       using T = decltype(t);
       const T *out = head_of<T>(r.out, b, h, s.row_q + i), *d_out = head_of<T>(r.d_out, b, h, s.row_q + i);
       const bool aligned = r.columns % kVector == 0 && (reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(d_out)) % 16 == 0;
-      for (int c = kVector * team.rank(); c < r.columns; c += kVector * kRowLanes) {
+      const int stride = (PT_FAULT(half_a_rows_products) ? 2 : 1) * kVector * kRowLanes;
+      for (int c = kVector * team.rank(); c < r.columns; c += stride) {
         if (aligned) {
           Raw<T> x, y;
           x.template load<false>(out + c), y.template load<false>(d_out + c);

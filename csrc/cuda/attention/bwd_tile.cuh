@@ -38,7 +38,7 @@ PT_DEVICE uint32_t gradients(const AttentionProblem& p, const Terms<Transposed>&
       const RowNumbers row = numbers(n, r);
       const float w = seen & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.top, kLog2e, -row.log)) : 0.0f;
       const float down = kept & bit ? dp[n][r] * p.keep_scale : 0.0f;
-      const float ds = seen & bit ? w * (down - row.delta) : 0.0f;
+      const float ds = seen & bit ? w * (down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta)) : 0.0f;
       weights[n][r] = kept & bit ? w : 0.0f;
       dp[n][r] = ds;
       x[n][r] = p.softcap != 0.0f && seen & bit ? ds * slope[n][r] : ds;

@@ -76,8 +76,8 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     copy_keys(range.first);
   }
   for (int t = range.first; t < range.last; ++t) {
-    ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // K is there, and nobody reads V any more
+    if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
     if (!K::general || f.out.data) {
       w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
       ptx::cp_async_commit();
@@ -96,7 +96,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
       M::scores(x, q, own, k, p.head_dim);
     }
     ptx::cp_async_wait<0>();
-    ptx::syncthreads();  // V is there, and nobody reads K any more
+    if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
     if (t + 1 < range.last) copy_keys(t + 1);
 
     const Place at(w.i0 + own, w.origin + t * BN);
@@ -130,11 +130,11 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
           float& weight = x[n][2 * half + e];
           // Folding the scale is one instruction less; where terms may be as large as finfo.max the difference comes first.
           weight = ptx::exp2(K::general ? (weight - safe) * unit : ptx::fma_rn(weight, unit, -safe * unit));
-          l[half] += weight;
+          l[half] += PT_FAULT(dropped_weights_left_out_of_the_sum) && p.drop_threshold ? 0.5f * weight : weight;
         }
       }
       PT_UNROLL
-      for (int d = 0; d < DB; ++d) o[d][2 * half] *= decay, o[d][2 * half + 1] *= decay;
+      for (int d = 0; d < DB; ++d) o[d][2 * half] *= PT_FAULT(no_decay_of_the_sums) ? 1.0f : decay, o[d][2 * half + 1] *= decay;
     }
     if (K::general && p.drop_threshold) {
       const uint32_t kept = terms.template kept<NB>(at);
@@ -156,7 +156,8 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
     const int64_t number = number_at(f.at, w.b, w.h, index[half]);
-    const float top = K::general ? m[half] : m[half] * p.scale, log = ptx::log2(l[half]);
+    const float log = ptx::log2(l[half]);
+    const float top = K::general || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
     if (K::general && !f.out.data) {
       store_one(f.top + number, dead ? infinity() : top);
       store_one(f.log + number, dead ? 0.0f : log);

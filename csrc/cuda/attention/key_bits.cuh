@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
       if (!bytes[i]) continue;
       const int key = 32 * w + i - f.before;
       word |= 1u << i;
-      first = least(first, key), end = key + 1, ++visible;
+      first = least(first, key), end = key + 1 - PT_FAULT(the_last_key_that_is_no_padding), ++visible;
     }
     ptx::st_global_u32(bits + KeyBits::kHead + w, word);
   }
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
     first = least(first, theirs_first), end = most(end, theirs_end), visible += theirs_visible;
   };
   const auto across = [](int x, int d) { return int(ptx::shfl_xor_u32(uint32_t(x), d)); };
-  for (int d = 1; d < 32; d *= 2) take(across(first, d), across(end, d), across(visible, d));
+  for (int d = 1; d < (PT_FAULT(padding_found_by_two_lanes) ? 2 : 32); d *= 2) take(across(first, d), across(end, d), across(visible, d));
 
   const uint32_t found = ptx::dynamic_smem();  // 16 bytes a warp
   const auto word_of = [&](int warp, int i) { return found + warp * 16 + i * 4; };
@@ -48,8 +48,10 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
   const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
-  for (int warp = 1; warp < kKeyBitsThreads / 32; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
-  ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(most(end - first, 0) - visible), 0}});
+  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kKeyBitsThreads / 32;
+  for (int warp = 1; warp < warps; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
+  const int holes = PT_FAULT(holes_not_counted) ? 0 : most(end - first, 0) - visible;
+  ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(holes), 0}});
 }
 
 }  // namespace pt::cuda

@@ -41,22 +41,26 @@ struct Sequence {
     num_q = int(clamp64(end_q - p.query_start, 0, p.num_queries));
     num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
     if (p.key_bits.data) {
-      const ptx::Words4 head = ptx::ld_global_v4(p.key_bits.data + b * p.key_bits.batch);
-      first_k = int(head.w[0]) - (PT_FAULT(padding_first_key_one_too_early) ? 1 : 0),
-      num_k = least(num_k, int(head.w[1]) + (PT_FAULT(padding_last_key_one_too_late) ? 1 : 0)), holes = head.w[2] != 0;
+      const int at = PT_FAULT(bounds_of_the_first_sequence) ? 0 : b;
+      const ptx::Words4 head = ptx::ld_global_v4(p.key_bits.data + at * p.key_bits.batch);
+      first_k = int(head.w[0]) + PT_FAULT(padding_first_key_one_too_late);
+      first_k -= PT_FAULT(padding_first_key_one_too_early);
+      const int end = int(head.w[1]) + PT_FAULT(padding_last_key_one_too_late);
+      num_k = least(num_k, end - PT_FAULT(padding_last_key_one_too_early));
+      holes = head.w[2] != 0 && !PT_FAULT(no_holes);
     }
   }
 
   // The keys that query i may see. Both ends rise with i.
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
-    Range r{most(first_k, i + shift - p.left), least(num_k, i + shift + p.right + 1)};
-    if (p.causal) r.hi = least(r.hi, most(i + shift + 1, prefix));
+    Range r{most(first_k, i + shift - p.left - PT_FAULT(a_window_one_too_wide)), least(num_k, i + shift + p.right + 1)};
+    if (p.causal) r.hi = least(r.hi, most(i + shift + 1 + PT_FAULT(one_key_too_many), prefix));
     return r;
   }
   // The queries that may see key j: the same read the other way.
   PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
-    Range r{most(0, j - shift - p.right), least(num_q, j - shift + p.left + 1)};
-    if (p.causal && j >= prefix) r.lo = most(r.lo, j - shift);
+    Range r{most(0, j - shift - p.right), least(num_q, j - shift + p.left + 1 - PT_FAULT(queries_of_a_key_one_off))};
+    if (p.causal && (j >= prefix || PT_FAULT(prefix_ignored_by_keys))) r.lo = most(r.lo, j - shift);
     return r;
   }
 };
@@ -73,12 +77,12 @@ struct Tiles {
       start = end = 0;
       return;
     }
-    first = (start - origin) / size, last = (end - origin + size - 1) / size;
+    first = (start - origin) / size, last = (end - origin + (PT_FAULT(a_tile_left_out) ? 0 : size - 1)) / size;
     whole = least((of_last.lo - origin + size - 1) / size, last);
     whole_end = of_first.hi <= origin ? whole : least(most((of_first.hi - origin) / size, whole), last);
   }
   PT_DEVICE int count() const { return last - first; }
-  PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end; }
+  PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end + PT_FAULT(a_cut_tile_taken_whole); }
 };
 
 // Where the first key tile starts: at or before key 0, at an absolute multiple of 32, the size of dropout's groups.
@@ -90,12 +94,14 @@ struct KeyWords {
   int origin;
 
   PT_DEVICE KeyWords(const AttentionProblem& p, int b)
-      : words(p.key_bits.data + b * p.key_bits.batch + KeyBits::kHead), origin(key_origin(p)) {}
+      : words(p.key_bits.data + (PT_FAULT(holes_of_the_first_sequence) ? 0 : b) * p.key_bits.batch + KeyBits::kHead),
+        origin(key_origin(p)) {}
 
   // Bit i: key `key` + i, of the 32 keys among which key is, counted from where tiles begin.
   PT_DEVICE uint32_t from(int key) const {
     const auto at = uint32_t(key - origin);
-    return ptx::ld_global_u32(words + at / 32) >> at % 32;
+    const uint32_t word = ptx::ld_global_u32(words + at / (PT_FAULT(another_word_of_holes) ? 64 : 32));
+    return word >> at % (PT_FAULT(another_bit_of_holes) ? 16 : 32);
   }
   // And of all 32 keys.
   PT_DEVICE uint32_t across(int key) const {

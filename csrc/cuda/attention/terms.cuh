@@ -61,7 +61,10 @@ PT_DEVICE uint32_t visible_columns(const Place& at, const KeyWords& keys) {
   for (int n = 0; n < NB; n += 4) {
     const uint32_t word = keys.from(at.column_of(n, 0));
     PT_UNROLL
-    for (int m = n; m < least(n + 4, NB); ++m) seen |= (word >> 8 * (m - n) & 3) * 5 << 4 * m;  // of two rows
+    for (int m = n; m < least(n + 4, NB); ++m) {
+      const uint32_t two = word >> (PT_FAULT(holes_of_other_columns) ? 4 : 8) * (m - n) & 3;
+      seen |= two * (PT_FAULT(holes_of_the_other_row) ? 3 : 5) << 4 * m;  // of two rows
+    }
   }
   return seen;
 }
@@ -107,7 +110,7 @@ class Terms {
       each<NB>([&](int n, int r, uint32_t) {
         const float t = tanh_of(s[n][r] * to_cap);
         s[n][r] = t * p_.softcap;
-        slope[n][r] = 1.0f - t * t;
+        slope[n][r] = 1.0f - (PT_FAULT(softcaps_derivative) ? t : t * t);
       });
     } else {
       each<NB>([&](int n, int r, uint32_t) { s[n][r] *= p_.scale; });
@@ -146,7 +149,9 @@ class Terms {
     else return kept_rows<NB>(at);
   }
 
-  PT_DEVICE int relative(const Place& at, int n, int r) const { return key(at, n, r) - query(at, n, r) - s_.shift; }
+  PT_DEVICE int relative(const Place& at, int n, int r) const {
+    return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.shift);
+  }
   PT_DEVICE float distance(const Place& at, int n, int r) const {
     if constexpr (LooksUp) {
       const int d = relative(at, n, r);
@@ -181,14 +186,15 @@ class Terms {
         if (!(seen & bit)) return;
         const float term = read(index(n, r)), sum = s[n][r] + term;
         if (term == minus_infinity()) seen &= ~bit;
-        s[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // two terms of -finfo.max are still a number
+        s[n][r] = sum < -kFloatMax && !PT_FAULT(terms_overflow) ? -kFloatMax : sum;  // two terms of -finfo.max are still a number
       });
     });
   }
 
   PT_DEVICE Draws draws(int i, int j) const {  // those of key j's group for query i
     const uint32_t key = uint32_t(p_.key_start + j);
-    return philox(4 * (key / 32) + key % 8 / 2, uint32_t(p_.query_start + i), uint32_t(h_), uint32_t(b_), seed_);
+    const uint32_t of_four = PT_FAULT(pairs_dropout_of_another_group) ? key % 4 : key % 8 / 2;
+    return philox(4 * (key / 32) + of_four, uint32_t(p_.query_start + i), uint32_t(h_), uint32_t(b_), seed_);
   }
   PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
 
@@ -226,7 +232,7 @@ class Terms {
       const uint32_t mine[2] = {upper ? d.w[2] : d.w[0], upper ? d.w[3] : d.w[1]};
       PT_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const uint32_t theirs = ptx::shfl_xor_u32(mine[half], 4);
+        const uint32_t theirs = ptx::shfl_xor_u32(mine[half], PT_FAULT(dropouts_halves_exchanged_between_lanes) ? 8 : 4);
         bits |= keeps(mine[half], odd) ? 1u << (4 * n + 2 * half + odd) : 0;
         bits |= keeps(theirs, odd) ? 1u << (4 * n + 2 * half + 1 - odd) : 0;
       }
@@ -247,7 +253,7 @@ PT_DEVICE uint32_t columns_seen(uint32_t seen) {
   uint32_t columns = 0;
   each<NB>([&](int n, int r, uint32_t bit) { columns |= seen & bit ? 1u << (2 * n + r % 2) : 0; });
   for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
-  return columns;
+  return PT_FAULT(what_nobody_sees_is_read) ? kAllColumns : columns;
 }
 
 // Writes the warp's 16 rows of a result times `factor[half]`, columns 8 first on, to rows row_index[half] of the tensor, if not negative.

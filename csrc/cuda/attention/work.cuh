@@ -103,7 +103,7 @@ struct DensePart {
     PT_UNROLL
     for (int d = 3; d >= 0; --d) {
       const bool shared = f.sizes[d] == 1;
-      of[d] = shared ? Range{0, all[d]} : Range{n % all[d], n % all[d] + 1};
+      of[d] = shared ? Range{0, PT_FAULT(tiles_left_out_of_a_biass_gradient) ? 1 : all[d]} : Range{n % all[d], n % all[d] + 1};
       if (PT_FAULT(parts_of_other_tiles) || !shared) n /= all[d];
     }
   }

@@ -28,11 +28,14 @@ struct SmemTile {
 template <int Rows, int RowBytes, class T>
 PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
+  const int end = hi + PT_FAULT(a_tiles_row_past_the_last);
+  const int width = columns + PT_FAULT(a_chunk_past_the_columns);
   for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
     const int row = x / C, chunk = x % C, r = first + row;
     if (chunk >= used) continue;
-    const bool there = r >= lo && r < hi && chunk * kPer < columns;
-    ptx::cp_async_16(tile.at(row, chunk), there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
+    const bool there = r >= lo && r < end && chunk * kPer < width;
+    const int to = PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk;
+    ptx::cp_async_16(tile.at(row, to), there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
   }
 }
 
@@ -56,7 +59,7 @@ struct Products {
   // acc += A times 8 NB rows of `b`, transposed; one step.
   template <int NB, int RowBytes>
   static PT_DEVICE void step(float (&acc)[NB][4], const uint32_t (&a)[4], SmemTile<RowBytes> b, int step) {
-    const int lane = lane_id();
+    const int lane = lane_id() ^ PT_FAULT(another_swizzle_for_products_with_rows);
     PT_UNROLL
     for (int n = 0; n < NB; n += 2) {
       uint32_t m[4];
@@ -151,8 +154,9 @@ struct Products<float> {
           for (int d = 0; d < DB; ++d) {
             const int column = 8 * (first + d) + 2 * q;
             if (8 * (first + d) >= columns || !here) continue;
+            const int from = PT_FAULT(float32_weights_not_passed_around) ? q : q ^ x;
             float v0, v1;
-            ptx::ld_shared_v2_f32(b.at(8 * n + 2 * (q ^ x) + e, column / 4) + column % 4 * 4, v0, v1);
+            ptx::ld_shared_v2_f32(b.at(8 * n + 2 * from + e, column / 4) + column % 4 * 4, v0, v1);
             acc[d][0] += p0 * v0, acc[d][1] += p0 * v1;
             acc[d][2] += p1 * v0, acc[d][3] += p1 * v1;
           }
@@ -165,7 +169,7 @@ struct Products<float> {
 // The largest, and the sum, of a number of the four lanes that have a row.
 PT_DEVICE float row_max(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
-  return fmaxf(x, ptx::shfl_xor(x, 2));
+  return PT_FAULT(the_maximum_of_half_a_row) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
 }
 PT_DEVICE float row_sum(float x) {
   x += ptx::shfl_xor(x, 1);
