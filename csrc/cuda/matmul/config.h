@@ -26,7 +26,11 @@ struct MatmulTile {
   constexpr uint32_t stage_bytes() const { return uint32_t((rows() + columns) * step * 2); }
 };
 constexpr MatmulTile kPingPong{256, 64, 5, 2, true};
-constexpr MatmulTile kMatmulTile{};
+#if !defined(PT_MATMUL_TILE)
+#define PT_MATMUL_TILE \
+  MatmulTile {}  // tests build kPingPong too
+#endif
+constexpr MatmulTile kMatmulTile = PT_MATMUL_TILE;
 
 constexpr int kPanelColumns = 64;        // of a panel: 128 bytes, the width of the swizzle
 constexpr uint32_t kMatmulSlack = 1024;  // to begin at a multiple of 1024

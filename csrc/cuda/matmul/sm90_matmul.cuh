@@ -42,7 +42,7 @@ struct MatmulArgs {
 using MatmulRing = Buffers<kMatmulTile.stages, kMatmulTile.stage_bytes()>;
 
 // Which 64 rows of a tile the consumer has.
-PT_DEVICE int tile_part() { return kMatmulTile.ping_pong ? 0 : consumer(); }
+PT_DEVICE int tile_part() { return kMatmulTile.ping_pong && !PT_FAULT(the_other_consumers_part_of_a_tile) ? 0 : consumer(); }
 
 // Where a consumer's sums of half a tile are in the result. Of a lane's, element i is row own(i / 2 % 2), column first(i / 4) + i % 2.
 struct MatmulPlace {
@@ -62,8 +62,10 @@ struct PanelReader {
 
   // words[2 c + r]: a pair of the lane's row r, of the eight columns number eight + c of the panel. Every lane of the warp calls it.
   PT_DEVICE void load(uint32_t (&words)[4], int eight) const {
-    const int matrix = lane_id() / 8, row = warp_row() % 64 + lane_id() % 8 + 8 * (matrix % 2);
-    ptx::ldmatrix_x4(address + swizzle128(uint32_t(row), uint32_t(eight + matrix / 2)), words);
+    const int matrix = lane_id() / 8, lower = PT_FAULT(matrices_of_a_panel_exchanged) ? matrix / 2 : matrix % 2;
+    const int row = warp_row() % 64 + lane_id() % 8 + 8 * lower, chunk = eight + matrix / 2;
+    const int at = PT_FAULT(a_panel_not_swizzled) ? chunk ^ row % 8 : chunk;
+    ptx::ldmatrix_x4(address + swizzle128(uint32_t(row), uint32_t(at)), words);
   }
 };
 
@@ -77,12 +79,15 @@ struct MatmulPanels {
   template <int Count, class F>
   PT_DEVICE void visit(F f) const {
     PanelReader readers[Count];
-    ring.await_full(use);
+    const int part = PT_FAULT(a_panels_rows_of_the_other_consumer) ? 0 : tile_part();
+    if (!PT_FAULT(panels_not_awaited)) ring.await_full(use);
     PT_UNROLL
-    for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(tile_part() * 64 * kSwizzleRow);
+    for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(part * 64 * kSwizzleRow);
+    if (PT_FAULT(panels_released_before_they_are_read)) release_by_warp(ring, use);
     f(readers);
     ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
-    release_by_warp(ring, use++);
+    if (!PT_FAULT(panels_not_released)) release_by_warp(ring, use);
+    ++use;
   }
 };
 
@@ -102,9 +107,9 @@ struct Sm90Matmul {
   // f(the tile's first row, its first column).
   template <class F>
   PT_DEVICE void for_each_tile(F f) const {
-    for (int n = int(blockIdx.x); n < args.grid.tiles(); n += int(gridDim.x)) {
+    for (int n = int(blockIdx.x); n < args.grid.tiles(); n += PT_FAULT(every_block_makes_all_tiles) ? 1 : int(gridDim.x)) {
       const TileAt at = tile_at(args.grid, n);
-      f(at.row * kTile.rows(), at.column * args.halves * kHalf);
+      f(at.row * kTile.rows(), at.column * (PT_FAULT(narrow_tiles_a_wide_one_apart) ? 2 : args.halves) * kHalf);
     }
   }
   PT_DEVICE int steps() const { return args.steps[0] + args.steps[1]; }
@@ -121,7 +126,7 @@ struct Sm90Matmul {
       if (i == 0 || args.steps[i] || K::gated) ptx::prefetch_tensor_map(args.b[i]);
       if (i < E::kPanels) ptx::prefetch_tensor_map(args.panels[i]);
     }
-    ring.init(1, kTile.readers(), "full", "empty");
+    ring.init(1, PT_FAULT(stages_wait_for_both) ? 4 * kTile.consumers : kTile.readers(), "full", "empty");
   }
 
   PT_DEVICE void produce() const {
@@ -129,9 +134,11 @@ struct Sm90Matmul {
     int use = 0;
     for_each_tile([&](int row, int column) {
       for (int pair = 0; pair < 2; ++pair)
-        for (int s = 0; s < args.steps[pair]; ++s) load_step(use++, pair, s * kTile.step, row, column);
+        for (int s = 0; s < args.steps[pair]; ++s)
+          load_step(use++, PT_FAULT(the_second_loop_from_the_first_operands) ? 0 : pair, s * kTile.step, row, column);
       if constexpr (E::kPanels > 0)
-        for (int p = 0; p < panels(column); ++p) load_panels(use++, row, column + p * kPanelColumns);
+        for (int p = 0; p < (PT_FAULT(panels_of_the_first_columns_only) ? 1 : panels(column)); ++p)
+          load_panels(use++, row, column + p * kPanelColumns);
     });
   }
 
@@ -141,21 +148,25 @@ struct Sm90Matmul {
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
     constexpr int kParts = K::b_by_k ? kHalf / kPanelColumns : K::products;  // boxes of half of B
     const auto inside = [](int first, int64_t size) { return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns; };
-    ring.await_empty(use);
-    ring.announce(use, kTile.a_bytes() + uint32_t(args.halves) * kHalfBytes);
+    if (!PT_FAULT(a_step_loaded_before_its_stage_is_empty)) ring.await_empty(use);
+    ring.announce(use, kTile.a_bytes() + (PT_FAULT(fewer_bytes_announced) ? 0 : uint32_t(args.halves)) * kHalfBytes);
     if constexpr (K::a_by_k) {
       PT_UNROLL
-      for (int p = 0; p < kTile.rows() / kPanelColumns; ++p)
-        ptx::tma_load_2d(a + p * kPanel, args.a[pair], bar, inside(row + p * kPanelColumns, args.rows), k);
+      for (int p = 0; p < kTile.rows() / kPanelColumns; ++p) {
+        const int first = row + (PT_FAULT(the_first_panel_of_a_twice) ? 0 : p) * kPanelColumns;
+        ptx::tma_load_2d(a + p * kPanel, args.a[pair], bar, inside(first, args.rows), k);
+      }
     } else {
       ptx::tma_load_2d(a, args.a[pair], bar, k, row);
     }
     for (int h = 0; h < args.halves; ++h) {
+      const uint32_t half = b + uint32_t(PT_FAULT(both_halves_of_b_in_one_place) ? 0 : h) * kHalfBytes;
+      const int half_column = column + (PT_FAULT(the_first_half_of_b_twice) ? 0 : h) * kHalf;
       PT_UNROLL
       for (int q = 0; q < kParts; ++q) {
-        const ptx::TensorMap& map = args.b[K::gated ? q : pair];
-        const uint32_t to = b + uint32_t(h) * kHalfBytes + q * (kHalfBytes / kParts);
-        const int first = column + h * kHalf + (K::gated ? 0 : q * (kHalf / kParts));
+        const ptx::TensorMap& map = args.b[K::gated && !PT_FAULT(half_a_gated_stage_loaded_twice) ? q : pair];
+        const uint32_t to = half + (PT_FAULT(panels_of_b_on_top_of_each_other) ? 0 : q) * (kHalfBytes / kParts);
+        const int first = half_column + (K::gated || PT_FAULT(the_first_panel_of_b_in_each_place) ? 0 : q * (kHalf / kParts));
         if constexpr (K::b_by_k) ptx::tma_load_2d(to, map, bar, inside(first, args.columns), k);
         else ptx::tma_load_2d(to, map, bar, k, inside(first, args.columns));
       }
@@ -163,11 +174,14 @@ struct Sm90Matmul {
   }
 
   PT_DEVICE void load_panels(int use, int row, int column) const {
-    ring.await_empty(use);
+    if (!PT_FAULT(panels_loaded_before_their_stage_is_empty)) ring.await_empty(use);
     ring.announce(use, E::kPanels * MatmulPanels::kBytes);
+    const int first = PT_FAULT(the_panel_of_other_columns) ? 0 : column;
     PT_UNROLL
-    for (int i = 0; i < E::kPanels; ++i)
-      ptx::tma_load_2d(ring.buffer(use) + i * MatmulPanels::kBytes, args.panels[i], ring.full(use), column, row);
+    for (int i = 0; i < E::kPanels; ++i) {
+      const uint32_t to = ring.buffer(use) + (PT_FAULT(matrices_panels_on_top_of_each_other) ? 0 : i) * MatmulPanels::kBytes;
+      ptx::tma_load_2d(to, args.panels[i], ring.full(use), first, row);
+    }
   }
 
   // Apart for each width: where paths met, ptxas would copy sums in flight.
@@ -182,18 +196,19 @@ struct Sm90Matmul {
     for_each_tile([&](int row, int column) {
       const Turn turn = turn_of(n++);
       if (!turn.mine) {
-        use += steps() + panels(column);
+        if (!PT_FAULT(the_other_consumers_steps_not_passed_over)) use += steps() + panels(column);
         return;
       }
       const auto place = [&](int h) {
-        const uint32_t own = scratch + uint32_t(consumer()) * E::kScratch;
-        return MatmulPlace{row + tile_part() * 64, column + h * kHalf, args.rows, args.columns, h, own};
+        const uint32_t own = scratch + uint32_t(PT_FAULT(consumers_share_their_scratch) ? 0 : consumer()) * E::kScratch;
+        const int first = column + (PT_FAULT(both_halves_of_a_result_in_one_place) ? 0 : h) * kHalf;
+        return MatmulPlace{row + tile_part() * 64, first, args.rows, args.columns, h, own};
       };
       float x[Halves * kHalfSums];
       make_sums(x, use, turn, [&] { args.epilogue.begin(place(0)); });
       PT_UNROLL
       for (int h = 0; h < Halves; ++h) {
-        if (h > 0 && column + kHalf >= args.columns) continue;
+        if (h > 0 && (column + kHalf >= args.columns || PT_FAULT(the_second_half_left_out))) continue;
         args.epilogue.template finish<T>(place(h), reinterpret_cast<float (&)[kHalfSums]>(x[h * kHalfSums]), MatmulPanels{ring, use});
       }
     });
@@ -211,10 +226,16 @@ struct Sm90Matmul {
     const bool first = consumer() == 0;
     if constexpr (kTile.ping_pong) {
       const bool more = int(blockIdx.x) + (n + 1) * int(gridDim.x) < args.grid.tiles();
-      return {n % kTile.consumers == consumer(), n > 0, more ? steps() - 1 : -1};
+      const int whose = PT_FAULT(the_other_consumers_tile) ? 0 : consumer();
+      const int last = PT_FAULT(a_turn_too_early) ? 0 : steps() - 1;
+      Turn turn{n % kTile.consumers == whose, n > 0, more && !PT_FAULT(a_turn_not_passed) ? last : -1};
+      if (PT_FAULT(each_consumer_makes_every_tile)) turn.mine = true;
+      if (PT_FAULT(the_first_tile_waits_for_its_turn)) turn.awaits = true;
+      return turn;
     } else {
-      const bool leads = kTile.lead > 0 && steps() >= kTile.stages;
-      return {true, leads && !first, leads && first ? kTile.lead - 1 : -1};
+      const bool leads = kTile.lead > 0 && (steps() >= kTile.stages || PT_FAULT(a_lead_longer_than_a_tile));
+      const bool passes = leads && first != PT_FAULT(led_by_itself);
+      return {true, leads && !first, passes && !PT_FAULT(nobody_is_led_on) ? kTile.lead - 1 : -1};
     }
   }
   static PT_DEVICE void await_turn() {
@@ -222,39 +243,44 @@ struct Sm90Matmul {
     else ptx::bar_sync(4, kConsumers);
   }
   static PT_DEVICE void pass_turn() {
-    if (consumer() == 0) ptx::bar_arrive(4, kConsumers);
+    if ((consumer() == 0) != PT_FAULT(a_turn_passed_to_itself)) ptx::bar_arrive(4, kConsumers);
     else ptx::bar_arrive(3, kConsumers);
   }
 
   // All steps of a tile.
   template <int N, class F>
   PT_DEVICE void make_sums(float (&x)[N], int& use, const Turn& turn, F begin) const {
-    if (turn.awaits) await_turn();
+    const int behind = PT_FAULT(the_step_itself_released) ? 0 : 1;  // the step that is released
+    if (turn.awaits && !PT_FAULT(order_barrier_dropped)) await_turn();
     for (int s = 0; s < steps(); ++s, ++use) {
-      ring.await_full(use);
-      multiply(x, use, s > 0);
+      if (!PT_FAULT(a_step_not_awaited)) ring.await_full(use);
+      multiply(x, use, s > 0 || PT_FAULT(the_sums_of_the_tile_before_kept));
       if (s == turn.passes) pass_turn();
       if (s == 0) begin();
-      ptx::wgmma_wait<1>();  // the step before
-      if (s > 0) release_by_warp(ring, use - 1);
+      if (!PT_FAULT(a_step_released_too_early)) ptx::wgmma_wait<1>();  // the step before
+      if (s >= behind) release_by_warp(ring, use - behind);
     }
-    ptx::wgmma_wait<0>();
-    release_by_warp(ring, use - 1);
+    if (!PT_FAULT(sums_not_awaited)) ptx::wgmma_wait<0>();
+    if (!PT_FAULT(the_last_step_not_released)) release_by_warp(ring, use - 1);
   }
 
   // x (+)= the consumer's 64 rows of a step of A, times a step of B. 16 along k are 32 bytes inside the swizzle's rows, or two groups of
   // eight rows.
   template <int N>
   PT_DEVICE void multiply(float (&x)[N], int use, bool accumulate) const {
-    constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow), kInside = 32, kGroups = 2 * kSwizzleAtom;
-    const uint32_t a = ring.buffer(use) + uint32_t(tile_part() * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
+    constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
+    const uint32_t inside = PT_FAULT(a_step_along_k_too_short) ? 16 : 32;
+    const uint32_t groups = (PT_FAULT(half_the_rows_of_a_step) ? 1 : 2) * kSwizzleAtom;
+    const uint32_t panel_of_b = PT_FAULT(panels_of_columns_in_one_place) ? 0 : kPanel;
+    const int part = PT_FAULT(the_other_consumers_rows_of_a) ? 1 - tile_part() : tile_part();
+    const uint32_t a = ring.buffer(use) + uint32_t(part * 64 * kSwizzleRow), b = ring.buffer(use) + kTile.a_bytes();
     static_assert(conforms(product_of_tiles(2 * N, K::a_by_k, K::b_by_k, kPanel)));
     static_assert(kPanel == 64 * kSwizzleRow);  // so that a consumer's rows begin alike, however A lies
-    ptx::wgmma_fence();
+    if (!PT_FAULT(a_product_without_its_fence)) ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < kTile.step / 16; ++i)
-      ptx::wgmma_ss<T, 2 * N, K::b_by_k, K::a_by_k>(x, swizzled(a + i * (K::a_by_k ? kGroups : kInside), kPanel),
-                                                    swizzled(b + i * (K::b_by_k ? kGroups : kInside), kPanel), accumulate || i > 0);
+      ptx::wgmma_ss<T, 2 * N, K::b_by_k, K::a_by_k>(x, swizzled(a + i * (K::a_by_k ? groups : inside), kPanel),
+                                                    swizzled(b + i * (K::b_by_k ? groups : inside), panel_of_b), accumulate || i > 0);
     ptx::wgmma_commit();
   }
 

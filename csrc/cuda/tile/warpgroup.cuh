@@ -40,6 +40,7 @@ PT_DEVICE void release_products(const R& ring, int n) {
 template <class R>
 PT_DEVICE void release_by_warp(const R& ring, int n) {
   ptx::syncwarp();
+  if (PT_FAULT(a_warps_release_by_one_consumer) && consumer() > 0) return;
   if (lane_id() == 0) ring.release(n);
 }
 
@@ -51,7 +52,8 @@ PT_DEVICE void sync_consumer() {
 
 // A descriptor of rows of 128 bytes whose groups of eight follow each other. N-major operands have panels of 64 columns.
 PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
-  return ptx::smem_descriptor(address, panel_bytes, kSwizzleAtom, ptx::SmemLayout::Swizzle128);
+  const uint32_t stride = PT_FAULT(groups_of_eight_closer_together) ? kSwizzleAtom / 2 : kSwizzleAtom;
+  return ptx::smem_descriptor(address, panel_bytes, stride, ptx::SmemLayout::Swizzle128);
 }
 
 }  // namespace pt::cuda
