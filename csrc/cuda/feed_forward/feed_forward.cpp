@@ -2,6 +2,7 @@
 // problems, launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_cuda_feed_forward.py.
 #include <cmath>
 
+#include "common/fault.h"
 #include "cuda/feed_forward/kernels.h"
 #include "cuda/matmul/edge.h"
 
@@ -16,7 +17,7 @@ Activation activation_of(int64_t number) {
 
 HiddenDropout dropout_of(const MaybeTensor& seed, double p, Reachable& reachable) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "feed_forward: dropout_p is ", p);
-  const uint32_t threshold = uint32_t(std::nearbyint(65536 * p));
+  const uint32_t threshold = uint32_t(std::nearbyint((PT_FAULT(dropouts_threshold_too_low) ? 65000 : 65536) * p));
   if (!threshold) return {};
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
   return {static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable)), threshold};

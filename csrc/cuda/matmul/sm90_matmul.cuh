@@ -85,7 +85,7 @@ struct MatmulPanels {
     for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(part * 64 * kSwizzleRow);
     if (PT_FAULT(panels_released_before_they_are_read)) release_by_warp(ring, use);
     f(readers);
-    ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
+    if (!PT_FAULT(panels_given_back_without_a_fence)) ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
     if (!PT_FAULT(panels_not_released)) release_by_warp(ring, use);
     ++use;
   }
