@@ -27,8 +27,7 @@ struct MatmulTile {
 };
 constexpr MatmulTile kPingPong{256, 64, 5, 2, true};
 #if !defined(PT_MATMUL_TILE)
-#define PT_MATMUL_TILE \
-  MatmulTile {}  // tests build kPingPong too
+#define PT_MATMUL_TILE MatmulTile()  // tests build kPingPong too
 #endif
 constexpr MatmulTile kMatmulTile = PT_MATMUL_TILE;
 
