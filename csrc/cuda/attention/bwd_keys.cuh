@@ -71,8 +71,8 @@ PT_DEVICE void attention_bwd_keys_tile(const AttentionBackward& g, const KeysWor
     M::scores(x, k, own, q_tile(n), p.head_dim);
     M::scores(dp, v, own, do_tile(n), p.value_dim);
     const Place at(w.j0 + own, t * BN);
-    const bool holes = s.holes && !PT_FAULT(queries_that_see_but_holes_kept);
-    const bool lookup = K::general && (p.looks_up() || holes), cut = lookup || range.cut(t);
+    const bool lookup = K::general && (p.looks_up() || (s.holes && !PT_FAULT(queries_that_see_but_holes_kept)));
+    const bool cut = lookup || range.cut(t);
     uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
     const Terms<true> terms(p, s, w.b, w.hk * p.group + n / count);
     const uint32_t numbers = numbers_of(n) + 4 * 2 * (lane_id() % 4);
