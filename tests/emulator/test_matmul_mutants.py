@@ -87,7 +87,7 @@ def ping_pong(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
     return builder.library(tmp_path_factory.mktemp("ping_pong"), stem="matmul", defines=["-DPT_MATMUL_TILE=kPingPong"])
 
 
-def test_the_sources_have_each_fault() -> None:
+def test_each_fault_has_a_hook() -> None:
     check_names(FAULTS)
     check_names(PING_PONG_FAULTS)
 

@@ -33,7 +33,7 @@ FAULTS = (
 )
 
 
-def test_the_sources_have_each_fault() -> None:
+def test_each_fault_has_a_hook() -> None:
     check_names(FAULTS)
 
 
