@@ -23,7 +23,7 @@ SEQ2SEQ = dict(
 LATENT = dict(  # multi-head latent attention, of which an indexer selects 3 keys a query
     DECODER, num_key_value_heads=4, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
     qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, index_topk=3,
-    index_head_dim=16, index_n_heads=2, layer_types=["indexed_attention"] * 2, mlp_layer_types=["dense", "sparse"],
+    index_head_dim=16, index_n_heads=2, mlp_layer_types=["dense", "sparse"],
 )  # fmt: skip
 TWO_TOWERS = dict(
     text_config=dict(SMALL, hidden_size=32, max_position_embeddings=64),
