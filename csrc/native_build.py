@@ -196,9 +196,7 @@ class Plan:
     why_not_bindings: str | None = None
     why_not_cuda: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
-    cuda: dict[str, object] = field(
-        default_factory=dict
-    )  # of a CUDA library that is built: its architectures, and nvcc's version
+    cuda: dict[str, object] = field(default_factory=dict)  # a CUDA library's architectures, and nvcc's version
 
     @property
     def native(self) -> bool:
@@ -444,10 +442,7 @@ def _ninja_text(plan: Plan) -> str:
 
 def build(plan: Plan) -> dict[str, Path]:
     """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
-
-    Where nvcc fails, the CUDA library is left out, and the plan says so from then on: an install does not fail for it unless
-    PYTRANSFORMER_CUDA=1.
-    """
+    Where nvcc fails the CUDA library is left out, and the plan says so from then on, unless PYTRANSFORMER_CUDA=1."""
     if not plan.native:
         return {}
     built = _run_ninja(plan)
@@ -458,9 +453,7 @@ def build(plan: Plan) -> dict[str, Path]:
         print(describe(plan), file=sys.stderr, flush=True)
         built = _run_ninja(plan)
     if not built:
-        raise BuildError(
-            "the native code did not compile; the compiler's messages are above. PYTRANSFORMER_CPU=0 installs without it"
-        )
+        raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
     return {name: plan.directory / name for name in plan.targets()}
 
 
@@ -470,9 +463,7 @@ def _run_ninja(plan: Plan) -> bool:
     _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({information})json";\n')
     _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    ninja = find_ninja()
-    assert ninja is not None
-    return subprocess.run([ninja, "-C", str(plan.directory), "-j", jobs, *plan.targets()]).returncode == 0
+    return subprocess.run([find_ninja() or "ninja", "-C", str(plan.directory), "-j", jobs, *plan.targets()]).returncode == 0
 
 
 def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
