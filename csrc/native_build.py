@@ -443,9 +443,7 @@ def _ninja_text(plan: Plan) -> str:
 def build(plan: Plan) -> dict[str, Path]:
     """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
     Where nvcc fails the CUDA library is left out, and the plan says so from then on, unless PYTRANSFORMER_CUDA=1."""
-    if not plan.native:
-        return {}
-    built = _run_ninja(plan)
+    built = not plan.native or _run_ninja(plan)
     if not built and plan.why_not_cuda is None and (reason := cuda_build.failure(plan.directory)):
         if _switch("PYTRANSFORMER_CUDA") == "1":
             raise BuildError(f"PYTRANSFORMER_CUDA=1, but it cannot be built: {reason}")
@@ -454,13 +452,13 @@ def build(plan: Plan) -> dict[str, Path]:
         built = _run_ninja(plan)
     if not built:
         raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
-    return {name: plan.directory / name for name in plan.targets()}
+    return {name: plan.directory / name for name in plan.targets()} if plan.native else {}
 
 
 def _run_ninja(plan: Plan) -> bool:
     """Whether all that the plan has is up to date now."""
-    information = json.dumps(plan.build_info(), indent=1)
-    _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({information})json";\n')
+    info = json.dumps(plan.build_info(), indent=1)
+    _write_if_changed(plan.directory / "build_info.h", f'constexpr char kBuildInfo[] = R"json({info})json";\n')
     _write_if_changed(plan.directory / "build.ninja", _ninja_text(plan))
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     return subprocess.run([find_ninja() or "ninja", "-C", str(plan.directory), "-j", jobs, *plan.targets()]).returncode == 0
