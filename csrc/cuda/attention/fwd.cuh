@@ -156,8 +156,8 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
     const int64_t number = number_at(f.at, w.b, w.h, index[half]);
-    const float log = ptx::log2(l[half]);
     const float top = K::general || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
+    const float log = ptx::log2(l[half]);
     if (K::general && !f.out.data) {
       store_one(f.top + number, dead ? infinity() : top);
       store_one(f.log + number, dead ? 0.0f : log);

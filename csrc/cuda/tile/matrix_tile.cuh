@@ -28,14 +28,13 @@ struct SmemTile {
 template <int Rows, int RowBytes, class T>
 PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
-  const int end = hi + PT_FAULT(a_tiles_row_past_the_last);
-  const int width = columns + PT_FAULT(a_chunk_past_the_columns);
   for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
     const int row = x / C, chunk = x % C, r = first + row;
     if (chunk >= used) continue;
-    const bool there = r >= lo && r < end && chunk * kPer < width;
-    const int to = PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk;
-    ptx::cp_async_16(tile.at(row, to), there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
+    const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last) &&  // others are zeros
+                       chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
+    ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
+                     there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
   }
 }
 
