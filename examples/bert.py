@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.models import BERT, BERTConfig
 from pytransformer.training import (
     Batches,

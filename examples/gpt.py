@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.models import GPT, GPTConfig, generate
 from pytransformer.training import (
     Batches,

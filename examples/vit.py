@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pytransformer import viz
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.models import ViT, ViTConfig
 from pytransformer.training import Batches, ImageFolder, Recipe, Trainer, collate_images, of_model, warmup_cosine
 

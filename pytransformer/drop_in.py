@@ -25,11 +25,11 @@ from torch.library import Library, get_kernel
 
 from . import drop_in_nested
 from .ops import nested
-from .ops._autograd import compiling_a_derivative
-from .ops._failures import DID_NOT_RUN
-from .ops._fallbacks import NotLaunched, record_fallback
-from .ops._registry import Op
-from .ops._tensors import FLOATING, shape_of
+from .ops._core.autograd import compiling_a_derivative
+from .ops._core.failures import DID_NOT_RUN
+from .ops._core.fallbacks import NotLaunched, record_fallback
+from .ops._core.registry import Op
+from .ops._core.tensors import FLOATING, shape_of
 from .ops.attention import attention_op, four_dimensional
 from .ops.attention_varlen import attention_varlen_op
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .ops import nested
-from .ops._fallbacks import record_fallback
+from .ops._core.fallbacks import record_fallback
 from .ops.attention_varlen import attention_varlen, attention_varlen_op
 
 MODULE, JAGGED = "torch.nested._internal.ops", "jagged_scaled_dot_product_attention"  # private: left alone where it is not

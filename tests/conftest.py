@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._registry import WRONG_DEVICE, trace
+from pytransformer.ops._core.registry import WRONG_DEVICE, trace
 from pytransformer.testing.poison import poisoned
 
 skipped: Counter[str] = Counter()

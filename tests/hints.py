@@ -9,7 +9,7 @@ from typing_extensions import assert_type
 import pytransformer as pt
 from pytransformer import models, nn
 from pytransformer.integrations.explain_model import ModelExplanation
-from pytransformer.ops._registry import Explanation
+from pytransformer.ops._core.registry import Explanation
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, asked: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"build", "dist", "results", "__pycache__"}  # and everything whose name starts with a dot, but for .ci

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer.ops import _native
+from pytransformer.ops._core import native
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = sorted((ROOT / "build" / "native-release").glob("cpu/*_kernels.cpp.*.o"))
 C = torch.ops.pytransformer_C
 
 pytestmark = pytest.mark.skipif(
-    (why_not := _native.why_not("cpu_isa")) is not None, reason=f"the CPU library is not there: {why_not}"
+    (why_not := native.why_not("cpu_isa")) is not None, reason=f"the CPU library is not there: {why_not}"
 )
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
 
@@ -39,7 +39,7 @@ def symbols(file: Path, *options: str) -> list[str]:
 @needs_nm
 def test_the_op_library_needs_only_the_stable_abi() -> None:
     """No symbol of Python, and of torch none but the C functions that stay the same from version to version."""
-    undefined = symbols(_native.PACKAGE / _native.LIBRARY_NAME, "-D", "--undefined-only")
+    undefined = symbols(native.PACKAGE / native.LIBRARY_NAME, "-D", "--undefined-only")
     assert any(name.startswith("aoti_torch_") for name in undefined)
     assert [name for name in undefined if re.match(r"_?Py|_ZNK?(2at|3c10|5torch|8pybind11)", name)] == []
 
@@ -61,11 +61,11 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     csrc = shutil.copytree(
         ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
     )
-    assert _native._why_not_current(csrc) is None
+    assert native._why_not_current(csrc) is None
     edge = csrc / "cpu" / "attention.cpp"
     edge.write_text(edge.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
-    assert "rebuild it with make build" in str(_native._why_not_current(csrc))
-    assert _native._why_not_current(tmp_path) is None  # installed: no sources to compare with
+    assert "rebuild it with make build" in str(native._why_not_current(csrc))
+    assert native._why_not_current(tmp_path) is None  # installed: no sources to compare with
 
 
 def test_every_usable_instruction_set_can_be_chosen(restored_isa: None) -> None:
@@ -87,7 +87,7 @@ def test_an_unknown_instruction_set_is_refused_with_those_available(restored_isa
 )
 def test_the_environment_chooses(value: str, code: int, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CPU_ISA", value)
-    ask = "import torch; from pytransformer.ops import _native; _native.why_not('cpu_isa'); print(torch.ops.pytransformer_C.cpu_isa())"
+    ask = "import torch; from pytransformer.ops._core import native; native.why_not('cpu_isa'); print(torch.ops.pytransformer_C.cpu_isa())"
     done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True)
     assert done.returncode == code
     assert answer in done.stdout + done.stderr
@@ -101,5 +101,5 @@ def test_bindings_agree_with_the_op_library() -> None:
 
     assert _C.usable_isas() == list(C.cpu_isas())
     assert _C.default_isa() == C.cpu_isa()
-    assert _C.build_info() == _native.build_info()
+    assert _C.build_info() == native.build_info()
     assert set(_C.built_isas()) >= set(_C.usable_isas())

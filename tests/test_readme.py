@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pytransformer.ops import _native
+from pytransformer.ops._core import native
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.skipif(_native.why_not("attention_fwd") is not None, reason=f"{_native.why_not('attention_fwd')}")
+@pytest.mark.skipif(native.why_not("attention_fwd") is not None, reason=f"{native.why_not('attention_fwd')}")
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or importlib.util.find_spec("pytransformer.kernels") is None,
     reason="needs Triton and an installed pytransformer.kernels, to ask the Triton backend",

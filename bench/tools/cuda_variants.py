@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,11 +232,11 @@ def prefix_of(name: str) -> str:
 @contextlib.contextmanager
 def raw_ops(name: str) -> Iterator[None]:
     """The backend "cuda" calls the ops of that variant's library."""
-    before, _cuda.PREFIX = _cuda.PREFIX, prefix_of(name)
+    before, cuda_library.PREFIX = cuda_library.PREFIX, prefix_of(name)
     try:
         yield
     finally:
-        _cuda.PREFIX = before
+        cuda_library.PREFIX = before
 
 
 # ---- measuring

@@ -17,8 +17,8 @@ from typing import Any
 
 from pytransformer.cli.benchmark import check, exact, plan, report, results
 from pytransformer.cli.benchmark.runner import SEED
-from pytransformer.cli.console import Console
 from pytransformer.cli.providers import NAIVE, TORCH, Problem, Unsupported, providers
+from pytransformer.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "accuracy.md"

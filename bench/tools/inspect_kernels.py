@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("triton", "cuda")

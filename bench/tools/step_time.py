@@ -30,7 +30,7 @@ from torch import nn
 from pytransformer.cli.benchmark import results
 from pytransformer.cli.benchmark.clock import Contender, interleaved
 from pytransformer.models import Transformer
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.training import IGNORED, translation_collate
 
 BATCH, MEDIAN, SPREAD, LONGEST = 64, 20, 0.5, 64

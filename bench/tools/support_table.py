@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pytransformer.ops import _cuda
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.cases import cases
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -28,9 +28,9 @@ DEVICE = {"reference": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
 # A GPU backend asks for the device's compute capability; the table is for Hopper, and there may be no GPU here.
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 # As with a CUDA library built for it, which a machine without nvcc does not have.
-_cuda.why_not_loaded = lambda op: None
-_cuda._why_not_device = lambda index: None
-_cuda.runs_sm90a = lambda device: True
+cuda_library.why_not_loaded = lambda op: None
+cuda_library._why_not_device = lambda index: None
+cuda_library.runs_sm90a = lambda device: True
 
 
 def supported(backend: str, case) -> str:

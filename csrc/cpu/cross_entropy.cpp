@@ -1,7 +1,7 @@
 // Linear cross entropy on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // x and weight arrive contiguous, of one dtype and not empty; vectors in float32 (float64 for float64): see
-// pytransformer/ops/_cpu_cross_entropy.py.
+// pytransformer/ops/_backends/cpu/cross_entropy.py.
 #include "cross_entropy.h"
 
 #include "edge.h"

@@ -1,7 +1,7 @@
 // Feed-forward on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // Matrices arrive contiguous, of one dtype and not empty; biases and their gradients in float32 (float64 for float64): see
-// pytransformer/ops/_cpu_feed_forward.py.
+// pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "feed_forward.h"
 
 #include <cmath>

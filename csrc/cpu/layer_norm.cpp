@@ -1,7 +1,7 @@
 // Layer norm on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // Tensors of rows are not empty, and contiguous or (outer, inner, columns) views with contiguous columns: see
-// pytransformer/ops/_cpu_layer_norm.py.
+// pytransformer/ops/_backends/cpu/layer_norm.py.
 #include "layer_norm.h"
 
 #include <torch/csrc/stable/library.h>

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..console import Console
 from . import OK, UsageError
-from .console import Console
 
 KINDS = ("heat", "lines", "gallery", "distance", "positions")
 WHICH = ("encoder", "decoder", "cross")

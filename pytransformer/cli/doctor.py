@@ -21,9 +21,10 @@ import torch
 import pytransformer
 from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, results
-from pytransformer.cli.console import Console, clean
-from pytransformer.ops import _cuda, _native
-from pytransformer.ops._registry import BACKENDS, OPS
+from pytransformer.console import Console, clean
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core import native as cpu_library
+from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, case
 
 # What each optional library is for; none is needed to call an op.
@@ -132,9 +133,9 @@ def cpu() -> dict[str, Any]:
 def native() -> dict[str, Any]:
     """The CPU library: built for what, loaded or not, which instruction set it uses."""
     module, _ = machine.introspection()
-    info = _native.build_info() or {}
+    info = cpu_library.build_info() or {}
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISA")
-    reason, isa = _native.why_not("attention_fwd"), None
+    reason, isa = cpu_library.why_not("attention_fwd"), None
     if reason is None and module is not None:
         try:
             isa = module.default_isa()
@@ -157,12 +158,12 @@ def native() -> dict[str, Any]:
 
 def cuda() -> dict[str, Any]:
     """The CUDA library: built for what, which raw ops it holds, and why they cannot run here."""
-    info = (_native.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
-    why_not_loaded = _cuda.why_not_loaded("norm_fwd")
+    info = (cpu_library.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
+    why_not_loaded = cuda_library.why_not_loaded("norm_fwd")
     names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
     reason = why_not_loaded
     if reason is None and not (reason := gpu()["why_not"]):
-        reasons = [_cuda.why_not("norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        reasons = [cuda_library.why_not("norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         reason = None if None in reasons else reasons[0]
     return {
         **info,

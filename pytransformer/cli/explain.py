@@ -12,7 +12,7 @@ import torch
 
 from pytransformer.cli import OK, UsageError
 from pytransformer.cli.benchmark.plan import DTYPES, OPS
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 
 _SHAPES = {
     "attention": "B,H,L,D or B,H,Lq,Lk,D",

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from ..console import Console
 from . import OK, UsageError
-from .console import Console
 
 DEFAULT_OUT = Path("results") / "translate"
 _SHOWN = 5  # wrong translations in the report

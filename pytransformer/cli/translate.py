@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..console import Console
 from . import OK, UsageError
-from .console import Console
 from .train import DEFAULT_OUT
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..ops._failures import failure
-from ..ops._registry import Op, observing
+from ..ops._core.failures import failure
+from ..ops._core.registry import Op, observing
 
 
 @dataclass(frozen=True)

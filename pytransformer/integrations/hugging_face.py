@@ -18,7 +18,7 @@ import torch
 from transformers import masking_utils as masking
 from transformers.utils import output_capturing
 
-from ..ops._options import Alignment, MaskAndBias
+from ..ops._core.options import Alignment, MaskAndBias
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from ..ops.attention_weights import attention_weights

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import masking_utils as masking
 
-from ..ops._options import Alignment
+from ..ops._core.options import Alignment
 from .hugging_face_models import described
 
 

@@ -31,8 +31,8 @@ import pytransformer as pt
 from ..cli import OK, WRONG
 from ..cli.benchmark import results
 from ..cli.benchmark.clock import Contender, interleaved
-from ..cli.console import Console, Progress
-from ..ops._registry import trace
+from ..console import Console, Progress
+from ..ops._core.registry import trace
 from . import proof_memory, proof_models
 from .proof_models import Subject
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu",

@@ -18,7 +18,7 @@ from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS
 from . import _hugging_face
 from ._base import Model, ModelConfig

@@ -16,7 +16,7 @@ from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import causal, padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output

@@ -16,7 +16,7 @@ from ..nn.heads import Classifier
 from ..nn.masks import padding
 from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 

@@ -17,7 +17,7 @@ from ..nn.heads import Classifier
 from ..nn.masks import padding
 from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 

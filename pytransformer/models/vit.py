@@ -15,7 +15,7 @@ from ..nn.heads import Classifier
 from ..nn.norm import LayerNorm
 from ..nn.patches import PatchEmbedding
 from ..nn.positions import LearnedPositions
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from ..ops.feed_forward import feed_forward
 
 

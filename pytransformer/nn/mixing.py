@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops._options import ActivationName
+from ..ops._core.options import ActivationName
 from .feed_forward import FeedForward
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..ops._options import NormKind
+from ..ops._core.options import NormKind
 from ..ops.layer_norm import add_norm, layer_norm, rms_norm
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops._autograd import transforming
+from ..ops._core.autograd import transforming
 
 WORTH = 0.1  # share of padding from which leaving it out pays for two copies of the batch
 

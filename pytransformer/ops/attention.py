@@ -13,12 +13,12 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import attention_forward
-from . import _cpu_attention as cpu_attention
-from . import _cuda_attention as cuda_attention
-from . import _triton_attention as triton_attention
-from ._options import Alignment, AttentionOptions
-from ._registry import Op, check_backend
-from ._tensors import (
+from ._backends.cpu import attention as cpu_attention
+from ._backends.cuda import attention as cuda_attention
+from ._backends.triton import attention as triton_attention
+from ._core.options import Alignment, AttentionOptions
+from ._core.registry import Op, check_backend
+from ._core.tensors import (
     alike,
     autocast,
     check_choice,

@@ -9,12 +9,12 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import attention_varlen_forward
-from . import _cpu_attention as cpu_attention
-from . import _cuda_attention as cuda_attention
-from . import _triton_attention as triton_attention
-from ._options import Alignment, PackedOptions
-from ._registry import Op, check_backend
-from ._tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._backends.cpu import attention as cpu_attention
+from ._backends.cuda import attention as cuda_attention
+from ._backends.triton import attention as triton_attention
+from ._core.options import Alignment, PackedOptions
+from ._core.registry import Op, check_backend
+from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import ORDER, biases, positions
 from .masks import AlibiBias, RelativePositionBias
 

@@ -9,8 +9,8 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import indices, scores, visible_pairs
-from ._options import MaskAndBias
-from ._tensors import check_choice, check_tensor, shape_of
+from ._core.options import MaskAndBias
+from ._core.tensors import check_choice, check_tensor, shape_of
 from .attention import attention_op
 
 MASK_AND_BIAS = frozenset(MaskAndBias.__annotations__)

@@ -8,13 +8,13 @@ from typing import Any, get_args
 import torch
 
 from ..reference.cross_entropy import cross_entropy_forward
-from . import _cpu_cross_entropy as cpu
-from . import _cuda_cross_entropy as cuda
-from . import _triton_cross_entropy as triton
-from ._autograd import needs_gradient
-from ._options import Reduction
-from ._registry import Op, check_backend
-from ._tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
+from ._backends.cpu import cross_entropy as cpu
+from ._backends.cuda import cross_entropy as cuda
+from ._backends.triton import cross_entropy as triton
+from ._core.autograd import needs_gradient
+from ._core.options import Reduction
+from ._core.registry import Op, check_backend
+from ._core.tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
 from .attention import ORDER
 
 ARGUMENTS = (

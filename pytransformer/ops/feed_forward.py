@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
-from . import _cpu_feed_forward as cpu
-from . import _cuda_feed_forward as cuda
-from . import _triton_feed_forward as triton
-from ._autograd import needs_gradient
-from ._options import ActivationName
-from ._registry import Op, check_backend
-from ._tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._backends.cpu import feed_forward as cpu
+from ._backends.cuda import feed_forward as cuda
+from ._backends.triton import feed_forward as triton
+from ._core.autograd import needs_gradient
+from ._core.options import ActivationName
+from ._core.registry import Op, check_backend
+from ._core.tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from .attention import ORDER
 
 # x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases of any. save: whether pre and gate,

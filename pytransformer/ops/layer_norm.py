@@ -8,12 +8,21 @@ from typing import Any, get_args
 import torch
 
 from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_norm_forward
-from . import _cpu_layer_norm as cpu
-from . import _cuda_layer_norm as cuda
-from . import _triton_layer_norm as triton
-from ._options import NormKind
-from ._registry import Op, check_backend
-from ._tensors import alike, check_choice, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._backends.cpu import layer_norm as cpu
+from ._backends.cuda import layer_norm as cuda
+from ._backends.triton import layer_norm as triton
+from ._core.options import NormKind
+from ._core.registry import Op, check_backend
+from ._core.tensors import (
+    alike,
+    check_choice,
+    check_number,
+    check_same,
+    check_tensor,
+    dropout_arguments,
+    empty_in_order,
+    shape_of,
+)
 
 KINDS = get_args(NormKind)
 # dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._tensors import check_tensor
+from ._core.tensors import check_tensor
 from .attention_varlen import attention_varlen_op
 
 OP = "scaled_dot_product_attention"

@@ -22,7 +22,7 @@ else:
 
 def _public(name: str, outputs: int = 1) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        from ..ops._registry import OPS
+        from ..ops._core.registry import OPS
 
         a, _, _ = OPS[name].prepare(*args, **kwargs)
         results = OPS[name].reference(a)

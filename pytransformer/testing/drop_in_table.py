@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
     AS_EXACT,
     FAMILIES,

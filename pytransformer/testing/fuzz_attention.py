@@ -71,7 +71,7 @@ def _gradients(
 def run(problem: Problem, backend: str) -> Run:
     """The problem through the public function on a forced backend, with guarded and poisoned memory."""
     import pytransformer as pt
-    from pytransformer.ops._registry import trace
+    from pytransformer.ops._core.registry import trace
 
     op = "attention_varlen" if problem.packed else "attention"
     keywords: dict[str, Any] = {"backend": backend, "strict": True}

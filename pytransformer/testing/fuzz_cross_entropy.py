@@ -158,7 +158,7 @@ def run(
 ) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
     """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
     import pytransformer as pt
-    from pytransformer.ops._registry import trace
+    from pytransformer.ops._core.registry import trace
 
     laid = {n: place(t.to(device), problem.layouts[n]) for n, t in problem.tensors.items()}
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n not in ("grad_out", "target")}

@@ -188,7 +188,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
 def run(problem: Problem, backend: str) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
     """(results by name, the raw ops that ran), in guarded and poisoned memory."""
     import pytransformer as pt
-    from pytransformer.ops._registry import trace
+    from pytransformer.ops._core.registry import trace
 
     laid = {n: place(t, problem.layouts[n]) for n, t in problem.tensors.items()}
     leaves = {n: t.requires_grad_(n in problem.wanted) for n, t in laid.items() if n != "grad_out"}

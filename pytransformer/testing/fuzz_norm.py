@@ -246,7 +246,7 @@ def run(
     problem: Problem, backend: str, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor | None], list[tuple[str, str]]]:
     """(results by name, on the CPU; the raw ops that ran), in guarded and poisoned memory."""
-    from pytransformer.ops._registry import trace
+    from pytransformer.ops._core.registry import trace
 
     laid = {
         n: t.to(device) if problem.layouts[n] == "expanded" else place(t.to(device), problem.layouts[n])

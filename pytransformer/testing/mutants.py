@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..ops._registry import OPS, Backend, Op
+from ..ops._core.registry import OPS, Backend, Op
 
 # The module: `pytransformer.reference.attention` is also the name of the public function.
 source = importlib.import_module("pytransformer.reference.attention")

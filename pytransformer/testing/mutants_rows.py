@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ..ops._registry import OPS, Backend
+from ..ops._core.registry import OPS, Backend
 from .mutants import stored
 
 # The modules: the package holds functions of the same names.

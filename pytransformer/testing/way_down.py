@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pytransformer as pt
 
-from ..ops import _registry
+from ..ops._core import registry as _registry
 from .hugging_face import FAMILIES, distance, flat, inputs_of, model_distance_limit, run
 from .models import random_sum
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cli.console import Console
+from ..console import Console
 from .batching import Batch, Batches, mix
 from .checkpoint import (
     Checkpoint,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cli.console import escape_plot
+from ..console import escape_plot
 from ..training.extras import require
 
 SUFFIXES = (".png", ".svg")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cli.console import escape_plot
+from ..console import escape_plot
 from ._figure import check_matrix, figure
 
 

@@ -7,9 +7,10 @@ import contextlib
 import pytest
 import torch
 
-from pytransformer.cli import console, providers
+from pytransformer import console
+from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds
 from pytransformer.testing.cases import ARGUMENTS
 

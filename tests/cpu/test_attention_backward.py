@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _native
+from pytransformer.ops._core import native
 from pytransformer.testing import bounds, oracle
 
-WHY_NOT = _native.why_not("attention_bwd")
+WHY_NOT = native.why_not("attention_bwd")
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
 HALF = (torch.bfloat16, torch.float16)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.ops import _native
+from pytransformer.ops._core import native
 from pytransformer.testing import bounds, oracle
 
-WHY_NOT = _native.why_not("attention_fwd")
+WHY_NOT = native.why_not("attention_fwd")
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

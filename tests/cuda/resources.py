@@ -19,13 +19,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pytransformer.ops import _cuda, _native
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core import native
 
 sys.path.append(str(Path(__file__).parent))
 import sass  # beside this file, which bench/tools/inspect_kernels.py loads by its path
 
 TABLE = Path(__file__).with_name("resources.json")
-LIBRARY = _native.PACKAGE / _cuda.LIBRARY_NAME
+LIBRARY = native.PACKAGE / cuda_library.LIBRARY_NAME
 COUNTED = {
     "wide": r"\b(?:LDG|STG|LDGSTS)\.E(?:\.\w+)*\.128\b",  # accesses of 16 bytes
     "narrow": r"\b(?:LDG|STG)\.E(?!(?:\.\w+)*\.128\b)",
@@ -46,7 +47,7 @@ def tools() -> Path | None:
 def why_not() -> str | None:
     """None if the library can be examined here, else the reason."""
     if not LIBRARY.exists():
-        return _cuda.why_not_loaded("norm_fwd")
+        return cuda_library.why_not_loaded("norm_fwd")
     return None if tools() else "cuobjdump and nvdisasm were not found: install CUDA's or triton"
 
 
@@ -152,7 +153,7 @@ def main() -> int:
     if reason := why_not():
         print(reason)
         return 1
-    nvcc = (_native.build_info() or {})["cuda"]["nvcc"]
+    nvcc = (native.build_info() or {})["cuda"]["nvcc"]
     table, kept = measure(), json.loads(TABLE.read_text()) if TABLE.exists() else {"nvcc": None, "kernels": {}}
     wrong = faults(table) + hazards()
     if write:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _cuda_cross_entropy, _cuda_matmul
+from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
+from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.testing import bounds, fuzz_cross_entropy
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.cuda_graph import check_cuda_graph
@@ -32,8 +33,8 @@ def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for small in (False, True):
         if small:
-            monkeypatch.setattr(_cuda_cross_entropy, "PARTS_BYTES", _cuda_cross_entropy.PARTS_BYTES_EMULATED)
-            monkeypatch.setattr(_cuda_cross_entropy, "D_LOGITS_BYTES", _cuda_cross_entropy.D_LOGITS_BYTES_EMULATED)
+            monkeypatch.setattr(cuda_cross_entropy, "PARTS_BYTES", cuda_cross_entropy.PARTS_BYTES_EMULATED)
+            monkeypatch.setattr(cuda_cross_entropy, "D_LOGITS_BYTES", cuda_cross_entropy.D_LOGITS_BYTES_EMULATED)
         for name, problem in ce_problems.PROBLEMS.items():
             assert (found := wrong(problem)) == [], f"{name}: {found}"
 
@@ -44,12 +45,12 @@ def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = []
     for case in range(RANDOM):
         problem = fuzz_cross_entropy.draw(SEED, case)
-        if problem.dtype in _cuda_matmul.DTYPES and (found := wrong(problem)):
+        if problem.dtype in cuda_matmul.DTYPES and (found := wrong(problem)):
             failed.append(f"case {case}: {problem}\n    {found}")
     assert not failed, "\n".join(failed[:5])
 
 
-@pytest.mark.parametrize("dtype", _cuda_matmul.DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", cuda_matmul.DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("case", cases("linear_cross_entropy"), ids=lambda c: c.name)
 def test_case(case: Case, dtype: torch.dtype) -> None:
     assert wrong(fuzz_cross_entropy.of_case(case, dtype)) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.testing import bounds, fuzz_ffn
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
@@ -31,7 +31,7 @@ LARGE = (
 
 @pytest.mark.parametrize("problem", [*matmul_problems.PROBLEMS, *LARGE], ids=lambda p: p.name)
 def test_products(problem: matmul_problems.Problem) -> None:
-    assert _cuda.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
+    assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
     assert matmul_problems.differences(problem, "cuda") == []
 
 

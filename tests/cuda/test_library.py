@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _cuda, _native
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core import native
 
-needs_library = pytest.mark.skipif((why := _cuda.why_not_loaded("norm_fwd")) is not None, reason=str(why))
+needs_library = pytest.mark.skipif((why := cuda_library.why_not_loaded("norm_fwd")) is not None, reason=str(why))
 needs_bindings = pytest.mark.skipif(
     importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
 )
@@ -28,17 +29,17 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 @needs_library
 def test_it_loads_and_has_its_ops() -> None:
     for op in ("norm_fwd", "norm_bwd"):
-        assert _cuda.why_not_loaded(op) is None
+        assert cuda_library.why_not_loaded(op) is None
         schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
         assert [a.name for a in schema.arguments][-2:] == ["device", "stream"]
-    assert "has no op cuda_nothing" in str(_cuda.why_not_loaded("nothing"))
+    assert "has no op cuda_nothing" in str(cuda_library.why_not_loaded("nothing"))
 
 
 @needs_library
 def test_it_needs_only_the_stable_abi() -> None:
     """No symbol of Python; of torch none but the C functions that stay the same; no CUDA library of its own choosing."""
     out = subprocess.run(
-        ["nm", "-D", "--undefined-only", _native.PACKAGE / _cuda.LIBRARY_NAME], capture_output=True, text=True
+        ["nm", "-D", "--undefined-only", native.PACKAGE / cuda_library.LIBRARY_NAME], capture_output=True, text=True
     )
     undefined = [line.split()[-1].partition("@")[0] for line in out.stdout.splitlines()]
     assert any(name.startswith("aoti_torch_") for name in undefined)
@@ -86,7 +87,7 @@ def test_kernels_see_no_torch_header() -> None:
     ],
 )
 def test_which_gpus_a_build_serves(capability: tuple[int, int], archs: list[str], reason: str | None) -> None:
-    found = _cuda.why_not_capability(capability, archs)
+    found = cuda_library.why_not_capability(capability, archs)
     assert found is None if reason is None else found is not None and reason in found
 
 
@@ -369,13 +370,13 @@ def test_which_plain_products_are_the_librarys() -> None:
 def test_what_cross_entropys_tiles_leave(rows: int, classes: int, smooth: bool, tiles: int, parts: int, blocks: int) -> None:
     """Two or three numbers for each row and 128 classes; Python makes the same room for them."""
     from pytransformer import _C
-    from pytransformer.ops import _cuda_cross_entropy
+    from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
 
     plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
     assert (plan["tiles"], plan["parts"], plan["blocks"]) == (tiles, parts, blocks) and plan["smem_bytes"] <= 48 * 1024
     weight = torch.empty(classes, 0, dtype=torch.bfloat16)
     given = types.SimpleNamespace(weight=weight, label_smoothing=0.1 * smooth)
-    assert rows * _cuda_cross_entropy._parts(given) == parts
+    assert rows * cuda_cross_entropy._parts(given) == parts
 
 
 @needs_bindings

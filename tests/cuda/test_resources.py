@@ -92,7 +92,7 @@ def test_planted_hazards_are_found(old: str, new: str, fault: str | None, resour
 def test_the_table_is_current(resources: ModuleType, table: dict) -> None:
     """Differs: `python tests/cuda/resources.py --write`, and look at what changed."""
     kept = json.loads(resources.TABLE.read_text())
-    built_with = (resources._native.build_info() or {})["cuda"]["nvcc"]
+    built_with = (resources.native.build_info() or {})["cuda"]["nvcc"]
     if kept["nvcc"] != built_with:
         pytest.skip(f"the table was made with nvcc {kept['nvcc']}, and the library with {built_with}")
     assert resources.compare(table, kept["kernels"]) == []

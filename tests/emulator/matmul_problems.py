@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.testing import bounds
 
 RAW_OP = "matmul"
@@ -73,7 +73,7 @@ def multiply(problem: Problem, given: list[torch.Tensor], bias: torch.Tensor | N
     if bias is not None:
         bias = torch.cat([bias, bias.new_full((-problem.columns % 8,), torch.nan)])
     a2, b2 = given[2:] or (None, None)
-    _cuda.call(RAW_OP, given[0].device, *given[:2], a2, b2, bias, out[:, :width])
+    cuda_library.call(RAW_OP, given[0].device, *given[:2], a2, b2, bias, out[:, :width])
     return out
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 
 PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch with it
 
@@ -23,7 +23,7 @@ PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch
 def first_wrong(module: str, schedule: int, only: str = "") -> str:
     torch.set_num_threads(1)
     script = importlib.import_module(module)
-    assert (reason := _cuda.why_not(script.RAW_OP, torch.device("cpu"))) is None, reason  # loads the library
+    assert (reason := cuda_library.why_not(script.RAW_OP, torch.device("cpu"))) is None, reason  # loads the library
     torch.ops.pytransformer_C.emulator_schedule(schedule)
     problems = (problem for problem in script.problems() if not only or problem.name == only)
     wrong = ((problem, script.wrong(problem)) for problem in problems)

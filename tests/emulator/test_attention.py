@@ -176,12 +176,12 @@ def test_what_it_refuses() -> None:
 
 def test_the_edge_checks_what_kernels_rely_on() -> None:
     """A caller that bypasses the public function learns what the kernels rely on."""
-    from pytransformer.ops import _cuda
+    from pytransformer.ops._backends.cuda import library as cuda_library
 
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
-    assert _cuda.why_not("attention_fwd", query.device) is None
+    assert cuda_library.why_not("attention_fwd", query.device) is None
     shared = [*[None] * 12, 0, 0, -1, -1, 0, 0, 5, 5, 1.0, 0.0, 0.0]
-    call = lambda q, o: _cuda.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
+    call = lambda q, o: cuda_library.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
     call(query, out)
     with pytest.raises(RuntimeError, match="out has the wrong shape"):
         call(query, torch.zeros(1, 2, 4, 8))

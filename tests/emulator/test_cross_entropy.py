@@ -8,7 +8,9 @@ import torch
 from ce_problems import PROBLEMS
 
 import pytransformer as pt
-from pytransformer.ops import _cuda, _cuda_cross_entropy, _cuda_matmul
+from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.testing import fuzz_cross_entropy
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.fuzz import fuzz
@@ -25,7 +27,7 @@ def test_every_path(schedule: int) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in _cuda_matmul.DTYPES]
+    half = [n for n in range(DRAWN) if fuzz_cross_entropy.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
     report = fuzz("cross_entropy", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
@@ -33,7 +35,7 @@ def test_random_problems() -> None:
 
 @pytest.mark.parametrize("case", cases("linear_cross_entropy", "small"), ids=lambda c: c.name)
 def test_case(case: Case) -> None:
-    for dtype in _cuda_matmul.DTYPES:
+    for dtype in cuda_matmul.DTYPES:
         _, wrong = fuzz_cross_entropy.judge(fuzz_cross_entropy.of_case(case, dtype), "cuda", False)
         assert not wrong, "\n".join(wrong)
 
@@ -54,7 +56,7 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for by_library in (False, True):
         if by_library:
-            monkeypatch.setattr(_cuda_cross_entropy, "by_library", lambda *shape: True)
+            monkeypatch.setattr(cuda_cross_entropy, "by_library", lambda *shape: True)
         before = products()
         for name in ("several tiles", "chunks", "odd sizes"):
             _, wrong = fuzz_cross_entropy.judge(PROBLEMS[name], "cuda", False)
@@ -71,8 +73,8 @@ def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((op, len(x), given))
         whole(op, device, x, *given)
 
-    whole = _cuda.call
-    monkeypatch.setattr(_cuda, "call", call)
+    whole = cuda_library.call
+    monkeypatch.setattr(cuda_library, "call", call)
     x, w = torch.randn(600, 8).half().requires_grad_(), torch.randn(300, 8).half().requires_grad_()
     pt.linear_cross_entropy(x, w, torch.zeros(600, dtype=torch.int64), backend="cuda").backward()
     rows = {op: [n for name, n, _ in calls if name == op] for op in ("cross_entropy_fwd", "cross_entropy_bwd")}
@@ -155,8 +157,8 @@ def test_a_wrong_target_reaches_no_other_memory(wrong: int, monkeypatch: pytest.
         given = a(x.detach(), w.detach(), torch.full((3,), target), None, -100, 0.1, "none", True)
         losses, lse, g = torch.empty(3), torch.empty(3), torch.ones(3)
         dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)
-        _cuda_cross_entropy._forward(given, losses, lse)
-        _cuda_cross_entropy._backward(given, g, lse, dx, dw, None)
+        cuda_cross_entropy._forward(given, losses, lse)
+        cuda_cross_entropy._backward(given, g, lse, dx, dw, None)
         found.append((losses, lse, dx, dw))
     assert all(torch.equal(*pair) for pair in zip(*found)) and found[0][0].isfinite().all()
 
@@ -173,7 +175,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_edge_checks_shapes() -> None:
     """A caller that bypasses the public function learns what the kernels rely on."""
     x, w, target = torch.zeros(4, 16).half(), torch.zeros(8, 16).half(), torch.zeros(4, dtype=torch.int64)
-    assert _cuda.why_not("cross_entropy_fwd", x.device) is None
+    assert cuda_library.why_not("cross_entropy_fwd", x.device) is None
     rest = [torch.empty(8), torch.empty(4), torch.empty(4), torch.empty(4), -100, 0.0]
     for arguments, message in (
         ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
@@ -182,4 +184,4 @@ def test_the_edge_checks_shapes() -> None:
         ((x, w.t().contiguous(), None, target, *rest), "the rows of x and the columns of weight"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            _cuda.call("cross_entropy_fwd", x.device, *arguments)
+            cuda_library.call("cross_entropy_fwd", x.device, *arguments)

@@ -8,7 +8,8 @@ import torch
 from ffn_problems import PROBLEMS
 
 import pytransformer as pt
-from pytransformer.ops import _cuda_feed_forward, _cuda_matmul
+from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
+from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import fuzz_ffn
 from pytransformer.testing.fuzz import fuzz
@@ -25,7 +26,7 @@ def test_every_path(schedule: int) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [n for n in range(DRAWN) if fuzz_ffn.draw(FUZZ_SEED, n).dtype in _cuda_matmul.DTYPES]
+    half = [n for n in range(DRAWN) if fuzz_ffn.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
     report = fuzz("ffn", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
@@ -37,7 +38,7 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for by_library in (False, True):
         if by_library:
-            monkeypatch.setattr(_cuda_feed_forward, "by_library", lambda *shape: True)
+            monkeypatch.setattr(cuda_feed_forward, "by_library", lambda *shape: True)
         before = products()
         for name in ("relu", "gated", "odd sizes"):
             assert (found := ffn_problems.differences(PROBLEMS[name])) == [], f"{name}: {found}"

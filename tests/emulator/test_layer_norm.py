@@ -117,13 +117,13 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_the_edge_checks_shapes() -> None:
     """A caller that bypasses the public function learns what the kernels rely on."""
-    from pytransformer.ops import _cuda
+    from pytransformer.ops._backends.cuda import library as cuda_library
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)
-    assert _cuda.why_not("norm_fwd", x.device) is None
+    assert cuda_library.why_not("norm_fwd", x.device) is None
     arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 1e-5, 0.0, True]
     with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
-        _cuda.call("norm_fwd", x.device, *arguments)
+        cuda_library.call("norm_fwd", x.device, *arguments)
     arguments[-5:-3] = 3, 8
     with pytest.raises(RuntimeError, match="16 elements are not outer = 3 times rows of 8 columns"):
-        _cuda.call("norm_fwd", x.device, *arguments)
+        cuda_library.call("norm_fwd", x.device, *arguments)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from matmul_problems import BF16, Problem, multiply, operands
 
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 
 pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
 @pytest.fixture(autouse=True)
 def loaded(emulated: object) -> None:
-    assert _cuda.why_not(matmul_problems.RAW_OP, torch.device("cpu")) is None
+    assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cpu")) is None
 
 
 def test_every_path(schedule: int) -> None:
@@ -38,7 +38,7 @@ def test_sums_in_float32(layout: str) -> None:
     begun = torch.randn(150, 312)
     for add in (False, True):
         out = begun.clone()
-        _cuda.call("matmul_sums", a.device, a, b, out[:, :304], add)
+        cuda_library.call("matmul_sums", a.device, a, b, out[:, :304], add)
         check = matmul_problems.compare(out[:, :300], [a, b], begun[:, :300] if add else None)
         assert check.ok, check
         assert torch.equal(out[:, 304:], begun[:, 304:])
@@ -69,11 +69,11 @@ def test_what_they_refuse(change: object, message: str) -> None:
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 24).bfloat16()
     with pytest.raises(RuntimeError, match=message):
         a, b = change(a, b)
-        _cuda.call("matmul", a.device, a, b, None, None, None, torch.empty(16, 24, dtype=a.dtype))
+        cuda_library.call("matmul", a.device, a, b, None, None, None, torch.empty(16, 24, dtype=a.dtype))
 
 
 def test_they_are_for_sm_90a(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
     a = torch.randn(16, 16).half()
     with pytest.raises(RuntimeError, match="for sm_90a"):
-        _cuda.call("matmul", a.device, a, a, None, None, None, torch.empty_like(a))
+        cuda_library.call("matmul", a.device, a, a, None, None, None, torch.empty_like(a))

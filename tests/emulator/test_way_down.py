@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _cuda
+from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.testing.way_down import FAULTS, REFUSED, WAYS, attention, check, failing, preferred
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
@@ -31,7 +31,7 @@ def test_the_next_backend_computes(monkeypatch: pytest.MonkeyPatch, error: str, 
     want = WAYS[way]()
     for then in ("cpu", "reference"):
         with preferred("cuda", then=then):
-            monkeypatch.setattr(_cuda, "call", failing(lambda: RuntimeError(error)))
+            monkeypatch.setattr(cuda_library, "call", failing(lambda: RuntimeError(error)))
             check(way, want, "cuda", error)
 
 
@@ -45,7 +45,7 @@ def test_backward_alone_fails() -> None:
 @pytest.mark.parametrize("text", [*(start + text for start in STARTS for text in FAULTS), "attention: head sizes up to 256"])
 def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     error = RuntimeError(text)
-    monkeypatch.setattr(_cuda, "call", failing(lambda: error))
+    monkeypatch.setattr(cuda_library, "call", failing(lambda: error))
     with preferred("cuda"), pytest.raises(RuntimeError) as caught:
         attention()
     assert caught.value is error and not pt.fallbacks()
@@ -54,9 +54,9 @@ def test_what_ran_and_failed_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch,
 def test_a_gpu_without_the_kernels_goes_on_by_triton_or_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norms and networks too: one op's way down is every op's."""
     monkeypatch.setattr(
-        _cuda, "call", failing(lambda: RuntimeError("a kernel could not be launched: invalid device function"))
+        cuda_library, "call", failing(lambda: RuntimeError("a kernel could not be launched: invalid device function"))
     )
-    from pytransformer.ops._registry import HOME
+    from pytransformer.ops._core.registry import HOME
 
     monkeypatch.setitem(HOME, "cuda", "cpu")
     x, weight = torch.randn(4, 8), torch.randn(8)

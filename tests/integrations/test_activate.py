@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytransformer as pt
 from pytransformer import drop_in
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import model_distance_limit
 from pytransformer.testing.models import assert_same_elements
 
@@ -261,7 +261,7 @@ def test_strict_refuses_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.falls_back
 def test_the_reference_is_never_used_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no fused backend can do it, PyTorch's kernel is the better one: linear in memory."""
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
 
     monkeypatch.setattr(OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]})
     with pytest.warns(RuntimeWarning, match="PyTorch's own kernel: no fused backend"), pt.activate(), trace() as ran:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
 from pytransformer.integrations import proof_memory
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.drop_in_table import build
 from pytransformer.testing.hugging_face import (
     AS_EXACT,

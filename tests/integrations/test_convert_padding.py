@@ -10,7 +10,7 @@ from torch import nn
 
 import pytransformer as pt
 from pytransformer.integrations.convert.rules import KINDS, ON_REQUEST
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.drop_in_table import LIMIT
 from pytransformer.testing.hugging_face import FAMILIES, distance, flat, inputs_of, run
 

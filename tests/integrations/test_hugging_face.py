@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
     AS_EXACT,
     FAMILIES,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import pytransformer as pt
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.models import assert_same_elements
 
 pytestmark = [

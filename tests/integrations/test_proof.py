@@ -45,7 +45,7 @@ def test_proves_torchs_encoder(small: None, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:pytransformer.scaled_dot_product_attention")
 def test_a_fallback_is_not_a_proof(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
 
     monkeypatch.setattr(OPS["attention"], "backends", {"reference": OPS["attention"].backends["reference"]})
     assert proof.run(["torch", "--no-memory", "--out", str(tmp_path)]) == 1

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import distance, model_distance_limit
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 
 from pytransformer import nn
 from pytransformer.nn.packing import Packing, select, spread
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.models import assert_same_gradient, assert_same_logits
 from pytransformer.testing.small_models import build
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._tensors import looks_at_values
+from pytransformer.ops._core.tensors import looks_at_values
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_values_on_a_gpu_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_forced_backend_that_cannot_raises_with_the_reason() -> None:
     """Forced means forced: no fallback, the reason in the message, and explain tells the same."""
-    from pytransformer.ops._registry import OPS, Backend
+    from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
     reference = op.backends["reference"]
@@ -117,7 +117,7 @@ def _forced(backend: str) -> torch.Tensor:
 
 
 def test_strict_refuses_the_reference_and_names_every_reason() -> None:
-    from pytransformer.ops._registry import OPS, Backend
+    from pytransformer.ops._core.registry import OPS, Backend
 
     op = OPS["attention"]
     saved = dict(op.backends)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pytransformer as pt
-from pytransformer.ops._registry import OPS, trace
+from pytransformer.ops._core.registry import OPS, trace
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
 
@@ -204,7 +204,7 @@ def test_the_interpreter_computes_only_when_forced() -> None:
 
 def test_the_checks_agree_with_the_quick_look() -> None:
     """What `alike` accepts, the checks that name the argument accept too."""
-    from pytransformer.ops._tensors import alike, check_same, check_tensor
+    from pytransformer.ops._core.tensors import alike, check_same, check_tensor
 
     tensors = [torch.zeros(2, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int64)]
     things = [*tensors, torch.nn.Parameter(tensors[0]), torch.zeros(2, device="meta"), None, 3.0]

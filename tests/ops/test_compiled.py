@@ -10,7 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer import drop_in
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
 

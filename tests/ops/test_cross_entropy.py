@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import pytransformer as pt
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 
 BACKENDS = ("reference", "cpu")
 

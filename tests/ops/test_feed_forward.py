@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import pytransformer as pt
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds, fuzz_ffn, oracle
 
 BACKENDS = ("reference", "cpu")

@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.ops._tensors import dropout_arguments
+from pytransformer.ops._core.tensors import dropout_arguments
 
 
 def _packed(length: int) -> torch.Tensor:

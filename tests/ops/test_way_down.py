@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops import _fallbacks, _native
-from pytransformer.ops._fallbacks import NotLaunched
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core import fallbacks as _fallbacks
+from pytransformer.ops._core import native
+from pytransformer.ops._core.fallbacks import NotLaunched
+from pytransformer.ops._core.registry import OPS
 from pytransformer.testing.way_down import WAYS, attention, check, failing, preferred
 
 pytestmark = pytest.mark.falls_back
@@ -51,16 +52,16 @@ def test_other_errors_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch, er
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     want = attention()
-    (tmp_path / _native.LIBRARY_NAME).write_bytes(b"not a library")
-    _native.why_not.cache_clear(), _native._why_not_loaded.cache_clear()
-    monkeypatch.setattr(_native, "PACKAGE", tmp_path)
+    (tmp_path / native.LIBRARY_NAME).write_bytes(b"not a library")
+    native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
+    monkeypatch.setattr(native, "PACKAGE", tmp_path)
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             results = [attention() for _ in range(2)]
     finally:
         monkeypatch.undo()
-        _native.why_not.cache_clear(), _native._why_not_loaded.cache_clear()
+        native.why_not.cache_clear(), native._why_not_loaded.cache_clear()
     for got in results:
         torch.testing.assert_close(got, want)
     (warning,) = told

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.models import _files
 from pytransformer.training import Diverged, Recipe, plot_losses, read_checkpoint, read_metrics
 from pytransformer.training.checkpoint import checkpoints

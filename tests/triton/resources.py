@@ -49,7 +49,7 @@ WGMMA = re.compile(
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_keys$|sm_80 segments D64 bf16 backward_queries|sm_120 segments D256 bf16 backward_keys"
 )
-REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_triton_attention.py
+REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 
 pytestmark = pytest.mark.unpoisoned
 CU_SEQLENS = torch.tensor([0, 5, 9], dtype=torch.int32)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from pytransformer.ops import _triton_attention
+from pytransformer.ops._backends.triton import attention as triton_attention
 
 SCRIPT = Path(__file__).with_name("resources.py")
 TABLE = SCRIPT.with_suffix(".json")
@@ -55,6 +55,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for has, fits in ((largest, True), (largest - 1, False)):
         properties = types.SimpleNamespace(shared_memory_per_block_optin=has)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        assert (_triton_attention._why_not_shared(query, query) is None) == fits
+        assert (triton_attention._why_not_shared(query, query) is None) == fits
     narrow = types.SimpleNamespace(**{**vars(query), "shape": (1, 1, 9, 128)})
-    assert _triton_attention._why_not_shared(narrow, narrow) is None
+    assert triton_attention._why_not_shared(narrow, narrow) is None

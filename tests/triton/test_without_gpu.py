@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer.ops import _cuda, _triton
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._backends.triton import availability
 
 STUB = Path(__file__).with_name("stub")
 ARCHITECTURES = (80, 86, 90, 120)
@@ -123,5 +124,5 @@ def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.delenv("PYTRANSFORMER_EMULATE", raising=False)
     device = torch.device("cuda", 0)
-    for reason in (_triton._unavailable(device, "x"), _cuda.why_not("layer_norm_fwd", device)):
+    for reason in (availability._unavailable(device, "x"), cuda_library.why_not("layer_norm_fwd", device)):
         assert reason is not None and "ROCm 6.4" in reason

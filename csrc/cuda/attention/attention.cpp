@@ -2,7 +2,7 @@
 // launches.
 //
 // query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened
-// by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_cuda_attention.py.
+// by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_backends/cuda/attention.py.
 #include <cmath>
 
 #include "cuda/attention/kernels.h"

@@ -1,7 +1,7 @@
 // Norms on a GPU, torch edge: checks what the kernels rely on, fills in the problem, allocates the partial sums, launches.
 //
 // A tensor of rows arrives contiguous, of any shape, or as a view (outer, inner, columns) with contiguous columns; never empty: see
-// pytransformer/ops/_cuda_layer_norm.py.
+// pytransformer/ops/_backends/cuda/layer_norm.py.
 #include <cmath>
 
 #include "common/fault.h"

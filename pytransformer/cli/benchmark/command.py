@@ -20,8 +20,8 @@ import torch
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, curves, memory, peaks, plan, plots, report, results, suites
 from pytransformer.cli.benchmark.runner import Options, Runner
-from pytransformer.cli.console import EXTRA_HINT, Console, have_rich
 from pytransformer.cli.providers import ON_REQUEST, PEERS, VARIANTS
+from pytransformer.console import EXTRA_HINT, Console, have_rich
 
 QUICK_SECONDS = 46.0  # for the steps; starting up, probing memory and drawing take the rest of the minute
 QUICK_ROUNDS = 3  # samples at least

@@ -30,8 +30,8 @@ from typing import Any
 from pytransformer.cli import OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, report, results
 from pytransformer.cli.benchmark.runner import REFERENCE
-from pytransformer.cli.console import Console
 from pytransformer.cli.providers import NAIVE, PEERS, TORCH
+from pytransformer.console import Console
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, ...], Row]  # by results.row_key

@@ -13,7 +13,7 @@ from typing import Any
 
 from pytransformer.cli.benchmark.plots import STYLES, Row, figure_of, legend_and_title, plain_ticks
 from pytransformer.cli.benchmark.report import SHORT
-from pytransformer.cli.console import escape_plot
+from pytransformer.console import escape_plot
 
 MOST_PANELS = 12
 

@@ -72,7 +72,7 @@ def solve(problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor
 
 
 def _some_rows(problem: Problem, grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
     from pytransformer.reference.attention import visible_pairs
 
     query, key, value = problem.args

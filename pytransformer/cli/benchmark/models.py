@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import pytransformer as pt
 from pytransformer.cli import OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, plan, report, results
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.integrations import proof_memory
 from pytransformer.integrations.proof_models import IGNORED, Subject
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pytransformer.cli.benchmark import results
 from pytransformer.cli.benchmark.report import SHORT, environment_text, shape_text
-from pytransformer.cli.console import EXTRA_HINT, escape_plot
+from pytransformer.console import EXTRA_HINT, escape_plot
 
 Row = dict[str, Any]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pytransformer.cli.benchmark import results
-from pytransformer.cli.console import clean, escape_csv, escape_markdown, table_width
 from pytransformer.cli.providers import PEERS
+from pytransformer.console import clean, escape_csv, escape_markdown, table_width
 
 Row = dict[str, Any]
 SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}

@@ -138,7 +138,7 @@ def prepare_ours(backend: str, problem: Problem) -> Prepared:
 
 def ours(op: str) -> tuple[Provider, ...]:
     """The backends that the op has, whether or not they work here, best first."""
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
 
     return tuple(Provider(name, partial(prepare_ours, name)) for name in OPS[op].backends)
 

@@ -48,7 +48,7 @@ class Terms:
 
 
 def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]) -> Terms:
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
     from pytransformer.ops.masks import buckets_of
     from pytransformer.reference.attention import indices, visible_pairs
 

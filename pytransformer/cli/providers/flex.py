@@ -16,7 +16,7 @@ Mod = Callable[..., torch.Tensor]
 def prepare(problem: Problem) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from pytransformer.ops._registry import OPS
+    from pytransformer.ops._core.registry import OPS
 
     if problem.case.op != "attention":
         raise Unsupported("FlexAttention has no packed form")

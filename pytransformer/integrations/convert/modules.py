@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...ops import feed_forward as ff
 from ...ops import layer_norm as norms
-from ...ops._options import ActivationName
+from ...ops._core.options import ActivationName
 from .rules import find_rule
 
 _FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}

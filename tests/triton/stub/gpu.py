@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
 
 from pytransformer.kernels.attention import problem
-from pytransformer.ops import _triton
+from pytransformer.ops._backends.triton import availability
 
 SOURCE = Path(__file__).with_name("driver.c")
 BYTES = {"i1": 1, "i8": 1, "i32": 4, "f32": 4, "i64": 8}
@@ -83,7 +83,7 @@ class Gpu:
         self.wrong: list[str] = []
         triton.runtime.driver.set_active(Driver(capability))
         problem.capability = lambda device: capability // 10 * 10
-        _triton._unavailable = lambda device, name: None  # type: ignore[assignment]
+        availability._unavailable = lambda device, name: None  # type: ignore[assignment]
         caches = triton.JITFunction.create_binder
 
         def binder(kernel: Any) -> Any:

@@ -19,7 +19,7 @@ from gpu import Gpu
 from triton.runtime.jit import compute_cache_key
 
 from pytransformer.kernels import _lang
-from pytransformer.ops._registry import OPS
+from pytransformer.ops._core.registry import OPS
 
 BF16 = torch.bfloat16
 seen: dict[str, tuple[set[Any], set[Any]]] = defaultdict(lambda: (set(), set()))

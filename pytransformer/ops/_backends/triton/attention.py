@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import _triton
-from ._gpu_attention import gradients, outputs, why_not_sizes
-from ._registry import Backend, Op
-from ._tensors import last_contiguous
+from ..._core.registry import Backend, Op
+from ..._core.tensors import last_contiguous
+from ..gpu.attention import gradients, outputs, why_not_sizes
+from . import availability
 
 WIDE_SHARED = 102400  # bytes of shared memory that the keys kernel takes in float32 with head sizes above 128
 
@@ -43,7 +43,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return _triton.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
+    return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
 
 
 def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:

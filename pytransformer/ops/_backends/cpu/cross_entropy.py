@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._registry import WRONG_DEVICE, Backend, Op
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE, Backend, Op
 
 SCRATCH_BYTES = 16 << 20  # packed operands, a block of dz, and float sums, at most about
 
@@ -17,7 +17,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
-        return _native.why_not("linear_cross_entropy_fwd")
+        return native.why_not("linear_cross_entropy_fwd")
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if a.x.numel() == 0:

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from .masks import AlibiBias, RelativePositionBias
+from ..masks import AlibiBias, RelativePositionBias
 
 Alignment = Literal["top_left", "bottom_right"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu"]

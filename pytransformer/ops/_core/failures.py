@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._fallbacks import BackendError, NotLaunched, failures, remember_failure
+from .fallbacks import BackendError, NotLaunched, failures, remember_failure
 
 # What the CUDA runtime and driver say of a launch that they refuse: the texts of cudaGetErrorString and cuGetErrorString, whole,
 # since "operation not permitted when stream is capturing", say, is another matter.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import _gpu_feed_forward as gpu
-from . import _triton
-from ._registry import Backend, Op
-from ._tensors import matrix
+from ..._core.registry import Backend, Op
+from ..._core.tensors import matrix
+from ..gpu import feed_forward as gpu
+from . import availability
 
 LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted in 32 bits
 
@@ -34,7 +34,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := _triton.why_not(x=a.x)) is not None:
+    if (reason := availability.why_not(x=a.x)) is not None:
         return reason
     widest = max(*a.w1.shape, *a.w2.shape)
     if widest >= LARGEST_SIDE:

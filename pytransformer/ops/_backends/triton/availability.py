@@ -11,8 +11,8 @@ import os
 
 import torch
 
-from . import _native
-from ._registry import WRONG_DEVICE
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE
 
 
 def why_not(**tensors: torch.Tensor | None) -> str | None:
@@ -31,7 +31,7 @@ def _unavailable(device: torch.device, name: str) -> str | None:
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreting and device.type == "cpu"):
         return f"{WRONG_DEVICE}CUDA (or, with TRITON_INTERPRET=1, interpreted on the CPU), and {name} is on {device}"
-    if device.type == "cuda" and (reason := _native.why_not_nvidia()):
+    if device.type == "cuda" and (reason := native.why_not_nvidia()):
         return reason
     if not _installed("triton"):
         return "needs Triton: pip install triton, in the version that this torch was made for"

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from ..reference.feed_forward import ACTIVATIONS
-from . import _cuda, _cuda_matmul
-from . import _gpu_feed_forward as gpu
-from ._cuda_matmul import ROWS_OF_A_PART, by_library, operand, padded_bias, result, room
-from ._registry import Backend, Op
-from ._tensors import matrix
+from ....reference.feed_forward import ACTIVATIONS
+from ..._core.registry import Backend, Op
+from ..._core.tensors import matrix
+from ..gpu import feed_forward as gpu
+from . import library as cuda_library
+from . import matmul as cuda_matmul
+from .matmul import ROWS_OF_A_PART, by_library, operand, padded_bias, result, room
 
 
 def backend(op: Op) -> Backend:
@@ -25,7 +26,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return _cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape)
+    return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape)
 
 
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
@@ -60,7 +61,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
     parts: dict[str, torch.Tensor] = {
         n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted
     }
-    _cuda.call(
+    cuda_library.call(
         "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre, d_gate, hidden,
         parts.get("b1"), parts.get("gate_bias"), _activation(a), a.dropout_p,
     )  # fmt: skip
@@ -85,7 +86,7 @@ def _first_product(
 ) -> None:
     """Write those of hidden, pre and gate that are there."""
     w1, gate_weight = (w if w is None else operand(matrix(w)).t() for w in (a.w1, a.gate_weight))
-    _cuda.call(
+    cuda_library.call(
         "hidden_fwd", x.device, x, w1, gate_weight, padded_bias(a.b1), padded_bias(a.gate_bias), a.dropout_seed, hidden, pre, gate,
         _activation(a), a.dropout_p,
     )  # fmt: skip
@@ -104,7 +105,7 @@ def product(
     rows, columns = out.shape
     if not by_library(rows, columns, a.shape[1]):
         with result(out) as to:
-            _cuda.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
+            cuda_library.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
         return
     if bias is not None and bias.dtype == out.dtype:
         torch.addmm(bias, a, b, out=out)

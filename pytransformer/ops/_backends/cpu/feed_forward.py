@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._registry import WRONG_DEVICE, Backend, Op
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE, Backend, Op
 
 ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # enum Activation of csrc/cpu/feed_forward.h
 HIDDEN_BYTES = 16 << 20  # forward keeps about so much of hidden at a time ...
@@ -24,7 +24,7 @@ def backend(op: Op) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
-        return _native.why_not("feed_forward_fwd")
+        return native.why_not("feed_forward_fwd")
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if _empty(a):

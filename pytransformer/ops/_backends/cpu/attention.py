@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._registry import WRONG_DEVICE, Backend, Op
-from ._tensors import last_contiguous
-from .masks import bucket_starts
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.tensors import last_contiguous
+from ...masks import bucket_starts
 
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 MAX_HEAD_DIM = 512
@@ -23,7 +23,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.query.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and query is on {a.query.device}"
-        if (reason := _native.why_not("attention_fwd") or _native.why_not("attention_bwd")) is not None:
+        if (reason := native.why_not("attention_fwd") or native.why_not("attention_bwd")) is not None:
             return reason
         head_dim, value_dim = a.query.shape[-1], a.value.shape[-1]
         if max(head_dim, value_dim) > MAX_HEAD_DIM:

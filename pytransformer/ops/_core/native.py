@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parents[2]
 LIBRARY_NAME = "libpytransformer_cpu.so"
 OLDER = "rebuild it with make build"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._registry import WRONG_DEVICE
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE
 
 LIBRARY_NAME = "libpytransformer_cuda.so"
 EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")  # in a checkout; csrc/emulator/build.py makes it
@@ -37,15 +37,15 @@ def why_not(op: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{WRONG_DEVICE}CUDA devices, and x is on {device}"
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return _native.why_not_nvidia() or why_not_loaded(op) or _why_not_device(index)
+    return native.why_not_nvidia() or why_not_loaded(op) or _why_not_device(index)
 
 
 @functools.cache
 def why_not_loaded(op: str) -> str | None:
     """None if the CUDA library is loaded and holds the raw op, which needs no GPU, else the reason."""
-    path = _native.PACKAGE / LIBRARY_NAME
+    path = native.PACKAGE / LIBRARY_NAME
     if not path.exists():
-        info = _native.build_info()
+        info = native.build_info()
         reason = info["cuda"]["reason"] if info else "this checkout was never built (make build)"
         return f"the CUDA library was not built: {reason}"
     return _load(path, f"cuda_{op}", "make build")
@@ -53,7 +53,7 @@ def why_not_loaded(op: str) -> str | None:
 
 @functools.cache
 def _why_not_emulated(value: str, op: str) -> str | None:
-    path = _native.PACKAGE.parent / EMULATED if value == "1" else Path(value)
+    path = native.PACKAGE.parent / EMULATED if value == "1" else Path(value)
     if not path.exists():
         return f"there is no emulated library {path}: python csrc/emulator/build.py makes it"
     return _load(path, f"emulated_{op}", "python csrc/emulator/build.py")
@@ -74,7 +74,7 @@ def _load(path: Path, op: str, remedy: str) -> str | None:
 @functools.cache
 def _why_not_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
-    built = (_native.build_info() or {}).get("cuda", {}).get("archs", ())
+    built = (native.build_info() or {}).get("cuda", {}).get("archs", ())
     return why_not_capability(capability, built) or _why_not_driver(index)
 
 
@@ -109,7 +109,7 @@ def runs_sm90a(device: torch.device) -> bool:
     path = os.environ.get("PYTRANSFORMER_CUDA_PATH", "")
     if emulating():
         return path == "sm90"
-    built = (_native.build_info() or {}).get("cuda", {}).get("archs", ())
+    built = (native.build_info() or {}).get("cuda", {}).get("archs", ())
     return path != "portable" and "sm_90a" in built and torch.cuda.get_device_capability(device) == (9, 0)
 
 

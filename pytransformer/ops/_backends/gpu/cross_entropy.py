@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._registry import Backend, Op
-from ._tensors import as_written, looks_at_values
+from ..._core.registry import Backend, Op
+from ..._core.tensors import as_written, looks_at_values
 
 
 class Kernels(NamedTuple):

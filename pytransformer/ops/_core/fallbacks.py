@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .native import PACKAGE
+
 
 class BackendError(NotImplementedError):
     """A forced backend cannot do the problem, or strict mode met a fallback; the message has the reason."""
@@ -34,7 +36,7 @@ class Fallback:
 # Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
 _fallbacks: dict[tuple[str, str, str], Fallback] = {}
 _lock = threading.Lock()
-# Why a backend did not run a kind of problem: see _failures.py. Empty unless something is wrong with this machine.
+# Why a backend did not run a kind of problem: see failures.py. Empty unless something is wrong with this machine.
 failures: dict[tuple[Any, ...], str] = {}
 MOST_FAILURES = 1024  # the oldest is forgotten, and its backend tried again
 
@@ -81,7 +83,7 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, on
 def _call_site() -> str:
     """file:line of the innermost frame that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ours = str(PACKAGE)
     theirs = os.path.dirname(os.path.abspath(torch.__file__))
     while frame is not None:
         name = frame.f_code.co_filename

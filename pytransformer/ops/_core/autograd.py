@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 if TYPE_CHECKING:
-    from ._registry import Op
+    from .registry import Op
 
 
 def transforming() -> bool:
@@ -185,7 +185,7 @@ def _second_order(
     name: str, inputs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradient of the backward op: differentiate (d arguments) = vjp of the reference at (arguments, d outputs)."""
-    from ._registry import OPS
+    from .registry import OPS
 
     op = OPS[name]
     num_grads, num_args = len(op.grad_names), len(op.Arguments._fields)

@@ -1,6 +1,6 @@
 """The backend ``triton`` of layer_norm, rms_norm and add_norm: kernels/layer_norm called with tensors allocated here.
 
-How the kernels see tensors of rows is in _norm_rows.py.
+How the kernels see tensors of rows is in ops/_problem/layer_norm.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from . import _triton
-from ._norm_rows import FORMS, Grid, deliver
-from ._registry import Backend, Op
+from ..._core.registry import Backend, Op
+from ..._problem.layer_norm import FORMS, Grid, deliver
+from . import availability
 
 
 def backend(op: Op) -> Backend:
@@ -67,7 +67,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := _triton.why_not(x=a.x, residual=getattr(a, "residual", None))) is not None:
+    if (reason := availability.why_not(x=a.x, residual=getattr(a, "residual", None))) is not None:
         return reason
     if (columns := math.prod(a.x.shape[a.x.dim() - a.dims :])) >= 1 << 30:
         return f"rows of fewer than {1 << 30:,} numbers, got {columns:,}"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from . import _cuda
-from ._norm_rows import FORMS, Grid, deliver
-from ._registry import Backend, Op
+from ..._core.registry import Backend, Op
+from ..._problem.layer_norm import FORMS, Grid, deliver
+from . import library as cuda_library
 
 MOST_COLUMNS = 2**31 - 1
 MOST_BLOCKS = 132 * 4  # of a persistent backward kernel, about; csrc/cuda/layer_norm/plan.h
@@ -31,7 +31,7 @@ def backend(op: Op) -> Backend:
         residual, bias, seed, p, rms = form.optional(a)
         grid = Grid(a.x, a.dims)
         to, stream = grid.target(out), grid.target(residual_out)
-        _cuda.call(
+        cuda_library.call(
             "norm_fwd", a.x.device, grid.rows(a.x), grid.rows(residual), _flat(a.weight), _flat(bias), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
@@ -53,7 +53,7 @@ def backend(op: Op) -> Backend:
         d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
         rows = [grid.target(t) for t in (dx, dresidual)]
         sums = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in (dweight, dbias)]
-        _cuda.call(
+        cuda_library.call(
             "norm_bwd", a.x.device, grid.rows(d_out), grid.rows(d_stream), grid.rows(h), _flat(a.weight), None if rms else _flat(mean),
             _flat(rstd), seed, *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := _cuda.why_not("norm_fwd", a.x.device)) is not None:
+    if (reason := cuda_library.why_not("norm_fwd", a.x.device)) is not None:
         return reason
     for name in ("x", "residual", "weight", "bias"):
         t = getattr(a, name, None)

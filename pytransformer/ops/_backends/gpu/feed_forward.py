@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ._registry import Backend, Op
-from ._tensors import as_written, matrix
+from ..._core.registry import Backend, Op
+from ..._core.tensors import as_written, matrix
 
 Tensors = Sequence[torch.Tensor | None]
 

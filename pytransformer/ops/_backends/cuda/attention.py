@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from . import _cuda
-from ._cpu_attention import ALIGN
-from ._gpu_attention import gradients, longest, outputs, why_not_sizes
-from ._registry import Backend, Op
-from ._tensors import last_contiguous
-from .masks import bucket_row
+from ..._core.registry import Backend, Op
+from ..._core.tensors import last_contiguous
+from ...masks import bucket_row
+from ..cpu.attention import ALIGN
+from ..gpu.attention import gradients, longest, outputs, why_not_sizes
+from . import library as cuda_library
 
 WIDTH = 8  # columns are widened to multiples of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         out, lse = outputs(op, a, check_values)
         if _nothing(a):
             return out.zero_(), lse.fill_(-math.inf)
-        _cuda.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
+        cuda_library.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
         return out, lse
 
     def backward(
@@ -49,7 +49,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         sums |= {n: r if r.dtype in DTYPES else r.float() for n, r in by_name.items() if n in ("mask", "bias")}
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
         ranges = None if "table" not in sums else _bucket_ranges(*_buckets(a), a.query.device)
-        _cuda.call(
+        cuda_library.call(
             "attention_bwd", a.query.device, whole_rows(grad_out), None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
             last_contiguous(out), lse.contiguous(), *_shared(a), *map(by_name.get, ("query", "key", "value")),
             *map(sums.get, ("mask", "bias", "slopes", "table")), ranges, a.deterministic,
@@ -64,7 +64,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := _cuda.why_not("attention_fwd", a.query.device)) is not None:
+    if (reason := cuda_library.why_not("attention_fwd", a.query.device)) is not None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
@@ -101,7 +101,7 @@ def _sums(a: Any) -> int:
 
 def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
     """What the kernels for sm_90a plan for tensors that are aligned; None where they do not run or nobody can be asked."""
-    if _nothing(a) or not _cuda.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
+    if _nothing(a) or not cuda_library.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
         return None
     from pytransformer._C import cuda_sm90_attention_plan
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import _cuda
+from . import library as cuda_library
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDTH = 8  # elements of 16 bytes
@@ -23,12 +23,12 @@ ROWS_OF_A_PART = 64  # rows that a line of partial sums of a bias's gradient cov
 
 def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
     """Why the raw op cannot multiply the rows of x with weights of these sides, or None."""
-    if (reason := _cuda.why_not(op, x.device)) is not None:
+    if (reason := cuda_library.why_not(op, x.device)) is not None:
         return reason
     if x.dtype not in DTYPES:
         dtype = str(x.dtype).removeprefix("torch.")
         return f"bfloat16 or float16, got {dtype}; the backends triton and reference have float32, and reference float64"
-    if not _cuda.runs_sm90a(x.device):
+    if not cuda_library.runs_sm90a(x.device):
         return "a GPU of compute capability 9.0 and kernels built for it (sm_90a), not PYTRANSFORMER_CUDA_PATH=portable"
     if (largest := max(x.numel() // max(1, x.shape[-1]), *sides)) > LARGEST_SIDE:
         return f"sides of at most {LARGEST_SIDE:,}, got {largest:,}"
@@ -42,7 +42,7 @@ def by_library(rows: int, columns: int, depth: int) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _by_library(rows: int, columns: int, depth: int, ours: bool) -> bool:
-    name = f"{'emulated' if _cuda.emulating() else 'cuda'}_matmul_by_library"
+    name = f"{'emulated' if cuda_library.emulating() else 'cuda'}_matmul_by_library"
     return getattr(torch.ops.pytransformer_C, name)(rows, columns, depth, ours)
 
 

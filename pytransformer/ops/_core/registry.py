@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from ._autograd import (
+from .autograd import (
     compiling_a_derivative,
     each_once,
     make_functions,
@@ -42,12 +42,12 @@ from ._autograd import (
     unwatched,
     vmap_by_loop,
 )
-from ._failures import DID_NOT_RUN, failure, step_down
-from ._fallbacks import BackendError, NotLaunched, failures, record_fallback
-from ._tensors import empty_in_order, looks_at_values
+from .failures import DID_NOT_RUN, failure, step_down
+from .fallbacks import BackendError, NotLaunched, failures, record_fallback
+from .tensors import empty_in_order, looks_at_values
 
 if TYPE_CHECKING:
-    from ..integrations.explain_model import ModelExplanation
+    from ...integrations.explain_model import ModelExplanation
 
 LIBRARY = Library("pytransformer", "DEF")
 OPS: dict[str, Op] = {}
@@ -459,7 +459,7 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
         as a table.
     """
     if isinstance(op, torch.nn.Module):
-        from ..integrations.explain_model import explain_model
+        from ...integrations.explain_model import explain_model
 
         return explain_model(op, *args, **kwargs)
     if op not in OPS:

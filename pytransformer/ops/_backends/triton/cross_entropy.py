@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import _gpu_cross_entropy as gpu
-from . import _triton
-from ._registry import Backend, Op
+from ..._core.registry import Backend, Op
+from ..gpu import cross_entropy as gpu
+from . import availability
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
@@ -25,7 +25,7 @@ def _load() -> gpu.Kernels:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return _triton.why_not(x=a.x)
+    return availability.why_not(x=a.x)
 
 
 def _extra_bytes(a: Any) -> int:

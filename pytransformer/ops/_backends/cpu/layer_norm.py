@@ -1,6 +1,6 @@
 """The backend ``cpu`` of layer_norm, rms_norm and add_norm: csrc/cpu/layer_norm.cpp called with tensors allocated here.
 
-How the kernels see tensors of rows is in _norm_rows.py; a contiguous tensor goes there as it is.
+How the kernels see tensors of rows is in ops/_problem/layer_norm.py; a contiguous tensor goes there as it is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._norm_rows import FORMS, Grid, deliver
-from ._registry import WRONG_DEVICE, Backend, Op
-from ._tensors import empty_in_order
+from ..._core import native
+from ..._core.registry import WRONG_DEVICE, Backend, Op
+from ..._core.tensors import empty_in_order
+from ..._problem.layer_norm import FORMS, Grid, deliver
 
 BLOCK_BYTES = 32 << 20  # partial sums of dweight and dbias are kept below about this
 
@@ -27,7 +27,7 @@ def backend(op: Op) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
-        if (reason := _native.why_not("norm_fwd")) is not None:
+        if (reason := native.why_not("norm_fwd")) is not None:
             return reason
         residual = None if plain else a.residual
         if residual is not None and (residual.dtype == torch.float64) != (a.x.dtype == torch.float64):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ._registry import Op
-from ._tensors import looks_at_values
+from ..._core.registry import Op
+from ..._core.tensors import looks_at_values
 
 MAX_HEAD_DIM = 256
 LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from . import _cuda, _cuda_matmul
-from . import _gpu_cross_entropy as gpu
-from ._cuda_matmul import ROWS_OF_A_PART, WIDTH, by_library, operand, padded_bias, room
-from ._registry import Backend, Op
-from ._tensors import as_written, matrix
+from ..._core.registry import Backend, Op
+from ..._core.tensors import as_written, matrix
+from ..gpu import cross_entropy as gpu
+from . import library as cuda_library
+from . import matmul as cuda_matmul
+from .matmul import ROWS_OF_A_PART, WIDTH, by_library, operand, padded_bias, room
 
 TILE = 128  # classes; csrc/cuda/matmul/config.h
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
@@ -48,7 +49,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return _cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
+    return cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
 
 
 def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
@@ -57,7 +58,7 @@ def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
     parts, picked = torch.empty(step * _parts(a), device=a.x.device), torch.empty(step, device=a.x.device)
     for part in gpu.chunks(rows, step):
         n = len(losses[part])
-        _cuda.call(
+        cuda_library.call(
             "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], parts[: n * _parts(a)], picked[:n],
             losses[part], lse[part], a.ignore_index, a.label_smoothing,
         )  # fmt: skip
@@ -88,7 +89,7 @@ def _backward(
             n = len(g[part])
             to = None if d_logits is None else d_logits[:n]
             sums = None if bias_parts is None else bias_parts[: -(-n // ROWS_OF_A_PART)]
-            _cuda.call(
+            cuda_library.call(
                 "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], lse[part], g[part], to, sums,
                 a.ignore_index, a.label_smoothing,
             )  # fmt: skip
@@ -114,7 +115,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool =
     """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers."""
     columns = b.shape[1]
     if not by_library(len(out), columns, a.shape[1]):
-        _cuda.call("matmul_sums", a.device, a, b, out, add)
+        cuda_library.call("matmul_sums", a.device, a, b, out, add)
     elif add:
         out[:, :columns] += gpu.float_product(a, b, out.new_empty(len(out), columns))
     else:
@@ -138,7 +139,7 @@ def _parts(a: Any) -> int:
 
 def _rows(most: int, emulated: int, bytes_of_a_row: int) -> int:
     """How many rows at a time: a multiple of 128, the height of a product's tile."""
-    return max((emulated if _cuda.emulating() else most) // bytes_of_a_row // 128, 1) * 128
+    return max((emulated if cuda_library.emulating() else most) // bytes_of_a_row // 128, 1) * 128
 
 
 def _chunk_rows(classes: int) -> int:

@@ -1,0 +1,1 @@
+"""The tier ``cpu``: native C++ of csrc/cpu."""

@@ -1,0 +1,1 @@
+"""The tier ``cuda``: CUDA C++ of csrc/cuda."""

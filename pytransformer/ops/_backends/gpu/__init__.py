@@ -1,0 +1,1 @@
+"""What the tiers ``triton`` and ``cuda`` do alike."""

@@ -1,0 +1,1 @@
+"""The tier ``triton``: the kernels of kernels/."""

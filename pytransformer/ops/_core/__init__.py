@@ -1,0 +1,1 @@
+"""What every op stands on: the registry of backends, autograd, checks of tensors, fallbacks, the native library."""

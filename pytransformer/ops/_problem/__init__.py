@@ -1,0 +1,1 @@
+"""What an op's arguments come to before any backend sees them, by stem."""
