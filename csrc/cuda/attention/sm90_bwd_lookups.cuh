@@ -176,9 +176,11 @@ class BackwardLookups {
     const auto copy = [&](int i, int c) {
       const int64_t from = row(within(query + i, p.num_queries) - query);
       const int j = key + c * kPer - before(from);
-      const int left =
-          PT_FAULT(terms_of_keys_past_the_last) || (PT_FAULT(copied_beyond_the_last_key) && j < p.num_keys) ? kPer : p.num_keys - j;
-      const int there = j > -kPer ? most(0, least(kPer, left)) : 0;  // of none nothing is read, wherever it would be
+      const auto left = [&] {
+        if (PT_FAULT(terms_of_keys_past_the_last) || (PT_FAULT(copied_beyond_the_last_key) && j < p.num_keys)) return kPer;
+        return p.num_keys - j;
+      };
+      const int there = j > -kPer ? most(0, least(kPer, left())) : 0;  // of none nothing is read, wherever it would be
       ptx::cp_async_16(terms(visit) + i * kTermPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
                        uint32_t(there * Size));
     };
