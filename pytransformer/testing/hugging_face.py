@@ -22,6 +22,14 @@ def model_distance_limit(dtype: torch.dtype) -> float:
     return 32 * torch.finfo(dtype).eps
 
 
+def conditioned_limit(dtype: torch.dtype, noise: float) -> float:
+    """The same for a model of any condition, where `noise` is how far it moves when each weight is moved by a rounding.
+
+    That is 3 to 14 eps for the models above, whose limit stays what it is. A limit of 1e-3 is none: wrong masks start at 1e-2.
+    """
+    return min(max(model_distance_limit(dtype), 4 * noise), 1e-3)
+
+
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face model class, its tiny config, and what its inputs look like."""

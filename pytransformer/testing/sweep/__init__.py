@@ -1,0 +1,9 @@
+"""Every architecture of Hugging Face transformers, tiny and with random weights: eager code against ours.
+
+    python -m pytransformer.testing.sweep                     # every model type, a table of verdicts
+    python -m pytransformer.testing.sweep bert llama          # some
+    python -m pytransformer.testing.sweep --write             # all, into the results file and docs/architectures.md
+
+:mod:`.configs` shrinks a config, :mod:`.inputs` makes inputs for a ``forward``, :mod:`.compare` tries one model type and judges it,
+:mod:`.run` tries many in processes of their own, :mod:`.report` keeps the results and writes the page. Needs transformers.
+"""

@@ -1,0 +1,57 @@
+"""``python -m pytransformer.testing.sweep``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pytransformer.cli.console import Console
+from pytransformer.testing import sweep as sweep_package
+
+from . import report
+from .run import Rows, sweep
+from .subjects import model_types
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=sweep_package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="type", help="model types, as in config.json (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="model types at a time (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument(
+        "--write", action="store_true", help=f"put them into {report.RESULTS.name}, and write docs/{report.DOC.name}"
+    )
+    arguments = parser.parse_args()
+    known = model_types()
+    if unknown := set(arguments.types) - set(known):
+        parser.error(f"no such model type: {', '.join(sorted(unknown))}")
+    chosen = arguments.types or known
+    rows: Rows = {}
+    console = Console(sys.stderr)
+    with console.progress(len(chosen)) as progress:
+        progress.step("importing transformers")
+        for model_type, found in sweep(chosen, arguments.jobs):
+            rows |= found
+            progress.advance()
+            progress.step(f"{model_type}: {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
+    if arguments.write:
+        earlier = report.load()["rows"] if arguments.types else {}
+        report.save(earlier | rows)
+        report.DOC.write_text(report.page(report.load()))
+    console = Console()
+    console.table(("class", "verdict", "differs"), [(name, row["verdict"], told(row)) for name, row in rows.items()])
+    console.print(", ".join(f"{verdict} {count}" for verdict, count in report.counts(rows).items()))
+    return 1 if report.counts(rows)["wrong"] else 0
+
+
+def told(row: dict) -> str:  # type: ignore[type-arg]
+    cells = {name: cell for name, cell in row.get("cells", {}).items() if cell not in ("same", "–")}
+    return row.get("reason", "") or "; ".join(f"{name} {cell}" for name, cell in cells.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

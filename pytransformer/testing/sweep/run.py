@@ -1,0 +1,84 @@
+"""Many model types, each tried in a child process with a limit on its time and memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+CPU_SECONDS, SECONDS, BYTES = 60, 600, 6 << 30  # other work may have the CPU, hence two limits on time
+Rows = dict[str, dict[str, Any]]
+
+
+class Child(NamedTuple):
+    model_type: str
+    process: BaseProcess
+    answer: Connection
+
+
+def child(model_type: str, answer: Connection) -> None:
+    from .compare import rows
+
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    quiet()
+    answer.send(rows(model_type))
+
+
+def quiet() -> None:
+    """Nothing of what transformers says about the tiny configs."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+
+def prepare() -> None:
+    """Imports all that the children share, and registers; before any thread has started."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    import pytransformer as pt
+
+    torch.set_num_threads(1)
+    pt.integrations.transformers.register()
+    from . import compare  # noqa: F401
+
+
+def start(model_type: str) -> Child:
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=child, args=(model_type, there), daemon=True)
+    process.start()
+    there.close()
+    return Child(model_type, process, here)
+
+
+def finish(running: Child) -> Rows:
+    """What the child found; a row that says so where it died or was too slow."""
+    reason = f"took longer than {SECONDS} s"
+    try:
+        if running.answer.poll():
+            return running.answer.recv()
+        running.process.kill()
+    except EOFError:
+        running.process.join()
+        reason = f"its process ended with code {running.process.exitcode}"
+    finally:
+        running.process.join()
+        running.answer.close()
+    return {running.model_type: {"verdict": "not built", "reason": reason}}
+
+
+def sweep(model_types: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, Rows]]:
+    """(model type, its rows) in order, `jobs` at a time."""
+    prepare()
+    for first in range(0, len(model_types), jobs):
+        batch = [start(model_type) for model_type in model_types[first : first + jobs]]
+        for running in batch:
+            wait([running.answer], SECONDS)
+            yield running.model_type, finish(running)

@@ -1,0 +1,107 @@
+"""The model classes of a model type, and how one is built: random weights under which attention matters."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .configs import tiny
+
+# Heads that generate come first, then those that read every hidden state.
+MAPPINGS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM",
+    "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_TEXT_TO_WAVEFORM", "MODEL_FOR_PRETRAINING", "MODEL_FOR_CTC",
+    "MODEL",
+)  # fmt: skip
+GAIN, SMALL, NOISE = 3.0, 0.05, 0.1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model class with a tiny config."""
+
+    model_class: Any
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.model_type}/{self.model_class.__name__}" + (", decoder" if is_decoder(self) else "")
+
+    def build(self, implementation: str) -> Any:
+        """The model in eval mode; the same weights at every call.
+
+        Weights as small as 0.02, of which attention's scores hardly depend, are tripled; zeros, which hide what they multiply, are filled.
+        """
+        torch.manual_seed(7)
+        model = self.model_class._from_config(copy.deepcopy(self.config), attn_implementation=implementation)
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for p in {id(p): p for p in model.parameters()}.values():
+                if not p.is_floating_point():
+                    continue
+                noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+                if p.dim() < 2 or not p.any():
+                    p.add_(NOISE * noise)
+                elif p.std() < SMALL:
+                    p.mul_(GAIN)
+        return model.float().eval()
+
+
+def is_decoder(subject: Subject) -> bool:
+    return getattr(subject.config, "is_decoder", False) is True and not subject.config.is_encoder_decoder
+
+
+def model_types() -> list[str]:
+    """Those of the installed transformers, sorted."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
+def config_class_of(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
+
+
+def classes_of(config_class: Any) -> list[Any]:
+    """The public model classes of a config, the one that shows most first."""
+    from transformers.models.auto import modeling_auto
+
+    found = []
+    for class_ in public_classes(config_class):
+        if class_.config_class is config_class and not inspect.isabstract(class_):
+            found.append(class_)
+    names = [getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").get(config_class.model_type) for mapping in MAPPINGS]
+    order = [name for given in names for name in (given if isinstance(given, (list, tuple)) else [given])]
+    return sorted(found, key=lambda c: order.index(c.__name__) if c.__name__ in order else len(order))
+
+
+def public_classes(config_class: Any) -> Iterator[Any]:
+    from transformers import PreTrainedModel
+
+    folder, _, file = config_class.__module__.rpartition(".")
+    module = importlib.import_module(f"{folder}.{file.replace('configuration_', 'modeling_')}")
+    for name in getattr(module, "__all__", ()):
+        class_ = getattr(module, name)
+        if isinstance(class_, type) and issubclass(class_, PreTrainedModel) and not name.endswith("PreTrainedModel"):
+            yield class_
+
+
+def subjects(model_type: str) -> list[Subject]:
+    """The first class of the model type; the same as a decoder, where an encoder can be one."""
+    config_class = config_class_of(model_type)
+    classes = classes_of(config_class)
+    if not classes:
+        return []
+    found = [Subject(classes[0], tiny(config_class))]
+    causal = [c for c in classes if c.__name__.endswith(("ForCausalLM", "LMHeadModel"))]
+    if causal and getattr(found[0].config, "is_decoder", None) is False and not found[0].config.is_encoder_decoder:
+        found.append(Subject(causal[0], tiny(config_class, is_decoder=True)))
+    return found
