@@ -19,7 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=sweep_package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="type", help="model types, as in config.json (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="model types at a time (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, as they come")
     parser.add_argument(
         "--write", action="store_true", help=f"put them into {report.RESULTS.name}, and write docs/{report.DOC.name}"
     )
@@ -34,10 +34,10 @@ def main() -> int:
         progress.step("importing transformers")
         for model_type, found in sweep(chosen, arguments.jobs):
             rows |= found
+            if arguments.json:
+                arguments.json.write_text(json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
             progress.advance()
             progress.step(f"{model_type}: {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
     if arguments.write:
         earlier = report.load()["rows"] if arguments.types else {}
         report.save(earlier | rows)

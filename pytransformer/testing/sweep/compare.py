@@ -19,7 +19,7 @@ from pytransformer.testing.hugging_face import conditioned_limit, distance, flat
 
 from . import inputs as make
 from .inputs import Inputs
-from .subjects import Subject, subjects
+from .subjects import MOST_PARAMETERS, Subject, subjects
 from .watch import watch
 
 OURS = "pytransformer"
@@ -221,6 +221,8 @@ class Trial:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        if (count := subject.parameters()) > MOST_PARAMETERS:
+            raise NotBuilt(f"too large: {count} parameters")
         self.eager, error = built(subject, "eager")
         if error is not None:
             raise NotBuilt(f"{type(error).__name__}: {sentence(error)[:200]}") from error
@@ -339,4 +341,6 @@ def rows(model_type: str) -> dict[str, dict[str, Any]]:
             made[subject.name] = row(subject)
         except NotBuilt as problem:
             made[subject.name] = {"verdict": "not built", "reason": str(problem)}
+        except Exception as error:
+            made[subject.name] = {"verdict": "not built", "reason": f"{type(error).__name__}: {sentence(error)[:200]}"}
     return made

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-CPU_SECONDS, SECONDS, BYTES = 60, 600, 6 << 30  # other work may have the CPU, hence two limits on time
+CPU_SECONDS, SECONDS, BYTES = 30, 600, 6 << 30  # other work may have the CPU, hence two limits on time
 Rows = dict[str, dict[str, Any]]
 
 

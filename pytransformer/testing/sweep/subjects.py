@@ -20,6 +20,7 @@ MAPPINGS = (
     "MODEL",
 )  # fmt: skip
 GAIN, SMALL, NOISE = 3.0, 0.05, 0.1
+MOST_PARAMETERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Subject:
     @property
     def name(self) -> str:
         return f"{self.config.model_type}/{self.model_class.__name__}" + (", decoder" if is_decoder(self) else "")
+
+    def parameters(self) -> int:
+        """How many, without making them: a config that the rules do not shrink has billions."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.model_class(copy.deepcopy(self.config)).parameters())
 
     def build(self, implementation: str) -> Any:
         """The model in eval mode; the same weights at every call.

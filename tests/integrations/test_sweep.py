@@ -1,0 +1,149 @@
+"""The sweep over transformers' architectures: a sample here, all of it in `make test-full`, and planted faults that the sample finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytransformer.testing.sweep import report
+
+# What differs from eager code today, with why. Strict: another one fails, and so does one of these once it is mended.
+KNOWN_WRONG: dict[str, str] = {}
+
+# By the way in which each hands its mask and its attention on: the mechanisms that went wrong in one model or another.
+SAMPLE = {
+    "causality from the mask function, plain": ("llama", "gpt2", "opt"),
+    "causality and a sliding window": ("mistral", "gemma3_text", "qwen3_next"),
+    "bidirectional": ("bert", "modernbert", "xlm-roberta"),
+    "no mask and a module without is_causal": ("align_text_model", "clap_text_model", "splinter", "bridgetower"),
+    "no mask and a module whose is_causal is untrue": ("nllb-moe", "pegasus_x", "bigbird_pegasus", "umt5"),
+    "adds the mask by itself": ("bloom", "blip", "convbert", "codegen", "mpnet", "xglm", "roformer", "trocr", "squeezebert"),
+    "adds the mask by itself where padded": ("canine", "lilt", "mpt", "visual_bert"),
+    "a table of its own by the implementation's name": ("falcon", "gptj", "gpt_neo", "data2vec-vision"),
+    "a selection of keys by keyword": ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),
+    "sinks": ("gpt_oss",),
+    "works on its mask": ("doge",),
+    "a bias of positions": ("t5", "mt5"),
+    "text beside images or sound": ("clip", "llava", "whisper"),
+}
+TYPES = tuple(name for names in SAMPLE.values() for name in names)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(hugging_face: Any, one_thread: None) -> None:
+    from pytransformer.testing.sweep.run import quiet
+
+    quiet()
+
+
+def rows(model_type: str) -> report.Rows:
+    from pytransformer.testing.sweep import compare
+
+    return report.clean(compare.rows(model_type))
+
+
+def kinds(row: dict[str, Any]) -> dict[str, str]:
+    """Verdict and cells without the figures, which differ from machine to machine."""
+    return {"verdict": row["verdict"]} | {name: cell.partition(":")[0] for name, cell in row.get("cells", {}).items()}
+
+
+def committed_for(version: str) -> report.Rows:
+    results = report.load()
+    if results["transformers"] != version:
+        pytest.skip(f"the results are of transformers {results['transformers']}, and this is {version}")
+    return results["rows"]
+
+
+def test_what_is_wrong_is_known() -> None:
+    wrong = {name for name, row in report.load()["rows"].items() if row["verdict"] == "wrong"}
+    assert wrong == KNOWN_WRONG.keys()
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    assert report.DOC.read_text() == report.page(report.load()), "run: python -m pytransformer.testing.sweep --write"
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.falls_back
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sample(hugging_face: Any, model_type: str) -> None:
+    committed = committed_for(hugging_face.__version__)
+    for name, row in rows(model_type).items():
+        assert row["verdict"] != "wrong" or name in KNOWN_WRONG, f"{name}: {row['cells']}"
+        assert kinds(row) == kinds(committed[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.unpoisoned
+def test_every_architecture(hugging_face: Any, tmp_path: Path) -> None:
+    committed = committed_for(hugging_face.__version__)
+    command = [sys.executable, "-m", "pytransformer.testing.sweep", "--jobs", "2", "--json", str(tmp_path / "rows.json")]
+    subprocess.run(command, stdout=subprocess.DEVNULL)  # its exit code says whether any is wrong, which KNOWN_WRONG may allow
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert {name: kinds(row) for name, row in found.items()} == {name: kinds(row) for name, row in committed.items()}
+
+
+# ---- faults in the interface that the sample must find
+
+
+def lost_causality(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return lambda *a, **k: mask(
+        *a, **{**k, "mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    ), attention
+
+
+def dropped_keyword(name: str) -> Callable[..., tuple[Any, Any]]:
+    def fault(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+        return mask, lambda *a, **k: attention(*a, **{**k, name: None})
+
+    return fault
+
+
+def padding_unseen(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+    return lambda *a, attention_mask=None, **k: mask(*a, **k), attention
+
+
+def padding_shifted(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+    def shifted(*a: Any, attention_mask: torch.Tensor | None = None, **k: Any) -> Any:
+        return mask(*a, attention_mask=None if attention_mask is None else attention_mask.roll(1, 1), **k)
+
+    return shifted, attention
+
+
+def window_read_as_causality(mask: Callable[..., Any], attention: Callable[..., Any]) -> tuple[Any, Any]:
+    from transformers.masking_utils import causal_mask_function
+
+    return lambda *a, **k: mask(*a, **{**k, "mask_function": causal_mask_function}), attention
+
+
+FAULTS = {
+    "lost causality": (lost_causality, "llama"),
+    "a window read as causality": (window_read_as_causality, "mistral"),
+    "padding unseen": (padding_unseen, "bert"),
+    "padding shifted": (padding_shifted, "gpt2"),
+    "scaling dropped": (dropped_keyword("scaling"), "t5"),
+    "softcap dropped": (dropped_keyword("softcap"), "gemma2"),
+    "position bias dropped": (dropped_keyword("position_bias"), "t5"),
+}
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    plant, model_type = FAULTS[fault]
+    masks, attentions = AttentionMaskInterface._global_mapping, AttentionInterface._global_mapping
+    mask, attention = plant(masks["pytransformer"], attentions["pytransformer"])
+    monkeypatch.setitem(masks, "pytransformer", mask)
+    monkeypatch.setitem(attentions, "pytransformer", attention)
+    assert [row["verdict"] for row in rows(model_type).values()] == ["wrong"]
