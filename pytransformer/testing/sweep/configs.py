@@ -76,7 +76,7 @@ def numbers(name: str, default: list[int]) -> list[int]:
     if re.search(r"depths|layers|num_blocks", name):
         return [min(n, 2) for n in default]
     if re.search(r"heads", name):
-        return [min(n, 4) for n in default]
+        return [HEADS] * len(default)
     if re.search(r"hidden_sizes|channels|dims|embed_dim|hidden_size|conv_dim|widths", name):
         return [16 * 2 ** min(i, 2) if len(set(default)) > 1 else 32 for i in range(len(default))]
     return default
@@ -100,7 +100,7 @@ def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
     if given.get("num_key_value_heads") and read(default, "num_key_value_heads") == read(default, "num_attention_heads"):
         given["num_key_value_heads"] = given["num_attention_heads"]
     if (rope := read(default, "rope_parameters")) is not None:
-        given["rope_parameters"] = rotary(rope)
+        given["rope_parameters"] = rotary(rope, "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()))
     given |= {name: value for name, value in layers(default).items() if name in fields(config_class)}
     given |= {name: value for name, value in FIELDS.get(model_type, {}).items() if name != "default"}
     return config_class(**given | more)
@@ -121,13 +121,13 @@ def PretrainedConfig() -> Any:
     return PretrainedConfig
 
 
-def rotary(parameters: Any) -> Any:
-    """Rotary settings for tiny heads: the sections of multimodal ones add up to half a head."""
+def rotary(parameters: Any, sections: bool = False) -> Any:
+    """Rotary settings for tiny heads: the `sections` of multimodal ones add up to half of what is rotated."""
     if not isinstance(parameters, dict):
         return parameters
-    if all(isinstance(value, dict) for value in parameters.values()) and parameters:
-        return {name: rotary(value) for name, value in parameters.items()}
-    small = dict(parameters)
-    if section := small.get("mrope_section"):
-        small["mrope_section"] = [WIDTH // HEADS // 2 - 2 * (len(section) - 1), *[2] * (len(section) - 1)]
-    return small
+    if parameters and all(isinstance(value, dict) for value in parameters.values()):
+        return {name: rotary(value, sections) for name, value in parameters.items()}
+    if not sections and "mrope_section" not in parameters:
+        return parameters
+    half = int(WIDTH // HEADS * (parameters.get("partial_rotary_factor") or 1)) // 2
+    return {**parameters, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .configs import tiny
+from .corrections import CLASSES
 
 # Heads that generate come first, then those that read every hidden state.
 MAPPINGS = (
@@ -20,7 +21,7 @@ MAPPINGS = (
     "MODEL",
 )  # fmt: skip
 GAIN, SMALL, NOISE = 3.0, 0.05, 0.1
-MOST_PARAMETERS = 4_000_000
+MOST_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def classes_of(config_class: Any) -> list[Any]:
         if class_.config_class is config_class and not inspect.isabstract(class_):
             found.append(class_)
     names = [getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").get(config_class.model_type) for mapping in MAPPINGS]
+    names.insert(0, CLASSES.get(config_class.model_type))
     order = [name for given in names for name in (given if isinstance(given, (list, tuple)) else [given])]
     return sorted(found, key=lambda c: order.index(c.__name__) if c.__name__ in order else len(order))
 
