@@ -87,7 +87,9 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytransformer.testing.sweep", "--jobs", "2", "--json", str(tmp_path / "rows.json")]
     subprocess.run(command, stdout=subprocess.DEVNULL)  # its exit code says whether any is wrong, which KNOWN_WRONG may allow
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert {name: kinds(row) for name, row in found.items()} == {name: kinds(row) for name, row in committed.items()}
+    assert {name for name, row in found.items() if row["verdict"] == "wrong"} == KNOWN_WRONG.keys()
+    built = {name for name, row in committed.items() if row["verdict"] != "not built"}  # of others, the libraries here may make more
+    assert {name: kinds(found[name]) for name in built} == {name: kinds(committed[name]) for name in built}
 
 
 # ---- faults in the interface that the sample must find

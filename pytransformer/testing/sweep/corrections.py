@@ -27,7 +27,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     **{name: {"default": with_resnet} for name in ("detr", "conditional_detr", "deformable_detr", "table-transformer")},
     "dab-detr": {"default": with_resnet, "query_dim": 4},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} for name in ("lfm2_moe", "deepseek_ocr2_text")},
+    "llama4_vision_model": {"intermediate_size": 256, "vision_output_dim": 64},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -44,7 +48,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "clvp_encoder": {"hidden_size": 128, "projection_dim": 128},
     "granite_speech5_encoder": {"context_size": 8},
     "esmc": {"num_key_value_heads": 4},
-    **{name: {"window_size": 32} for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")},
+    **{name: {"window_size": 32} for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")},
 }
 
 
