@@ -88,7 +88,9 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path) -> None:
     subprocess.run(command, stdout=subprocess.DEVNULL)  # its exit code says whether any is wrong, which KNOWN_WRONG may allow
     found = json.loads((tmp_path / "rows.json").read_text())
     assert {name for name, row in found.items() if row["verdict"] == "wrong"} == KNOWN_WRONG.keys()
-    built = {name for name, row in committed.items() if row["verdict"] != "not built"}  # of others, the libraries here may make more
+    built = {
+        name for name, row in committed.items() if row["verdict"] != "not built"
+    }  # of others, the libraries here may make more
     assert {name: kinds(found[name]) for name in built} == {name: kinds(committed[name]) for name in built}
 
 

@@ -149,7 +149,7 @@ def within(apart: dict[str, float], noise: Noise = dict) -> bool:
     """Whether two results are the same; the model's own noise is asked for only where that matters."""
     if all(value < LIMIT for value in apart.values()):
         return True
-    if max(apart.values()) > 1e-3:
+    if max(apart.values()) > conditioned_limit(torch.float32, float("inf")):
         return False
     own = noise()
     return all(value < conditioned_limit(torch.float32, own.get(what, 0.0)) for what, value in apart.items())

@@ -48,7 +48,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "clvp_encoder": {"hidden_size": 128, "projection_dim": 128},
     "granite_speech5_encoder": {"context_size": 8},
     "esmc": {"num_key_value_heads": 4},
-    **{name: {"window_size": 32} for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")},
+    **{
+        name: {"window_size": 32}
+        for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
+    },
 }
 
 
