@@ -68,6 +68,9 @@ def real(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
             continue
         if tensor.shape[:2] == mask.shape:
             return tensor[mask.bool()]
+        if tensor.shape[:2] == (mask.shape[0], mask.shape[1] + 1):  # a class token before or after: real under both readings
+            before, after = (torch.nn.functional.pad(mask, pad, value=1).bool() for pad in ((1, 0), (0, 1)))
+            return tensor[before & after]
         if tensor.shape[0] == mask.numel():
             return tensor[mask.flatten().bool()]
     return tensor
