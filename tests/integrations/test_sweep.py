@@ -17,6 +17,7 @@ from pytransformer.testing.sweep import report
 # What differs from eager code today, with why. Strict: another one fails, and so does one of these once it is mended.
 _STREAMING = "calls logical_not on its mask, which is right for sdpa's only: eager code gives NaN, ours what neither gives"
 KNOWN_WRONG: dict[str, str] = {
+    "gemma3n_text/Gemma3nForCausalLM": "rows of padding that see nothing give NaN gradients, sdpa's too; eager code's are finite",
     "nemotron3_5_asr/Nemotron3_5AsrForRNNT": _STREAMING,
     "nemotron_asr_streaming/NemotronAsrStreamingForRNNT": _STREAMING,
     "nemotron_asr_streaming_encoder/NemotronAsrStreamingEncoder": _STREAMING,
