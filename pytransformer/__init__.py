@@ -7,8 +7,9 @@ from . import integrations, reference
 from ._first_calls import choose_kernels as _choose_kernels
 from ._version import __version__
 from .drop_in import activate, deactivate
+from .explain import explain
 from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
-from .ops._core.registry import explain, use_backend
+from .ops._core.registry import use_backend
 from .ops.attention import attention, scaled_dot_product_attention
 from .ops.attention_varlen import attention_varlen
 from .ops.attention_weights import attention_summary, attention_weights

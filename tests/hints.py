@@ -8,8 +8,8 @@ from typing_extensions import assert_type
 
 import pytransformer as pt
 from pytransformer import models, nn
+from pytransformer.explain import Explanation
 from pytransformer.integrations.explain_model import ModelExplanation
-from pytransformer.ops._core.registry import Explanation
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, asked: bool) -> None:

@@ -95,6 +95,11 @@ class Mask:
             self.additive = masking.eager_mask(**self.arguments).to(self.device)
         return self.additive
 
+    def logical_not(self) -> torch.Tensor:
+        """Where keys are hidden. Who asks means ``sdpa``'s bool mask: eager code's, which is 0 where a key is visible, says the reverse
+        (Nemotron ASR, whose eager outputs are NaN)."""
+        return self.as_dense().logical_not()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copy, pickle and hasattr look for
             raise AttributeError(name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._registry import trace
+from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import conditioned_limit, distance, flat, model_distance_limit
 
 from . import inputs as make

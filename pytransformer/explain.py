@@ -1,0 +1,67 @@
+"""``pt.explain``: which backend a call would use, and why not the others; or what each layer of a model runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+
+from .integrations.explain_model import ModelExplanation, explain_model
+from .ops._core.failures import failure
+from .ops._core.registry import OPS, at_home, forced_backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. ``reasons`` has every backend of the op: None if it can do the problem, else why not."""
+
+    op: str
+    backend: str | None
+    reasons: dict[str, str | None]
+    extra_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend or 'no backend can do this'}"]
+        for name, reason in self.reasons.items():
+            verdict = "chosen" if name == self.backend else "possible" if reason is None else f"no: {reason}"
+            extra = f", {self.extra_bytes[name]:,} bytes beyond inputs and outputs" if name in self.extra_bytes else ""
+            lines.append(f"  {name:10} {verdict}{extra}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+@overload
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation: ...
+@overload
+def explain(op: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExplanation: ...
+def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+    """Which backend a call would use and why not the others, without running it; or what each layer of a model runs on.
+
+    Args:
+        op: name of a public op, for example ``"attention"``; or a model, which is run once, without gradients.
+        *args, **kwargs: what the call would be given, checked as the call would check them; or the model's inputs, where one
+            mapping alone means keywords.
+
+    Returns:
+        An :class:`Explanation`, or a :class:`pytransformer.integrations.explain_model.ModelExplanation`; ``print`` shows either
+        as a table.
+    """
+    if isinstance(op, torch.nn.Module):
+        return explain_model(op, *args, **kwargs)
+    if op not in OPS:
+        raise ValueError(f"explain: unknown op {op!r}; the ops are {', '.join(OPS)}")
+    target = OPS[op]
+    a, backend, _ = target.prepare(*args, **kwargs)
+    forced = backend or forced_backend(op)
+    reasons = {name: b.why_not(a) or (None if forced else failure(op, name, a)) for name, b in target.backends.items()}
+    device = a[0].device.type
+    asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]
+    possible = [n for n in asked if reasons[n] is None]
+    notes = ["gradients of gradients go through the reference, in eager mode"]
+    if forced:
+        notes.append(f"backend {forced!r} is forced")
+    if possible and (note := target.backends[possible[0]].note(a)):
+        notes.append(note)
+    extra = {n: target.backends[n].extra_bytes(a) for n, reason in reasons.items() if reason is None}
+    return Explanation(op, possible[0] if possible else None, reasons, extra, tuple(notes))
