@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from pytransformer.cli.console import Console
+from pytransformer.console import Console
 from pytransformer.testing import sweep as sweep_package
 
 from . import report

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pytransformer.cli.console import escape_markdown
+from pytransformer.console import escape_markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS, DOC = ROOT / "tests" / "integrations" / "architectures.json", ROOT / "docs" / "architectures.md"
