@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 
+#include "common/fault.h"
 #include "cuda/attention/config.h"
 #include "cuda/attention/problem.h"
 #include "cuda/attention/sm90_config.h"
