@@ -22,6 +22,7 @@ PRELOADED = ["pytransformer.testing"]  # by the process that forks others: torch
 
 def first_wrong(module: str, schedule: int, only: str = "") -> str:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory, the library's scratch too, is filled with NaN
     script = importlib.import_module(module)
     assert (reason := cuda_library.why_not(script.RAW_OP, torch.device("cpu"))) is None, reason  # loads the library
     torch.ops.pytransformer_C.emulator_schedule(schedule)

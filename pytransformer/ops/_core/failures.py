@@ -38,7 +38,7 @@ REFUSED = frozenset((
 ))  # fmt: skip
 TRITON_LAUNCH = "Triton Error [CUDA]: "
 CUDA_LAUNCH = ("a kernel could not be launched: ", "CUDA: ")  # csrc/cuda/launch.cuh, device.cu
-TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "the driver has no cuTensorMapEncodeTiled")
+TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "the driver has no ")
 # Triton's steps before a launch. Its launcher is in triton.backends too, and names its errors itself.
 TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
 SHORT = 300
