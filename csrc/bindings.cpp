@@ -38,33 +38,35 @@ pt::cuda::DType dtype_of(const std::string& name) {
   throw py::value_error("dtype must be float32, bfloat16 or float16, got " + name);
 }
 
-py::dict cuda_norm_plan(int64_t rows, int columns, const std::string& x, const std::string& stream, bool aligned, bool backward,
-                        int multiprocessors) {
+py::dict cuda_layer_norm_plan(int64_t rows, int columns, const std::string& x, const std::string& residual_out, bool aligned, bool backward,
+                              int multiprocessors) {
   static const char* const kNames[] = {"lanes", "block", "any"};
-  const pt::cuda::NormShape shape{rows, columns, dtype_of(x), dtype_of(stream), aligned};
+  const pt::cuda::LayerNormShape shape{rows, columns, dtype_of(x), dtype_of(residual_out), aligned};
   const auto plan = backward ? pt::cuda::plan_backward(shape, multiprocessors) : pt::cuda::plan_forward(shape, multiprocessors);
   using namespace py::literals;
   return py::dict("kernel"_a = kNames[int(plan.kernel)], "lanes"_a = plan.lanes, "threads"_a = plan.threads, "blocks"_a = plan.blocks,
                   "smem_bytes"_a = plan.smem_bytes);
 }
 
-py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool plain, bool diagonals) {
+py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool bounds_only,
+                             bool diagonals) {
   static const std::map<std::string, pt::cuda::Pass> kPasses = {{"forward", pt::cuda::Pass::Forward},
-                                                                {"queries", pt::cuda::Pass::Queries},
-                                                                {"keys", pt::cuda::Pass::Keys},
-                                                                {"dense", pt::cuda::Pass::Dense}};
+                                                                {"bwd_dq", pt::cuda::Pass::BwdDq},
+                                                                {"bwd_dkdv", pt::cuda::Pass::BwdDkdv},
+                                                                {"bwd_dbias", pt::cuda::Pass::BwdDbias}};
   const auto found = kPasses.find(pass);
-  if (found == kPasses.end()) throw py::value_error("pass must be forward, queries, keys or dense, got " + pass);
-  const auto plan = pt::cuda::plan_attention(found->second, dtype_of(dtype), head_dim, value_dim, plain, diagonals);
+  if (found == kPasses.end()) throw py::value_error("pass must be forward, bwd_dq, bwd_dkdv or bwd_dbias, got " + pass);
+  const auto plan = pt::cuda::plan_attention(found->second, dtype_of(dtype), head_dim, value_dim, bounds_only, diagonals);
   using namespace py::literals;
-  return py::dict("head_class"_a = plan.head_class, "general"_a = plan.general, "rows"_a = plan.tile.rows(),
+  return py::dict("head_class"_a = plan.head_class, "has_score_mod"_a = plan.has_score_mod, "rows"_a = plan.tile.rows(),
                   "columns"_a = plan.tile.columns, "threads"_a = plan.tile.threads(), "smem_bytes"_a = plan.smem_bytes);
 }
 
 // Of tensors that are aligned and as large as the numbers say.
 py::dict cuda_sm90_attention_plan(const std::string& direction, const std::string& dtype, int sequences, int heads, int key_heads,
-                                  int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool plain, bool looks_up,
-                                  bool padded, bool left_window, const std::string& adds, bool summed, int multiprocessors) {
+                                  int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool bounds_only,
+                                  bool elementwise_mask, bool padded, bool left_window, const std::string& adds, bool summed,
+                                  int multiprocessors) {
   using namespace pt::cuda;
   static const int64_t some = 0;
   static const uint32_t word = 0;
@@ -74,14 +76,14 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   if (p.group < 1 || heads % key_heads || sequences < 1 || num_queries < 1 || num_keys < 1)
     throw py::value_error("no such attention: sizes must be positive, and heads a multiple of key_heads");
   p.num_queries = num_queries, p.num_keys = num_keys, p.head_dim = head_dim, p.value_dim = value_dim;
-  p.left = left_window ? 0 : kUnbounded, p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = plain ? 0 : 1,
-  p.query_segments = looks_up ? &some : nullptr;
-  p.key_bits.data = padded ? &word : nullptr;
-  // A floating term whose rows can be copied, one whose keys are not contiguous, two.
-  if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two terms")
-    throw py::value_error("adds must be nothing, rows, elements or two terms, got " + adds);
-  if (adds != "nothing") p.bias = {somewhere, 0, 0, 0, adds == "elements" ? 2 : 1, Term::f32, 1};
-  if (adds == "two terms") p.mask = p.bias;
+  p.left = left_window ? 0 : kUnbounded, p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = bounds_only ? 0 : 1,
+  p.query_segments = elementwise_mask ? &some : nullptr;
+  p.key_padding.data = padded ? &word : nullptr;
+  // A floating mask or bias whose rows can be copied, one whose keys are not contiguous, two.
+  if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two biases")
+    throw py::value_error("adds must be nothing, rows, elements or two biases, got " + adds);
+  if (adds != "nothing") p.bias = {somewhere, 0, 0, 0, adds == "elements" ? 2 : 1, DenseType::f32, 1};
+  if (adds == "two biases") p.mask = p.bias;
   const auto rows = [&](int count, int width) { return HeadRows{int64_t(count) * 8 * heads, int64_t(count) * 8, (width + 7) / 8 * 8}; };
   p.q = {nullptr, rows(num_queries, head_dim)}, p.k = {nullptr, rows(num_keys, head_dim)}, p.v = {nullptr, rows(num_keys, value_dim)};
   const auto out = [&](int count, int width) { return Out{somewhere, rows(count, width), width, true}; };
@@ -90,20 +92,22 @@ py::dict cuda_sm90_attention_plan(const std::string& direction, const std::strin
   AttentionBackward g{};
   g.p = p, g.d_out = {nullptr, f.out.stride};
   g.dq = out(num_queries, head_dim), g.dk = out(num_keys, head_dim), g.dv = out(num_keys, value_dim);
-  AttentionDense d{};
+  AttentionDbias d{};
   d.b = g, d.sizes[0] = sequences, d.sizes[1] = heads, d.sizes[2] = summed ? 1 : num_queries, d.sizes[3] = num_keys, d.key = 1;
-  const bool keys = direction == "keys", forward = direction == "forward", fused = direction == "fused", dense = direction == "dense";
-  if (!keys && !forward && !fused && !dense && direction != "queries")
-    throw py::value_error("direction must be forward, queries, keys, fused or dense, got " + direction);
-  const Pass pass = keys ? Pass::Keys : Pass::Queries;
+  const bool dkdv = direction == "bwd_dkdv", forward = direction == "forward", fused = direction == "bwd_fused",
+             dbias = direction == "bwd_dbias";
+  if (!dkdv && !forward && !fused && !dbias && direction != "bwd_dq")
+    throw py::value_error("direction must be forward, bwd_dq, bwd_dkdv, bwd_fused or bwd_dbias, got " + direction);
+  const Pass pass = dkdv ? Pass::BwdDkdv : Pass::BwdDq;
   const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors)
                         : fused ? plan_sm90_fused(g, multiprocessors)
-                        : dense ? plan_sm90_dense(d, multiprocessors)
+                        : dbias ? plan_sm90_dbias(d, multiprocessors)
                                 : plan_sm90_backward(g, pass, multiprocessors);
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
-                  "general"_a = plan.general, "looks_up"_a = plan.looks_up, "tiles"_a = plan.order.tiles, "section"_a = plan.order.section,
-                  "blocks"_a = plan.blocks, "sums"_a = fused && !plan.why_not ? sm90_sums(p, plan.head_class) : 0);
+                  "has_score_mod"_a = plan.has_score_mod, "elementwise_mask"_a = plan.elementwise_mask, "tiles"_a = plan.order.tiles,
+                  "section"_a = plan.order.section, "blocks"_a = plan.blocks,
+                  "dq_accum"_a = fused && !plan.why_not ? sm90_dq_accum_size(p, plan.head_class) : 0);
 }
 
 // Of operands that are aligned and as large as the numbers say.
@@ -124,13 +128,13 @@ py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const st
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "down"_a = plan.grid.down,
                   "across"_a = plan.grid.across, "group"_a = plan.grid.group, "halves"_a = plan.halves, "blocks"_a = plan.blocks,
-                  "library"_a = plain_by_library(rows, columns, depth, ours));
+                  "use_cublas"_a = use_cublas(rows, columns, depth, ours));
 }
 
 py::dict cuda_cross_entropy_plan(int64_t rows, int64_t classes, bool smooth) {
   const pt::cuda::CrossEntropyPlan plan = pt::cuda::plan_cross_entropy(rows, classes, smooth);
   using namespace py::literals;
-  return py::dict("tiles"_a = plan.tiles, "parts"_a = plan.parts, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
+  return py::dict("tiles"_a = plan.tiles, "partials"_a = plan.parts, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
 }
 
 }  // namespace
@@ -143,18 +147,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_features", &cpu_features, "Features that matter here -> whether the CPU and the operating system offer them.");
   m.def("built_isas", [] { return isas(false); }, "Instruction sets the CPU kernels were compiled for, best first.");
   m.def("usable_isas", [] { return isas(true); }, "Those of built_isas() that this CPU runs.");
-  m.def("cuda_norm_plan", &cuda_norm_plan, py::arg("rows"), py::arg("columns"), py::arg("x"), py::arg("stream"), py::arg("aligned"),
-        py::arg("backward"), py::arg("multiprocessors"), "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
+  m.def("cuda_layer_norm_plan", &cuda_layer_norm_plan, py::arg("rows"), py::arg("columns"), py::arg("x"), py::arg("residual_out"),
+        py::arg("aligned"), py::arg("backward"), py::arg("multiprocessors"),
+        "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
   m.def("cuda_attention_plan", &cuda_attention_plan, py::arg("pass_"), py::arg("dtype"), py::arg("head_dim"), py::arg("value_dim"),
-        py::arg("plain"), py::arg("diagonals"), "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
+        py::arg("bounds_only"), py::arg("diagonals"), "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
   m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan, py::arg("direction"), py::kw_only(), py::arg("dtype"), py::arg("sequences"),
         py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
-        py::arg("even") = true, py::arg("plain") = true, py::arg("looks_up") = false, py::arg("padded") = false,
+        py::arg("even") = true, py::arg("bounds_only") = true, py::arg("elementwise_mask") = false, py::arg("padded") = false,
         py::arg("left_window") = false, py::arg("adds") = "nothing", py::arg("summed") = false, py::arg("multiprocessors") = 132,
         "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
   m.def("cuda_matmul_plan", &cuda_matmul_plan, py::arg("rows"), py::arg("columns"), py::arg("depth"), py::kw_only(), py::arg("dtype"),
         py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,
-        "Whether the products for sm_90a take a problem, why not, how their blocks share it, and whether the library does it where nothing "
+        "Whether the products for sm_90a take a problem, why not, how their blocks share it, and whether cuBLAS does it where nothing "
         "is behind it; a dict.");
   m.def("cuda_cross_entropy_plan", &cuda_cross_entropy_plan, py::arg("rows"), py::arg("classes"), py::arg("smooth"),
         "What cross entropy's tiles of classes leave of each row, and how its second stage shares the rows; a dict.");

@@ -39,7 +39,7 @@ PRODUCTS = ("matmul", "feed_forward", "cross_entropy")  # folders that stand on 
 NOTHING_TO_RUN_ON = 2
 WORSE = 1.5  # times the committed kernels' error: beyond that it is not the same computation
 ROUNDS, WARM_UP = 12, 3
-FORWARD = "sm90_forward_tile(int head_dim, [[maybe_unused]] bool general) {\n  return "
+FORWARD = "sm90_forward_tile(int head_dim, [[maybe_unused]] bool has_score_mod) {\n  return "
 
 
 class Variant(NamedTuple):
@@ -52,9 +52,9 @@ class Variant(NamedTuple):
     spills: bool = False  # ptxas spills a few registers; timed all the same: what is faster so would be worth making fit
 
 
-def plain_tile(head_dim: int, tile: str) -> tuple[str, str, str]:
+def bounds_only_tile(head_dim: int, tile: str) -> tuple[str, str, str]:
     """Another tile of the forward kernels that know only bounds."""
-    return CONFIG, FORWARD, f"{FORWARD}head_dim == {head_dim} && !general ? Sm90Tile{{{tile}}} : "
+    return CONFIG, FORWARD, f"{FORWARD}head_dim == {head_dim} && !has_score_mod ? Sm90Tile{{{tile}}} : "
 
 
 def product_tile(name: str, old: str, new: str) -> Variant:
@@ -63,40 +63,40 @@ def product_tile(name: str, old: str, new: str) -> Variant:
 
 
 VARIANTS = (
-    Variant("64: three consumers", "forward", (64,), *plain_tile(64, "64, 128, 2, false, 3, 32, 160"), spills=True),
-    Variant("64: no turns", "forward", (64,), *plain_tile(64, "64, 128, 2, false")),
-    Variant("64: 176 keys", "forward", (64,), *plain_tile(64, "64, 176, 2, true")),
-    Variant("64: 192 keys, no turns", "forward", (64,), *plain_tile(64, "64, 192, 2, false")),
-    Variant("64: three stages", "forward", (64,), *plain_tile(64, "64, 128, 3, true")),
-    Variant("128: 176 keys", "forward", (128,), *plain_tile(128, "128, 176, 2"), spills=True),
-    Variant("128: 160 keys", "forward", (128,), *plain_tile(128, "128, 160, 2")),
-    Variant("128: turns", "forward", (128,), *plain_tile(128, "128, 128, 2, true")),
-    Variant("128: 176 keys, turns", "forward", (128,), *plain_tile(128, "128, 176, 2, true"), spills=True),
-    Variant("256: 80 keys", "forward", (256,), *plain_tile(256, "256, 80, 2")),
-    Variant("256: turns", "forward", (256,), *plain_tile(256, "256, 64, 2, true")),
+    Variant("64: three consumers", "forward", (64,), *bounds_only_tile(64, "64, 128, 2, false, 3, 32, 160"), spills=True),
+    Variant("64: no turns", "forward", (64,), *bounds_only_tile(64, "64, 128, 2, false")),
+    Variant("64: 176 keys", "forward", (64,), *bounds_only_tile(64, "64, 176, 2, true")),
+    Variant("64: 192 keys, no turns", "forward", (64,), *bounds_only_tile(64, "64, 192, 2, false")),
+    Variant("64: three stages", "forward", (64,), *bounds_only_tile(64, "64, 128, 3, true")),
+    Variant("128: 176 keys", "forward", (128,), *bounds_only_tile(128, "128, 176, 2"), spills=True),
+    Variant("128: 160 keys", "forward", (128,), *bounds_only_tile(128, "128, 160, 2")),
+    Variant("128: turns", "forward", (128,), *bounds_only_tile(128, "128, 128, 2, true")),
+    Variant("128: 176 keys, turns", "forward", (128,), *bounds_only_tile(128, "128, 176, 2, true"), spills=True),
+    Variant("256: 80 keys", "forward", (256,), *bounds_only_tile(256, "256, 80, 2")),
+    Variant("256: turns", "forward", (256,), *bounds_only_tile(256, "256, 64, 2, true")),
     Variant(
         "d_query 128: 80 keys",
         "backward",
         (128,),
         CONFIG,
-        "Sm90Tile{128, general ? 64 : 96, 2}",
-        "Sm90Tile{128, general ? 64 : 80, 2}",
+        "Sm90Tile{128, has_score_mod ? 64 : 96, 2}",
+        "Sm90Tile{128, has_score_mod ? 64 : 80, 2}",
     ),
     Variant(
         "d_key 64: three stages",
         "backward",
         (64,),
         CONFIG,
-        "general ? 96 : 128, 2, false, 2, 40",
-        "general ? 96 : 128, 3, false, 2, 40",
+        "has_score_mod ? 96 : 128, 2, false, 2, 40",
+        "has_score_mod ? 96 : 128, 3, false, 2, 40",
     ),
     Variant(
         "d_key 128: three stages",
         "backward",
         (128,),
         CONFIG,
-        "general ? 48 : 64, 2, false, 2, 40",
-        "general ? 48 : 64, 3, false, 2, 40",
+        "has_score_mod ? 48 : 64, 2, false, 2, 40",
+        "has_score_mod ? 48 : 64, 3, false, 2, 40",
     ),
     Variant(
         "d_query 256: 48 keys, two stages",
@@ -212,7 +212,7 @@ def depends(source: Path, variant: Variant) -> bool:
     """Whether a file of kernels sees what the variant changes: its pass, and the choice of kernels."""
     if variant.passes == "products":
         return source.parent.name in PRODUCTS
-    kernels = {"forward": ("sm90_fwd",), "backward": ("sm90_bwd_queries", "sm90_bwd_keys", "sm90_bwd_fused")}[variant.passes]
+    kernels = {"forward": ("sm90_fwd",), "backward": ("sm90_bwd_dq", "sm90_bwd_dkdv", "sm90_bwd_fused")}[variant.passes]
     return source.parent.name == "attention" and (source.stem == "attention" or source.stem.startswith(kernels))
 
 
@@ -427,7 +427,7 @@ def check(variant: Variant, directory: Path) -> list[str]:
         found.append("nvcc was not found, so that nothing is known of registers")
     emulator = module(CSRC / "emulator" / "build.py")
     if variant.passes == "products":
-        stem, only, problems = "*", "[cfm]*/*.c*", ("matmul_problems", "ffn_problems", "ce_problems")
+        stem, only, problems = "*", "[cfm]*/*.c*", ("matmul_problems", "feed_forward_problems", "cross_entropy_problems")
     else:
         stem, only, problems = "attention", "[as]*", ("sm90_problems",)
     library = emulator.library(directory / slug(variant.name) / "build", csrc, stem, only)

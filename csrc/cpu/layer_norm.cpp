@@ -94,9 +94,9 @@ void check_stream(const pt::Rows& x, pt::DType stream, const char* name) {
                   " must both be float64 or neither");
 }
 
-void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-              MaybeTensor residual_out, MaybeTensor mean, MaybeTensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
-              bool rms) {
+void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
+                    MaybeTensor residual_out, MaybeTensor mean, MaybeTensor rstd, int64_t outer, int64_t columns, double eps,
+                    double dropout_p, bool rms) {
   const pt::NormProblem p = problem_of(x, weight, bias, dropout_seed, outer, columns, eps, dropout_p, rms);
   pt::NormForward f;
   f.x = rows_of<pt::Rows>(x, "x", p);
@@ -112,9 +112,9 @@ void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bi
   PT_SELECT(norm_kernels).forward(p, f);
 }
 
-void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
-              MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
-              int64_t columns, double dropout_p, bool rms) {
+void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
+                    MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
+                    int64_t columns, double dropout_p, bool rms) {
   const pt::NormProblem p = problem_of(d_out, weight, std::nullopt, dropout_seed, outer, columns, 0, dropout_p, rms);
   pt::NormBackward f;
   f.d_out = rows_of<pt::Rows>(d_out, "d_out", p);
@@ -139,14 +139,14 @@ void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor we
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
+      "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
       "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!)? rstd, int outer, int columns, float eps, float dropout_p, bool rms) -> ()");
   m.def(
-      "norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
+      "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
       "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, "
       "bool rms) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
-  m.impl("norm_fwd", TORCH_BOX(&norm_fwd));
-  m.impl("norm_bwd", TORCH_BOX(&norm_bwd));
+  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
+  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
 }

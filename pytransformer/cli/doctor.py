@@ -159,11 +159,11 @@ def native() -> dict[str, Any]:
 def cuda() -> dict[str, Any]:
     """The CUDA library: built for what, which raw ops it holds, and why they cannot run here."""
     info = (cpu_library.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
-    why_not_loaded = cuda_library.why_not_loaded("norm_fwd")
+    why_not_loaded = cuda_library.why_not_loaded("layer_norm_fwd")
     names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
     reason = why_not_loaded
     if reason is None and not (reason := gpu()["why_not"]):
-        reasons = [cuda_library.why_not("norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        reasons = [cuda_library.why_not("layer_norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         reason = None if None in reasons else reasons[0]
     return {
         **info,

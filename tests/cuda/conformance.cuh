@@ -232,8 +232,8 @@ constexpr int kSteps = 7;  // three phases and more of each of the ring's barrie
 // One thread fills the ring with A's and B's steps of 64 columns.
 PT_DEVICE void load_steps(const StepRing& ring, const ptx::TensorMap& a, const ptx::TensorMap& b) {
   for (int s = 0; s < kSteps; ++s) {
-    ring.await_empty(s);
-    ring.announce(s, StepRing::kBytes);
+    ring.producer_acquire(s);
+    ring.producer_commit(s, StepRing::kBytes);
     ptx::tma_load_2d(ring.buffer(s), a, ring.full(s), s * 64, 0);
     ptx::tma_load_2d(ring.buffer(s) + 64 * 128, b, ring.full(s), s * 64, 0);
   }
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(256, 1)
   }
   float x[32];
   for (int s = 0; s < kSteps; ++s) {
-    ring.await_full(s);
+    ring.consumer_wait(s);
     ptx::wgmma_fence();
     PT_UNROLL
     for (int k = 0; k < 4; ++k)
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(256, 1)
                                           s > 0 || k > 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();  // the step before
-    if (s > 0) cuda::release_by_warp(ring, s - 1);
+    if (s > 0) cuda::consumer_release_warp(ring, s - 1);
   }
   ptx::wgmma_wait<0>();
   store_sums<64>(x, out);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(256, 1)
   }
   const int row = thread() % 128 / 32 * 16 + thread() % 16, chunk = thread() % 32 / 16;
   for (int s = 0; s < kSteps; ++s) {
-    ring.await_full(s);
+    ring.consumer_wait(s);
     PT_UNROLL
     for (int i = 0; i < 4; ++i) {  // two pieces of A, two of B
       uint32_t m[4];
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(256, 1)
       for (int r = 0; r < 4; ++r) out[((s * 4 + i) * 128 + thread() % 128) * 4 + r] = m[r];
     }
     ptx::fence_proxy_async();
-    cuda::release_by_warp(ring, s);
+    cuda::consumer_release_warp(ring, s);
   }
 }
 

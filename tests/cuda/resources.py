@@ -47,7 +47,7 @@ def tools() -> Path | None:
 def why_not() -> str | None:
     """None if the library can be examined here, else the reason."""
     if not LIBRARY.exists():
-        return cuda_library.why_not_loaded("norm_fwd")
+        return cuda_library.why_not_loaded("layer_norm_fwd")
     return None if tools() else "cuobjdump and nvdisasm were not found: install CUDA's or triton"
 
 
@@ -117,12 +117,12 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
     16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on the tensor cores."""
     found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
     for key, used in table.items():
-        attention = re.search(r"\battention_(fwd|bwd_queries|bwd_keys|bwd_dense)_kernel<b?f16", key)
+        attention = re.search(r"\battention_(fwd|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key)
         if (attention or re.search(r"norm_(fwd|bwd)_kernel", key)) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")
         if attention and not used["products"]:
             found.append(f"{key}: no matrix product")
-        few = 0 if ", RowParts>" in key else 16  # an epilogue that writes no matrix
+        few = 0 if ", RowPartials>" in key else 16  # an epilogue that writes no matrix
         if re.search(r"sm90_matmul_", key) and (used["warpgroup_products"] < 4 or used["products"] or used["wide"] < few):
             found.append(f"{key}: {used['warpgroup_products']} products of warpgroups, {used['wide']} wide accesses")
         # A dense gradient takes two products, and is written as lanes have it, two elements at a time.

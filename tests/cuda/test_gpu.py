@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import norm_problems
+import layer_norm_problems
 import pytest
 import torch
 
@@ -36,14 +36,14 @@ def wrong(problem: fuzz_norm.Problem) -> list[str]:
 
 
 def test_every_path() -> None:
-    for problem in norm_problems.problems():
+    for problem in layer_norm_problems.problems():
         assert (found := wrong(problem)) == [], f"{problem}: {found}"
 
 
 def test_random_problems() -> None:
     failed = [
         f"case {case}: {problem}\n    {found}"
-        for case, problem in norm_problems.drawn(SEED, RANDOM)
+        for case, problem in layer_norm_problems.drawn(SEED, RANDOM)
         if (found := wrong(problem))
     ]
     assert not failed, "\n".join(failed[:5])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ce_problems
+import cross_entropy_problems
 import pytest
 import torch
 
@@ -33,9 +33,9 @@ def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     for small in (False, True):
         if small:
-            monkeypatch.setattr(cuda_cross_entropy, "PARTS_BYTES", cuda_cross_entropy.PARTS_BYTES_EMULATED)
+            monkeypatch.setattr(cuda_cross_entropy, "PARTIALS_BYTES", cuda_cross_entropy.PARTIALS_BYTES_EMULATED)
             monkeypatch.setattr(cuda_cross_entropy, "D_LOGITS_BYTES", cuda_cross_entropy.D_LOGITS_BYTES_EMULATED)
-        for name, problem in ce_problems.PROBLEMS.items():
+        for name, problem in cross_entropy_problems.PROBLEMS.items():
             assert (found := wrong(problem)) == [], f"{name}: {found}"
 
 

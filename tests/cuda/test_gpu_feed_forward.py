@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ffn_problems
+import feed_forward_problems
 import matmul_problems
 import pytest
 import torch
@@ -39,8 +39,8 @@ def test_products(problem: matmul_problems.Problem) -> None:
 def test_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain products by the library, and by the kernels too."""
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
-    for name, problem in ffn_problems.PROBLEMS.items():
-        assert (found := ffn_problems.differences(problem, "cuda")) == [], f"{name}: {found}"
+    for name, problem in feed_forward_problems.PROBLEMS.items():
+        assert (found := feed_forward_problems.differences(problem, "cuda")) == [], f"{name}: {found}"
 
 
 @pytest.mark.parametrize("path", ["", "sm90"])
@@ -49,7 +49,11 @@ def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = []
     for case in range(RANDOM):
         problem = fuzz_ffn.draw(SEED, case)
-        if problem.dtype in DTYPES and problem.data == "zero_mean" and (found := ffn_problems.differences(problem, "cuda")):
+        if (
+            problem.dtype in DTYPES
+            and problem.data == "zero_mean"
+            and (found := feed_forward_problems.differences(problem, "cuda"))
+        ):
             failed.append(f"case {case}: {problem}\n    {found}")
     assert not failed, "\n".join(failed[:5])
 

@@ -18,7 +18,7 @@ from pytransformer.ops._backends.cuda import library as cuda_library
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBED = (
-    "import torch; from pytransformer.ops._backends.cuda import library; assert not library.why_not_loaded('norm_fwd'); "
+    "import torch; from pytransformer.ops._backends.cuda import library; assert not library.why_not_loaded('layer_norm_fwd'); "
     "print(library._why_not_driver(0))"
 )
 
@@ -39,7 +39,7 @@ def test_against_stubs(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif((why := cuda_library.why_not_loaded("norm_fwd")) is not None, reason=str(why))
+@pytest.mark.skipif((why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
 @pytest.mark.parametrize(
     ("version", "reason"),
@@ -78,9 +78,9 @@ def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(cuda_library, "_why_not_driver", driver)
     cuda_library._why_not_device.cache_clear()
-    for op in ("norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd"):
+    for op in ("layer_norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd"):
         assert cuda_library.why_not(op, device) == told
     assert asked == [0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(cuda_library.why_not("norm_fwd", device))
+    assert "needs an NVIDIA GPU, and this torch is built for ROCm 6.4" in str(cuda_library.why_not("layer_norm_fwd", device))
     cuda_library._why_not_device.cache_clear()

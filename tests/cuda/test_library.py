@@ -19,7 +19,7 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import native
 
-needs_library = pytest.mark.skipif((why := cuda_library.why_not_loaded("norm_fwd")) is not None, reason=str(why))
+needs_library = pytest.mark.skipif((why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why))
 needs_bindings = pytest.mark.skipif(
     importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
 )
@@ -28,7 +28,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 @needs_library
 def test_it_loads_and_has_its_ops() -> None:
-    for op in ("norm_fwd", "norm_bwd"):
+    for op in ("layer_norm_fwd", "layer_norm_bwd"):
         assert cuda_library.why_not_loaded(op) is None
         schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
         assert [a.name for a in schema.arguments][-2:] == ["device", "stream"]
@@ -52,7 +52,7 @@ def test_doctor_lists_it() -> None:
     from pytransformer.cli import doctor
 
     report = doctor.cuda()
-    assert report["loaded"] and report["archs"] and {"norm_fwd", "norm_bwd"} <= set(report["ops"])
+    assert report["loaded"] and report["archs"] and {"layer_norm_fwd", "layer_norm_bwd"} <= set(report["ops"])
     assert torch.cuda.is_available() or "GPU" in report["why_not"] or "CPU only" in report["why_not"]
 
 
@@ -97,8 +97,8 @@ def test_which_gpus_a_build_serves(capability: tuple[int, int], archs: list[str]
 def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
     from pytransformer import _C
 
-    given = {"x": "bfloat16", "stream": "bfloat16", "aligned": True, "backward": False, "multiprocessors": 132} | changed
-    return _C.cuda_norm_plan(rows, columns, **given)
+    given = {"x": "bfloat16", "residual_out": "bfloat16", "aligned": True, "backward": False, "multiprocessors": 132} | changed
+    return _C.cuda_layer_norm_plan(rows, columns, **given)
 
 
 @needs_bindings
@@ -119,9 +119,9 @@ def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
         (12296, {}, "any", 512, 512),
         (768, {"aligned": False}, "any", 96, 96),
         (1, {"aligned": False}, "any", 32, 32),
-        (768, {"stream": "float32"}, "lanes", 32, 128),
+        (768, {"residual_out": "float32"}, "lanes", 32, 128),
         (768, {"x": "float32"}, "any", 96, 96),  # a stream narrower than x
-        (768, {"stream": "float16"}, "any", 96, 96),
+        (768, {"residual_out": "float16"}, "any", 96, 96),
     ],
 )
 def test_which_kernel(columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int) -> None:
@@ -171,51 +171,51 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("forward", {}, None),
         ("forward", {"dtype": "float16", "head_dim": 72, "value_dim": 96}, None),
         ("forward", {"head_dim": 256, "value_dim": 200}, None),
-        ("forward", {"plain": False}, None),
-        ("forward", {"head_dim": 256, "value_dim": 256, "plain": False}, None),
+        ("forward", {"bounds_only": False}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "bounds_only": False}, None),
         ("forward", {"head_dim": 160, "value_dim": 160}, None),
         ("forward", {"head_dim": 64}, None),
-        ("forward", {"head_dim": 192, "plain": False, "looks_up": True}, None),
+        ("forward", {"head_dim": 192, "bounds_only": False, "elementwise_mask": True}, None),
         ("forward", {"value_dim": 97}, "a result is not aligned"),
         ("forward", {"dtype": "float32"}, "float32"),
-        ("forward", {"looks_up": True}, None),
-        ("forward", {"looks_up": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
-        ("forward", {"head_dim": 256, "value_dim": 256, "looks_up": True}, None),
+        ("forward", {"elementwise_mask": True}, None),
+        ("forward", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "elementwise_mask": True}, None),
         ("forward", {"head_dim": 256, "value_dim": 256, "padded": True}, None),
-        ("queries", {"padded": True}, None),
-        ("keys", {"padded": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
-        ("keys", {"padded": True, "head_dim": 136, "value_dim": 64}, None),
-        ("keys", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
-        ("queries", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
-        ("fused", {"padded": True}, None),
-        ("fused", {"padded": True, "left_window": True}, "padding with a left window"),
-        ("keys", {"padded": True, "left_window": True, "head_dim": 136, "plain": False}, "to head size 128"),
-        ("queries", {"padded": True, "head_dim": 136, "plain": False}, None),
-        ("keys", {"padded": True, "plain": False, "value_dim": 64}, None),
-        ("queries", {"looks_up": True}, None),
-        ("keys", {"looks_up": True, "plain": False, "head_dim": 64, "value_dim": 64}, None),
-        ("keys", {"adds": "rows"}, None),
-        ("queries", {"adds": "elements"}, "whose rows are contiguous"),
-        ("keys", {"adds": "two terms"}, "add one floating mask or bias"),
-        ("keys", {"looks_up": True, "head_dim": 256, "value_dim": 256}, None),
-        ("keys", {"adds": "rows", "head_dim": 256, "value_dim": 256}, "to head size 128"),
-        ("keys", {"head_dim": 64, "value_dim": 64}, None),
-        ("queries", {"plain": False}, None),
-        ("keys", {"plain": False, "head_dim": 64, "value_dim": 40}, None),
-        ("keys", {"head_dim": 256, "value_dim": 200}, None),
-        ("queries", {"head_dim": 200, "value_dim": 256, "dtype": "float16"}, None),
-        ("keys", {"head_dim": 256, "value_dim": 256, "plain": False}, None),
-        ("fused", {"even": False, "key_heads": 4}, None),
-        ("fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
-        ("fused", {"plain": False}, "passes that add in order"),
-        ("fused", {"looks_up": True}, "passes that add in order"),
-        ("keys", {"head_dim": 192}, None),
-        ("fused", {"head_dim": 64}, None),
-        ("fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
-        ("dense", {"adds": "rows"}, None),
-        ("dense", {"adds": "two terms", "plain": False, "head_dim": 64, "value_dim": 256}, None),
-        ("dense", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
-        ("dense", {"adds": "rows", "dtype": "float32"}, "float32"),
+        ("bwd_dq", {"padded": True}, None),
+        ("bwd_dkdv", {"padded": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dkdv", {"padded": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_dq", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_fused", {"padded": True}, None),
+        ("bwd_fused", {"padded": True, "left_window": True}, "padding with a left window"),
+        ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "bounds_only": False}, "to head size 128"),
+        ("bwd_dq", {"padded": True, "head_dim": 136, "bounds_only": False}, None),
+        ("bwd_dkdv", {"padded": True, "bounds_only": False, "value_dim": 64}, None),
+        ("bwd_dq", {"elementwise_mask": True}, None),
+        ("bwd_dkdv", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dkdv", {"adds": "rows"}, None),
+        ("bwd_dq", {"adds": "elements"}, "whose rows are contiguous"),
+        ("bwd_dkdv", {"adds": "two biases"}, "add one floating mask or bias"),
+        ("bwd_dkdv", {"elementwise_mask": True, "head_dim": 256, "value_dim": 256}, None),
+        ("bwd_dkdv", {"adds": "rows", "head_dim": 256, "value_dim": 256}, "to head size 128"),
+        ("bwd_dkdv", {"head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dq", {"bounds_only": False}, None),
+        ("bwd_dkdv", {"bounds_only": False, "head_dim": 64, "value_dim": 40}, None),
+        ("bwd_dkdv", {"head_dim": 256, "value_dim": 200}, None),
+        ("bwd_dq", {"head_dim": 200, "value_dim": 256, "dtype": "float16"}, None),
+        ("bwd_dkdv", {"head_dim": 256, "value_dim": 256, "bounds_only": False}, None),
+        ("bwd_fused", {"even": False, "key_heads": 4}, None),
+        ("bwd_fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
+        ("bwd_fused", {"bounds_only": False}, "passes that add in order"),
+        ("bwd_fused", {"elementwise_mask": True}, "passes that add in order"),
+        ("bwd_dkdv", {"head_dim": 192}, None),
+        ("bwd_fused", {"head_dim": 64}, None),
+        ("bwd_fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
+        ("bwd_dbias", {"adds": "rows"}, None),
+        ("bwd_dbias", {"adds": "two biases", "bounds_only": False, "head_dim": 64, "value_dim": 256}, None),
+        ("bwd_dbias", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
+        ("bwd_dbias", {"adds": "rows", "dtype": "float32"}, "float32"),
     ],
 )
 def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
@@ -226,11 +226,11 @@ def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any
 @needs_bindings
 def test_how_blocks_share_d_query() -> None:
     """A tile of queries of each head has its sums, whole; blocks are not persistent."""
-    assert sm90_plan("fused", num_queries=65)["sums"] == 2 * 16 * 128 * 128
-    assert sm90_plan("fused", num_queries=65, head_dim=40, value_dim=40)["sums"] == 2 * 16 * 128 * 64
-    assert sm90_plan("fused", num_queries=65, head_dim=40)["sums"] == 2 * 16 * 128 * 128
-    assert sm90_plan("fused", plain=False)["sums"] == sm90_plan("keys")["sums"] == 0
-    assert sm90_plan("fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("keys")["blocks"] == 132
+    assert sm90_plan("bwd_fused", num_queries=65)["dq_accum"] == 2 * 16 * 128 * 128
+    assert sm90_plan("bwd_fused", num_queries=65, head_dim=40, value_dim=40)["dq_accum"] == 2 * 16 * 128 * 64
+    assert sm90_plan("bwd_fused", num_queries=65, head_dim=40)["dq_accum"] == 2 * 16 * 128 * 128
+    assert sm90_plan("bwd_fused", bounds_only=False)["dq_accum"] == sm90_plan("bwd_dkdv")["dq_accum"] == 0
+    assert sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("bwd_dkdv")["blocks"] == 132
 
 
 @needs_bindings
@@ -240,15 +240,15 @@ def test_how_tiles_are_shared() -> None:
     assert (full["tiles"], full["section"], full["blocks"]) == (32, 1, 132)
     assert (causal["tiles"], causal["section"], causal["blocks"]) == (32, 15, 32 * 32)  # 2 MB of keys and values a head
     assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
-    assert sm90_plan("keys", even=False, key_heads=4)["blocks"] == 32 * 8
+    assert sm90_plan("bwd_dkdv", even=False, key_heads=4)["blocks"] == 32 * 8
     assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
-    assert sm90_plan("keys", head_dim=256)["blocks"] == sm90_plan("queries", plain=False)["blocks"] == 132
+    assert sm90_plan("bwd_dkdv", head_dim=256)["blocks"] == sm90_plan("bwd_dq", bounds_only=False)["blocks"] == 132
     # Wide heads with terms or lookups keep one tile a block.
-    assert sm90_plan("keys", head_dim=256, plain=False)["blocks"] == 64 * 32
-    assert sm90_plan("queries", head_dim=256, looks_up=True)["blocks"] == 32 * 32
+    assert sm90_plan("bwd_dkdv", head_dim=256, bounds_only=False)["blocks"] == 64 * 32
+    assert sm90_plan("bwd_dq", head_dim=256, elementwise_mask=True)["blocks"] == 32 * 32
     # Parts of a dense gradient are 128 x 128, and their blocks persistent.
-    dense = sm90_plan("dense", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4)
-    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("dense", adds="rows")["blocks"] == 132
+    dense = sm90_plan("bwd_dbias", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4)
+    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("bwd_dbias", adds="rows")["blocks"] == 132
     many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
     assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
     assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"
@@ -256,25 +256,27 @@ def test_how_tiles_are_shared() -> None:
 
 @needs_bindings
 @pytest.mark.parametrize(
-    ("pass_", "dtype", "head_dim", "plain", "head_class", "general"),
+    ("pass_", "dtype", "head_dim", "bounds_only", "head_class", "has_score_mod"),
     [
         ("forward", "bfloat16", 40, True, 64, False),
         ("forward", "float16", 65, True, 128, False),
         ("forward", "float16", 160, False, 256, True),
-        ("forward", "float32", 65, True, 256, True),  # no kernel of float32 is plain, nor of 128
-        ("queries", "bfloat16", 128, True, 128, False),
-        ("queries", "bfloat16", 256, True, 256, True),
-        ("keys", "bfloat16", 64, True, 64, False),
-        ("keys", "bfloat16", 128, True, 128, True),
-        ("keys", "float16", 64, True, 64, True),
-        ("dense", "bfloat16", 64, False, 256, True),
+        ("forward", "float32", 65, True, 256, True),  # no kernel of float32 knows only bounds, nor of 128
+        ("bwd_dq", "bfloat16", 128, True, 128, False),
+        ("bwd_dq", "bfloat16", 256, True, 256, True),
+        ("bwd_dkdv", "bfloat16", 64, True, 64, False),
+        ("bwd_dkdv", "bfloat16", 128, True, 128, True),
+        ("bwd_dkdv", "float16", 64, True, 64, True),
+        ("bwd_dbias", "bfloat16", 64, False, 256, True),
     ],
 )
-def test_which_attention_kernel(pass_: str, dtype: str, head_dim: int, plain: bool, head_class: int, general: bool) -> None:
+def test_which_attention_kernel(
+    pass_: str, dtype: str, head_dim: int, bounds_only: bool, head_class: int, has_score_mod: bool
+) -> None:
     from pytransformer import _C
 
-    chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, 8, plain, False)
-    assert (chosen["head_class"], chosen["general"]) == (head_class, general)
+    chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, 8, bounds_only, False)
+    assert (chosen["head_class"], chosen["has_score_mod"]) == (head_class, has_score_mod)
 
 
 @needs_bindings
@@ -282,9 +284,9 @@ def test_every_attention_kernel_fits_every_gpu() -> None:
     """Of sm_80 and later: sm_120 gives a block 99 KB."""
     from pytransformer import _C
 
-    for pass_, dtype in itertools.product(("forward", "queries", "keys", "dense"), ("float32", "bfloat16", "float16")):
-        for head_dim, plain in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
-            chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, head_dim, plain, True)
+    for pass_, dtype in itertools.product(("forward", "bwd_dq", "bwd_dkdv", "bwd_dbias"), ("float32", "bfloat16", "float16")):
+        for head_dim, bounds_only in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
+            chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, head_dim, bounds_only, True)
             assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
 
 
@@ -351,15 +353,15 @@ def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, t
 
 
 @needs_bindings
-def test_which_plain_products_are_the_librarys() -> None:
+def test_which_gemms_cublas_does() -> None:
     """All, until a run on a GPU says otherwise, but where ours are asked for."""
-    assert matmul_plan()["library"] and not matmul_plan(ours=True)["library"]
-    assert matmul_plan(rows=16)["library"] and not matmul_plan(rows=16, ours=True)["library"]
+    assert matmul_plan()["use_cublas"] and not matmul_plan(ours=True)["use_cublas"]
+    assert matmul_plan(rows=16)["use_cublas"] and not matmul_plan(rows=16, ours=True)["use_cublas"]
 
 
 @needs_bindings
 @pytest.mark.parametrize(
-    ("rows", "classes", "smooth", "tiles", "parts", "blocks"),
+    ("rows", "classes", "smooth", "tiles", "partials", "blocks"),
     [
         (4096, 131072, False, 1024, 2 * 1024 * 4096, 128),
         (1, 1, False, 1, 2, 1),
@@ -367,16 +369,18 @@ def test_which_plain_products_are_the_librarys() -> None:
         (2**30, 2**30, False, 2**23, 2**54, 2**25),
     ],
 )
-def test_what_cross_entropys_tiles_leave(rows: int, classes: int, smooth: bool, tiles: int, parts: int, blocks: int) -> None:
+def test_what_cross_entropys_tiles_leave(
+    rows: int, classes: int, smooth: bool, tiles: int, partials: int, blocks: int
+) -> None:
     """Two or three numbers for each row and 128 classes; Python makes the same room for them."""
     from pytransformer import _C
     from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
 
     plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
-    assert (plan["tiles"], plan["parts"], plan["blocks"]) == (tiles, parts, blocks) and plan["smem_bytes"] <= 48 * 1024
+    assert (plan["tiles"], plan["partials"], plan["blocks"]) == (tiles, partials, blocks) and plan["smem_bytes"] <= 48 * 1024
     weight = torch.empty(classes, 0, dtype=torch.bfloat16)
     given = types.SimpleNamespace(weight=weight, label_smoothing=0.1 * smooth)
-    assert rows * cuda_cross_entropy._parts(given) == parts
+    assert rows * cuda_cross_entropy._partials(given) == partials
 
 
 @needs_bindings

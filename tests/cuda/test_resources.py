@@ -109,7 +109,7 @@ def test_few_instantiations(resources: ModuleType) -> None:
     for stem, direction in itertools.product(("norm", "attention"), ("fwd", "bwd")):
         for arch in {key.split()[0] for key in kernels}:
             assert 1 <= sum(f"{arch} {stem}_{direction}" in key for key in kernels) <= 24
-    stems = ("fwd", "bwd_queries", "bwd_keys", "bwd_fused", "bwd_dense")
+    stems = ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused", "bwd_dbias")
     hopper = {stem: sum(f"sm_90a sm90_attention_{stem}" in key for key in kernels) for stem in stems}
     assert sum(hopper.values()) == sum("sm_90a sm90_attention_" in key for key in kernels)
     products = [key for key in kernels if "sm_90a sm90_matmul_" in key]
@@ -120,22 +120,24 @@ def test_few_instantiations(resources: ModuleType) -> None:
 
 def test_faults_are_found(resources: ModuleType) -> None:
     used = {"registers": 64, "stack": 0, "shared": 0, "wide": 8, "narrow": 1, "products": 0, "warpgroup_products": 0}
-    assert resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used}) == []
-    assert "8 bytes of stack" in resources.faults({"sm_90a norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
-    assert "0 accesses" in resources.faults({"sm_90a norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
+    assert resources.faults({"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used}) == []
+    assert (
+        "8 bytes of stack" in resources.faults({"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
+    )
+    assert "0 accesses" in resources.faults({"sm_90a layer_norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
     assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
     hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true, false> >"
     assert resources.faults({hopper: used | {"warpgroup_products": 20}}) == []
     for wrong in ({"warpgroup_products": 0}, {"warpgroup_products": 20, "products": 8}, {"warpgroup_products": 20, "wide": 0}):
         assert "products of warpgroups" in resources.faults({hopper: used | wrong})[0]
-    dense = hopper.replace("fwd", "bwd_dense")
+    dense = hopper.replace("fwd", "bwd_dbias")
     assert resources.faults({dense: used | {"warpgroup_products": 8}}) == []
     assert "products of warpgroups" in resources.faults({dense: used | {"warpgroup_products": 4}})[0]
     product = "sm_90a sm90_matmul_kernel<bf16, Operands<false, false, false>, Linear>"
     assert resources.faults({product: used | {"warpgroup_products": 4, "wide": 16}}) == []
     for wrong in ({"warpgroup_products": 0, "wide": 16}, {"warpgroup_products": 4}):
         assert "products of warpgroups" in resources.faults({product: used | wrong})[0]
-    no_matrix = product.replace("Linear>", "RowParts>")
+    no_matrix = product.replace("Linear>", "RowPartials>")
     assert resources.faults({no_matrix: used | {"warpgroup_products": 4, "wide": 0}}) == []
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used | {"registers": 65}, "sm_90a a": used}) != []
     assert resources.compare({"sm_80 a": used}, {"sm_80 a": used, "sm_90a a": used}) == []

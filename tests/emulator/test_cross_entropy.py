@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ce_problems
+import cross_entropy_problems
 import pytest
 import torch
-from ce_problems import PROBLEMS
+from cross_entropy_problems import PROBLEMS
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
 def test_every_path(schedule: int) -> None:
-    for named in ce_problems.problems():
-        assert (found := ce_problems.wrong(named)) == [], f"{named}: {found}"
+    for named in cross_entropy_problems.problems():
+        assert (found := cross_entropy_problems.wrong(named)) == [], f"{named}: {found}"
 
 
 def test_random_problems() -> None:
@@ -54,9 +54,9 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
-    for by_library in (False, True):
-        if by_library:
-            monkeypatch.setattr(cuda_cross_entropy, "by_library", lambda *shape: True)
+    for use_cublas in (False, True):
+        if use_cublas:
+            monkeypatch.setattr(cuda_cross_entropy, "use_cublas", lambda *shape: True)
         before = products()
         for name in ("several tiles", "chunks", "odd sizes"):
             _, wrong = fuzz_cross_entropy.judge(PROBLEMS[name], "cuda", False)
@@ -66,7 +66,7 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_never_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of d_logits, and of forward's parts; every row has its turn in both."""
+    """Of d_logits, and of forward's partials; every row has its turn in both."""
     calls = []
 
     def call(op: str, device: torch.device, x: torch.Tensor, *given: object) -> None:
@@ -179,7 +179,7 @@ def test_the_edge_checks_shapes() -> None:
     rest = [torch.empty(8), torch.empty(4), torch.empty(4), torch.empty(4), -100, 0.0]
     for arguments, message in (
         ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
-        ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "parts must be 8 contiguous numbers"),
+        ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "partials must be 8 contiguous numbers"),
         ((x, w.bfloat16().t(), None, target, *rest), "weight must have the dtype of x"),
         ((x, w.t().contiguous(), None, target, *rest), "the rows of x and the columns of weight"),
     ):

@@ -1,4 +1,4 @@
-"""Faults planted in the cross-entropy kernels, each of which must be caught by ce_problems.py."""
+"""Faults planted in the cross-entropy kernels, each of which must be caught by cross_entropy_problems.py."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FAULTS = (
     Fault("the_last_tile_left_out", TILES),
     Fault("warps_left_out", TILES),
     Fault("no_barrier_in_the_losses_second_stage", TILES, "ld.shared"),
-    Fault("parts_of_the_first_tile", CHUNKS),
-    Fault("parts_of_a_row_past_the_last", TILES, OUTSIDE),
+    Fault("partials_of_the_first_tile", CHUNKS),
+    Fault("partials_of_a_row_past_the_last", TILES, OUTSIDE),
     Fault("the_loss_of_a_row_past_the_last", TILES, OUTSIDE),
     Fault("the_smoothing_left_out", TILES),
     Fault("the_target_keeps_its_share", TILES),
@@ -36,7 +36,7 @@ FAULTS = (
     # backward
     Fault("ignored_rows_have_a_gradient", TILES),
     Fault("lse_for_the_upstream_gradient", WEIGHTED),
-    Fault("a_rows_numbers_in_one_place", WEIGHTED),
+    Fault("a_rows_stats_in_one_place", WEIGHTED),
     Fault("the_upstream_gradient_left_out", WEIGHTED),
     Fault("the_gradients_smoothing_left_out", WEIGHTED),
     Fault("smoothing_over_whole_tiles", WEIGHTED),
@@ -65,4 +65,4 @@ def test_each_fault_has_a_hook() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, emulated: Path) -> None:
-    check_caught(fault, "ce_problems", emulated, "sm90")
+    check_caught(fault, "cross_entropy_problems", emulated, "sm90")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ffn_problems
+import feed_forward_problems
 import pytest
 import torch
-from ffn_problems import PROBLEMS
+from feed_forward_problems import PROBLEMS
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread", "sm90")
 
 
 def test_every_path(schedule: int) -> None:
-    for named in ffn_problems.problems():
-        assert (found := ffn_problems.wrong(named)) == [], f"{named}: {found}"
+    for named in feed_forward_problems.problems():
+        assert (found := feed_forward_problems.wrong(named)) == [], f"{named}: {found}"
 
 
 def test_random_problems() -> None:
@@ -36,12 +36,12 @@ def test_plain_products_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does until it is timed: to the same bound, with fewer products of warpgroups."""
     products = torch.ops.pytransformer_C.emulator_products
     counts = []
-    for by_library in (False, True):
-        if by_library:
-            monkeypatch.setattr(cuda_feed_forward, "by_library", lambda *shape: True)
+    for use_cublas in (False, True):
+        if use_cublas:
+            monkeypatch.setattr(cuda_feed_forward, "use_cublas", lambda *shape: True)
         before = products()
         for name in ("relu", "gated", "odd sizes"):
-            assert (found := ffn_problems.differences(PROBLEMS[name])) == [], f"{name}: {found}"
+            assert (found := feed_forward_problems.differences(PROBLEMS[name])) == [], f"{name}: {found}"
         counts.append(products() - before)
     assert 0 < counts[1] < counts[0]
 

@@ -1,4 +1,4 @@
-"""Faults planted in the feed-forward kernels, each of which must be caught by ffn_problems.py."""
+"""Faults planted in the feed-forward kernels, each of which must be caught by feed_forward_problems.py."""
 
 from __future__ import annotations
 
@@ -78,4 +78,4 @@ def test_each_fault_has_a_hook() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, emulated: Path) -> None:
-    check_caught(fault, "ffn_problems", emulated, "sm90")
+    check_caught(fault, "feed_forward_problems", emulated, "sm90")

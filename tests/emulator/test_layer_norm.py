@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import norm_problems
+import layer_norm_problems
 import pytest
 import torch
 
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 
 
 def test_every_path(schedule: int) -> None:
-    for problem in norm_problems.problems():
-        assert (found := norm_problems.wrong(problem)) == [], f"{problem}: {found}"
+    for problem in layer_norm_problems.problems():
+        assert (found := layer_norm_problems.wrong(problem)) == [], f"{problem}: {found}"
 
 
 def test_random_problems(schedule: int) -> None:
     failed = [
         f"case {case}: {problem}\n    {found}"
-        for case, problem in norm_problems.drawn(FUZZ_SEED, FUZZ_CASES)
-        if (found := norm_problems.wrong(problem))
+        for case, problem in layer_norm_problems.drawn(FUZZ_SEED, FUZZ_CASES)
+        if (found := layer_norm_problems.wrong(problem))
     ]
     assert not failed, "\n".join(failed[:5])
 
@@ -68,10 +68,10 @@ def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
 
 def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
     """Every layout of inputs and incoming gradients: 16 bytes at a time or an element at a time, within the bound."""
-    problem = next(p for p in norm_problems.problems() if p.tensors["x"].shape[1] == 96)
+    problem = next(p for p in layer_norm_problems.problems() if p.tensors["x"].shape[1] == 96)
     for layout in LAYOUTS:
         laid = {n: layout if place(t, layout).shape == t.shape else "contiguous" for n, t in problem.tensors.items()}
-        assert norm_problems.wrong(dataclasses.replace(problem, layouts=laid)) == [], layout
+        assert layer_norm_problems.wrong(dataclasses.replace(problem, layouts=laid)) == [], layout
 
 
 def test_nan_and_inf_stay_in_their_row() -> None:
@@ -120,10 +120,10 @@ def test_the_edge_checks_shapes() -> None:
     from pytransformer.ops._backends.cuda import library as cuda_library
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)
-    assert cuda_library.why_not("norm_fwd", x.device) is None
+    assert cuda_library.why_not("layer_norm_fwd", x.device) is None
     arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 1e-5, 0.0, True]
     with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
-        cuda_library.call("norm_fwd", x.device, *arguments)
+        cuda_library.call("layer_norm_fwd", x.device, *arguments)
     arguments[-5:-3] = 3, 8
     with pytest.raises(RuntimeError, match="16 elements are not outer = 3 times rows of 8 columns"):
-        cuda_library.call("norm_fwd", x.device, *arguments)
+        cuda_library.call("layer_norm_fwd", x.device, *arguments)

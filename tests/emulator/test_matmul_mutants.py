@@ -20,7 +20,7 @@ FAULTS = (
     Fault("a_phase_a_use", NT),
     Fault("stages_share_their_buffers", NT),
     Fault("a_step_loaded_before_its_stage_is_empty", NT),
-    Fault("fewer_bytes_announced", NT),
+    Fault("fewer_bytes_committed", NT),
     Fault("a_step_not_awaited", NT, READS, slow=False),
     Fault("a_step_released_too_early", NT, LATE),
     Fault("the_step_itself_released", NT, LATE),

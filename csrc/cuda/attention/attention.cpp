@@ -48,7 +48,7 @@ class Builder {
     p.q = rows_of(query, "query"), p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
 
     p.query_start = query_start, p.key_start = key_start;
-    STD_TORCH_CHECK(query_start >= 0 && key_start >= 0 && most(p.num_queries, p.num_keys) + most(query_start, key_start) < 1 << 28,
+    STD_TORCH_CHECK(query_start >= 0 && key_start >= 0 && max(p.num_queries, p.num_keys) + max(query_start, key_start) < 1 << 28,
                     "attention: positions must be below 2^28");
     STD_TORCH_CHECK(align >= 0 && align <= 2, "attention: align is ", align, "; wanted 0, 1 or 2");
     p.causal = align != 0, p.bottom_right = align == 2;
@@ -61,12 +61,12 @@ class Builder {
     STD_TORCH_CHECK(!p.query_segments == !p.key_segments, "attention: query_segments and key_segments come together");
     p.cu_queries = integers(cu_q, "cu_seqlens_q", n + 1), p.cu_keys = integers(cu_k, "cu_seqlens_k", n + 1);
     p.mask = dense(mask, "mask"), p.bias = dense(bias, "bias");
-    p.slopes = numbers<const float>(slopes, "slopes", p.heads);
+    p.slopes = floats<const float>(slopes, "slopes", p.heads);
     if (diagonals) {
       const int64_t width = diagonals->numel() / p.heads;
       STD_TORCH_CHECK(before >= 0 && before < width, "attention: before is ", before, " of ", width, " diagonals");
       p.before = int(before), p.after = int(width - 1 - before);
-      p.diagonals = numbers<const float>(diagonals, "diagonals", p.heads * width);
+      p.diagonals = floats<const float>(diagonals, "diagonals", p.heads * width);
     }
     p.scale = float(scale), p.softcap = float(softcap);
     STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attention: dropout_p is ", dropout_p);
@@ -108,34 +108,34 @@ class Builder {
   template <class T>
   T* per_query(const Tensor& t, const char* name) {
     STD_TORCH_CHECK(t.dim() == dims() - 1, "attention: ", name, " must have ", dims() - 1, " dimensions");
-    return numbers<T>(t, name, packed_ ? p.heads * p.total_queries : int64_t(p.sequences) * p.heads * p.num_queries);
+    return floats<T>(t, name, packed_ ? p.heads * p.total_queries : int64_t(p.sequences) * p.heads * p.num_queries);
   }
   PerQuery per_query_strides() const {
     if (packed_) return {0, p.total_queries, 1};
     return {int64_t(p.heads) * p.num_queries, p.num_queries, 1};
   }
 
-  // A boolean mask that is alike for all queries and heads becomes bits and bounds, in memory that `kept` holds.
-  void pack_keys(const Tensor& like, std::optional<Tensor>& kept, void* stream) {
-    if (!p.mask.data || packed_ || p.mask.type != Term::boolean || p.mask.head || p.mask.query) return;
-    AttentionKeyBits f{p.mask, p.mask.batch ? p.sequences : 1, p.num_keys, int(p.key_start % 32), nullptr};
-    const int words = KeyBits::kHead + KeyBits::words(f.num_keys, f.before);
-    kept = torch::stable::new_empty(like, {f.masks, words}, ScalarType::Int);
-    f.bits = static_cast<uint32_t*>(write_to(*kept, "key bits", reachable));
-    attention_key_bits(f, stream);
-    p.key_bits = {f.bits, f.masks == 1 ? 0 : words}, p.mask = {};
+  // A boolean mask that is alike for all queries and heads becomes bits and bounds, in memory that `storage` holds.
+  void pack_key_padding(const Tensor& like, std::optional<Tensor>& storage, void* stream) {
+    if (!p.mask.data || packed_ || p.mask.type != DenseType::boolean || p.mask.head || p.mask.query) return;
+    AttentionKeyPadding f{p.mask, p.mask.batch ? p.sequences : 1, p.num_keys, int(p.key_start % 32), nullptr};
+    const int words = KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before);
+    storage = torch::stable::new_empty(like, {f.masks, words}, ScalarType::Int);
+    f.bits = static_cast<uint32_t*>(write_to(*storage, "key_padding", reachable));
+    attention_key_padding(f, stream);
+    p.key_padding = {f.bits, f.masks == 1 ? 0 : words}, p.mask = {};
   }
 
-  // Zeros of memory that `kept` holds, if flags are wanted.
-  Redo flags(Redo wanted, int heads, const Tensor& like, std::optional<Tensor>& kept) {
+  // Zeros of memory that `storage` holds, if flags are wanted.
+  Recompute flags(Recompute wanted, int heads, const Tensor& like, std::optional<Tensor>& storage) {
     if (!wanted.tiles) return wanted;
-    kept = torch::stable::new_zeros(like, {p.sequences, heads, wanted.tiles}, ScalarType::Int);
-    wanted.flags = static_cast<int32_t*>(write_to(*kept, "flags", reachable));
+    storage = torch::stable::new_zeros(like, {p.sequences, heads, wanted.tiles}, ScalarType::Int);
+    wanted.flags = static_cast<int32_t*>(write_to(*storage, "flags", reachable));
     return wanted;
   }
 
   template <class T>
-  T* numbers(const MaybeTensor& t, const char* name, int64_t n) {
+  T* floats(const MaybeTensor& t, const char* name, int64_t n) {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "attention: ", name,
                     " must be contiguous, of ", n, " float32 numbers");
@@ -151,7 +151,7 @@ class Builder {
   Reachable reachable;
 
  private:
-  static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+  static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
   int64_t dims() const { return packed_ ? 3 : 4; }
 
   void check_dtype(const Tensor& t, const char* name) const {
@@ -186,13 +186,13 @@ class Builder {
       return reinterpret_cast<uintptr_t>(d.data) % (n * size) == 0 && stride[0] % n == 0 && stride[1] % n == 0 && stride[2] % n == 0 &&
              p.num_keys % n == 0 && p.key_start % n == 0;
     };
-    while (stride[3] == 1 && 2 * d.together * size <= 16 && aligned(2 * d.together)) d.together *= 2;
+    while (stride[3] == 1 && 2 * d.vector_width * size <= 16 && aligned(2 * d.vector_width)) d.vector_width *= 2;
     switch (t->scalar_type()) {
-      case ScalarType::Bool: d.type = Term::boolean; break;
-      case ScalarType::Double: d.type = Term::f64; break;
+      case ScalarType::Bool: d.type = DenseType::boolean; break;
+      case ScalarType::Double: d.type = DenseType::f64; break;
       default: {
         const DType type = dtype_of(*t, name);
-        d.type = type == DType::f32 ? Term::f32 : type == DType::bf16 ? Term::bf16 : Term::f16;
+        d.type = type == DType::f32 ? DenseType::f32 : type == DType::bf16 ? DenseType::bf16 : DenseType::f16;
       }
     }
     return d;
@@ -204,14 +204,14 @@ class Builder {
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS, int64_t device, int64_t stream) {
   Builder b(query, key, value, ATTENTION_ARGUMENTS);
   const DeviceGuard guard(device);
-  std::optional<Tensor> key_bits, flags;
-  b.pack_keys(lse, key_bits, reinterpret_cast<void*>(stream));
+  std::optional<Tensor> key_padding, flags;
+  b.pack_key_padding(lse, key_padding, reinterpret_cast<void*>(stream));
   AttentionForward f{};
   f.p = b.p;
   f.out = b.result(out, "out", b.p.heads, b.rows_q(), b.p.value_dim);
   f.lse = b.per_query<float>(lse, "lse");
   f.at = b.per_query_strides();
-  f.redo = b.flags(attention_forward_redo(f), b.p.heads, lse, flags);
+  f.recompute = b.flags(attention_forward_recompute(f), b.p.heads, lse, flags);
   attention_forward(f, reinterpret_cast<void*>(stream));
 }
 
@@ -223,70 +223,70 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   // Dropped when this returns; torch's allocator gives the memory to later work of the same stream only.
-  const auto numbers = [&](const char* name, std::optional<Tensor>& kept) {
-    kept = torch::stable::new_empty(lse, {lse.numel()}, ScalarType::Float);
-    return b.numbers<float>(kept, name, lse.numel());
+  const auto new_row_stat = [&](const char* name, std::optional<Tensor>& storage) {
+    storage = torch::stable::new_empty(lse, {lse.numel()}, ScalarType::Float);
+    return b.floats<float>(storage, name, lse.numel());
   };
-  std::optional<Tensor> key_bits, delta, top, log, query_sums, slope_parts, diagonal_parts, query_flags, key_flags;
-  b.pack_keys(lse, key_bits, stream);
+  std::optional<Tensor> key_padding, delta, row_max, log2_sum, dq_accum, slope_partials, diagonal_partials, query_flags, key_flags;
+  b.pack_key_padding(lse, key_padding, stream);
 
-  AttentionRows r{};
+  AttentionPreprocess r{};
   r.p = b.p, r.at = b.per_query_strides();
   r.out = b.rows_of(out, "out", false), r.d_out = b.rows_of(grad_out, "grad_out"), r.columns = int(out.size(out.dim() - 1));
   r.lse = b.per_query<const float>(lse, "lse");
   r.d_lse = grad_lse ? b.per_query<const float>(*grad_lse, "grad_lse") : nullptr;
-  r.delta = numbers("delta", delta), r.top = numbers("top", top);
-  attention_backward_rows(r, stream);
+  r.delta = new_row_stat("delta", delta), r.row_max = new_row_stat("row_max", row_max);
+  attention_backward_preprocess(r, stream);
 
   AttentionBackward g{};
-  g.p = b.p, g.at = r.at, g.d_out = r.d_out, g.delta = r.delta, g.top = r.top;
-  if (b.p.extreme()) {
+  g.p = b.p, g.at = r.at, g.d_out = r.d_out, g.delta = r.delta, g.row_max = r.row_max;
+  if (b.p.split_lse()) {
     AttentionForward f{};
     f.p = b.p, f.at = r.at, f.lse = const_cast<float*>(r.lse);
-    f.top = r.top, f.log = numbers("log", log);
-    g.log = f.log;
+    f.row_max = r.row_max, f.log2_sum = new_row_stat("log2_sum", log2_sum);
+    g.log2_sum = f.log2_sum;
     attention_forward(f, stream);
   }
   g.dq = b.result(dq, "dq", b.p.heads, b.rows_q(), b.p.head_dim);
   const int64_t key_heads = b.p.heads / b.p.group;
   g.dk = b.result(dk, "dk", key_heads, b.rows_k(), b.p.head_dim), g.dv = b.result(dv, "dv", key_heads, b.rows_k(), b.p.value_dim);
   STD_TORCH_CHECK((!dslopes || b.p.slopes) && (!dtable || (b.p.diagonals && bucket_ranges)), "attention: a gradient of nothing");
-  const AttentionPlan plan = plan_attention(Pass::Queries, b.p, dtable.has_value());
-  AttentionSums sums{nullptr, nullptr, nullptr, b.p.sequences, b.p.heads, int(tiles_of(b.p.num_queries, plan.tile)), 1, 1};
+  const AttentionPlan plan = plan_attention(Pass::BwdDq, b.p, dtable.has_value());
+  AttentionReducePartials sums{nullptr, nullptr, nullptr, b.p.sequences, b.p.heads, int(tiles_of(b.p.num_queries, plan.tile)), 1, 1};
   const int64_t blocks = int64_t(sums.sequences) * sums.heads * sums.tiles, width = b.p.before + b.p.after + 1;
   if (dslopes) {
-    slope_parts = torch::stable::new_empty(lse, {blocks}, ScalarType::Float);
-    g.slope_parts = b.numbers<float>(slope_parts, "parts of slopes", blocks);
+    slope_partials = torch::stable::new_empty(lse, {blocks}, ScalarType::Float);
+    g.slope_partials = b.floats<float>(slope_partials, "partials of slopes", blocks);
   }
   if (dtable) {
-    diagonal_parts = torch::stable::new_zeros(lse, {blocks, width}, ScalarType::Float);
-    g.diagonal_parts = b.numbers<float>(diagonal_parts, "parts of diagonals", blocks * width);
+    diagonal_partials = torch::stable::new_zeros(lse, {blocks, width}, ScalarType::Float);
+    g.diagonal_partials = b.floats<float>(diagonal_partials, "partials of diagonals", blocks * width);
   }
-  const int64_t sums_wanted = deterministic ? 0 : attention_sums_wanted(g);
+  const int64_t sums_wanted = deterministic ? 0 : attention_dq_accum_size(g);
   if (sums_wanted) {
-    query_sums = torch::stable::new_zeros(lse, {sums_wanted}, ScalarType::Float);
-    g.query_sums = b.numbers<float>(query_sums, "sums of d_query", sums_wanted);
+    dq_accum = torch::stable::new_zeros(lse, {sums_wanted}, ScalarType::Float);
+    g.dq_accum = b.floats<float>(dq_accum, "dq_accum", sums_wanted);
     attention_backward_fused(g, stream);
   } else if (dq || dslopes || dtable) {
-    g.redo = b.flags(attention_backward_redo(g, Pass::Queries), b.p.heads, lse, query_flags);
-    attention_backward_queries(g, stream);
+    g.recompute = b.flags(attention_backward_recompute(g, Pass::BwdDq), b.p.heads, lse, query_flags);
+    attention_backward_dq(g, stream);
   }
   if (dslopes) {
-    sums.parts = g.slope_parts, sums.sums = b.numbers<float>(dslopes, "dslopes", b.p.heads);
-    attention_backward_sums(sums, stream);
+    sums.partials = g.slope_partials, sums.sums = b.floats<float>(dslopes, "dslopes", b.p.heads);
+    attention_backward_reduce_partials(sums, stream);
   }
   if (dtable) {
     STD_TORCH_CHECK(bucket_ranges->scalar_type() == ScalarType::Int && bucket_ranges->is_contiguous() &&
                         bucket_ranges->numel() * b.p.heads == 2 * dtable->numel(),
                     "attention: bucket_ranges must be contiguous int32, (buckets, 2)");
     sums.ranges = static_cast<const int32_t*>(read_from(*bucket_ranges, "bucket_ranges", b.reachable));
-    sums.parts = g.diagonal_parts, sums.sums = b.numbers<float>(dtable, "dtable", dtable->numel());
+    sums.partials = g.diagonal_partials, sums.sums = b.floats<float>(dtable, "dtable", dtable->numel());
     sums.width = int(width), sums.outputs = int(dtable->numel() / b.p.heads);
-    attention_backward_sums(sums, stream);
+    attention_backward_reduce_partials(sums, stream);
   }
   if (!sums_wanted && (dk || dv)) {
-    g.redo = b.flags(attention_backward_redo(g, Pass::Keys), int(key_heads), lse, key_flags);
-    attention_backward_keys(g, stream);
+    g.recompute = b.flags(attention_backward_recompute(g, Pass::BwdDkdv), int(key_heads), lse, key_flags);
+    attention_backward_dkdv(g, stream);
   }
 
   const MaybeTensor* dense[] = {&dmask, &dbias};
@@ -295,7 +295,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     const char* name = t == dense[0] ? "dmask" : "dbias";
     const Tensor& d = **t;
     const MaybeTensor& of = t == dense[0] ? mask : bias;
-    AttentionDense f{};
+    AttentionDbias f{};
     f.b = g, f.data = write_to(d, name, b.reachable), f.dtype = dtype_of(d, name);
     STD_TORCH_CHECK(of && d.dim() == 4, "attention: ", name, " must have the shape of what it is the gradient of");
     for (int i = 0; i < 4; ++i) {
@@ -306,7 +306,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
     const auto even = [](int64_t n) { return n % 2 == 0; };
     f.pairs = reinterpret_cast<uintptr_t>(f.data) % (2 * d.element_size()) == 0 && f.key == 1 && even(f.batch) && even(f.head) &&
               even(f.query) && even(b.p.num_keys) && even(b.p.key_start);
-    attention_backward_dense(f, stream);
+    attention_backward_dbias(f, stream);
   }
 }
 

@@ -2,8 +2,8 @@
 
 namespace pt::cuda {
 
-template void attention_queries_as<ptx::f16>(const AttentionBackward&, const AttentionPlan&, void*);
-template void attention_keys_as<ptx::f16>(const AttentionBackward&, const AttentionPlan&, void*);
-template void attention_dense_as<ptx::f16>(const AttentionDense&, const AttentionPlan&, void*);
+template void attention_bwd_dq_as<ptx::f16>(const AttentionBackward&, const AttentionPlan&, void*);
+template void attention_bwd_dkdv_as<ptx::f16>(const AttentionBackward&, const AttentionPlan&, void*);
+template void attention_bwd_dbias_as<ptx::f16>(const AttentionDbias&, const AttentionPlan&, void*);
 
 }  // namespace pt::cuda

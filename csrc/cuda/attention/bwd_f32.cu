@@ -2,8 +2,8 @@
 
 namespace pt::cuda {
 
-template void attention_queries_as<float>(const AttentionBackward&, const AttentionPlan&, void*);
-template void attention_keys_as<float>(const AttentionBackward&, const AttentionPlan&, void*);
-template void attention_dense_as<float>(const AttentionDense&, const AttentionPlan&, void*);
+template void attention_bwd_dq_as<float>(const AttentionBackward&, const AttentionPlan&, void*);
+template void attention_bwd_dkdv_as<float>(const AttentionBackward&, const AttentionPlan&, void*);
+template void attention_bwd_dbias_as<float>(const AttentionDbias&, const AttentionPlan&, void*);
 
 }  // namespace pt::cuda

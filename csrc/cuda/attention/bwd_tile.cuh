@@ -6,16 +6,17 @@
 #pragma once
 
 #include "cuda/attention/config.h"
-#include "cuda/attention/terms.cuh"
+#include "cuda/attention/score_mod.cuh"
 
 namespace pt::cuda {
 
 // Of a query: its maximum in natural units (or lse; +inf if it sees nothing), log2 of the sum, and D.
-struct RowNumbers {
-  float top, log, delta;
+struct RowStats {
+  float row_max, log2_sum, delta;
 };
-PT_DEVICE RowNumbers row_numbers(const AttentionBackward& g, int64_t at, bool here) {
-  return {here ? load_one(g.top + at) : infinity(), here && g.log ? load_one(g.log + at) : 0.0f, here ? load_one(g.delta + at) : 0.0f};
+PT_DEVICE RowStats read_row_stats(const AttentionBackward& g, int64_t at, bool here) {
+  return {here ? load_one(g.row_max + at) : infinity(), here && g.log2_sum ? load_one(g.log2_sum + at) : 0.0f,
+          here ? load_one(g.delta + at) : 0.0f};
 }
 
 // Stores the sums of dS of the distances to where T5's bias begins to change, and from where it ends.
@@ -25,36 +26,36 @@ PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, fl
   else store_one(sums, below + above);
 }
 
-// Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. numbers(n, r): of the
+// Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. row_stats(n, r): of the
 // query of an element. Returns the pairs that are visible.
 template <class K, bool Transposed, int NB, class F>
-PT_DEVICE uint32_t gradients(const AttentionProblem& p, const Terms<Transposed>& terms, float (&x)[NB][4], float (&dp)[NB][4],
-                             float (&weights)[NB][4], const Place& at, uint32_t seen, bool cut, F numbers) {
-  if constexpr (K::general) {
+PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod, float (&x)[NB][4], float (&dp)[NB][4],
+                             float (&weights)[NB][4], const Place& at, uint32_t visible, bool cut, F row_stats) {
+  if constexpr (K::has_score_mod) {
     float slope[NB][4];
-    seen = terms.apply(x, slope, at, seen);
-    const uint32_t kept = p.drop_threshold ? terms.template kept<NB>(at) : 0xffffffffu;
+    visible = score_mod.apply(x, slope, at, visible);
+    const uint32_t keep_mask = p.drop_threshold ? score_mod.template keep_mask<NB>(at) : 0xffffffffu;
     each<NB>([&](int n, int r, uint32_t bit) {
-      const RowNumbers row = numbers(n, r);
-      const float w = seen & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.top, kLog2e, -row.log)) : 0.0f;
-      const float down = kept & bit ? dp[n][r] * p.keep_scale : 0.0f;
-      const float ds = seen & bit ? w * (down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta)) : 0.0f;
-      weights[n][r] = kept & bit ? w : 0.0f;
+      const RowStats row = row_stats(n, r);
+      const float w = visible & bit ? ptx::exp2(ptx::fma_rn(x[n][r] - row.row_max, kLog2e, -row.log2_sum)) : 0.0f;
+      const float down = keep_mask & bit ? dp[n][r] * p.keep_scale : 0.0f;
+      const float ds = visible & bit ? w * (down - (PT_FAULT(delta_forgotten) ? 0.0f : row.delta)) : 0.0f;
+      weights[n][r] = keep_mask & bit ? w : 0.0f;
       dp[n][r] = ds;
-      x[n][r] = p.softcap != 0.0f && seen & bit ? ds * slope[n][r] : ds;
+      x[n][r] = p.softcap != 0.0f && visible & bit ? ds * slope[n][r] : ds;
     });
   } else {
-    const float unit = p.scale * kLog2e;
+    const float scale_log2 = p.scale * kLog2e;
     each<NB>([&](int n, int r, uint32_t bit) {
-      const RowNumbers row = numbers(n, r);
-      float w = ptx::exp2(ptx::fma_rn(x[n][r], unit, -row.top * kLog2e));
+      const RowStats row = row_stats(n, r);
+      float w = ptx::exp2(ptx::fma_rn(x[n][r], scale_log2, -row.row_max * kLog2e));
       float ds = w * (dp[n][r] - row.delta);
-      if (cut && !(seen & bit)) w = ds = 0.0f;
+      if (cut && !(visible & bit)) w = ds = 0.0f;
       weights[n][r] = w;
       x[n][r] = ds;
     });
   }
-  return seen;
+  return visible;
 }
 
 }  // namespace pt::cuda

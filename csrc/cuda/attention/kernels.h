@@ -10,34 +10,35 @@
 
 namespace pt::cuda {
 
-// The least class that holds both head sizes. f32 has two, and passes over masks and biases have one.
+// The least class that holds both head sizes. f32 has two, and bwd_dbias has one.
 inline int head_class(Pass pass, DType dtype, int head_dim, int value_dim) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
-  if (pass == Pass::Dense) return 256;
+  if (pass == Pass::BwdDbias) return 256;
   if (dtype == DType::f32) return widest <= 64 ? 64 : 256;
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
 
 struct AttentionPlan {
   int head_class;
-  bool general;
+  bool has_score_mod;
   AttentionTile tile;
   int smem_bytes;
 };
 
-inline AttentionPlan plan_attention(Pass pass, DType dtype, int head_dim, int value_dim, bool plain, bool diagonals) {
+inline AttentionPlan plan_attention(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals) {
   AttentionPlan plan{};
   plan.head_class = head_class(pass, dtype, head_dim, value_dim);
-  // Kernels without terms: forward, for 16 bits; backward, for bf16, where it saves registers.
-  const int widest_plain = pass == Pass::Forward ? 256 : pass == Pass::Queries ? 128 : pass == Pass::Keys ? 64 : 0;
-  const bool has_plain = plan.head_class <= widest_plain && (pass == Pass::Forward ? dtype != DType::f32 : dtype == DType::bf16);
-  plan.general = !plain || !has_plain;
-  plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.general);
+  // Kernels without score_mod: forward, for 16 bits; backward, for bf16, where it saves registers.
+  const int widest_bounds_only = pass == Pass::Forward ? 256 : pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
+  const bool has_bounds_only =
+      plan.head_class <= widest_bounds_only && (pass == Pass::Forward ? dtype != DType::f32 : dtype == DType::bf16);
+  plan.has_score_mod = !bounds_only || !has_bounds_only;
+  plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod);
   plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals);
   return plan;
 }
 inline AttentionPlan plan_attention(Pass pass, const AttentionProblem& p, bool diagonals) {
-  return plan_attention(pass, p.dtype, p.head_dim, p.value_dim, p.plain() && !p.key_bits.data, diagonals);
+  return plan_attention(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals);
 }
 
 // Blocks of one flat dimension, which may exceed 65,535.
@@ -49,9 +50,9 @@ inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles
 }
 
 // Of `all`, as many as run at once where few of them have anything to do: two on a multiprocessor.
-inline unsigned blocks_to_make(const Redo& redo, unsigned all, int multiprocessors) {
+inline unsigned recompute_blocks(const Recompute& recompute, unsigned all, int multiprocessors) {
   const unsigned few = 2 * unsigned(multiprocessors);
-  return redo.flags && all > few ? few : all;
+  return recompute.flags && all > few ? few : all;
 }
 
 inline int64_t tiles_of(int64_t rows, const AttentionTile& t) { return (rows + t.rows() - 1) / t.rows(); }
@@ -60,26 +61,26 @@ inline int64_t tiles_of(int64_t rows, const AttentionTile& t) { return (rows + t
 template <class T>
 void attention_forward_as(const AttentionForward& f, const AttentionPlan& plan, void* stream);
 template <class T>
-void attention_queries_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream);
+void attention_bwd_dq_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream);
 template <class T>
-void attention_keys_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream);
+void attention_bwd_dkdv_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream);
 template <class T>
-void attention_dense_as(const AttentionDense& f, const AttentionPlan& plan, void* stream);
+void attention_bwd_dbias_as(const AttentionDbias& f, const AttentionPlan& plan, void* stream);
 
-void attention_key_bits(const AttentionKeyBits& f, void* stream);
-// f.redo is what attention_forward_redo says, with flags.
+void attention_key_padding(const AttentionKeyPadding& f, void* stream);
+// f.recompute is what attention_forward_recompute says, with flags.
 void attention_forward(const AttentionForward& f, void* stream);
-Redo attention_forward_redo(const AttentionForward& f);
-// Of a pass of the backward, with g.redo as attention_backward_redo says.
-Redo attention_backward_redo(const AttentionBackward& g, Pass pass);
-void attention_backward_rows(const AttentionRows& r, void* stream);
-void attention_backward_queries(const AttentionBackward& g, void* stream);
-void attention_backward_keys(const AttentionBackward& g, void* stream);
-// d_query, d_key and d_value at once, the first added across blocks in any order: to g.query_sums, of as many zeros as
-// attention_sums_wanted says; 0: there is no such kernel for the problem.
-int64_t attention_sums_wanted(const AttentionBackward& g);
+Recompute attention_forward_recompute(const AttentionForward& f);
+// Of a pass of the backward, with g.recompute as attention_backward_recompute says.
+Recompute attention_backward_recompute(const AttentionBackward& g, Pass pass);
+void attention_backward_preprocess(const AttentionPreprocess& r, void* stream);
+void attention_backward_dq(const AttentionBackward& g, void* stream);
+void attention_backward_dkdv(const AttentionBackward& g, void* stream);
+// d_query, d_key and d_value at once, the first added across blocks in any order: to g.dq_accum, of as many zeros as
+// attention_dq_accum_size says; 0: there is no such kernel for the problem.
+int64_t attention_dq_accum_size(const AttentionBackward& g);
 void attention_backward_fused(const AttentionBackward& g, void* stream);
-void attention_backward_dense(const AttentionDense& f, void* stream);
-void attention_backward_sums(const AttentionSums& f, void* stream);
+void attention_backward_dbias(const AttentionDbias& f, void* stream);
+void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream);
 
 }  // namespace pt::cuda

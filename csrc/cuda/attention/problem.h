@@ -25,20 +25,20 @@ struct Out {
   bool pairs = false;  // two neighbouring columns lie in one word
 };
 
-enum class Term : int { f32, bf16, f16, f64, boolean };
+enum class DenseType : int { f32, bf16, f16, f64, boolean };
 
 // A mask or bias of (B, Hq, Lq, Lk), strides 0 where it is broadcast. A boolean one shows where to attend; others are added, -inf hides.
 struct Dense {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
-  Term type = Term::f32;
-  int together = 1;  // so many neighbouring keys, from any multiple of it on, are one aligned word, of 16 bytes at most
+  DenseType type = DenseType::f32;
+  int vector_width = 1;  // so many neighbouring keys, from any multiple of it on, are one aligned word, of 16 bytes at most
 };
 
 // Key padding: a boolean mask that is alike for all queries and heads. Of each sequence: its first visible key and its last + 1 (the number
 // of keys and 0 if there is none), which are bounds; how many keys between them are hidden; and words of 32 keys, the first in the lowest
 // bit, from where tiles of keys begin (key_origin). Words beyond the last are zeros, as many as a tile of 192 keys may need.
-struct KeyBits {
+struct KeyPadding {
   const uint32_t* data = nullptr;
   int64_t batch = 0;  // words from one sequence to the next; 0: all have the same
 
@@ -46,10 +46,10 @@ struct KeyBits {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
-// Which results must be made again: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) raise a flag
-// where a result is not finite; kernels that do take care then make those tiles again, and nothing elsewhere. See redo.cuh.
-struct Redo {
-  int32_t* flags = nullptr;  // (sequences, heads, tiles), zeros at first; null: nobody raises, and all is made
+// Which results must be recomputed: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) set a flag
+// where a result is not finite; kernels that do take care then recompute those tiles, and nothing elsewhere. See recompute.cuh.
+struct Recompute {
+  int32_t* flags = nullptr;  // (sequences, heads, tiles), zeros at first; null: nobody flags, and all is made
   int rows = 0, tiles = 0;   // of a tile; of a head
 };
 
@@ -68,7 +68,7 @@ struct AttentionProblem {
   int left, right;  // of the window; kUnbounded
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
-  KeyBits key_bits;        // then there is no mask
+  KeyPadding key_padding;  // then there is no mask
   const float* slopes;     // (Hq,)
   const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
   int before, after;
@@ -77,16 +77,17 @@ struct AttentionProblem {
   float scale, softcap, keep_scale;
   In q, k, v;  // rows begin at multiples of 16 bytes
 
-  constexpr bool looks_up() const { return mask.data || bias.data || query_segments; }  // pairs are hidden one by one, not by the key
-  // Terms that are data beside q.k may be so large that lse loses the log of the sum.
-  constexpr bool extreme() const { return (mask.data && mask.type != Term::boolean) || bias.data; }
+  // Pairs are hidden one by one, not by the key.
+  constexpr bool elementwise_mask() const { return mask.data || bias.data || query_segments; }
+  // Masks and biases may be so large that lse loses the log2 of the sum.
+  constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
   // Weights are not just those of scores scale q.k, some of them hidden.
-  constexpr bool general() const { return extreme() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
+  constexpr bool has_score_mod() const { return split_lse() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
   // Nothing but bounds, and keys hidden between them.
-  constexpr bool plain() const { return !looks_up() && !general(); }
+  constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod(); }
 };
 
-// Indices of numbers of a query: lse and its kin.
+// Indices of row stats: lse and its kin.
 struct PerQuery {
   int64_t batch, head, row;
 };
@@ -97,51 +98,51 @@ struct AttentionForward {
   float* lse;
   PerQuery at;
   // Statistics: each row's maximum in natural units and log2 of the sum; where no lse of a tile is large, lse itself and 0.
-  float *top, *log;
-  Redo redo;
+  float *row_max, *log2_sum;
+  Recompute recompute;
 };
 
 struct AttentionBackward {
   AttentionProblem p;
   In d_out;
   PerQuery at;
-  const float *delta, *top, *log;  // top +inf for a row that sees nothing; log null where it is 0
-  Out dq, dk, dv;                  // data null where not wanted
-  float* query_sums;               // of the kernel that adds d_query across blocks: zeros, or null. Each head has sum_tiles tiles;
-  int64_t sum_tiles;               // packed, those of a sequence follow those of the one before
-  float* slope_parts;              // (B, Hq, tiles of queries), or null
-  float* diagonal_parts;           // (B, Hq, tiles of queries, before + after + 1), zeros, or null
-  Redo redo;                       // of d_query by query heads and tiles of queries, or of d_key and d_value by key heads and tiles of keys
+  const float *delta, *row_max, *log2_sum;  // row_max +inf for a row that sees nothing; log2_sum null where it is 0
+  Out dq, dk, dv;                           // data null where not wanted
+  float* dq_accum;           // of the kernel that adds d_query across blocks: zeros, or null. Each head has dq_accum_tiles tiles;
+  int64_t dq_accum_tiles;    // packed, those of a sequence follow those of the one before
+  float* slope_partials;     // (B, Hq, tiles of queries), or null
+  float* diagonal_partials;  // (B, Hq, tiles of queries, before + after + 1), zeros, or null
+  Recompute recompute;       // of d_query by query heads and tiles of queries, or of d_key and d_value by key heads and tiles of keys
 };
 
-// Makes KeyBits of a mask. A block for each sequence that has a mask of its own.
-struct AttentionKeyBits {
+// Makes KeyPadding of a mask. A block for each sequence that has a mask of its own.
+struct AttentionKeyPadding {
   Dense mask;
   int masks, num_keys, before;  // before: places of the first word that are before the first key
   uint32_t* bits;
 };
-constexpr int kKeyBitsThreads = 256;
+constexpr int kKeyPaddingThreads = 256;
 
 // sums[u, h] = the sum of parts[:, h, :, lo:hi] with lo, hi = ranges[u]; (0, 1) if null.
-struct AttentionSums {
-  const float* parts;  // (sequences, heads, tiles, width)
+struct AttentionReducePartials {
+  const float* partials;  // (sequences, heads, tiles, width)
   const int32_t* ranges;
   float* sums;
   int sequences, heads, tiles, width, outputs;
 };
 
-// delta = rows of (out * d_out) - d_lse, and top = lse.
-struct AttentionRows {
+// delta = rows of (out * d_out) - d_lse, and row_max = lse.
+struct AttentionPreprocess {
   AttentionProblem p;
   In out, d_out;
   int columns;               // of out
   const float *lse, *d_lse;  // d_lse may be null
   PerQuery at;
-  float *delta, *top;
+  float *delta, *row_max;
 };
 
-// A dense term's gradient, in its own shape: each element is the sum over what shares it.
-struct AttentionDense {
+// A mask's or bias's gradient, in its own shape: each element is the sum over what shares it.
+struct AttentionDbias {
   AttentionBackward b;
   void* data;
   DType dtype;

@@ -1,5 +1,5 @@
 // Where a sequence lies, and which pairs its bounds leave visible. Positions are local to the sequence: query i sits on the diagonal of key
-// i + shift.
+// i + diagonal_offset.
 #pragma once
 
 #include "cuda/attention/problem.h"
@@ -7,8 +7,8 @@
 
 namespace pt::cuda {
 
-PT_DEVICE int least(int a, int b) { return a < b ? a : b; }
-PT_DEVICE int most(int a, int b) { return a > b ? a : b; }
+PT_DEVICE int min(int a, int b) { return a < b ? a : b; }
+PT_DEVICE int max(int a, int b) { return a > b ? a : b; }
 PT_DEVICE int64_t clamp64(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; }
 PT_DEVICE int64_t load_i64(const int64_t* p) { return int64_t(ptx::ld_global_u64(p)); }
 
@@ -20,9 +20,9 @@ struct Range {
 
 struct Sequence {
   int64_t row_q = 0, row_k = 0;  // first rows in the tensors
-  int num_q, num_k, shift, prefix;
-  int first_k = 0;     // keys before it are visible to no query
-  bool holes = false;  // nor are some from there to num_k: see KeyWords
+  int num_q, num_k, diagonal_offset, prefix;
+  int first_k = 0;            // keys before it are visible to no query
+  bool padding_gaps = false;  // nor are some from there to num_k: see KeyPaddingBitmap
 
   // Lengths are clamped to the tensors.
   PT_DEVICE Sequence(const AttentionProblem& p, int b) {
@@ -37,30 +37,30 @@ struct Sequence {
     if (p.query_lengths) end_q = clamp64(load_i64(p.query_lengths + b), 0, end_q);
     if (p.key_lengths) end_k = clamp64(load_i64(p.key_lengths + b), 0, end_k);
     prefix = p.prefix_lengths ? int(clamp64(load_i64(p.prefix_lengths + b) - p.key_start, 0, p.num_keys)) : 0;
-    shift = int(p.query_start - p.key_start) + (p.bottom_right ? int(end_k - end_q) : 0);
+    diagonal_offset = int(p.query_start - p.key_start) + (p.bottom_right ? int(end_k - end_q) : 0);
     num_q = int(clamp64(end_q - p.query_start, 0, p.num_queries));
     num_k = int(clamp64(end_k - p.key_start, 0, p.num_keys));
-    if (p.key_bits.data) {
+    if (p.key_padding.data) {
       const int at = PT_FAULT(bounds_of_the_first_sequence) ? 0 : b;
-      const ptx::Words4 head = ptx::ld_global_v4(p.key_bits.data + at * p.key_bits.batch);
+      const ptx::Words4 head = ptx::ld_global_v4(p.key_padding.data + at * p.key_padding.batch);
       first_k = int(head.w[0]) + PT_FAULT(padding_first_key_one_too_late);
       first_k -= PT_FAULT(padding_first_key_one_too_early);
       const int end = int(head.w[1]) + PT_FAULT(padding_last_key_one_too_late);
-      num_k = least(num_k, end - PT_FAULT(padding_last_key_one_too_early));
-      holes = head.w[2] != 0 && !PT_FAULT(no_holes);
+      num_k = min(num_k, end - PT_FAULT(padding_last_key_one_too_early));
+      padding_gaps = head.w[2] != 0 && !PT_FAULT(no_padding_gaps);
     }
   }
 
   // The keys that query i may see. Both ends rise with i.
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
-    Range r{most(first_k, i + shift - p.left - PT_FAULT(a_window_one_too_wide)), least(num_k, i + shift + p.right + 1)};
-    if (p.causal) r.hi = least(r.hi, most(i + shift + 1 + PT_FAULT(one_key_too_many), prefix));
+    Range r{max(first_k, i + diagonal_offset - p.left - PT_FAULT(a_window_one_too_wide)), min(num_k, i + diagonal_offset + p.right + 1)};
+    if (p.causal) r.hi = min(r.hi, max(i + diagonal_offset + 1 + PT_FAULT(one_key_too_many), prefix));
     return r;
   }
   // The queries that may see key j: the same read the other way.
   PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
-    Range r{most(0, j - shift - p.right), least(num_q, j - shift + p.left + 1 - PT_FAULT(queries_of_a_key_one_off))};
-    if (p.causal && (j >= prefix || PT_FAULT(prefix_ignored_by_keys))) r.lo = most(r.lo, j - shift);
+    Range r{max(0, j - diagonal_offset - p.right), min(num_q, j - diagonal_offset + p.left + 1 - PT_FAULT(queries_of_a_key_one_off))};
+    if (p.causal && (j >= prefix || PT_FAULT(prefix_ignored_by_keys))) r.lo = max(r.lo, j - diagonal_offset);
     return r;
   }
 };
@@ -78,8 +78,8 @@ struct Tiles {
       return;
     }
     first = (start - origin) / size, last = (end - origin + (PT_FAULT(a_tile_left_out) ? 0 : size - 1)) / size;
-    whole = least((of_last.lo - origin + size - 1) / size, last);
-    whole_end = of_first.hi <= origin ? whole : least(most((of_first.hi - origin) / size, whole), last);
+    whole = min((of_last.lo - origin + size - 1) / size, last);
+    whole_end = of_first.hi <= origin ? whole : min(max((of_first.hi - origin) / size, whole), last);
   }
   PT_DEVICE int count() const { return last - first; }
   PT_DEVICE bool cut(int tile) const { return tile < whole || tile >= whole_end + PT_FAULT(a_cut_tile_taken_whole); }
@@ -89,19 +89,19 @@ struct Tiles {
 PT_DEVICE int key_origin(const AttentionProblem& p) { return -int(p.key_start % 32); }
 
 // Which keys of sequence b are visible.
-struct KeyWords {
+struct KeyPaddingBitmap {
   const uint32_t* words;
   int origin;
 
-  PT_DEVICE KeyWords(const AttentionProblem& p, int b)
-      : words(p.key_bits.data + (PT_FAULT(holes_of_the_first_sequence) ? 0 : b) * p.key_bits.batch + KeyBits::kHead),
+  PT_DEVICE KeyPaddingBitmap(const AttentionProblem& p, int b)
+      : words(p.key_padding.data + (PT_FAULT(padding_gaps_of_the_first_sequence) ? 0 : b) * p.key_padding.batch + KeyPadding::kHead),
         origin(key_origin(p)) {}
 
   // Bit i: key `key` + i, of the 32 keys among which key is, counted from where tiles begin.
   PT_DEVICE uint32_t from(int key) const {
     const auto at = uint32_t(key - origin);
-    const uint32_t word = ptx::ld_global_u32(words + at / (PT_FAULT(another_word_of_holes) ? 64 : 32));
-    return word >> at % (PT_FAULT(another_bit_of_holes) ? 16 : 32);
+    const uint32_t word = ptx::ld_global_u32(words + at / (PT_FAULT(another_word_of_the_bitmap) ? 64 : 32));
+    return word >> at % (PT_FAULT(another_bit_of_the_bitmap) ? 16 : 32);
   }
   // And of all 32 keys.
   PT_DEVICE uint32_t across(int key) const {
@@ -115,6 +115,6 @@ template <class T>
 PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
   return static_cast<const T*>(t.data) + b * t.stride.batch + h * t.stride.head + row * t.stride.row;
 }
-PT_DEVICE int64_t number_at(const PerQuery& at, int b, int h, int64_t row) { return b * at.batch + h * at.head + row * at.row; }
+PT_DEVICE int64_t row_stat_at(const PerQuery& at, int b, int h, int64_t row) { return b * at.batch + h * at.head + row * at.row; }
 
 }  // namespace pt::cuda

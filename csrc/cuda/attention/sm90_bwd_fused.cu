@@ -14,7 +14,7 @@ void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& p
     using T = decltype(t);
     using K = decltype(kind);
     launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_fused_smem(tile), stream, args);
-    launch(sm90_round_queries_kernel<T, K>, dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream, g);
+    launch(sm90_convert_dq_kernel<T, K>, dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream, g);
   };
   with_half(p, [&](auto t) { plan.head_class == 64 ? run(t, Fused<64>{}) : run(t, Fused<128>{}); });
 }

@@ -36,16 +36,16 @@ PT_DEVICE float less_delta(float dp, float d_scaled) {
 }
 // A row's maximum, of which exp2(score - maximum) is a weight.
 template <class T>
-PT_DEVICE float in_base_2(float top) {
-  return kWeightBits<T> ? ptx::fma_rn(top, kLog2e, -float(kWeightBits<T>)) : top * kLog2e;
+PT_DEVICE float in_base_2(float row_max) {
+  return kWeightBits<T> ? ptx::fma_rn(row_max, kLog2e, -float(kWeightBits<T>)) : row_max * kLog2e;
 }
 // The weight of a score, of a row with this maximum.
 template <class T>
-PT_DEVICE float weight_of(float score, float top) {
-  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - top, kLog2e, float(kWeightBits<T>)) : (score - top) * kLog2e);
+PT_DEVICE float weight_of(float score, float row_max) {
+  return ptx::exp2(kWeightBits<T> ? ptx::fma_rn(score - row_max, kLog2e, float(kWeightBits<T>)) : (score - row_max) * kLog2e);
 }
 // And with this log2 of the sum, less kWeightBits.
-PT_DEVICE float weight_of(float score, float top, float log) { return ptx::exp2(ptx::fma_rn(score - top, kLog2e, -log)); }
+PT_DEVICE float weight_of(float score, float row_max, float log2_sum) { return ptx::exp2(ptx::fma_rn(score - row_max, kLog2e, -log2_sum)); }
 
 // P of 64 rows as an operand, where it is exp2 of a difference from lse. Of scores beyond 10^7 lse is so coarse that this may be more than
 // 1; 2^14 times that, an infinity in float16, stays finite: what is made of an infinity would be NaN, also in the sums of other rows.
@@ -74,13 +74,13 @@ PT_DEVICE void pack_gradients(uint32_t (&ds)[R / 8][4], const uint32_t (&weights
   }
 }
 
-// Kernels with terms go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few
+// Kernels with score_mod go through the scores in pieces of 16 columns, an operand's step: what a piece needs beside the scores takes few
 // registers.
 constexpr int kPiece = 2;
 
 // Where the rows of this warp of a tile with first row `row` lie. The compiler does not know that it could be kept in registers.
 PT_DEVICE Place place_again(int row, int column) {
-  const int thread = ptx::again(int(threadIdx.x));
+  const int thread = ptx::opaque(int(threadIdx.x));
   return Place(row + thread / 32 * 16 - (PT_FAULT(rows_of_another_warp) ? 48 : 64), column, thread % 32);
 }
 
@@ -89,7 +89,7 @@ template <int R>
 struct Pairs {
   uint32_t words[(R + 31) / 32] = {};
   PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
-  PT_DEVICE const Pairs& again() const { return *this; }
+  PT_DEVICE const Pairs& opaque() const { return *this; }
 
   // Those of a tile that f(place) has of 8 N columns.
   template <int N, class F>
@@ -99,7 +99,7 @@ struct Pairs {
     PT_UNROLL
     for (int w = 0; w < (R + 31) / 32; ++w) {
       PT_NO_UNROLL  // under products in flight there are few registers
-      for (int n = 32 * w; n < least(32 * w + 32, R); n += 4 * N)
+      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N)
         all.words[w] |= f(at.after(2 * n)) << (PT_FAULT(bits_of_other_columns) ? 0 : n % 32);
     }
     return all;

@@ -18,11 +18,11 @@ void with_half(const AttentionProblem& p, F run) {
 template <class T>
 void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream);
 template <class T>
-void sm90_attention_queries_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+void sm90_attention_bwd_dq_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 template <class T>
-void sm90_attention_keys_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+void sm90_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 template <class T>
-void sm90_attention_dense_as(const AttentionDense& f, const Sm90Plan& plan, void* stream);
+void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream);
 
 void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
 

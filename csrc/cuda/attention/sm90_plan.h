@@ -22,15 +22,15 @@ constexpr TilePlace place_of(const TileOrder& order, int n) {
   const int heads = left < order.section ? left : order.section, rest = n - first * order.tiles;
   return {first + rest % heads, order.tiles - 1 - rest / heads};
 }
-constexpr bool visits_each_tile_once(const TileOrder& order) {
+constexpr bool covers_each_tile_once(const TileOrder& order) {
   return each_once(order.heads * order.tiles, [&](int n) { return place_of(order, n).head * order.tiles + place_of(order, n).tile; });
 }
-static_assert(visits_each_tile_once({3, 7, 1}) && visits_each_tile_once({3, 7, 3}) && visits_each_tile_once({2, 5, 5}));
+static_assert(covers_each_tile_once({3, 7, 1}) && covers_each_tile_once({3, 7, 3}) && covers_each_tile_once({2, 5, 5}));
 
 struct Sm90Plan {
   const char* why_not;  // null: the kernels take the problem
   int head_class;
-  bool general, looks_up;  // see Hopper in sm90_config.h
+  bool has_score_mod, elementwise_mask;  // see Hopper in sm90_config.h
   TileOrder order;
   int64_t blocks;
 };
@@ -53,8 +53,8 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
     return (sequences == 1 || s.batch) && (heads == 1 || s.head) && (rows == 1 || s.row);
   };
   const bool packed = p.cu_queries;
-  constexpr int64_t kMostRows = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
-  if (packed && (p.total_queries > kMostRows || p.total_keys > kMostRows)) return "more than 2^31 packed rows";
+  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
+  if (packed && (p.total_queries > kMaxRows || p.total_keys > kMaxRows)) return "more than 2^31 packed rows";
   for (const In* t : inputs) {
     const bool keys = t == &p.k || t == &p.v;
     const int64_t rows = packed ? (keys ? p.total_keys : p.total_queries) : keys ? p.num_keys : p.num_queries;
@@ -71,7 +71,7 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
   constexpr int64_t kSectionBytes = 32 << 20;
   const bool even =
-      !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_bits.data;
+      !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_padding.data;
   const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
   const int64_t section = even ? 1 : kSectionBytes / bytes;
   // So that the number of a block's next tile has 31 bits, where there is none too.
@@ -82,53 +82,55 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
 
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
-  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.general(), p.looks_up(), {}, 0};
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0};
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
-  const int rows = sm90_forward_tile(plan.head_class, !p.plain()).rows();
+  const int rows = sm90_forward_tile(plan.head_class, !p.bounds_only()).rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
   return plan;
 }
 
-// Whether the producers of the backward can copy a floating term's rows, which begin anywhere: 16 aligned bytes at a time.
-inline bool copied(const Dense& d) { return d.type != Term::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
+// Whether the producers of the backward can copy the rows of a floating mask or bias, which begin anywhere: 16 aligned bytes at a time.
+inline bool copied(const Dense& d) { return d.type != DenseType::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
 
 inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
   const AttentionProblem& p = g.p;
-  const bool keys = pass == Pass::Keys;
+  const bool keys = pass == Pass::BwdDkdv;
   const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
-  // Padding is bounds, and where it has holes a bit a key. With a left window a query may see but holes, and what it holds would reach
-  // d_key and d_value: kernels with lookups make that again.
-  Sm90Plan plan{keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
-                sm90_class(p),
-                p.general(),
-                p.looks_up() || (!PT_FAULT(holes_beside_a_left_window_kept) && keys && p.key_bits.data && p.left < kUnbounded),
-                {},
-                0};
-  const bool mask_adds = p.mask.data && p.mask.type != Term::boolean;
+  // Padding is bounds, and where it has gaps a bit a key. With a left window a query may see only padding gaps, and what it holds would
+  // reach d_key and d_value: kernels with an elementwise mask recompute that.
+  Sm90Plan plan{
+      keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
+      sm90_class(p),
+      p.has_score_mod(),
+      p.elementwise_mask() || (!PT_FAULT(padding_gaps_beside_a_left_window_kept) && keys && p.key_padding.data && p.left < kUnbounded),
+      {},
+      0};
+  const bool mask_adds = p.mask.data && p.mask.type != DenseType::boolean;
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
     plan.why_not =
         "the backward kernels copy floating masks and biases of 16 or 32 bits whose rows are contiguous and whose data is aligned";
   if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
-  if (plan.head_class == 256 && plan.looks_up && plan.general)
-    plan.why_not = "floating masks and biases, and what is looked up beside terms, are in the backward kernels to head size 128";
+  if (plan.head_class == 256 && plan.elementwise_mask && plan.has_score_mod)
+    plan.why_not = "floating masks and biases, and elementwise masks beside score_mod, are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
-  const Sm90Tile tile =
-      keys ? sm90_keys_tile(plan.head_class, plan.general, plan.looks_up) : sm90_queries_tile(plan.head_class, plan.general, plan.looks_up);
+  const Sm90Tile tile = keys ? sm90_bwd_dkdv_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask)
+                             : sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
   // Dropout's groups of keys may begin before the first.
-  const int64_t length = keys ? p.num_keys + (plan.general ? p.key_start % 32 : 0) : p.num_queries;
+  const int64_t length = keys ? p.num_keys + (plan.has_score_mod ? p.key_start % 32 : 0) : p.num_queries;
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
   order_tiles(plan, p, (length + tile.rows() - 1) / tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
-  if (!sm90_backward_persists(plan.head_class, !plan.general && !plan.looks_up)) plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
+  if (!sm90_backward_persists(plan.head_class, !plan.has_score_mod && !plan.elementwise_mask))
+    plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
   return plan;
 }
 
 // deterministic=False, where all three gradients are wanted.
 inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors) {
   const AttentionProblem& p = g.p;
-  Sm90Plan plan = plan_sm90_backward(g, Pass::Keys, multiprocessors);
+  Sm90Plan plan = plan_sm90_backward(g, Pass::BwdDkdv, multiprocessors);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
-  if (plan.general || plan.looks_up)
+  if (plan.has_score_mod || plan.elementwise_mask)
     plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the passes that add in order";
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
@@ -137,7 +139,7 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
 }
 
 // A mask's or bias's gradient. Parts go to persistent blocks in order; those at the same time are of one head, whose operands L2 has.
-inline Sm90Plan plan_sm90_dense(const AttentionDense& f, int multiprocessors) {
+inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
   const AttentionProblem& p = f.b.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0};
   if ((!PT_FAULT(a_sum_over_queries_taken) && f.sizes[2] != p.num_queries) ||
@@ -145,8 +147,8 @@ inline Sm90Plan plan_sm90_dense(const AttentionDense& f, int multiprocessors) {
     plan.why_not = "the gradient is a sum over queries or keys";
   if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
   if (plan.why_not) return plan;
-  const Sm90Tile tile = sm90_dense_tile(plan.head_class);
-  const int columns = kSm90DenseSpan * tile.streamed;
+  const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
+  const int columns = kSm90DbiasSpan * tile.streamed;
   const int64_t tiles = int64_t(p.num_queries + tile.rows() - 1) / tile.rows() * ((p.num_keys + p.key_start % 32 + columns - 1) / columns);
   const int64_t heads = int64_t(f.sizes[0]) * f.sizes[1];
   if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
@@ -155,15 +157,15 @@ inline Sm90Plan plan_sm90_dense(const AttentionDense& f, int multiprocessors) {
   return plan;
 }
 
-// The sums of d_query that blocks add to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
+// What blocks add d_query to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
 // each has one more than its rows' share.
-inline int64_t sm90_sum_tiles(const AttentionProblem& p, int head_class) {
+inline int64_t sm90_dq_accum_tiles(const AttentionProblem& p, int head_class) {
   const int rows = sm90_fused_tile(head_class).streamed;
   return p.cu_queries ? p.total_queries / rows + p.sequences : (p.num_queries + rows - 1) / rows;
 }
-inline int64_t sm90_sums(const AttentionProblem& p, int head_class) {
+inline int64_t sm90_dq_accum_size(const AttentionProblem& p, int head_class) {
   const int64_t heads = int64_t(p.cu_queries ? 1 : p.sequences) * p.heads;
-  return heads * sm90_sum_tiles(p, head_class) * sm90_fused_tile(head_class).streamed * head_class;
+  return heads * sm90_dq_accum_tiles(p, head_class) * sm90_fused_tile(head_class).streamed * head_class;
 }
 
 }  // namespace pt::cuda

@@ -5,8 +5,8 @@
 // columns: element i is x[i / 4 * 4 + i % 4], laid out as in fragments.cuh.
 #pragma once
 
+#include "cuda/attention/score_mod.cuh"
 #include "cuda/attention/sm90_plan.h"
-#include "cuda/attention/terms.cuh"
 #include "cuda/tile/product_shapes.h"
 #include "cuda/tile/quad.cuh"
 #include "cuda/tile/ring.cuh"
@@ -25,13 +25,16 @@ PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   else f(int(blockIdx.x));
 }
 
-// `seen` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether seen.hi is
-// the tensor's end.
-PT_DEVICE Range kept_rows(Range seen, bool end) { return {seen.lo == 0 ? -kUnbounded : seen.lo, end ? kUnbounded : seen.hi}; }
+// `visible` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether visible.hi
+// is the tensor's end.
+PT_DEVICE Range range_to_keep(Range visible, bool end) {
+  return {visible.lo == 0 ? -kUnbounded : visible.lo, end ? kUnbounded : visible.hi};
+}
 // Of the keys that some query of the sequence sees.
-PT_DEVICE Range kept_keys(const AttentionProblem& p, const Sequence& s) {
-  const Range seen{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
-  return kept_rows(seen, PT_FAULT(the_next_rows_of_memory_kept) || (p.cu_keys ? s.row_k + seen.hi == p.total_keys : seen.hi == p.num_keys));
+PT_DEVICE Range keys_to_keep(const AttentionProblem& p, const Sequence& s) {
+  const Range visible{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
+  return range_to_keep(
+      visible, PT_FAULT(the_next_rows_of_memory_kept) || (p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys));
 }
 
 // A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
@@ -45,11 +48,11 @@ struct QueryWork : QueryTile<Rows, Streamed> {
   // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
   // consumer see.
   PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
-  PT_DEVICE Range kept(const AttentionProblem& p) const { return kept_keys(p, s); }
+  PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const { return keys_to_keep(p, s); }
   // None where keys between are hidden, told by a range that begins at kUnbounded.
   PT_DEVICE Range whole(const AttentionProblem& p) const {
     const int first = i0 + consumer() * 64;
-    if (!PT_FAULT(tiles_with_holes_taken_whole) && s.holes) return {kUnbounded, 0};
+    if (!PT_FAULT(tiles_with_padding_gaps_taken_whole) && s.padding_gaps) return {kUnbounded, 0};
     return {s.keys_of(p, PT_FAULT(a_tile_cut_for_the_last_rows_taken_whole) ? first : first + 63).lo,
             s.keys_of(p, PT_FAULT(a_tile_cut_for_the_first_rows_taken_whole) ? first + 63 : first).hi};
   }
@@ -62,7 +65,7 @@ struct QueryWork : QueryTile<Rows, Streamed> {
 template <int Count>
 PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t& one) {
   static_assert(Count % 32 == 0);
-  const auto load = [&](int i) { return load_i64(segments + most(0, least(first + i, size - 1))); };
+  const auto load = [&](int i) { return load_i64(segments + max(0, min(first + i, size - 1))); };
   one = load(0);
   uint32_t others = 0;
   PT_UNROLL
@@ -125,7 +128,7 @@ PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
   for (int c = 0; c < R / 4; c += N) {
     float x[N][4];
     each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
-    f(x, at.after(PT_FAULT(terms_of_other_columns) ? 4 * c : 8 * c), c);
+    f(x, at.after(PT_FAULT(score_mod_of_other_columns) ? 4 * c : 8 * c), c);
     each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
   }
 }
@@ -144,14 +147,14 @@ PT_DEVICE void each_element(float (&x)[R], int first, F f) {
 
 // x becomes `hidden` in the columns of keys that padding hides; `first`: the tile's first key.
 template <int R>
-PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float hidden) {
+PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys, float hidden) {
   PT_UNROLL
   for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
-    const int key = first + (PT_FAULT(holes_of_the_tiles_first_32_keys) ? 0 : 2 * c) + 2 * (lane_id() % 4);
+    const int key = first + (PT_FAULT(padding_gaps_of_the_tiles_first_32_keys) ? 0 : 2 * c) + 2 * (lane_id() % 4);
     const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
     PT_UNROLL
     for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i)
-      x[c + i] = word >> (i / 4 * 8 + (PT_FAULT(holes_in_even_columns_alone) ? 0 : i % 2)) & 1 ? x[c + i] : hidden;
+      x[c + i] = word >> (i / 4 * 8 + (PT_FAULT(padding_gaps_in_even_columns_alone) ? 0 : i % 2)) & 1 ? x[c + i] : hidden;
   }
 }
 
@@ -160,7 +163,7 @@ PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyWords& keys, float h
 template <int Consumers, class R, class F>
 PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
   constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
-  if (!PT_FAULT(cleared_before_they_are_there)) ring.await_full(use);
+  if (!PT_FAULT(cleared_before_they_are_there)) ring.consumer_wait(use);
   for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
     if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
   if (!PT_FAULT(cleared_without_a_fence)) ptx::fence_proxy_async();
@@ -174,7 +177,7 @@ PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) 
 }
 // And keys that padding hides between them.
 template <int Consumers, class R>
-PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyWords& keys) {
+PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyPaddingBitmap& keys) {
   clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
 }
 

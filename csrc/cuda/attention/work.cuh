@@ -17,7 +17,7 @@ struct QueryTile {
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile)
       : b(b), h(h), i0(tile * Rows), origin(key_origin(p)), s(s),
-        range(least(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, least(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
+        range(min(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, min(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const TilePlace& at)
       : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
@@ -34,7 +34,7 @@ struct QueryTile {
   // The keys that query i may see: none if it is not there.
   PT_DEVICE Range bounds(const AttentionProblem& p, int i) const { return i < s.num_q ? s.keys_of(p, i) : Range{0, 0}; }
 
-  // Start to copy the queries' rows of a tensor that has `columns`, and those of tile t of keys: zeros where nothing is seen.
+  // Start to copy the queries' rows of a tensor that has `columns`, and those of tile t of keys: zeros where nothing is visible.
   template <class T, int RowBytes>
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
     copy_rows<Rows>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, i0, 0, s.num_q, columns, Products<T>::chunks(columns));
@@ -57,17 +57,17 @@ struct KeyTile {
   Tiles range;
 
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
-      : b(b), hk(hk), j0(j0), s(p, b), range(least(j0 + Rows, s.num_k) - most(j0, s.first_k), s.queries_of(p, most(j0, s.first_k)),
-                                             s.queries_of(p, least(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
+      : b(b), hk(hk), j0(j0), s(p, b), range(min(j0 + Rows, s.num_k) - max(j0, s.first_k), s.queries_of(p, max(j0, s.first_k)),
+                                             s.queries_of(p, min(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
 
   PT_DEVICE KeyTile(const AttentionProblem& p, const TilePlace& at)
       : KeyTile(p, at.head / heads(p), at.head % heads(p), key_origin(p) + at.tile * Rows) {}
 
-  // Divisors are worked out again for each tile: kept from one to the next they spilled, in the careful kernel.
-  static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads / ptx::again(p.group); }
-  static PT_DEVICE int tiles(const AttentionProblem& p) { return (ptx::again(p.num_keys) - key_origin(p) + Rows - 1) / Rows; }
-  // Of a tile, as Redo counts: from where these begin, or, where nothing is dropped, from the first key.
-  static PT_DEVICE int first_row(const AttentionProblem& p, int tile) { return tile * Rows + (p.general() ? 0 : key_origin(p)); }
+  // Divisors are recomputed for each tile: kept from one to the next they spilled, in the kernel with score_mod.
+  static PT_DEVICE int heads(const AttentionProblem& p) { return p.heads / ptx::opaque(p.group); }
+  static PT_DEVICE int tiles(const AttentionProblem& p) { return (ptx::opaque(p.num_keys) - key_origin(p) + Rows - 1) / Rows; }
+  // Of a tile, as Recompute counts: from where these begin, or, where nothing is dropped, from the first key.
+  static PT_DEVICE int first_row(const AttentionProblem& p, int tile) { return tile * Rows + (p.has_score_mod() ? 0 : key_origin(p)); }
   static PT_DEVICE TilePlace place(const AttentionProblem& p, uint32_t n) {
     const int of_head = tiles(p);
     return {int(n) / of_head, int(n) % of_head};
@@ -75,7 +75,7 @@ struct KeyTile {
 
   // The queries that may see key j: none if it is not there, or hidden from all.
   PT_DEVICE Range bounds(const AttentionProblem& p, int j) const {
-    return j >= s.first_k && (!s.holes || j >= s.num_k || KeyWords(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
+    return j >= s.first_k && (!s.padding_gaps || j >= s.num_k || KeyPaddingBitmap(p, b).visible(j)) ? unhidden_bounds(p, j) : Range{0, 0};
   }
   // The same but for padding: what a hidden row makes stays in it.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
@@ -93,22 +93,22 @@ struct KeyTile {
   }
 };
 
-// A part of a dense term's gradient: which sequences, heads, tiles of queries and of keys it is the sum over, all of them in dimensions
-// that the term does not have. Parts are numbered with keys fastest.
-struct DensePart {
+// A part of a mask's or bias's gradient: which sequences, heads, tiles of queries and of keys it is the sum over, all of them in dimensions
+// that the mask or bias does not have. Parts are numbered with keys fastest.
+struct DbiasPart {
   Range of[4];
 
-  PT_DEVICE DensePart(const AttentionDense& f, int query_tiles, int key_tiles, int n) {
+  PT_DEVICE DbiasPart(const AttentionDbias& f, int query_tiles, int key_tiles, int n) {
     const int all[4] = {f.b.p.sequences, f.b.p.heads, query_tiles, key_tiles};
     PT_UNROLL
     for (int d = 3; d >= 0; --d) {
       const bool shared = f.sizes[d] == 1;
       of[d] = shared ? Range{0, PT_FAULT(tiles_left_out_of_a_biass_gradient) ? 1 : all[d]} : Range{n % all[d], n % all[d] + 1};
-      if (PT_FAULT(parts_of_other_tiles) || !shared) n /= all[d];
+      if (PT_FAULT(partials_of_other_tiles) || !shared) n /= all[d];
     }
   }
   // Where the gradient's element of query i and key j is.
-  PT_DEVICE int64_t at(const AttentionDense& f, int i, int j) const {
+  PT_DEVICE int64_t at(const AttentionDbias& f, int i, int j) const {
     return of[0].lo * f.batch + of[1].lo * f.head + i * f.query + j * f.key;
   }
 };

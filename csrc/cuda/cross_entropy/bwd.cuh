@@ -8,13 +8,13 @@ namespace pt::cuda {
 
 // An epilogue (sm90_matmul.cuh).
 struct DLogits {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 3 * RowNumbers::kBytes;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 3 * RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
   const float *lse, *g;
   MatrixOut d_logits;
-  float* bias_parts;
+  float* bias_partials;
   float share;  // on_each / classes
 
   // A lane's row. One without gradient has no other number: what it holds may be NaN.
@@ -31,21 +31,21 @@ struct DLogits {
             target - place.column - 2 * (lane_id() % 4)};
   }
   // Of rows: the target, -1 without gradient; lse; g.
-  static PT_DEVICE RowNumbers numbers(const MatmulPlace& place, int which) {
+  static PT_DEVICE RowStats numbers(const MatmulPlace& place, int which) {
     return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes +
-            uint32_t(PT_FAULT(a_rows_numbers_in_one_place) ? 0 : which) * RowNumbers::kBytes};
+            uint32_t(PT_FAULT(a_rows_stats_in_one_place) ? 0 : which) * RowStats::kBytes};
   }
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
     int target = 0;
     float row_lse = 0.0f, row_g = 0.0f;
-    RowNumbers::each(place, [&](int, int64_t row) {
+    RowStats::each(place, [&](int, int64_t row) {
       const int64_t class_of = target_of(labels, row);
       target = class_of == labels.ignore_index ? -1 : int(clamped(class_of, place.columns));
       row_lse = load_one(lse + row), row_g = load_one(g + row);
     });
     TileBias<1>::bring(bias, place);
-    RowNumbers::each(place, [&](int i, int64_t) {
+    RowStats::each(place, [&](int i, int64_t) {
       numbers(place, 0).put(i, uint32_t(target));
       numbers(place, 1).put(i, ptx::float_bits(row_lse));
       numbers(place, 2).put(i, ptx::float_bits(row_g));
@@ -88,11 +88,11 @@ struct DLogits {
         }
         if (d_logits.data) d_rows.store(strip, r, v);
       }
-      if (bias_parts) sums.put(strip, sum);
+      if (bias_partials) sums.put(strip, sum);
     }
-    if (!bias_parts) return;
+    if (!bias_partials) return;
     if (!PT_FAULT(class_bias_sums_read_before_they_are_there)) sync_consumer();
-    sums.store(bias_parts, place);
+    sums.store(bias_partials, place);
   }
 };
 

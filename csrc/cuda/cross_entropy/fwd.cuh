@@ -9,15 +9,15 @@ namespace pt::cuda {
 
 // Of a row's logits: the maximum, and the sum of exponentials about it.
 struct Exponentials {
-  float top, sum;
+  float row_max, sum;
 
   // What to subtract before exponentials: without any logit but -inf, nothing.
-  static PT_DEVICE float safe(float top) { return top == minus_infinity() ? 0.0f : top; }
+  static PT_DEVICE float safe(float row_max) { return row_max == minus_infinity() ? 0.0f : row_max; }
   PT_DEVICE void add(const Exponentials& b) {
-    const float larger = fmaxf(top, b.top), base = safe(larger);
-    const float decay = PT_FAULT(a_sum_not_rescaled) ? 1.0f : ptx::exp2((top - base) * kLog2e);
-    sum = sum * decay + b.sum * ptx::exp2((b.top - base) * kLog2e);
-    top = larger;
+    const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
+    const float alpha = PT_FAULT(a_sum_not_rescaled) ? 1.0f : ptx::exp2((row_max - base) * kLog2e);
+    sum = sum * alpha + b.sum * ptx::exp2((b.row_max - base) * kLog2e);
+    row_max = larger;
   }
 };
 
@@ -26,26 +26,26 @@ PT_DEVICE float sum_over_quad(float x) {
   x += ptx::shfl_xor(x, 1);
   return PT_FAULT(the_sum_of_two_lanes) ? x : x + ptx::shfl_xor(x, 2);
 }
-PT_DEVICE float most_of_quad(float x) {
+PT_DEVICE float quad_max(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
   return PT_FAULT(the_maximum_of_two_lanes) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
 }
 
 // An epilogue (sm90_matmul.cuh).
-struct RowParts {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowNumbers::kBytes;
+struct RowPartials {
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
-  float *parts, *picked;
+  float *partials, *picked;
   int64_t tiles;  // of classes
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
     uint32_t target = 0;
-    RowNumbers::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
+    RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
     if (bias[0].data) TileBias<1>::bring(bias, place);                         // models of language seldom have one
     else if (!PT_FAULT(targets_written_under_their_readers)) sync_consumer();  // targets of the tile before have been read
-    RowNumbers::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
+    RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
   }
 
   template <class T, int R>
@@ -75,7 +75,7 @@ struct RowParts {
   }
 
  private:
-  static PT_DEVICE RowNumbers targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
+  static PT_DEVICE RowStats targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
   // The column of the lane's element i, from its first on.
   static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
 
@@ -92,20 +92,20 @@ struct RowParts {
       PT_UNROLL
       for (int i = 0; i < N; ++i) z[i] = column_of(i) < end || PT_FAULT(columns_past_the_last_class) ? z[i] : minus_infinity();
     }
-    float top = minus_infinity(), sum = 0.0f;
+    float row_max = minus_infinity(), sum = 0.0f;
     PT_UNROLL
-    for (int i = 0; i < N; ++i) top = fmaxf(top, z[i]);
-    top = most_of_quad(top);
-    const float base = Exponentials::safe(top);
+    for (int i = 0; i < N; ++i) row_max = fmaxf(row_max, z[i]);
+    row_max = quad_max(row_max);
+    const float base = Exponentials::safe(row_max);
     PT_UNROLL
     for (int i = 0; i < N; ++i) sum += ptx::exp2((z[i] - base) * kLog2e);
     sum = sum_over_quad(sum);
     if (labels.on_each > 0.0f) total = sum_over_quad(total);
     // Each number by a lane of its own.
     const int kind = lane_id() % 4;
-    if (row < place.rows + PT_FAULT(parts_of_a_row_past_the_last) && kind < (labels.on_each > 0.0f ? 3 : 2)) {
-      float* const part = parts + (kind * tiles + (PT_FAULT(parts_of_the_first_tile) ? 0 : place.column / kClassTile)) * place.rows;
-      store_one(part + row, kind == 0 ? top : kind == 1 ? sum : total);
+    if (row < place.rows + PT_FAULT(partials_of_a_row_past_the_last) && kind < (labels.on_each > 0.0f ? 3 : 2)) {
+      float* const part = partials + (kind * tiles + (PT_FAULT(partials_of_the_first_tile) ? 0 : place.column / kClassTile)) * place.rows;
+      store_one(part + row, kind == 0 ? row_max : kind == 1 ? sum : total);
     }
   }
 
@@ -133,13 +133,13 @@ __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(con
   float total = 0.0f;
   if (here) {
     for (int64_t tile = warp; tile < f.tiles - PT_FAULT(the_last_tile_left_out); tile += kLossWarps) {
-      const float* p = f.parts + tile * f.rows + row;
+      const float* p = f.partials + tile * f.rows + row;
       const int64_t kind = f.tiles * f.rows;
       all.add({load_one(p), load_one(p + kind)});
       if (smooth) total += load_one(p + 2 * kind);
     }
   }
-  ptx::st_shared_f32(at(0, warp), all.top);
+  ptx::st_shared_f32(at(0, warp), all.row_max);
   ptx::st_shared_f32(at(1, warp), all.sum);
   ptx::st_shared_f32(at(2, warp), total);
   if (!PT_FAULT(no_barrier_in_the_losses_second_stage)) ptx::syncthreads();
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(con
     all.add({ptx::ld_shared_f32(at(0, w)), ptx::ld_shared_f32(at(1, w))});
     total += ptx::ld_shared_f32(at(2, w));
   }
-  const float lse = ptx::fma_rn(ptx::log2(all.sum), PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2, all.top);
+  const float lse = ptx::fma_rn(ptx::log2(all.sum), PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2, all.row_max);
   float loss = lse - (PT_FAULT(the_target_keeps_its_share) ? 1.0f : f.labels.on_target) * load_one(f.picked + row);
   const float classes = float(PT_FAULT(the_mean_over_whole_tiles) ? f.tiles * kClassTile : f.classes);
   if (smooth && !PT_FAULT(the_smoothing_left_out)) loss -= f.labels.on_each * (total / classes);

@@ -7,7 +7,7 @@
 
 namespace pt::cuda {
 
-void sm90_logit_parts(const LogitParts& f, const MatmulPlan& plan, void* stream);
+void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* stream);
 void sm90_loss(const LossProblem& f, const CrossEntropyPlan& plan, void* stream);
 void sm90_d_logits(const DLogitsProblem& f, const MatmulPlan& plan, void* stream);
 

@@ -13,7 +13,7 @@ PT_DEVICE int64_t target_of(const Labels& labels, int64_t row) { return int64_t(
 PT_DEVICE int64_t clamped(int64_t target, int64_t classes) { return target < 0 ? 0 : target < classes ? target : classes - 1; }
 
 // A number for each of a consumer's 64 rows, in its scratch from a tile's first products on: what an epilogue would have to wait for.
-struct RowNumbers {
+struct RowStats {
   static constexpr uint32_t kBytes = 64 * 4;
   uint32_t at;
 

@@ -10,9 +10,9 @@ constexpr int kClassTile = kHalfColumns;  // classes of which a product's epilog
 constexpr int kLossWarps = 8;             // of a block, which share the tiles of 32 rows
 
 struct CrossEntropyPlan {
-  int64_t tiles;   // of classes
-  int64_t parts;   // float32 numbers that tiles leave
-  int64_t blocks;  // of the second stage
+  int64_t tiles;     // of classes
+  int64_t partials;  // float32 numbers that tiles leave
+  int64_t blocks;    // of the second stage
   uint32_t smem_bytes;
 };
 

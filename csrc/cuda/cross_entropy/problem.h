@@ -18,17 +18,17 @@ struct Labels {
 // z = x weight^T + bias, by the product's a[0] = x and b[0] = weight^T, in tiles of classes. Of each row a tile leaves in `parts`, (2, or
 // with on_each 3; tiles of classes; rows): its maximum, the sum of exponentials about it, the sum of its logits. And in `picked` the logit
 // of the target, from the tile that has it.
-struct LogitParts {
+struct LogitPartials {
   Product product;
   Bias bias;
   Labels labels;
-  float *parts, *picked;
+  float *partials, *picked;
 };
 
 // lse = log sum exp z; loss = lse - on_target z_target - on_each mean(z), from the parts, in order.
 struct LossProblem {
   Labels labels;
-  const float *parts, *picked;
+  const float *partials, *picked;
   float *loss, *lse;  // (rows,)
   int64_t rows, classes, tiles;
 };
@@ -40,7 +40,7 @@ struct DLogitsProblem {
   Labels labels;
   const float *lse, *g;  // (rows,); g: the upstream gradient of the row's loss, times what the caller will take out again
   MatrixOut d_logits;
-  float* bias_parts;  // (ceil(rows / 64), classes); null where not wanted
+  float* bias_partials;  // (ceil(rows / 64), classes); null where not wanted
 };
 
 }  // namespace pt::cuda

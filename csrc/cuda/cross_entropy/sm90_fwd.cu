@@ -4,10 +4,10 @@
 
 namespace pt::cuda {
 
-void sm90_logit_parts(const LogitParts& f, const MatmulPlan& plan, void* stream) {
+void sm90_logit_partials(const LogitPartials& f, const MatmulPlan& plan, void* stream) {
   const int64_t tiles = (f.product.columns + kClassTile - 1) / kClassTile;
   with_half(f.product.dtype, [&](auto t) {
-    launch_matmul<decltype(t), NT>(f.product, RowParts{{f.bias}, f.labels, f.parts, f.picked, tiles}, plan, stream);
+    launch_matmul<decltype(t), NT>(f.product, RowPartials{{f.bias}, f.labels, f.partials, f.picked, tiles}, plan, stream);
   });
 }
 

@@ -17,7 +17,7 @@ struct DHidden {
   static constexpr uint32_t kScratch = kPanels * BiasSums::kBytes;
   HiddenDropout drop;
   MatrixOut d_pre, d_gate, hidden;
-  float *b1_parts, *gate_bias_parts;
+  float *b1_partials, *gate_bias_partials;
 
   PT_DEVICE void begin(const MatmulPlace&) const {}
 
@@ -75,15 +75,15 @@ struct DHidden {
             if (!PT_FAULT(hidden_not_dropped)) dropout.apply(h, place, strip, r);
             hidden_rows.store(strip, r, h);
           }
-          if (b1_parts) b1.put(strip, b1_sum);
+          if (b1_partials) b1.put(strip, b1_sum);
           if constexpr (Gated)
-            if (gate_bias_parts) gate_bias.put(strip, PT_FAULT(sums_of_the_other_bias) ? b1_sum : gate_sum);
+            if (gate_bias_partials) gate_bias.put(strip, PT_FAULT(sums_of_the_other_bias) ? b1_sum : gate_sum);
         }
       });
     }
     if (!PT_FAULT(hidden_bias_sums_read_before_they_are_there)) sync_consumer();
-    b1.store(b1_parts, place);
-    if constexpr (Gated) gate_bias.store(gate_bias_parts, place);
+    b1.store(b1_partials, place);
+    if constexpr (Gated) gate_bias.store(gate_bias_partials, place);
   }
 };
 

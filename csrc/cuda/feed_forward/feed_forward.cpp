@@ -59,8 +59,8 @@ float* parts_of(const MaybeTensor& t, const char* name, const Product& p, Reacha
 }
 
 void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTensor dropout_seed, MaybeTensor d_pre, MaybeTensor d_gate,
-                MaybeTensor hidden, MaybeTensor b1_parts, MaybeTensor gate_bias_parts, int64_t activation, double dropout_p, int64_t device,
-                int64_t stream) {
+                MaybeTensor hidden, MaybeTensor b1_partials, MaybeTensor gate_bias_partials, int64_t activation, double dropout_p,
+                int64_t device, int64_t stream) {
   Reachable reachable;
   HiddenGradient f{};
   Product& p = f.product;
@@ -75,12 +75,12 @@ void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTens
   };
   f.pre = panel(pre, "pre");
   if (gate) f.gate = panel(*gate, "gate");
-  STD_TORCH_CHECK(gate || (!d_gate && !gate_bias_parts), "feed_forward: a gradient of no gate");
+  STD_TORCH_CHECK(gate || (!d_gate && !gate_bias_partials), "feed_forward: a gradient of no gate");
   f.activation = activation_of(activation), f.dropout = dropout_of(dropout_seed, dropout_p, reachable);
   f.d_pre = result_of(d_pre, "d_pre", p, reachable), f.d_gate = result_of(d_gate, "d_gate", p, reachable);
   f.hidden = result_of(hidden, "hidden", p, reachable);
-  f.b1_parts = parts_of(b1_parts, "b1_parts", p, reachable);
-  f.gate_bias_parts = parts_of(gate_bias_parts, "gate_bias_parts", p, reachable);
+  f.b1_partials = parts_of(b1_partials, "b1_partials", p, reachable);
+  f.gate_bias_partials = parts_of(gate_bias_partials, "gate_bias_partials", p, reachable);
   const DeviceGuard guard(device);
   sm90_d_hidden(f, planned(p), reinterpret_cast<void*>(stream));
 }
@@ -93,7 +93,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
                  "Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, int activation, float dropout_p, int device, int stream) -> ()"));
   m.def(
       PT_EDGE_OP("hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
-                 "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_parts, Tensor(e!)? gate_bias_parts, int activation, "
+                 "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_partials, Tensor(e!)? gate_bias_partials, int activation, "
                  "float dropout_p, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

@@ -35,7 +35,7 @@ struct HiddenGradient {
   Matrix pre, gate;  // gate.data null: no gate
   MatrixOut d_pre, d_gate, hidden;
   // (ceil(rows / 64), columns): the sums of d_pre and d_gate over 64 rows each; null where not wanted.
-  float *b1_parts, *gate_bias_parts;
+  float *b1_partials, *gate_bias_partials;
 };
 
 }  // namespace pt::cuda

@@ -10,7 +10,7 @@ void sm90_d_hidden(const HiddenGradient& f, const MatmulPlan& plan, void* stream
     using T = decltype(t);
     constexpr Activation A = decltype(activation)::value;
     const auto run = [&](auto epilogue) {
-      epilogue = {f.dropout, f.d_pre, f.d_gate, f.hidden, f.b1_parts, f.gate_bias_parts};
+      epilogue = {f.dropout, f.d_pre, f.d_gate, f.hidden, f.b1_partials, f.gate_bias_partials};
       launch_matmul<T, NN>(f.product, epilogue, plan, stream, panels);
     };
     if (f.gate.data) run(DHidden<A, true>{});

@@ -8,9 +8,9 @@ namespace pt::cuda {
 
 // Adds the teams' sums of a column, in order, and leaves the block's. Every thread calls it.
 template <int V>
-PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], float* parts, int columns) {
+PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], float* partials, int columns) {
   const uint32_t shared = ptx::dynamic_smem();
-  if (!PT_FAULT(a_parts_memory_used_again_too_early)) ptx::syncthreads();  // an earlier use of the memory is over
+  if (!PT_FAULT(a_partials_memory_used_again_too_early)) ptx::syncthreads();  // an earlier use of the memory is over
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = column_of(team, v);
@@ -19,32 +19,33 @@ PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector],
     ptx::st_shared_v4_f32(at, mine[v][0], mine[v][1], mine[v][2], mine[v][3]);
     ptx::st_shared_v4_f32(at + 16, mine[v][4], mine[v][5], mine[v][6], mine[v][7]);
   }
-  if (!PT_FAULT(no_barrier_before_a_part_is_summed)) ptx::syncthreads();
+  if (!PT_FAULT(no_barrier_before_partials_are_summed)) ptx::syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     float sum = 0.0f;
     for (int t = 0; t < team.teams(); ++t) sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));
-    ptx::st_global_u32(parts + int64_t(blockIdx.x) * columns + column, ptx::float_bits(sum));
+    ptx::st_global_u32(partials + int64_t(blockIdx.x) * columns + column, ptx::float_bits(sum));
   }
 }
 
 // The only team of its block.
 template <int V>
-PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], float* parts, int columns) {
+PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], float* partials, int columns) {
   PT_UNROLL
   for (int v = 0; v < V; ++v) {
     const int column = column_of(team, v);
     if (column >= columns) continue;
     Raw<float> raw;
     raw.set(mine[v]);
-    raw.store(parts + int64_t(blockIdx.x) * columns + column);
+    raw.store(partials + int64_t(blockIdx.x) * columns + column);
   }
 }
 
 // One team for each row, kept in registers. d_out and dx have dtype T, h and the gradients of the residual stream S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_blocks) norm_bwd_kernel(const __grid_constant__ NormBackward f) {
+__global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_blocks)
+    layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
   constexpr int V = K::backward.vectors;
-  const NormProblem& p = f.p;
+  const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);
@@ -119,22 +120,22 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
       }
     }
   }
-  if (f.dweight_parts) store_part(team, dweight, f.dweight_parts, p.columns);
-  if (f.dbias_parts) store_part(team, dbias, f.dbias_parts, p.columns);
+  if (f.dweight_partials) store_part(team, dweight, f.dweight_partials, p.columns);
+  if (f.dbias_partials) store_part(team, dbias, f.dbias_partials, p.columns);
 }
 
 // parts[column + i] += v[i], or = at the block's first row; only this thread touches them.
-PT_DEVICE void add_to_part(float* parts, const float (&v)[kVector], int column, int columns, bool first) {
+PT_DEVICE void add_to_part(float* partials, const float (&v)[kVector], int column, int columns, bool first) {
   PT_UNROLL
   for (int i = 0; i < kVector; ++i)
-    if (column + i < columns) store_one(parts + column + i, first ? v[i] : load_one(parts + column + i) + v[i]);
+    if (column + i < columns) store_one(partials + column + i, first ? v[i] : load_one(partials + column + i) + v[i]);
 }
 
 // One block for each row, read twice: any dtypes, any alignment, any width. The block's sums lie in memory.
 template <class K>
 __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_blocks)
-    norm_bwd_any_kernel(const __grid_constant__ NormBackward f) {
-  const NormProblem& p = f.p;
+    layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
+  const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);
@@ -167,16 +168,16 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
     for (int v = 0; v < vectors; ++v) {
       const int column = column_of(team, v);
       load(column);
-      const int64_t part = PT_FAULT(parts_of_the_wrong_block) ? 0 : int64_t(blockIdx.x) * p.columns;
-      const bool begins = row == blockIdx.x && !PT_FAULT(a_part_never_begun);
-      if (f.dbias_parts) add_to_part(f.dbias_parts + part, d_out, column, p.columns, begins);
+      const int64_t part = PT_FAULT(partials_of_the_wrong_block) ? 0 : int64_t(blockIdx.x) * p.columns;
+      const bool begins = row == blockIdx.x && !PT_FAULT(a_partial_never_begun);
+      if (f.dbias_partials) add_to_part(f.dbias_partials + part, d_out, column, p.columns, begins);
       float dh[kVector];
       PT_UNROLL
       for (int i = 0; i < kVector; ++i) {
         dh[i] = (g[i] - mean_g - xhat[i] * mean_gx) * rstd;
         g[i] = d_out[i] * xhat[i];
       }
-      if (f.dweight_parts) add_to_part(f.dweight_parts + part, g, column, p.columns, begins);
+      if (f.dweight_partials) add_to_part(f.dweight_partials + part, g, column, p.columns, begins);
       if (f.d_residual_out.data) {
         load_any(d_out, at.begin(f.d_residual_out), f.d_residual_out.dtype, column, p.columns, p.aligned);
         PT_UNROLL
@@ -192,14 +193,14 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
 constexpr int kReduceWarps = 16;
 
 // 32 columns a block: warp w adds the blocks w, w + 16, ..., then the first warp adds the warps.
-__global__ void __launch_bounds__(32 * kReduceWarps) norm_reduce_kernel(const __grid_constant__ NormReduce r) {
+__global__ void __launch_bounds__(32 * kReduceWarps) layer_norm_reduce_kernel(const __grid_constant__ LayerNormReduce r) {
   if (!r.sums[blockIdx.y]) return;
   const int warp = threadIdx.x / 32, column = blockIdx.x * 32 + threadIdx.x % 32;
   const uint32_t shared = ptx::dynamic_smem();
   float sum = 0.0f;
   if (column < r.columns)
-    for (int b = warp; b < r.blocks - PT_FAULT(a_blocks_part_left_out); b += kReduceWarps)
-      sum += load_one(r.parts[blockIdx.y] + int64_t(b) * r.columns + column);
+    for (int b = warp; b < r.blocks - PT_FAULT(a_blocks_partials_left_out); b += kReduceWarps)
+      sum += load_one(r.partials[blockIdx.y] + int64_t(b) * r.columns + column);
   ptx::st_shared_f32(shared + 4 * threadIdx.x, sum);
   if (!PT_FAULT(no_barrier_in_the_norms_second_stage)) ptx::syncthreads();
   if (warp != 0 || column >= r.columns) return;

@@ -10,9 +10,10 @@ namespace pt::cuda {
 
 // One team for each row, kept in registers. x and out have dtype T, residual and residual_out S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks) norm_fwd_kernel(const __grid_constant__ NormForward f) {
+__global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
+    layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
   constexpr int V = K::forward.vectors;
-  const NormProblem& p = f.p;
+  const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);
@@ -99,8 +100,8 @@ __global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
 // One block for each row, read three times: any dtypes, any alignment, any width.
 template <class K>
 __global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
-    norm_fwd_any_kernel(const __grid_constant__ NormForward f) {
-  const NormProblem& p = f.p;
+    layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
+  const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);
   const float n = float(p.columns);

@@ -6,8 +6,8 @@
 
 namespace pt::cuda {
 
-void norm_forward(const NormForward& f, const NormPlan& plan, void* stream);
-void norm_backward(const NormBackward& f, const NormPlan& plan, void* stream);
-void norm_reduce(const NormReduce& r, void* stream);
+void layer_norm_forward(const LayerNormForward& f, const LayerNormPlan& plan, void* stream);
+void layer_norm_backward(const LayerNormBackward& f, const LayerNormPlan& plan, void* stream);
+void layer_norm_reduce(const LayerNormReduce& r, void* stream);
 
 }  // namespace pt::cuda

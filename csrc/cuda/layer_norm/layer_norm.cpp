@@ -16,20 +16,20 @@ using namespace pt::cuda;
 class Builder {
  public:
   Builder(const Tensor& x, int64_t outer, int64_t columns) : outer_(outer), columns_(columns), aligned_(columns % kVectorColumns == 0) {
-    STD_TORCH_CHECK(outer > 0 && columns > 0 && x.numel() > 0 && x.numel() % (outer * columns) == 0, "norms: ", x.numel(),
+    STD_TORCH_CHECK(outer > 0 && columns > 0 && x.numel() > 0 && x.numel() % (outer * columns) == 0, "layer_norm: ", x.numel(),
                     " elements are not outer = ", outer, " times rows of ", columns, " columns");
-    STD_TORCH_CHECK(columns < int64_t(1) << 31, "norms: ", columns, " columns, at most 2147483647 are possible");
+    STD_TORCH_CHECK(columns < int64_t(1) << 31, "layer_norm: ", columns, " columns, at most 2147483647 are possible");
     inner_ = x.numel() / (outer * columns);
   }
 
-  NormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, double dropout_p, bool rms) {
-    NormProblem p{};
+  LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, double dropout_p, bool rms) {
+    LayerNormProblem p{};
     p.rows = rows(), p.inner = inner_, p.columns = columns();
     p.rms = rms;
     p.weight = columns_of(weight, "weight");
     p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
     if (p.drop_threshold) {
-      STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "norms: dropout needs an int64 seed");
+      STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer_norm: dropout needs an int64 seed");
       p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
     }
     return p;
@@ -43,12 +43,12 @@ class Builder {
     if constexpr (std::is_same_v<R, Rows>) r.data = read_from(*t, name, reachable);
     else r.data = write_to(*t, name, reachable);
     if (t->is_contiguous()) {
-      STD_TORCH_CHECK(t->numel() == rows() * columns_, "norms: ", name, " has ", t->numel(), " elements; wanted ", rows() * columns_);
+      STD_TORCH_CHECK(t->numel() == rows() * columns_, "layer_norm: ", name, " has ", t->numel(), " elements; wanted ", rows() * columns_);
       r.outer = inner_ * columns_, r.inner = columns_;
     } else {
-      STD_TORCH_CHECK(t->dim() == 3 && t->size(0) == outer_ && t->size(1) == inner_ && t->size(2) == columns_, "norms: ", name,
+      STD_TORCH_CHECK(t->dim() == 3 && t->size(0) == outer_ && t->size(1) == inner_ && t->size(2) == columns_, "layer_norm: ", name,
                       " must be contiguous or have the shape (outer, inner, columns)");
-      STD_TORCH_CHECK(t->stride(2) == 1 || columns_ == 1, "norms: the columns of ", name, " must be contiguous");
+      STD_TORCH_CHECK(t->stride(2) == 1 || columns_ == 1, "layer_norm: the columns of ", name, " must be contiguous");
       r.outer = t->stride(0), r.inner = t->stride(1);
     }
     const int per_piece = 16 / size_of(r.dtype);
@@ -59,7 +59,7 @@ class Builder {
 
   Columns columns_of(const MaybeTensor& t, const char* name) {
     if (!t) return {};
-    STD_TORCH_CHECK(t->numel() == columns() && t->is_contiguous(), "norms: ", name, " must be contiguous, of ", columns(), " numbers");
+    STD_TORCH_CHECK(t->numel() == columns() && t->is_contiguous(), "layer_norm: ", name, " must be contiguous, of ", columns(), " numbers");
     const Columns c{read_from(*t, name, reachable), dtype_of(*t, name)};
     aligned_ &= at_piece(c.data);
     return c;
@@ -68,14 +68,14 @@ class Builder {
   // (rows,) float32, or null.
   float* per_row(const MaybeTensor& t, const char* name) {
     if (!t) return nullptr;
-    STD_TORCH_CHECK(t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "norms: ", name,
+    STD_TORCH_CHECK(t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "layer_norm: ", name,
                     " must be contiguous, of ", rows(), " float32 numbers");
     return static_cast<float*>(write_to(*t, name, reachable));
   }
 
   int64_t rows() const { return outer_ * inner_; }
   int columns() const { return int(columns_); }
-  NormShape shape(DType x, DType stream) const { return {rows(), columns(), x, stream, aligned_}; }
+  LayerNormShape shape(DType x, DType residual_out) const { return {rows(), columns(), x, residual_out, aligned_}; }
 
   Reachable reachable;
 
@@ -86,11 +86,11 @@ class Builder {
   bool aligned_;
 };
 
-void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-              MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
-              bool rms, int64_t device, int64_t stream) {
+void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
+                    MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
+                    bool rms, int64_t device, int64_t stream) {
   Builder b(x, outer, columns);
-  NormForward f{};
+  LayerNormForward f{};
   f.p = b.problem(weight, dropout_seed, dropout_p, rms);
   f.eps = float(eps);
   f.bias = b.columns_of(bias, "bias");
@@ -98,25 +98,25 @@ void norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bi
   f.residual = b.rows_of<Rows>(residual, "residual");
   f.out = b.rows_of<RowsOut>(out, "out");
   f.residual_out = b.rows_of<RowsOut>(residual_out, "residual_out");
-  STD_TORCH_CHECK(f.out.dtype == f.x.dtype, "norms: out must have the dtype of x");
-  STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !f.p.drop_threshold), "norms: residual or dropout needs residual_out");
-  STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "norms: residual and residual_out differ in dtype");
+  STD_TORCH_CHECK(f.out.dtype == f.x.dtype, "layer_norm: out must have the dtype of x");
+  STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !f.p.drop_threshold), "layer_norm: residual or dropout needs residual_out");
+  STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "layer_norm: residual and residual_out differ in dtype");
   f.mean = rms ? nullptr : b.per_row(mean, "mean");
   f.rstd = b.per_row(rstd, "rstd");
-  STD_TORCH_CHECK(rms || f.mean, "norms: mean is missing");
+  STD_TORCH_CHECK(rms || f.mean, "layer_norm: mean is missing");
 
   const DeviceGuard guard(device);
-  const NormShape shape = b.shape(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype);
-  const NormPlan plan = plan_forward(shape, multiprocessors());
+  const LayerNormShape shape = b.shape(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype);
+  const LayerNormPlan plan = plan_forward(shape, multiprocessors());
   f.p.aligned = shape.aligned, f.p.lanes = plan.lanes;
-  norm_forward(f, plan, reinterpret_cast<void*>(stream));
+  layer_norm_forward(f, plan, reinterpret_cast<void*>(stream));
 }
 
-void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
-              MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
-              int64_t columns, double dropout_p, bool rms, int64_t device, int64_t stream) {
+void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
+                    MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
+                    int64_t columns, double dropout_p, bool rms, int64_t device, int64_t stream) {
   Builder b(d_out, outer, columns);
-  NormBackward f{};
+  LayerNormBackward f{};
   f.p = b.problem(weight, dropout_seed, dropout_p, rms);
   f.d_out = b.rows_of<Rows>(d_out, "d_out");
   f.d_residual_out = b.rows_of<Rows>(d_residual_out, "d_residual_out");
@@ -125,25 +125,25 @@ void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor we
   f.rstd = b.per_row(rstd, "rstd");
   f.dx = b.rows_of<RowsOut>(dx, "dx");
   f.dresidual = b.rows_of<RowsOut>(dresidual, "dresidual");
-  STD_TORCH_CHECK(rms || f.mean, "norms: mean is missing");
-  STD_TORCH_CHECK(!f.dx.data || f.dx.dtype == f.d_out.dtype, "norms: dx must have the dtype of d_out");
+  STD_TORCH_CHECK(rms || f.mean, "layer_norm: mean is missing");
+  STD_TORCH_CHECK(!f.dx.data || f.dx.dtype == f.d_out.dtype, "layer_norm: dx must have the dtype of d_out");
   STD_TORCH_CHECK((!f.dresidual.data || f.dresidual.dtype == f.h.dtype) && (!f.d_residual_out.data || f.d_residual_out.dtype == f.h.dtype),
-                  "norms: gradients of the residual stream must have its dtype");
+                  "layer_norm: gradients of the residual stream must have its dtype");
 
   const DeviceGuard guard(device);
-  const NormShape shape = b.shape(f.d_out.dtype, f.h.dtype);
-  const NormPlan plan = plan_backward(shape, multiprocessors());
+  const LayerNormShape shape = b.shape(f.d_out.dtype, f.h.dtype);
+  const LayerNormPlan plan = plan_backward(shape, multiprocessors());
   f.p.aligned = shape.aligned, f.p.lanes = plan.lanes;
   // Dropped when this returns; torch's allocator gives the memory to later work of the same stream only.
-  std::optional<Tensor> parts;
-  NormReduce r{{nullptr, nullptr}, {nullptr, nullptr}, {}, int(plan.blocks), b.columns()};
+  std::optional<Tensor> partials;
+  LayerNormReduce r{{nullptr, nullptr}, {nullptr, nullptr}, {}, int(plan.blocks), b.columns()};
   if (dweight || dbias) {
-    parts = torch::stable::new_empty(d_out, {2, plan.blocks, b.columns()}, ScalarType::Float);
-    auto* p = static_cast<float*>(write_to(*parts, "partial sums", b.reachable));
-    if (dweight) f.dweight_parts = p;
-    if (dbias) f.dbias_parts = p + plan.blocks * b.columns();
+    partials = torch::stable::new_empty(d_out, {2, plan.blocks, b.columns()}, ScalarType::Float);
+    auto* p = static_cast<float*>(write_to(*partials, "partial sums", b.reachable));
+    if (dweight) f.dweight_partials = p;
+    if (dbias) f.dbias_partials = p + plan.blocks * b.columns();
   }
-  r.parts[0] = f.dweight_parts, r.parts[1] = f.dbias_parts;
+  r.partials[0] = f.dweight_partials, r.partials[1] = f.dbias_partials;
   const MaybeTensor* sums[] = {&dweight, &dbias};
   for (int i = 0; i < 2; ++i) {
     if (!*sums[i]) continue;
@@ -151,24 +151,24 @@ void norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor we
     const Columns c = b.columns_of(*sums[i], name);
     r.sums[i] = write_to(**sums[i], name, b.reachable), r.dtype[i] = c.dtype;
   }
-  norm_backward(f, plan, reinterpret_cast<void*>(stream));
-  if (parts) norm_reduce(r, reinterpret_cast<void*>(stream));
+  layer_norm_backward(f, plan, reinterpret_cast<void*>(stream));
+  if (partials) layer_norm_reduce(r, reinterpret_cast<void*>(stream));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      PT_EDGE_OP("norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
+      PT_EDGE_OP("layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
                  "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, float eps, float dropout_p, bool "
                  "rms, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP(
-      "norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
+      "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
       "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, bool rms, "
       "int device, "
       "int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
-  m.impl(PT_EDGE_OP("norm_fwd"), TORCH_BOX(&norm_fwd));
-  m.impl(PT_EDGE_OP("norm_bwd"), TORCH_BOX(&norm_bwd));
+  m.impl(PT_EDGE_OP("layer_norm_fwd"), TORCH_BOX(&layer_norm_fwd));
+  m.impl(PT_EDGE_OP("layer_norm_bwd"), TORCH_BOX(&layer_norm_bwd));
 }

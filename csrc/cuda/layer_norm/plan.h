@@ -1,5 +1,5 @@
 // Which kernel computes a norm, with how many threads: pure functions of the problem, reachable from Python as
-// pytransformer._C.cuda_norm_plan.
+// pytransformer._C.cuda_layer_norm_plan.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 namespace pt::cuda {
 
-struct NormShape {
+struct LayerNormShape {
   int64_t rows;
   int columns;
-  DType x, stream;  // stream: of residual_out; x's dtype in a plain norm
-  bool aligned;     // as NormProblem's
+  DType x, residual_out;  // of residual_out: x's dtype in a plain norm
+  bool aligned;           // as LayerNormProblem's
 };
 
-struct NormPlan {
-  NormKernel kernel;
+struct LayerNormPlan {
+  LayerNormKernel kernel;
   int lanes;    // that share a row; a block's threads unless kernel is Lanes
   int threads;  // of a block
   int64_t blocks;
@@ -28,24 +28,24 @@ struct NormPlan {
 };
 
 // Pairs of dtypes that have kernels of their own; others go to the kernel for any.
-inline bool has_typed_kernel(DType x, DType stream) { return x == stream || stream == DType::f32; }
+inline bool has_typed_kernel(DType x, DType residual_out) { return x == residual_out || residual_out == DType::f32; }
 
-inline NormPlan plan_norm(const NormShape& s, const NormConfigs& configs, bool backward, int multiprocessors) {
+inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormConfigs& configs, bool backward, int multiprocessors) {
   const auto up = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
-  const auto threads_for = [&](const NormConfig& c) {
+  const auto threads_for = [&](const LayerNormConfig& c) {
     return int(std::clamp<int64_t>(up(s.columns, 32 * kVectorColumns * c.vectors) / (kVectorColumns * c.vectors), 32, c.max_threads));
   };
-  NormPlan plan{};
-  const bool typed = s.aligned && has_typed_kernel(s.x, s.stream);
+  LayerNormPlan plan{};
+  const bool typed = s.aligned && has_typed_kernel(s.x, s.residual_out);
   if (typed && s.columns <= configs.lanes.max_columns()) {
     // Short rows share a warp: fewer lanes for a row need fewer steps for its sums.
-    plan.kernel = NormKernel::Lanes;
+    plan.kernel = LayerNormKernel::Lanes;
     plan.lanes = s.columns <= 128 ? 8 : s.columns <= 256 ? 16 : 32;
     plan.threads = configs.lanes.max_threads;
     if (backward) plan.smem_bytes = uint32_t(plan.rows_per_block()) * uint32_t(s.columns) * 4;
   } else {
-    plan.kernel = typed && s.columns <= configs.block.max_columns() ? NormKernel::Block : NormKernel::Any;
-    plan.threads = plan.lanes = threads_for(plan.kernel == NormKernel::Block ? configs.block : configs.any);
+    plan.kernel = typed && s.columns <= configs.block.max_columns() ? LayerNormKernel::Block : LayerNormKernel::Any;
+    plan.threads = plan.lanes = threads_for(plan.kernel == LayerNormKernel::Block ? configs.block : configs.any);
     plan.smem_bytes = uint32_t(up(plan.threads / 32 * 8, 16)) * 2;  // the two buffers of BlockTeam
   }
   const int64_t needed = (s.rows + plan.rows_per_block() - 1) / plan.rows_per_block();
@@ -55,7 +55,11 @@ inline NormPlan plan_norm(const NormShape& s, const NormConfigs& configs, bool b
   return plan;
 }
 
-inline NormPlan plan_forward(const NormShape& s, int multiprocessors) { return plan_norm(s, kNormForward, false, multiprocessors); }
-inline NormPlan plan_backward(const NormShape& s, int multiprocessors) { return plan_norm(s, kNormBackward, true, multiprocessors); }
+inline LayerNormPlan plan_forward(const LayerNormShape& s, int multiprocessors) {
+  return plan_layer_norm(s, kLayerNormForward, false, multiprocessors);
+}
+inline LayerNormPlan plan_backward(const LayerNormShape& s, int multiprocessors) {
+  return plan_layer_norm(s, kLayerNormBackward, true, multiprocessors);
+}
 
 }  // namespace pt::cuda

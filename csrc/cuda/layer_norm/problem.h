@@ -25,7 +25,7 @@ struct Columns {
   DType dtype = DType::f32;
 };
 
-struct NormProblem {
+struct LayerNormProblem {
   int64_t rows, inner;  // row r is (r / inner, r % inner) of the grid
   int columns;
   bool rms, aligned;        // aligned: every row, and weight and bias, begin at multiples of 16 bytes; columns % 8 == 0
@@ -36,8 +36,8 @@ struct NormProblem {
 };
 
 // h = residual + dropout(x), rounded to residual_out's dtype; out = norm(h) in x's dtype.
-struct NormForward {
-  NormProblem p;
+struct LayerNormForward {
+  LayerNormProblem p;
   float eps;
   Columns bias;               // data null: zeros
   Rows x, residual;           // residual.data null: h = dropout(x)
@@ -48,17 +48,17 @@ struct NormForward {
 // With xhat = (h - mean) rstd and g = d_out weight:
 //   dh = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out, without mean(g) for RMS; dresidual = dh, dx = dropout(dh);
 //   dweight = sum over the rows of d_out xhat, dbias = sum of d_out.
-struct NormBackward {
-  NormProblem p;
+struct LayerNormBackward {
+  LayerNormProblem p;
   Rows d_out, d_residual_out, h;  // d_residual_out.data null = zero; h = residual_out, or x in a plain norm
   const float *mean, *rstd;
-  RowsOut dx, dresidual;               // data null where not wanted
-  float *dweight_parts, *dbias_parts;  // (blocks, columns): each block's sum over its rows; null where not wanted
+  RowsOut dx, dresidual;                     // data null where not wanted
+  float *dweight_partials, *dbias_partials;  // (blocks, columns): each block's sum over its rows; null where not wanted
 };
 
-// The second stage: dweight[c] = the sum over the blocks, in order, of dweight_parts[:, c]; so too dbias.
-struct NormReduce {
-  const float* parts[2];
+// The second stage: dweight[c] = the sum over the blocks, in order, of dweight_partials[:, c]; so too dbias.
+struct LayerNormReduce {
+  const float* partials[2];
   void* sums[2];  // null where not wanted
   DType dtype[2];
   int blocks, columns;

@@ -12,13 +12,13 @@
 namespace pt::cuda {
 
 template <class K>
-using TeamOf = std::conditional_t<K::kernel == NormKernel::Lanes, LaneTeam, BlockTeam>;
+using TeamOf = std::conditional_t<K::kernel == LayerNormKernel::Lanes, LaneTeam, BlockTeam>;
 
 // A row's place in each tensor.
 struct RowAt {
   int64_t outer, inner;
 
-  PT_DEVICE RowAt(const NormProblem& p, int64_t row) : outer(row / p.inner), inner(row - outer * p.inner) {}
+  PT_DEVICE RowAt(const LayerNormProblem& p, int64_t row) : outer(row / p.inner), inner(row - outer * p.inner) {}
   template <class T>
   PT_DEVICE const T* of(const Rows& t) const {
     return static_cast<const T*>(t.data) + outer * t.outer + inner * t.inner;
@@ -42,7 +42,7 @@ PT_DEVICE int column_of(const Team& team, int v) {
   return kVector * (v * team.size() + team.rank());
 }
 
-PT_DEVICE ColumnDropout dropout_of(const NormProblem& p) {
+PT_DEVICE ColumnDropout dropout_of(const LayerNormProblem& p) {
   return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm};
 }
 

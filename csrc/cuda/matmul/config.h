@@ -39,12 +39,12 @@ constexpr uint32_t matmul_smem(const MatmulTile& t, uint32_t scratch) {
   return kMatmulSlack + uint32_t(t.stages) * (t.stage_bytes() + 16) + uint32_t(t.consumers) * scratch;
 }
 
-constexpr uint32_t kMatmulMostScratch = 8192;  // for each consumer
+constexpr uint32_t kMatmulMaxScratch = 8192;  // for each consumer
 constexpr bool matmul_fits(const MatmulTile& t) {
-  constexpr uint32_t kMostSmem = 232448;  // of a block
-  constexpr int kSpare = 64;              // registers for addresses, and for an epilogue that works on 32 columns at a time
+  constexpr uint32_t kMaxSmem = 232448;  // of a block
+  constexpr int kSpare = 64;             // registers for addresses, and for an epilogue that works on 32 columns at a time
   const int launched = 65536 / t.threads() / 8 * 8 * (t.consumers + 1);
-  return matmul_smem(t, kMatmulMostScratch) <= kMostSmem && t.sums() + kSpare <= t.consumer_registers &&
+  return matmul_smem(t, kMatmulMaxScratch) <= kMaxSmem && t.sums() + kSpare <= t.consumer_registers &&
          t.producer_registers + t.consumers * t.consumer_registers <= launched && t.step == kPanelColumns &&
          t.columns == 2 * kHalfColumns && t.lead <= t.stages;
 }

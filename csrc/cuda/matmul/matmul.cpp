@@ -38,19 +38,19 @@ void matmul_sums(Tensor a, Tensor b, Tensor out, bool add, int64_t device, int64
   sm90_sums(s, planned(s.product), reinterpret_cast<void*>(stream));
 }
 
-bool matmul_by_library(int64_t rows, int64_t columns, int64_t depth, bool ours) { return plain_by_library(rows, columns, depth, ours); }
+bool matmul_use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) { return use_cublas(rows, columns, depth, ours); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(PT_EDGE_OP("matmul(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? bias, Tensor(a!) out, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("matmul_sums(Tensor a, Tensor b, Tensor(a!) out, bool add, int device, int stream) -> ()"));
-  m.def(PT_EDGE_OP("matmul_by_library(int rows, int columns, int depth, bool ours) -> bool"));
+  m.def(PT_EDGE_OP("matmul_use_cublas(int rows, int columns, int depth, bool ours) -> bool"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("matmul"), TORCH_BOX(&matmul));
   m.impl(PT_EDGE_OP("matmul_sums"), TORCH_BOX(&matmul_sums));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
-  m.impl(PT_EDGE_OP("matmul_by_library"), TORCH_BOX(&matmul_by_library));
+  m.impl(PT_EDGE_OP("matmul_use_cublas"), TORCH_BOX(&matmul_use_cublas));
 }

@@ -87,12 +87,12 @@ inline MatmulPlan plan_matmul(const Product& p, int multiprocessors) {
   return plan;
 }
 
-// Whether a product with nothing behind it is left to the library. Until a run on a GPU shows these kernels ahead of it: always, but where
+// Whether a product with nothing behind it is left to cuBLAS. Until a run on a GPU shows these kernels ahead of it: always, but where
 // `ours` are asked for (PYTRANSFORMER_CUDA_PATH=sm90, which tests and comparisons set).
-constexpr bool kPlainProductsAreOurs = false;
-inline bool plain_by_library(int64_t rows, int64_t columns, int64_t depth, bool ours) {
+constexpr bool kPlainGemmsAreOurs = false;
+inline bool use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) {
   const bool fills = rows >= kMatmulTile.rows() && columns >= kMatmulTile.columns && depth >= kMatmulTile.step;
-  return !ours && !(kPlainProductsAreOurs && fills);
+  return !ours && !(kPlainGemmsAreOurs && fills);
 }
 
 }  // namespace pt::cuda

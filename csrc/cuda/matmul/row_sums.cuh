@@ -29,8 +29,8 @@ struct BiasSums {
     ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
   }
   // After a barrier of the consumer.
-  PT_DEVICE void store(float* parts, const MatmulPlace& place) const {
-    if (!parts || (place.row >= place.rows && !PT_FAULT(a_row_of_sums_past_the_last))) return;
+  PT_DEVICE void store(float* partials, const MatmulPlace& place) const {
+    if (!partials || (place.row >= place.rows && !PT_FAULT(a_row_of_sums_past_the_last))) return;
     static_assert(kColumns == 128);  // a thread has one
     const int column = int(threadIdx.x) % 128;
     if (place.column + column >= place.columns) return;
@@ -39,7 +39,7 @@ struct BiasSums {
     for (int warp = 0; warp < 4 - PT_FAULT(a_warps_sum_left_out); ++warp)
       sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
     const int of_a_part = PT_FAULT(sums_of_a_wrong_tile) ? 128 : kRowsOfAPart;
-    store_one(parts + place.row / of_a_part * place.columns + place.column + column, sum);
+    store_one(partials + place.row / of_a_part * place.columns + place.column + column, sum);
   }
 };
 

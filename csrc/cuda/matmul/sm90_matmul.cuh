@@ -80,13 +80,13 @@ struct MatmulPanels {
   PT_DEVICE void visit(F f) const {
     PanelReader readers[Count];
     const int part = PT_FAULT(a_panels_rows_of_the_other_consumer) ? 0 : tile_part();
-    if (!PT_FAULT(panels_not_awaited)) ring.await_full(use);
+    if (!PT_FAULT(panels_not_awaited)) ring.consumer_wait(use);
     PT_UNROLL
     for (int i = 0; i < Count; ++i) readers[i].address = ring.buffer(use) + i * kBytes + uint32_t(part * 64 * kSwizzleRow);
-    if (PT_FAULT(panels_released_before_they_are_read)) release_by_warp(ring, use);
+    if (PT_FAULT(panels_released_before_they_are_read)) consumer_release_warp(ring, use);
     f(readers);
     if (!PT_FAULT(panels_given_back_without_a_fence)) ptx::fence_proxy_async();  // ldmatrix has read what TMA writes next
-    if (!PT_FAULT(panels_not_released)) release_by_warp(ring, use);
+    if (!PT_FAULT(panels_not_released)) consumer_release_warp(ring, use);
     ++use;
   }
 };
@@ -97,7 +97,7 @@ struct Sm90Matmul {
   static constexpr int kHalf = kHalfColumns / K::products;                                // columns of a product
   static constexpr int kHalfSums = kHalfColumns / 2, kConsumers = 128 * kTile.consumers;  // threads
   static constexpr uint32_t kHalfBytes = uint32_t(kHalfColumns * kTile.step * 2);         // of a stage of B
-  static_assert(E::kScratch <= kMatmulMostScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
+  static_assert(E::kScratch <= kMatmulMaxScratch && E::kPanels * MatmulPanels::kBytes <= MatmulRing::kBytes);
   static_assert(!kTile.ping_pong || E::kPanels == 0);  // a consumer could not tell the phases of the other's panels
 
   const MatmulArgs<E>& args;
@@ -146,10 +146,10 @@ struct Sm90Matmul {
   PT_DEVICE void load_step(int use, int pair, int k, int row, int column) const {
     const uint32_t bar = ring.full(use), a = ring.buffer(use), b = a + kTile.a_bytes();
     constexpr uint32_t kPanel = uint32_t(kTile.step * kSwizzleRow);
-    constexpr int kParts = K::b_by_k ? kHalf / kPanelColumns : K::products;  // boxes of half of B
+    constexpr int kPartials = K::b_by_k ? kHalf / kPanelColumns : K::products;  // boxes of half of B
     const auto inside = [](int first, int64_t size) { return first < size ? first : int(size - 1) / kPanelColumns * kPanelColumns; };
-    if (!PT_FAULT(a_step_loaded_before_its_stage_is_empty)) ring.await_empty(use);
-    ring.announce(use, kTile.a_bytes() + (PT_FAULT(fewer_bytes_announced) ? 0 : uint32_t(args.halves)) * kHalfBytes);
+    if (!PT_FAULT(a_step_loaded_before_its_stage_is_empty)) ring.producer_acquire(use);
+    ring.producer_commit(use, kTile.a_bytes() + (PT_FAULT(fewer_bytes_committed) ? 0 : uint32_t(args.halves)) * kHalfBytes);
     if constexpr (K::a_by_k) {
       PT_UNROLL
       for (int p = 0; p < kTile.rows() / kPanelColumns; ++p) {
@@ -163,10 +163,10 @@ struct Sm90Matmul {
       const uint32_t half = b + uint32_t(PT_FAULT(both_halves_of_b_in_one_place) ? 0 : h) * kHalfBytes;
       const int half_column = column + (PT_FAULT(the_first_half_of_b_twice) ? 0 : h) * kHalf;
       PT_UNROLL
-      for (int q = 0; q < kParts; ++q) {
+      for (int q = 0; q < kPartials; ++q) {
         const ptx::TensorMap& map = args.b[K::gated && !PT_FAULT(half_a_gated_stage_loaded_twice) ? q : pair];
-        const uint32_t to = half + (PT_FAULT(panels_of_b_on_top_of_each_other) ? 0 : q) * (kHalfBytes / kParts);
-        const int first = half_column + (K::gated || PT_FAULT(the_first_panel_of_b_in_each_place) ? 0 : q * (kHalf / kParts));
+        const uint32_t to = half + (PT_FAULT(panels_of_b_on_top_of_each_other) ? 0 : q) * (kHalfBytes / kPartials);
+        const int first = half_column + (K::gated || PT_FAULT(the_first_panel_of_b_in_each_place) ? 0 : q * (kHalf / kPartials));
         if constexpr (K::b_by_k) ptx::tma_load_2d(to, map, bar, inside(first, args.columns), k);
         else ptx::tma_load_2d(to, map, bar, k, inside(first, args.columns));
       }
@@ -174,8 +174,8 @@ struct Sm90Matmul {
   }
 
   PT_DEVICE void load_panels(int use, int row, int column) const {
-    if (!PT_FAULT(panels_loaded_before_their_stage_is_empty)) ring.await_empty(use);
-    ring.announce(use, E::kPanels * MatmulPanels::kBytes);
+    if (!PT_FAULT(panels_loaded_before_their_stage_is_empty)) ring.producer_acquire(use);
+    ring.producer_commit(use, E::kPanels * MatmulPanels::kBytes);
     const int first = PT_FAULT(the_panel_of_other_columns) ? 0 : column;
     PT_UNROLL
     for (int i = 0; i < E::kPanels; ++i) {
@@ -238,11 +238,11 @@ struct Sm90Matmul {
       return {true, leads && !first, passes && !PT_FAULT(nobody_is_led_on) ? kTile.lead - 1 : -1};
     }
   }
-  static PT_DEVICE void await_turn() {
+  static PT_DEVICE void scheduler_barrier_sync() {
     if (consumer() == 0) ptx::bar_sync(3, kConsumers);
     else ptx::bar_sync(4, kConsumers);
   }
-  static PT_DEVICE void pass_turn() {
+  static PT_DEVICE void scheduler_barrier_arrive() {
     if ((consumer() == 0) != PT_FAULT(a_turn_passed_to_itself)) ptx::bar_arrive(4, kConsumers);
     else ptx::bar_arrive(3, kConsumers);
   }
@@ -251,17 +251,17 @@ struct Sm90Matmul {
   template <int N, class F>
   PT_DEVICE void make_sums(float (&x)[N], int& use, const Turn& turn, F begin) const {
     const int behind = PT_FAULT(the_step_itself_released) ? 0 : 1;  // the step that is released
-    if (turn.awaits && !PT_FAULT(order_barrier_dropped)) await_turn();
+    if (turn.awaits && !PT_FAULT(order_barrier_dropped)) scheduler_barrier_sync();
     for (int s = 0; s < steps(); ++s, ++use) {
-      if (!PT_FAULT(a_step_not_awaited)) ring.await_full(use);
+      if (!PT_FAULT(a_step_not_awaited)) ring.consumer_wait(use);
       multiply(x, use, s > 0 || PT_FAULT(the_sums_of_the_tile_before_kept));
-      if (s == turn.passes) pass_turn();
+      if (s == turn.passes) scheduler_barrier_arrive();
       if (s == 0) begin();
       if (!PT_FAULT(a_step_released_too_early)) ptx::wgmma_wait<1>();  // the step before
-      if (s >= behind) release_by_warp(ring, use - behind);
+      if (s >= behind) consumer_release_warp(ring, use - behind);
     }
     if (!PT_FAULT(sums_not_awaited)) ptx::wgmma_wait<0>();
-    if (!PT_FAULT(the_last_step_not_released)) release_by_warp(ring, use - 1);
+    if (!PT_FAULT(the_last_step_not_released)) consumer_release_warp(ring, use - 1);
   }
 
   // x (+)= the consumer's 64 rows of a step of A, times a step of B. 16 along k are 32 bytes inside the swizzle's rows, or two groups of

@@ -72,7 +72,7 @@ PT_DEVICE uint32_t dynamic_smem() {
 }
 
 // The same number, which the compiler does not know: what is computed from it is computed again rather than kept in registers.
-PT_DEVICE int again(int x) {
+PT_DEVICE int opaque(int x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+r"(x));
 #endif

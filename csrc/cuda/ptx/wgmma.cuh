@@ -37,14 +37,14 @@ PT_DEVICE void wgmma_commit() {
 
 // Makes x a value of its own, computed here. An accumulator whose initial value the compiler
 // shares with another, or copies late, would be written after wgmma.fence (ptxas: C7517).
-PT_DEVICE void pin([[maybe_unused]] float& x) {
+PT_DEVICE void fence_operand([[maybe_unused]] float& x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+f"(x)::"memory");
 #endif
 }
 
 // For what is an operand in registers too: while the product runs, nobody else may touch those.
-PT_DEVICE void pin([[maybe_unused]] uint32_t& x) {
+PT_DEVICE void fence_operand([[maybe_unused]] uint32_t& x) {
 #if !defined(PT_EMULATE)
   asm volatile("" : "+r"(x)::"memory");
 #endif

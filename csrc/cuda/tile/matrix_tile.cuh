@@ -81,17 +81,18 @@ struct Products {
     }
   }
 
-  // acc += weights (16 x 8 NB, as sums lie, rounded to T) times `b`, its columns from 8 first on; `columns` in all. `seen`: rows of b whose
-  // bit is not set count as zero.
+  // acc += weights (16 x 8 NB, as sums lie, rounded to T) times `b`, its columns from 8 first on; `columns` in all. `visible`: rows of b
+  // whose bit is not set count as zero.
   template <int NB, int DB, int RowBytes>
-  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns, uint32_t seen) {
+  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns,
+                                uint32_t visible) {
     static_assert(NB % 2 == 0 && DB % 2 == 0);
     const int lane = lane_id();
     PT_UNROLL
     for (int k = 0; k < NB; k += 2) {
       const uint32_t a[4] = {Element<T>::pack(p[k][0], p[k][1]), Element<T>::pack(p[k][2], p[k][3]),
                              Element<T>::pack(p[k + 1][0], p[k + 1][1]), Element<T>::pack(p[k + 1][2], p[k + 1][3])};
-      const uint32_t keep[2] = {half_words(seen >> 2 * k), half_words(seen >> (2 * k + 2))};
+      const uint32_t keep[2] = {half_words(visible >> 2 * k), half_words(visible >> (2 * k + 2))};
       PT_UNROLL
       for (int d = 0; d < DB; d += 2) {
         if (8 * (first + d) >= columns) continue;
@@ -138,11 +139,12 @@ struct Products<float> {
 
   // A lane has two of eight weights of a row; the four lanes of the row pass theirs around.
   template <int NB, int DB, int RowBytes>
-  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns, uint32_t seen) {
+  static PT_DEVICE void product(float (&acc)[DB][4], const float (&p)[NB][4], SmemTile<RowBytes> b, int first, int columns,
+                                uint32_t visible) {
     const int q = lane_id() % 4;
     PT_NO_UNROLL  // all at once would take more registers than there are
     for (int x = 0; x < 4; ++x) {
-      const uint32_t theirs = ptx::shfl_xor_u32(seen, x);
+      const uint32_t theirs = ptx::shfl_xor_u32(visible, x);
       PT_UNROLL
       for (int n = 0; n < NB; ++n) {
         PT_UNROLL
@@ -166,11 +168,11 @@ struct Products<float> {
 };
 
 // The largest, and the sum, of a number of the four lanes that have a row.
-PT_DEVICE float row_max(float x) {
+PT_DEVICE float max_of_quad(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));
   return PT_FAULT(the_maximum_of_half_a_row) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
 }
-PT_DEVICE float row_sum(float x) {
+PT_DEVICE float sum_of_quad(float x) {
   x += ptx::shfl_xor(x, 1);
   return x + ptx::shfl_xor(x, 2);
 }

@@ -6,7 +6,7 @@
 
 namespace pt::cuda {
 
-PT_DEVICE void await(uint32_t bar, uint32_t parity) {
+PT_DEVICE void mbarrier_wait(uint32_t bar, uint32_t parity) {
   while (!ptx::mbarrier_try_wait(bar, parity)) {}
 }
 
@@ -33,11 +33,11 @@ class Buffers {
   PT_DEVICE uint32_t full(int n) const { return barriers_ + uint32_t(PT_FAULT(stages_share_their_barriers) ? 0 : n % Stages) * 16; }
 
   // A writer announces so many bytes, which copies that name full(n) bring, or what it wrote itself.
-  PT_DEVICE void announce(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
-  PT_DEVICE void announce(int n) const { ptx::mbarrier_arrive(full(n)); }
-  PT_DEVICE void await_empty(int n) const { await(empty(n), parity(n) ^ (PT_FAULT(phase_of_empty_flipped) ? 0 : 1)); }
-  PT_DEVICE void await_full(int n) const { await(full(n), parity(n) ^ (PT_FAULT(phase_of_full_flipped) ? 1 : 0)); }
-  PT_DEVICE void release(int n) const { ptx::mbarrier_arrive(empty(n)); }
+  PT_DEVICE void producer_commit(int n, uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(n), bytes); }
+  PT_DEVICE void producer_commit(int n) const { ptx::mbarrier_arrive(full(n)); }
+  PT_DEVICE void producer_acquire(int n) const { mbarrier_wait(empty(n), parity(n) ^ (PT_FAULT(phase_of_empty_flipped) ? 0 : 1)); }
+  PT_DEVICE void consumer_wait(int n) const { mbarrier_wait(full(n), parity(n) ^ (PT_FAULT(phase_of_full_flipped) ? 1 : 0)); }
+  PT_DEVICE void consumer_release(int n) const { ptx::mbarrier_arrive(empty(n)); }
 
  private:
   PT_DEVICE uint32_t empty(int n) const { return full(n) + 8; }
@@ -55,12 +55,12 @@ class Ring : public Buffers<Stages, Panels * Rows * 128> {
  public:
   static constexpr int kRows = Rows;
   static constexpr uint32_t kPanelBytes = Rows * 128;
-  using Base::announce, Base::await_empty, Base::Base, Base::buffer, Base::full, Base::kBytes;
+  using Base::producer_commit, Base::producer_acquire, Base::Base, Base::buffer, Base::full, Base::kBytes;
 
   // The producing thread, one of the writers: waits for the buffer, then loads rows [row, row + Rows) of a head.
   PT_DEVICE void load(int n, const ptx::TensorMap& map, int row, int head, int batch) const {
-    if (!PT_FAULT(loaded_before_it_is_empty)) await_empty(n);
-    announce(n, PT_FAULT(half_the_bytes_expected) ? kBytes / 2 : kBytes);
+    if (!PT_FAULT(loaded_before_it_is_empty)) producer_acquire(n);
+    producer_commit(n, PT_FAULT(half_the_bytes_expected) ? kBytes / 2 : kBytes);
     PT_UNROLL
     for (int p = 0; p < (PT_FAULT(panels_left_out) ? (Panels + 1) / 2 : Panels); ++p) {
       const uint32_t panel = PT_FAULT(ring_panels_on_top_of_each_other) ? buffer(n) : buffer(n) + p * kPanelBytes;

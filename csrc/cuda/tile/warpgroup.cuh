@@ -33,15 +33,15 @@ PT_DEVICE void run_block(const B& block) {
 
 // One thread speaks for its warpgroup, whose products it has waited for: only those read the buffer.
 template <class R>
-PT_DEVICE void release_products(const R& ring, int n) {
-  if (PT_FAULT(released_by_one_consumer) ? threadIdx.x == 128 : threadIdx.x % 128 == 0) ring.release(n);
+PT_DEVICE void consumer_release_warpgroup(const R& ring, int n) {
+  if (PT_FAULT(released_by_one_consumer) ? threadIdx.x == 128 : threadIdx.x % 128 == 0) ring.consumer_release(n);
 }
 // A warp speaks for its lanes, whose reads of the buffer or products with it are done.
 template <class R>
-PT_DEVICE void release_by_warp(const R& ring, int n) {
+PT_DEVICE void consumer_release_warp(const R& ring, int n) {
   ptx::syncwarp();
   if (PT_FAULT(a_warps_release_by_one_consumer) && consumer() > 0) return;
-  if (lane_id() == 0) ring.release(n);
+  if (lane_id() == 0) ring.consumer_release(n);
 }
 
 // The threads of this consumer, of at most two. Constants: see bar_sync.

@@ -27,7 +27,7 @@ def backend(op: Op) -> Backend:
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
-        if (reason := native.why_not("norm_fwd")) is not None:
+        if (reason := native.why_not("layer_norm_fwd")) is not None:
             return reason
         residual = None if plain else a.residual
         if residual is not None and (residual.dtype == torch.float64) != (a.x.dtype == torch.float64):
@@ -42,7 +42,7 @@ def backend(op: Op) -> Backend:
         residual, bias, seed, p, rms = form.optional(a)
         grid, work = Grid(a.x, a.dims), work_dtype(a.x)
         to, stream = grid.target(out), grid.target(residual_out)
-        raw("norm_fwd")(
+        raw("layer_norm_fwd")(
             grid.rows(a.x), grid.rows(residual), vector(a.weight, work), vector(bias, work), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
@@ -59,7 +59,7 @@ def backend(op: Op) -> Backend:
             return forward(a)[: 1 if plain else 2]
         out, stream = empty_in_order(x), None if plain else empty_in_order(residual)
         columns = x.shape[-1] if a.dims == 1 else math.prod(x.shape[-a.dims :])
-        raw("norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
+        raw("layer_norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
         return (out,) if stream is None else (out, stream)
 
     def backward(
@@ -76,7 +76,7 @@ def backend(op: Op) -> Backend:
         d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
         rows = [grid.target(t) for t in (dx, dresidual)]
         sums = [t if ready(t, work) else t.new_empty(t.shape, dtype=work) for t in (dweight, dbias)]
-        raw("norm_bwd")(
+        raw("layer_norm_bwd")(
             grid.rows(d_out), grid.rows(d_stream), grid.rows(h), vector(a.weight, work), None if rms else mean, rstd, seed,
             *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip

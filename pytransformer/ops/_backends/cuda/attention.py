@@ -75,13 +75,13 @@ def _note(a: Any) -> str | None:
     """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned and all have gradients."""
     passes: list[tuple[str, str, dict[str, Any]]] = [("forward", "forward", {})]
     if _sums(a):
-        passes += [("fused", "d_query, added across blocks, d_key and d_value", {})]
+        passes += [("bwd_fused", "d_query, added across blocks, d_key and d_value", {})]
     else:
-        passes += [("queries", "d_query", {}), ("keys", "d_key and d_value", {})]
+        passes += [("bwd_dq", "d_query", {}), ("bwd_dkdv", "d_key and d_value", {})]
     if not hasattr(a, "cu_seqlens_q"):
         full = torch.Size(longest(a))
         dense = [(n, t) for n, t in (("d_mask", a.mask), ("d_bias", a.bias)) if t is not None and t.is_floating_point()]
-        passes += [("dense", name, {"summed": t.shape[2:] != full}) for name, t in dense]
+        passes += [("bwd_dbias", name, {"summed": t.shape[2:] != full}) for name, t in dense]
     told = []
     for direction, name, other in passes:
         if (plan := _sm90_plan(a, direction, **other)) is None:
@@ -95,8 +95,8 @@ def _sums(a: Any) -> int:
     packed = (
         {"sequences": 1, "num_queries": a.query.shape[0] + 128 * a.cu_seqlens_q.numel()} if hasattr(a, "cu_seqlens_q") else {}
     )
-    plan = None if a.deterministic else _sm90_plan(a, "fused", **packed)
-    return 0 if plan is None else plan["sums"]
+    plan = None if a.deterministic else _sm90_plan(a, "bwd_fused", **packed)
+    return 0 if plan is None else plan["dq_accum"]
 
 
 def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
         return None
     from pytransformer._C import cuda_sm90_attention_plan
 
-    terms = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
+    score_mod = [a.slopes, a.table, a.softcap or None, a.dropout_p or None]
     bounds = [getattr(a, name, None) for name in ("query_lengths", "key_lengths", "cu_seqlens_q")]
     (num_queries, num_keys), packed = longest(a), hasattr(a, "cu_seqlens_q")
     padded = not packed and _is_padding(a.mask)
@@ -113,8 +113,8 @@ def _sm90_plan(a: Any, direction: str, **other: int) -> dict[str, Any] | None:
         dtype=str(a.query.dtype).removeprefix("torch."), sequences=a.cu_seqlens_q.numel() - 1 if packed else a.query.shape[0],
         heads=a.query.shape[1], key_heads=a.key.shape[1], num_queries=num_queries, num_keys=num_keys, head_dim=a.query.shape[-1],
         value_dim=a.value.shape[-1], even=a.causal == "none" and a.left < 0 and a.right < 0 and all(b is None for b in bounds),
-        plain=a.scale > 0 and all(t is None for t in terms),
-        looks_up=not packed and any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
+        bounds_only=a.scale > 0 and all(t is None for t in score_mod),
+        elementwise_mask=not packed and any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
         padded=padded, left_window=a.left >= 0,
         adds="nothing" if packed else _adds([t for t in (a.mask, a.bias) if t is not None and t.is_floating_point()]),
     )  # fmt: skip
@@ -126,11 +126,11 @@ def _is_padding(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.bool and all(mask.shape[d] == 1 or mask.stride(d) == 0 for d in (1, 2))
 
 
-def _adds(terms: Sequence[torch.Tensor]) -> str:
-    """How kernels can read dense floating terms: rows, as `copied` of sm90_plan.h finds, or elements."""
-    if len(terms) != 1:
-        return "two terms" if terms else "nothing"
-    (t,), size = terms, terms[0].element_size()
+def _adds(biases: Sequence[torch.Tensor]) -> str:
+    """How kernels can read floating masks and biases: rows, as `copied` of sm90_plan.h finds, or elements."""
+    if len(biases) != 1:
+        return "two biases" if biases else "nothing"
+    (t,), size = biases, biases[0].element_size()
     rows = t.shape[-1] > 1 and t.stride(-1) == 1 and t.storage_offset() * size % 16 == 0
     return "rows" if size < 8 and rows else "elements"
 

@@ -22,15 +22,15 @@ from ..._core.tensors import as_written, matrix
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, WIDTH, by_library, operand, padded_bias, room
+from .matmul import ROWS_OF_A_PART, WIDTH, operand, padded_bias, room, use_cublas
 
 TILE = 128  # classes; csrc/cuda/matmul/config.h
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
-# Of what exists for a chunk of rows at a time. Forward: the parts of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
+# Of what exists for a chunk of rows at a time. Forward: the partials of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
 # d_logits of 4,096 rows then; each chunk adds to dweight, 16 bytes for each of its elements against 6 operations for each row.
-PARTS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
-PARTS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
+PARTIALS_BYTES, D_LOGITS_BYTES = 1 << 28, 1 << 30
+PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
 
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
@@ -54,12 +54,12 @@ def why_not(a: Any) -> str | None:
 
 def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
     (x, weight, bias), rows = _operands(a), len(a.x)
-    step = min(rows, _rows(PARTS_BYTES, PARTS_BYTES_EMULATED, 4 * _parts(a)))
-    parts, picked = torch.empty(step * _parts(a), device=a.x.device), torch.empty(step, device=a.x.device)
+    step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
+    partials, picked = torch.empty(step * _partials(a), device=a.x.device), torch.empty(step, device=a.x.device)
     for part in gpu.chunks(rows, step):
         n = len(losses[part])
         cuda_library.call(
-            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], parts[: n * _parts(a)], picked[:n],
+            "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], partials[: n * _partials(a)], picked[:n],
             losses[part], lse[part], a.ignore_index, a.label_smoothing,
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ def _backward(
         g = g if scale is None else g * scale
         unscale = 1.0 if scale is None else 1 / scale
         d_logits = None if dx is None and d_weight is None else room(x[:step], classes)
-        bias_parts = None if d_bias is None else torch.empty(-(-step // ROWS_OF_A_PART), classes, device=device)
+        bias_partials = None if d_bias is None else torch.empty(-(-step // ROWS_OF_A_PART), classes, device=device)
         width = -(-d // WIDTH) * WIDTH
         dx_part = None if dx is None else torch.empty(step, width, device=device)
         total = d_weight if d_weight is None or d == width else d_weight.new_zeros(classes, width)
@@ -88,7 +88,7 @@ def _backward(
         for part in gpu.chunks(rows, step):
             n = len(g[part])
             to = None if d_logits is None else d_logits[:n]
-            sums = None if bias_parts is None else bias_parts[: -(-n // ROWS_OF_A_PART)]
+            sums = None if bias_partials is None else bias_partials[: -(-n // ROWS_OF_A_PART)]
             cuda_library.call(
                 "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], lse[part], g[part], to, sums,
                 a.ignore_index, a.label_smoothing,
@@ -114,7 +114,7 @@ def _backward(
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
     """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers."""
     columns = b.shape[1]
-    if not by_library(len(out), columns, a.shape[1]):
+    if not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
     elif add:
         out[:, :columns] += gpu.float_product(a, b, out.new_empty(len(out), columns))
@@ -132,7 +132,7 @@ def _operands(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return operand(matrix(a.x)), operand(matrix(a.weight)), padded_bias(a.bias)
 
 
-def _parts(a: Any) -> int:
+def _partials(a: Any) -> int:
     """Numbers that forward's tiles leave of a row."""
     return (3 if a.label_smoothing > 0 else 2) * -(-a.weight.shape[0] // TILE)
 
@@ -147,10 +147,10 @@ def _chunk_rows(classes: int) -> int:
 
 
 def _extra_bytes(a: Any) -> int:
-    """Forward: the parts of a chunk of rows. Backward: its d_logits and their sums over 64 rows, its dx in float32 and x, and dweight in
+    """Forward: the partials of a chunk of rows. Backward: its d_logits and their sums over 64 rows, its dx in float32 and x, and dweight in
     float32, twice."""
     rows, (classes, d) = a.target.numel(), a.weight.shape
-    forward = 4 * _parts(a) * min(rows, _rows(PARTS_BYTES, PARTS_BYTES_EMULATED, 4 * _parts(a)))
+    forward = 4 * _partials(a) * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     chunk = min(rows, _chunk_rows(classes))
     backward = chunk * (2 * classes + classes // 16 + 6 * d) + 8 * classes * d
     return max(forward, backward) + 12 * rows  # the losses, lse and g of all rows

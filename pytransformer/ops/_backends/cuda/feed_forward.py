@@ -1,6 +1,6 @@
 """The backend ``cuda`` of feed_forward: csrc/cuda/feed_forward and csrc/cuda/matmul called with tensors allocated here.
 
-Products with an epilogue are the kernels'; plain ones the library's, unless ``by_library`` says otherwise.
+Products with an epilogue are the kernels'; cuBLAS does plain ones, unless ``use_cublas`` says otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, by_library, operand, padded_bias, result, room
+from .matmul import ROWS_OF_A_PART, operand, padded_bias, result, room, use_cublas
 
 
 def backend(op: Op) -> Backend:
@@ -58,14 +58,14 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
     d_pre, hidden = wide(not wanted.keys().isdisjoint(("x", "w1"))), wide("w2" in wanted)
     d_gate = wide(gated and not wanted.keys().isdisjoint(("x", "gate_weight")))
     height = -(-x.shape[0] // ROWS_OF_A_PART)
-    parts: dict[str, torch.Tensor] = {
+    partials: dict[str, torch.Tensor] = {
         n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted
     }
     cuda_library.call(
         "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre, d_gate, hidden,
-        parts.get("b1"), parts.get("gate_bias"), _activation(a), a.dropout_p,
+        partials.get("b1"), partials.get("gate_bias"), _activation(a), a.dropout_p,
     )  # fmt: skip
-    for name, part in parts.items():
+    for name, part in partials.items():
         wanted[name].copy_(part.sum(0))
     d_pre, d_gate, hidden = (t if t is None else t[:, :columns] for t in (d_pre, d_gate, hidden))
     if "x" in wanted:
@@ -103,7 +103,7 @@ def product(
 ) -> None:
     """out = a @ b (+ a2 @ b2) + bias, of operands as the kernels take them."""
     rows, columns = out.shape
-    if not by_library(rows, columns, a.shape[1]):
+    if not use_cublas(rows, columns, a.shape[1]):
         with result(out) as to:
             cuda_library.call("matmul", a.device, a, b, a2, b2, padded_bias(bias), to)
         return

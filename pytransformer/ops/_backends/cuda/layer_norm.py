@@ -32,7 +32,7 @@ def backend(op: Op) -> Backend:
         grid = Grid(a.x, a.dims)
         to, stream = grid.target(out), grid.target(residual_out)
         cuda_library.call(
-            "norm_fwd", a.x.device, grid.rows(a.x), grid.rows(residual), _flat(a.weight), _flat(bias), seed,
+            "layer_norm_fwd", a.x.device, grid.rows(a.x), grid.rows(residual), _flat(a.weight), _flat(bias), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
         deliver(to, out)
@@ -54,7 +54,7 @@ def backend(op: Op) -> Backend:
         rows = [grid.target(t) for t in (dx, dresidual)]
         sums = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in (dweight, dbias)]
         cuda_library.call(
-            "norm_bwd", a.x.device, grid.rows(d_out), grid.rows(d_stream), grid.rows(h), _flat(a.weight), None if rms else _flat(mean),
+            "layer_norm_bwd", a.x.device, grid.rows(d_out), grid.rows(d_stream), grid.rows(h), _flat(a.weight), None if rms else _flat(mean),
             _flat(rstd), seed, *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
         for source, result in zip((*rows, *sums), (dx, dresidual, dweight, dbias)):
@@ -66,7 +66,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if (reason := cuda_library.why_not("norm_fwd", a.x.device)) is not None:
+    if (reason := cuda_library.why_not("layer_norm_fwd", a.x.device)) is not None:
         return reason
     for name in ("x", "residual", "weight", "bias"):
         t = getattr(a, name, None)

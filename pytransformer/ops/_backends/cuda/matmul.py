@@ -35,14 +35,14 @@ def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
     return None
 
 
-def by_library(rows: int, columns: int, depth: int) -> bool:
-    """Whether a plain product is the library's: a pure function of csrc/cuda/matmul/plan.h."""
-    return _by_library(rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
+def use_cublas(rows: int, columns: int, depth: int) -> bool:
+    """Whether cuBLAS does a GEMM without an epilogue: a pure function of csrc/cuda/matmul/plan.h."""
+    return _use_cublas(rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
 
 
 @functools.lru_cache(maxsize=256)
-def _by_library(rows: int, columns: int, depth: int, ours: bool) -> bool:
-    name = f"{'emulated' if cuda_library.emulating() else 'cuda'}_matmul_by_library"
+def _use_cublas(rows: int, columns: int, depth: int, ours: bool) -> bool:
+    name = f"{'emulated' if cuda_library.emulating() else 'cuda'}_matmul_use_cublas"
     return getattr(torch.ops.pytransformer_C, name)(rows, columns, depth, ours)
 
 

@@ -1,4 +1,4 @@
-// Attention backward on sm_90a, the pass over queries: a consumer's part of the gradients of ALiBi's slopes and of T5's table.
+// Attention backward on sm_90a, bwd_dq: a consumer's part of the gradients of ALiBi's slopes and of T5's table.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
@@ -7,8 +7,8 @@
 
 namespace pt::cuda {
 
-struct NoTermSums {
-  PT_DEVICE explicit NoTermSums(uint32_t) {}
+struct NoScoreModGrads {
+  PT_DEVICE explicit NoScoreModGrads(uint32_t) {}
 };
 
 // Of 64 queries, as many as one or two tiles of the portable kernels have: their parts are the same, or every other one is zero.
@@ -16,22 +16,22 @@ struct NoTermSums {
 // Tiles wholly beyond where T5's bias changes add to one number of a lane. Of others dS goes to shared memory: row r + 8 of eight columns
 // lies on the diagonals of row r of the eight columns before, so that a lane adds those two first and half the rows are left. Then a thread
 // adds a diagonal, in order.
-template <int HeadDim, bool LooksUp>
-class Sm90TermSums {
-  static constexpr Sm90Tile kTile = sm90_queries_tile(HeadDim, true, LooksUp);
+template <int HeadDim, bool ElementwiseMask>
+class Sm90ScoreModGrads {
+  static constexpr Sm90Tile kTile = sm90_bwd_dq_tile(HeadDim, true, ElementwiseMask);
   static constexpr int N = kTile.streamed, kPitch = sm90_sum_pitch(kTile), kRows = kSm90SumRows;
   static constexpr uint32_t kBytes = sm90_sums_bytes(kTile) / kTile.consumers;
-  static constexpr int kPartRows = attention_tile(Pass::Queries, HeadDim, 2, true).rows(), kParts = 64 / kPartRows;
-  static_assert(kPitch % 32 == 8 && kParts * kPartRows == 64);
+  static constexpr int kPartRows = attention_tile(Pass::BwdDq, HeadDim, 2, true).rows(), kPartials = 64 / kPartRows;
+  static_assert(kPitch % 32 == 8 && kPartials * kPartRows == 64);
 
  public:
-  PT_DEVICE explicit Sm90TermSums(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
+  PT_DEVICE explicit Sm90ScoreModGrads(uint32_t buffers) : buffer_(buffers + uint32_t(consumer()) * kBytes) {}
 
   // dS of a tile of keys, zeros where nothing is visible. `first`: j - i - offset of its first element.
   template <class Work>
   PT_DEVICE void add(const AttentionBackward& g, const float (&ds)[N / 2], const Work& w, int first) {
     if (!here(g, w)) return;
-    if (g.slope_parts) {
+    if (g.slope_partials) {
       const float from = float(first + 2 * (lane_id() % 4) - (PT_FAULT(distances_of_the_first_consumer) ? own_row(0) : own_row(0) % 64));
       PT_UNROLL
       for (int i = 0; i < N / 2; ++i) {
@@ -39,7 +39,7 @@ class Sm90TermSums {
         slope_ -= (PT_FAULT(the_sign_of_the_slopes_gradient) ? -ds[i] : ds[i]) * (d < 0 ? -d : d);
       }
     }
-    if (g.diagonal_parts) add_diagonals(g.p, ds, first, g.diagonal_parts + part(g.p, w) * (g.p.before + g.p.after + 1));
+    if (g.diagonal_partials) add_diagonals(g.p, ds, first, g.diagonal_partials + part(g.p, w) * (g.p.before + g.p.after + 1));
   }
 
   template <class Work>
@@ -57,12 +57,12 @@ class Sm90TermSums {
       for (int i = 0; i < 3; ++i) sums[i] += ptx::bits_float(of_warp.w[i]);
     }
     const int64_t at = part(g.p, w);
-    if (g.slope_parts) {
-      store_one(g.slope_parts + at, sums[2]);
-      for (int n = 1; n < kParts && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries; ++n)
-        store_one(g.slope_parts + at + n, PT_FAULT(every_other_part_not_zero) ? 1e9f : 0.0f);
+    if (g.slope_partials) {
+      store_one(g.slope_partials + at, sums[2]);
+      for (int n = 1; n < kPartials && w.i0 + consumer() * 64 + n * kPartRows < g.p.num_queries; ++n)
+        store_one(g.slope_partials + at + n, PT_FAULT(every_other_partial_not_zero) ? 1e9f : 0.0f);
     }
-    if (g.diagonal_parts) store_far(g.diagonal_parts + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
+    if (g.diagonal_partials) store_far(g.diagonal_partials + at * (g.p.before + g.p.after + 1), g.p, sums[0], sums[1]);
   }
 
  private:
@@ -74,13 +74,13 @@ class Sm90TermSums {
   }
   template <class Work>
   static PT_DEVICE bool here(const AttentionBackward& g, const Work& w) {
-    return (g.slope_parts || g.diagonal_parts) && w.i0 + consumer() * 64 < g.p.num_queries;
+    return (g.slope_partials || g.diagonal_partials) && w.i0 + consumer() * 64 < g.p.num_queries;
   }
   template <class Work>
   static PT_DEVICE int64_t part(const AttentionProblem& p, const Work& w) {
-    const int parts = (p.num_queries + kPartRows - 1) / kPartRows;
-    return (int64_t(w.b) * p.heads + w.h) * parts +
-           (w.i0 / 64 + (PT_FAULT(both_consumers_parts_in_one) ? 0 : consumer())) * (PT_FAULT(a_part_of_slopes_too_near) ? 1 : kParts);
+    const int partials = (p.num_queries + kPartRows - 1) / kPartRows;
+    return (int64_t(w.b) * p.heads + w.h) * partials + (w.i0 / 64 + (PT_FAULT(both_consumers_partials_in_one) ? 0 : consumer())) *
+                                                           (PT_FAULT(partials_of_slopes_too_near) ? 1 : kPartials);
   }
 
   PT_DEVICE void add_diagonals(const AttentionProblem& p, const float (&ds)[N / 2], int first, float* sums) {

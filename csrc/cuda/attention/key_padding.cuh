@@ -1,4 +1,4 @@
-// Key padding: a boolean mask that is alike for all queries and heads, as bits and bounds. See KeyBits in problem.h.
+// Key padding: a boolean mask that is alike for all queries and heads, as bits and bounds. See KeyPadding in problem.h.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -9,12 +9,12 @@ namespace pt::cuda {
 
 // A thread makes a word of 32 keys at a time.
 template <class K>
-__global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(const __grid_constant__ AttentionKeyBits f) {
-  const int count = KeyBits::words(f.num_keys, f.before);
+__global__ void __launch_bounds__(kKeyPaddingThreads) attention_key_padding_kernel(const __grid_constant__ AttentionKeyPadding f) {
+  const int count = KeyPadding::words(f.num_keys, f.before);
   const uint8_t* const mask = static_cast<const uint8_t*>(f.mask.data) + blockIdx.x * f.mask.batch;
-  uint32_t* const bits = f.bits + int64_t(blockIdx.x) * (KeyBits::kHead + count);
+  uint32_t* const bits = f.bits + int64_t(blockIdx.x) * (KeyPadding::kHead + count);
   int first = f.num_keys, end = 0, visible = 0;
-  for (int w = int(threadIdx.x); w < count; w += kKeyBitsThreads) {
+  for (int w = int(threadIdx.x); w < count; w += kKeyPaddingThreads) {
     uint8_t bytes[32];
     uint32_t word = 0;
     PT_UNROLL
@@ -27,12 +27,12 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
       if (!bytes[i]) continue;
       const int key = 32 * w + i - f.before;
       word |= 1u << i;
-      first = least(first, key), end = key + 1 - PT_FAULT(the_last_key_that_is_no_padding), ++visible;
+      first = min(first, key), end = key + 1 - PT_FAULT(the_last_key_that_is_no_padding), ++visible;
     }
-    ptx::st_global_u32(bits + KeyBits::kHead + w, word);
+    ptx::st_global_u32(bits + KeyPadding::kHead + w, word);
   }
   const auto take = [&](int theirs_first, int theirs_end, int theirs_visible) {
-    first = least(first, theirs_first), end = most(end, theirs_end), visible += theirs_visible;
+    first = min(first, theirs_first), end = max(end, theirs_end), visible += theirs_visible;
   };
   const auto across = [](int x, int d) { return int(ptx::shfl_xor_u32(uint32_t(x), d)); };
   for (int d = 1; d < (PT_FAULT(padding_found_by_two_lanes) ? 2 : 32); d *= 2) take(across(first, d), across(end, d), across(visible, d));
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kKeyBitsThreads) attention_key_bits_kernel(con
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
   const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
-  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kKeyBitsThreads / 32;
+  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kKeyPaddingThreads / 32;
   for (int warp = 1; warp < warps; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
-  const int holes = PT_FAULT(holes_not_counted) ? 0 : most(end - first, 0) - visible;
-  ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(holes), 0}});
+  const int padding_gaps = PT_FAULT(padding_gaps_not_counted) ? 0 : max(end - first, 0) - visible;
+  ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(padding_gaps), 0}});
 }
 
 }  // namespace pt::cuda

@@ -1,4 +1,4 @@
-"""Faults planted in the norm kernels, each of which must be caught by norm_problems.py."""
+"""Faults planted in the norm kernels, each of which must be caught by layer_norm_problems.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAULTS = (
     Fault("a_column_past_the_rows_end", message=OUTSIDE, slow=False),
     Fault("a_norms_row_past_the_last", message=OUTSIDE),
     Fault("a_norms_row_past_the_last_backward", message=OUTSIDE),
-    Fault("no_barrier_before_a_part_is_summed", message=UNFINISHED),
-    Fault("a_parts_memory_used_again_too_early", message=LATE),
+    Fault("no_barrier_before_partials_are_summed", message=UNFINISHED),
+    Fault("a_partials_memory_used_again_too_early", message=LATE),
     Fault("no_barrier_in_the_norms_second_stage", message=UNFINISHED),
-    Fault("a_blocks_part_left_out"),
-    Fault("parts_of_the_wrong_block"),
-    Fault("a_part_never_begun"),
+    Fault("a_blocks_partials_left_out"),
+    Fault("partials_of_the_wrong_block"),
+    Fault("a_partial_never_begun"),
     Fault("the_residuals_gradient_forgotten"),
     Fault("the_mean_taken_off_in_an_rms_norm"),
     Fault("rows_dropout_of_another_group"),
@@ -39,4 +39,4 @@ def test_each_fault_has_a_hook() -> None:
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, emulated: Path) -> None:
-    check_caught(fault, "norm_problems", emulated)
+    check_caught(fault, "layer_norm_problems", emulated)

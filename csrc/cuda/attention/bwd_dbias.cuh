@@ -7,16 +7,16 @@
 namespace pt::cuda {
 
 template <class T, class K>
-__global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeof(T), K::general).threads(), 1)
-    attention_bwd_dense_kernel(const __grid_constant__ AttentionDense f) {
-  constexpr AttentionTile kTile = attention_tile(Pass::Dense, K::head_dim, sizeof(T), K::general);
+__global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod).threads(), 1)
+    attention_bwd_dbias_kernel(const __grid_constant__ AttentionDbias f) {
+  constexpr AttentionTile kTile = attention_tile(Pass::BwdDbias, K::head_dim, sizeof(T), K::has_score_mod);
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8, kStride = BN + kDiagonalPad;
   using M = Products<T>;
   const AttentionBackward& g = f.b;
   const AttentionProblem& p = g.p;
 
   const int origin = key_origin(p), key_tiles = (p.num_keys - origin + BN - 1) / BN, query_tiles = (p.num_queries + BM - 1) / BM;
-  const DensePart part(f, query_tiles, key_tiles, int(blockIdx.x));
+  const DbiasPart part(f, query_tiles, key_tiles, int(blockIdx.x));
   const auto& mine = part.of;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow}, v{k.base + BN * kRow};
@@ -27,18 +27,18 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
   for (int b = mine[0].lo; b < mine[0].hi; ++b) {
     const Sequence s(p, b);
     for (int h = mine[1].lo; h < mine[1].hi; ++h) {
-      const Terms<false> terms(p, s, b, h);
+      const ScoreMod<false> score_mod(p, s, b, h);
       for (int i_tile = mine[2].lo; i_tile < mine[2].hi; ++i_tile) {
         const QueryTile<BM, BN> w(p, s, b, h, i_tile);
-        const int first = most(w.range.first, mine[3].lo), last = least(w.range.last, mine[3].hi);
+        const int first = max(w.range.first, mine[3].lo), last = min(w.range.last, mine[3].hi);
         if (first >= last) continue;
         const Place rows_at(w.i0 + own, 0);
         Range bounds[2];
-        RowNumbers numbers[2];
+        RowStats row_stats[2];
         PT_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int i = rows_at.row_of(2 * half);
-          numbers[half] = row_numbers(g, number_at(g.at, b, h, s.row_q + i), i < s.num_q);
+          row_stats[half] = read_row_stats(g, row_stat_at(g.at, b, h, s.row_q + i), i < s.num_q);
           bounds[half] = w.bounds(p, i);
         }
         ptx::syncthreads();  // nobody reads the tiles before any more
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(attention_tile(Pass::Dense, K::head_dim, sizeo
           M::scores(x, q, own, k, p.head_dim);
           M::scores(dp, d_out, own, v, p.value_dim);
           const Place at(w.i0 + own, origin + t * BN);
-          uint32_t seen = within<NB>(at, bounds);
-          if (s.holes && !PT_FAULT(holes_in_a_biass_gradient)) seen &= visible_columns<NB>(at, KeyWords(p, b));
-          gradients<K, false>(p, terms, x, dp, weights, at, seen, true, [&](int, int r) { return numbers[r / 2]; });
+          uint32_t visible = within<NB>(at, bounds);
+          if (s.padding_gaps && !PT_FAULT(padding_gaps_in_a_biass_gradient)) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
+          gradients<K, false>(p, score_mod, x, dp, weights, at, visible, true, [&](int, int r) { return row_stats[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }
       }

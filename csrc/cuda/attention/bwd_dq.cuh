@@ -1,9 +1,9 @@
-// Attention backward, the pass over queries: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
+// Attention backward, bwd_dq: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
 // table. And what comes before all passes: D.
 #pragma once
 
 #include "cuda/attention/bwd_tile.cuh"
-#include "cuda/attention/redo.cuh"
+#include "cuda/attention/recompute.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
@@ -27,7 +27,7 @@ struct DiagonalSums {
     for (int c = int(threadIdx.x); c < BM + BN - 1; c += int(blockDim.x)) {
       const int d = c - (BM - 1);
       float sum = 0.0f;
-      for (int r = most(0, -d); r < least(BM, BN - d); ++r) sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
+      for (int r = max(0, -d); r < min(BM, BN - d); ++r) sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
       if (first + d <= -p.before) below += sum;
       else if (first + d >= p.after) above += sum;
       else store_one(sums + first + d + p.before, load_one(sums + first + d + p.before) + sum);
@@ -40,13 +40,13 @@ struct DiagonalSums {
 };
 
 template <class T, class K>
-constexpr AttentionTile kQueriesTile = attention_tile(Pass::Queries, K::head_dim, sizeof(T), K::general);
+constexpr AttentionTile kBwdDqTile = attention_tile(Pass::BwdDq, K::head_dim, sizeof(T), K::has_score_mod);
 template <class T, class K>
-using QueriesWork = QueryTile<kQueriesTile<T, K>.rows(), kQueriesTile<T, K>.columns>;
+using BwdDqWork = QueryTile<kBwdDqTile<T, K>.rows(), kBwdDqTile<T, K>.columns>;
 
 template <class T, class K>
-PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const QueriesWork<T, K>& w) {
-  constexpr AttentionTile kTile = kQueriesTile<T, K>;
+PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork<T, K>& w) {
+  constexpr AttentionTile kTile = kBwdDqTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
   constexpr int DB = K::head_dim / 8 / kTile.splits;
   using M = Products<T>;
@@ -59,7 +59,7 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
   const uint32_t streamed = d_out.base + BM * kRow;
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
   const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
-  if (g.diagonal_parts) diagonals.sums = g.diagonal_parts + block * (p.before + p.after + 1);
+  if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
   const auto k_tile = [&](int t) {
     const int step = t - range.first, use = PT_FAULT(the_other_stage) ? (step + 1) / 2 : step;
     return SmemTile<kRow>{streamed + use % kTile.stages * 2 * BN * kRow};
@@ -74,14 +74,15 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
   const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
   const Place rows_at(w.i0 + own, 0);
   Range bounds[2];
-  RowNumbers numbers[2];
+  RowStats row_stats[2];
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    numbers[half] = row_numbers(g, number_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
-    bounds[half] = numbers[half].top < infinity() || numbers[half].top != numbers[half].top ? s.keys_of(p, i) : Range{0, 0};
+    row_stats[half] = read_row_stats(g, row_stat_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
+    bounds[half] =
+        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max ? s.keys_of(p, i) : Range{0, 0};
   }
-  const Terms<false> terms(p, s, w.b, w.h);
+  const ScoreMod<false> score_mod(p, s, w.b, w.h);
   float dq[DB][4], slope_sum = 0.0f;
   PT_UNROLL
   for (int d = 0; d < DB; ++d) dq[d][0] = dq[d][1] = dq[d][2] = dq[d][3] = 0.0f;
@@ -93,7 +94,7 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
   }
   for (int t = range.first; t < range.last; ++t) {
     ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_in_the_pass_over_queries)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (!PT_FAULT(no_barrier_in_dq)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
     if (kTile.stages == 2 && t + 1 < range.last) copy_tile(t + 1);
 
     float x[NB][4], dp[NB][4], weights[NB][4];
@@ -101,20 +102,20 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
-    const bool lookup = K::general && (p.looks_up() || s.holes);
-    const bool cut = lookup || (K::general && (g.slope_parts || g.diagonal_parts)) || range.cut(t);
-    uint32_t seen = cut ? within<NB>(at, bounds) : kAllColumns;
-    if (K::general && s.holes) seen &= visible_columns<NB>(at, KeyWords(p, w.b));
-    seen = gradients<K, false>(p, terms, x, dp, weights, at, seen, cut, [&](int, int r) { return numbers[r / 2]; });
-    const uint32_t columns = lookup ? columns_seen<NB>(seen) : kAllColumns;
+    const bool elementwise = K::has_score_mod && (p.elementwise_mask() || s.padding_gaps);
+    const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
+    uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
+    if (K::has_score_mod && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, w.b));
+    visible = gradients<K, false>(p, score_mod, x, dp, weights, at, visible, cut, [&](int, int r) { return row_stats[r / 2]; });
+    const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
     M::product(dq, x, k_tile(t), part, p.head_dim, columns);
 
-    if (K::general && g.slope_parts && part == 0)
-      each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * terms.distance(at, n, r); });
-    if (K::general && g.diagonal_parts) {
+    if (K::has_score_mod && g.slope_partials && part == 0)
+      each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * score_mod.distance(at, n, r); });
+    if (K::has_score_mod && g.diagonal_partials) {
       if (part == 0) diagonals.put(dp, own);
       if (!PT_FAULT(no_barrier_before_diagonals_are_added)) ptx::syncthreads();
-      diagonals.add(w.origin + t * BN - w.i0 - s.shift, p);
+      diagonals.add(w.origin + t * BN - w.i0 - s.diagonal_offset, p);
     }
     if (kTile.stages == 1) {
       ptx::syncthreads();
@@ -122,14 +123,14 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
     }
   }
 
-  if (K::general && (g.slope_parts || g.diagonal_parts)) {
+  if (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) {
     ptx::syncthreads();  // the sums' buffers are where tiles were
     BlockTeam team(0);
-    if (g.slope_parts) {
+    if (g.slope_partials) {
       const float sum = team.sum({slope_sum, 0.0f}).a;
-      if (threadIdx.x == 0) store_one(g.slope_parts + block, sum);
+      if (threadIdx.x == 0) store_one(g.slope_partials + block, sum);
     }
-    if (g.diagonal_parts) diagonals.finish(team, p);
+    if (g.diagonal_partials) diagonals.finish(team, p);
   }
   if (!g.dq.data) return;
   const int written = p.cu_queries ? s.num_q : p.num_queries;
@@ -145,16 +146,15 @@ PT_DEVICE void attention_bwd_queries_tile(const AttentionBackward& g, const Quer
 }
 
 template <class T, class K>
-__global__ void __launch_bounds__(kQueriesTile<T, K>.threads(), 1)
-    attention_bwd_queries_kernel(const __grid_constant__ AttentionBackward g) {
-  make_tiles<QueriesWork<T, K>, K>(g.p, g.redo, [&](const auto& w) { attention_bwd_queries_tile<T, K>(g, w); });
+__global__ void __launch_bounds__(kBwdDqTile<T, K>.threads(), 1) attention_bwd_dq_kernel(const __grid_constant__ AttentionBackward g) {
+  recompute_tiles<BwdDqWork<T, K>, K>(g.p, g.recompute, [&](const auto& w) { attention_bwd_dq_tile<T, K>(g, w); });
 }
 
 // D and lse of each query, eight lanes for each: they read 16 bytes at a time, without waiting for lse.
 constexpr int kRowLanes = 8, kRowsOfABlock = 128 / kRowLanes;
 
 template <class K>
-__global__ void __launch_bounds__(128) attention_bwd_rows_kernel(const __grid_constant__ AttentionRows r) {
+__global__ void __launch_bounds__(128) attention_bwd_preprocess_kernel(const __grid_constant__ AttentionPreprocess r) {
   const AttentionProblem& p = r.p;
   LaneTeam team(PT_FAULT(rows_of_two_added_up) ? 2 * kRowLanes : kRowLanes);
   const int64_t row = int64_t(blockIdx.x) * kRowsOfABlock + team.team(), per_sequence = int64_t(p.heads) * p.num_queries;
@@ -177,22 +177,22 @@ __global__ void __launch_bounds__(128) attention_bwd_rows_kernel(const __grid_co
           PT_UNROLL
           for (int e = 0; e < kVector; ++e) sum = ptx::fma_rn(x[e], y[e], sum);
         } else {
-          for (int e = c; e < least(c + kVector, r.columns); ++e) sum = ptx::fma_rn(load_one(out + e), load_one(d_out + e), sum);
+          for (int e = c; e < min(c + kVector, r.columns); ++e) sum = ptx::fma_rn(load_one(out + e), load_one(d_out + e), sum);
         }
       }
     });
   sum = team.sum({sum, 0.0f}).a;
   if (!live || team.rank() != 0) return;
-  const int64_t at = number_at(r.at, b, h, s.row_q + i);
+  const int64_t at = row_stat_at(r.at, b, h, s.row_q + i);
   const float lse = load_one(r.lse + at);
   const bool dead = lse == minus_infinity();
   store_one(r.delta + at, dead ? 0.0f : sum - (r.d_lse ? load_one(r.d_lse + at) : 0.0f));
-  store_one(r.top + at, dead ? infinity() : lse);
+  store_one(r.row_max + at, dead ? infinity() : lse);
 }
 
 // The second stage of the gradients of slopes and table: a warp for each number.
 template <class K>
-__global__ void __launch_bounds__(128) attention_bwd_sums_kernel(const __grid_constant__ AttentionSums f) {
+__global__ void __launch_bounds__(128) attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
   const int number = int(blockIdx.x) * 4 + int(threadIdx.x) / 32;
   if (number >= f.outputs * f.heads) return;
   const int u = number / f.heads, h = number % f.heads;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(128) attention_bwd_sums_kernel(const __grid_co
   const int lo = bound(0), hi = bound(1);
   float sum = 0.0f;
   for (int x = lane_id(); x < f.sequences * f.tiles; x += 32) {
-    const float* part = f.parts + ((int64_t(x / f.tiles) * f.heads + h) * f.tiles + x % f.tiles) * f.width;
+    const float* part = f.partials + ((int64_t(x / f.tiles) * f.heads + h) * f.tiles + x % f.tiles) * f.width;
     for (int w = lo; w < hi; ++w) sum += load_one(part + w);
   }
   sum = LaneTeam(32).sum({sum, 0.0f}).a;

@@ -48,25 +48,25 @@ PT_DEVICE void each(F f) {
 // The pairs that the rows' bounds leave visible.
 template <int NB>
 PT_DEVICE uint32_t within(const Place& at, const Range (&bounds)[2]) {
-  uint32_t seen = 0;
-  each<NB>([&](int n, int r, uint32_t bit) { seen |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0; });
-  return seen;
+  uint32_t visible = 0;
+  each<NB>([&](int n, int r, uint32_t bit) { visible |= bounds[r / 2].has(at.column_of(n, r)) ? bit : 0; });
+  return visible;
 }
 
 // The pairs whose keys, the columns, are not hidden; 16 or 32 of them from a multiple of as many on, or more from a multiple of 32 on.
 template <int NB>
-PT_DEVICE uint32_t visible_columns(const Place& at, const KeyWords& keys) {
-  uint32_t seen = 0;
+PT_DEVICE uint32_t visible_columns(const Place& at, const KeyPaddingBitmap& keys) {
+  uint32_t visible = 0;
   PT_UNROLL
   for (int n = 0; n < NB; n += 4) {
     const uint32_t word = keys.from(at.column_of(n, 0));
     PT_UNROLL
-    for (int m = n; m < least(n + 4, NB); ++m) {
-      const uint32_t two = word >> (PT_FAULT(holes_of_other_columns) ? 4 : 8) * (m - n) & 3;
-      seen |= two * (PT_FAULT(holes_of_the_other_row) ? 3 : 5) << 4 * m;  // of two rows
+    for (int m = n; m < min(n + 4, NB); ++m) {
+      const uint32_t two = word >> (PT_FAULT(padding_gaps_of_other_columns) ? 4 : 8) * (m - n) & 3;
+      visible |= two * (PT_FAULT(padding_gaps_of_the_other_row) ? 3 : 5) << 4 * m;  // of two rows
     }
   }
-  return seen;
+  return visible;
 }
 
 // A finite number stays finite: float64's finfo.min is data for float32 scores too.
@@ -82,29 +82,29 @@ PT_DEVICE float narrow_f64(uint64_t bits) {
   return finite && y > kFloatMax ? kFloatMax : finite && y < -kFloatMax ? -kFloatMax : y;
 }
 
-// Calls f with a function that reads element `at` of a floating term.
+// Calls f with a function that reads element `at` of a floating mask or bias.
 template <class F>
 PT_DEVICE void with_reader(const Dense& d, F f) {
   switch (d.type) {
-    case Term::f32: return f([&](int64_t at) { return load_one(static_cast<const float*>(d.data) + at); });
-    case Term::bf16: return f([&](int64_t at) { return load_one(static_cast<const ptx::bf16*>(d.data) + at); });
-    case Term::f16: return f([&](int64_t at) { return load_one(static_cast<const ptx::f16*>(d.data) + at); });
+    case DenseType::f32: return f([&](int64_t at) { return load_one(static_cast<const float*>(d.data) + at); });
+    case DenseType::bf16: return f([&](int64_t at) { return load_one(static_cast<const ptx::bf16*>(d.data) + at); });
+    case DenseType::f16: return f([&](int64_t at) { return load_one(static_cast<const ptx::f16*>(d.data) + at); });
     default: return f([&](int64_t at) { return narrow_f64(ptx::ld_global_u64(static_cast<const uint64_t*>(d.data) + at)); });
   }
 }
 
-// Of one sequence and head. LooksUp: masks, dense biases and segments may be among them.
-template <bool Transposed, bool LooksUp = true>
-class Terms {
+// Of one sequence and head. ElementwiseMask: masks, dense biases and segments may be among them.
+template <bool Transposed, bool ElementwiseMask = true>
+class ScoreMod {
  public:
-  PT_DEVICE Terms(const AttentionProblem& p, const Sequence& s, int b, int h)
+  PT_DEVICE ScoreMod(const AttentionProblem& p, const Sequence& s, int b, int h)
       : p_(p), s_(s), b_(b), h_(h), slope_(p.slopes ? load_one(p.slopes + h) : 0.0f),
         seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
-  // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what is visible of `seen`. With softcap, slope
+  // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what stays visible of `visible`. With softcap, slope
   // gets the derivative 1 - tanh^2.
   template <int NB>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t seen) const {
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible) const {
     if (p_.softcap != 0.0f) {
       const float to_cap = p_.scale / p_.softcap;
       each<NB>([&](int n, int r, uint32_t) {
@@ -115,45 +115,45 @@ class Terms {
     } else {
       each<NB>([&](int n, int r, uint32_t) { s[n][r] *= p_.scale; });
     }
-    if (LooksUp && p_.query_segments)
+    if (ElementwiseMask && p_.query_segments)
       each<NB>([&](int n, int r, uint32_t bit) {
-        if (!(seen & bit)) return;
+        if (!(visible & bit)) return;
         const int64_t q = load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
-        if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) seen &= ~bit;
+        if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) visible &= ~bit;
       });
-    if (LooksUp && p_.mask.data) add(p_.mask, s, at, seen);
-    if (LooksUp && p_.bias.data) add(p_.bias, s, at, seen);
+    if (ElementwiseMask && p_.mask.data) add(p_.mask, s, at, visible);
+    if (ElementwiseMask && p_.bias.data) add(p_.bias, s, at, visible);
     if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
     if (p_.diagonals) {
       const float* row = p_.diagonals + int64_t(h_) * (p_.before + p_.after + 1);
       // Wholly beyond where it changes, the bias is one number.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
-      if (!LooksUp && (lowest >= (PT_FAULT(t5_bias_taken_for_one_number_too_early) ? p_.after - 20 : p_.after) ||
-                       highest <= (PT_FAULT(t5_bias_taken_for_one_number_too_late) ? 20 : 0) - p_.before)) {
+      if (!ElementwiseMask && (lowest >= (PT_FAULT(t5_bias_taken_as_constant_too_early) ? p_.after - 20 : p_.after) ||
+                               highest <= (PT_FAULT(t5_bias_taken_as_constant_too_late) ? 20 : 0) - p_.before)) {
         const float beyond = load_one(row + cell(lowest));
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
       } else {
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row + cell(relative(at, n, r))); });
       }
     }
-    each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = seen & bit ? s[n][r] : minus_infinity(); });
-    return seen;
+    each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = visible & bit ? s[n][r] : minus_infinity(); });
+    return visible;
   }
 
   // The pairs that dropout keeps.
   template <int NB>
-  PT_DEVICE uint32_t kept(const Place& at) const {
+  PT_DEVICE uint32_t keep_mask(const Place& at) const {
     if (p_.drop_threshold >= 65536) return 0;
-    if constexpr (Transposed) return kept_transposed<NB>(at);
-    else return kept_rows<NB>(at);
+    if constexpr (Transposed) return keep_mask_transposed<NB>(at);
+    else return keep_mask_rows<NB>(at);
   }
 
   PT_DEVICE int relative(const Place& at, int n, int r) const {
-    return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.shift);
+    return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.diagonal_offset);
   }
   PT_DEVICE float distance(const Place& at, int n, int r) const {
-    if constexpr (LooksUp) {
+    if constexpr (ElementwiseMask) {
       const int d = relative(at, n, r);
       return float(d < 0 ? -d : d);
     } else {
@@ -164,7 +164,7 @@ class Terms {
     }
   }
   // Where T5's value for this j - i - offset is.
-  PT_DEVICE int cell(int relative) const { return most(-p_.before, least(relative, p_.after)) + p_.before; }
+  PT_DEVICE int cell(int relative) const { return max(-p_.before, min(relative, p_.after)) + p_.before; }
 
  private:
   static PT_DEVICE int query(const Place& at, int n, int r) { return Transposed ? at.column_of(n, r) : at.row_of(r); }
@@ -172,21 +172,21 @@ class Terms {
 
   // Takes in a mask or bias; hidden pairs are not read.
   template <int NB>
-  PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const Place& at, uint32_t& seen) const {
+  PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const Place& at, uint32_t& visible) const {
     const int64_t head = b_ * d.batch + h_ * d.head;
     const auto index = [&](int n, int r) { return head + query(at, n, r) * d.query + key(at, n, r) * d.key; };
-    if (d.type == Term::boolean) {
+    if (d.type == DenseType::boolean) {
       each<NB>([&](int n, int r, uint32_t bit) {
-        if (seen & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r))) seen &= ~bit;
+        if (visible & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r))) visible &= ~bit;
       });
       return;
     }
     with_reader(d, [&](auto read) {
       each<NB>([&](int n, int r, uint32_t bit) {
-        if (!(seen & bit)) return;
+        if (!(visible & bit)) return;
         const float term = read(index(n, r)), sum = s[n][r] + term;
-        if (term == minus_infinity()) seen &= ~bit;
-        s[n][r] = sum < -kFloatMax && !PT_FAULT(terms_overflow) ? -kFloatMax : sum;  // two terms of -finfo.max are still a number
+        if (term == minus_infinity()) visible &= ~bit;
+        s[n][r] = sum < -kFloatMax && !PT_FAULT(biases_overflow) ? -kFloatMax : sum;  // -finfo.max twice is still a number
       });
     });
   }
@@ -200,7 +200,7 @@ class Terms {
 
   // A call decides the eight keys that a lane has of 32 in a row.
   template <int NB>
-  PT_DEVICE uint32_t kept_rows(const Place& at) const {
+  PT_DEVICE uint32_t keep_mask_rows(const Place& at) const {
     static_assert(NB % 4 == 0);
     uint32_t bits = 0;
     PT_UNROLL
@@ -221,7 +221,7 @@ class Terms {
   // Keys j and j + 8 of a lane are in one group, and so are those of the lane four further, whose key is j ^ 1: the two make a call for one
   // of their two queries each, and trade words.
   template <int NB>
-  PT_DEVICE uint32_t kept_transposed(const Place& at) const {
+  PT_DEVICE uint32_t keep_mask_transposed(const Place& at) const {
     const uint32_t key = uint32_t(p_.key_start + at.row);
     const int odd = key & 1;
     const bool upper = key % 32 / 16;
@@ -249,11 +249,11 @@ class Terms {
 
 // Bits 2 n + e of the columns that some row of the warp's 16 sees.
 template <int NB>
-PT_DEVICE uint32_t columns_seen(uint32_t seen) {
+PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   uint32_t columns = 0;
-  each<NB>([&](int n, int r, uint32_t bit) { columns |= seen & bit ? 1u << (2 * n + r % 2) : 0; });
+  each<NB>([&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
   for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
-  return PT_FAULT(what_nobody_sees_is_read) ? kAllColumns : columns;
+  return PT_FAULT(invisible_columns_are_read) ? kAllColumns : columns;
 }
 
 // Writes the warp's 16 rows of a result times `factor[half]`, columns 8 first on, to rows row_index[half] of the tensor, if not negative.

@@ -11,7 +11,7 @@ import torch
 from pytransformer.testing import bounds, fuzz_norm, oracle
 from pytransformer.testing.fuzz_norm import Problem
 
-RAW_OP = "norm_fwd"
+RAW_OP = "layer_norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 # (op, rows, columns, x, residual, kind, dropout): short, middle and long rows of lanes, blocks of one and several warps, the kernel for any
