@@ -134,7 +134,7 @@ py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const st
 py::dict cuda_cross_entropy_plan(int64_t rows, int64_t classes, bool smooth) {
   const pt::cuda::CrossEntropyPlan plan = pt::cuda::plan_cross_entropy(rows, classes, smooth);
   using namespace py::literals;
-  return py::dict("tiles"_a = plan.tiles, "partials"_a = plan.parts, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
+  return py::dict("tiles"_a = plan.tiles, "partials"_a = plan.partials, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
 }
 
 }  // namespace

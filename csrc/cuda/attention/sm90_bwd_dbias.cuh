@@ -1,7 +1,7 @@
 // Attention backward on sm_90a, masks and biases: as bwd_dbias.cuh, with products by warpgroups and copies by TMA, where no sum over
 // queries or keys is wanted.
 //
-// Scores and dP are made once more, two products beside the seven of the other passes. bwd_dq has dS too, but to sum it over
+// Scores and dP are recomputed, two products beside the seven of the other passes. bwd_dq has dS too, but to sum it over
 // sequences and heads it would read and write a float32 tile in every iteration, 64 KB beside 32 KB of operands at head size 64, in an
 // order between blocks.
 #pragma once

@@ -180,7 +180,7 @@ struct Sm90BwdDkdvBlock {
           if (!PT_FAULT(gradients_that_see_nothing_kept)) clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
         }
         const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
-        const bool hides = K::elementwise_mask || cut;  // With an elementwise mask, any tile may
+        const bool hides = K::elementwise_mask || cut;  // with an elementwise mask any tile may
         const auto hide = [&](float (&x)[BN / 2]) {
           if (!cut) return;
           const Work fresh = once_more();

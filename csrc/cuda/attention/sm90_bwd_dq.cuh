@@ -86,7 +86,7 @@ struct Sm90BwdDqBlock {
                : ring;
   }
 
-  // with an elementwise mask a lane speaks for its warp's loads too.
+  // With an elementwise mask a lane speaks for its warp's loads too.
   PT_DEVICE void release_keys(int stream_iter) const {
     if constexpr (kWithKeys) {
       if (!PT_FAULT(keys_released_before_bits_are_read)) ptx::syncwarp();
@@ -115,8 +115,8 @@ struct Sm90BwdDqBlock {
       Range whole = w.whole(p);
       // Sums of dS must not take in rows behind the last query.
       if (!PT_FAULT(sums_of_rows_behind_the_last_query) && K::has_score_mod && w.i0 + consumer() * 64 + 64 > w.s.num_q) whole.hi = 0;
-      // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met NaN is made
-      // again.
+      // Keys between the bounds that padding hides, as in forward; but there are no registers to clear their rows: what met
+      // NaN is recomputed.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
       const auto key_padding_bitmap = [&] { return KeyPaddingBitmap(p, place_of(args.order, ptx::opaque(n)).head / p.heads); };
       float row_max[2], delta[2];
@@ -152,7 +152,7 @@ struct Sm90BwdDqBlock {
           if (!PT_FAULT(padding_gaps_visible_in_dq) && padding_gaps) hide_keys(x, first, key_padding_bitmap(), 0.0f);
         }
       };
-      // With an elementwise mask, any tile may be.
+      // With an elementwise mask any tile may hide pairs.
       const auto hides = [&](int first) { return K::elementwise_mask || cut(first); };
       const auto decide = [&](int first) {
         if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);

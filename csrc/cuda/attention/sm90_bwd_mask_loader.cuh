@@ -1,8 +1,8 @@
-// Attention backward on sm_90a: What the mask loader loads pair by pair, by warps of the producers that have nothing else to do.
+// Attention backward on sm_90a: masks, biases and segments, loaded pair by pair by warps of the producers that have nothing else to do.
 //
 // For each iteration they leave in shared memory which pairs of the tile are visible: a bit a pair, bounds included. Consumers load a word
-// for 32 columns of each of their two rows, whatever they loaded. Rows and columns are those of the accumulators, queries and keys, or over
-// keys the other way; memory is read along its rows either way: in bwd_dkdv a lane takes four keys of 32 queries. These buffers come and go
+// for 32 columns of each of their two rows, whatever they loaded. Rows and columns are those of the accumulators, queries and keys, or in
+// bwd_dkdv the other way; memory is read along its rows either way: there a lane takes four keys of 32 queries. These buffers come and go
 // with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
 #pragma once
 

@@ -151,7 +151,7 @@ struct Sm90ForwardBlock {
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
 
-      // Keys between the bounds that padding hides: found again where they are needed. the mask loader has them as bits.
+      // Keys between the bounds that padding hides: found again where they are needed. The mask loader has them as bits.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
       const auto key_padding_bitmap = [&] {
         return KeyPaddingBitmap(p, PT_FAULT(hidden_keys_of_the_first_sequence) ? 0 : place_of(args.order, ptx::opaque(n)).head / p.heads);

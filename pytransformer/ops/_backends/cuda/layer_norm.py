@@ -54,8 +54,8 @@ def backend(op: Op) -> Backend:
         rows = [grid.target(t) for t in (dx, dresidual)]
         sums = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in (dweight, dbias)]
         cuda_library.call(
-            "layer_norm_bwd", a.x.device, grid.rows(d_out), grid.rows(d_stream), grid.rows(h), _flat(a.weight), None if rms else _flat(mean),
-            _flat(rstd), seed, *rows, *sums, grid.outer, grid.columns, p, rms,
+            "layer_norm_bwd", a.x.device, grid.rows(d_out), grid.rows(d_stream), grid.rows(h), _flat(a.weight),
+            None if rms else _flat(mean), _flat(rstd), seed, *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
         for source, result in zip((*rows, *sums), (dx, dresidual, dweight, dbias)):
             deliver(source, result)
