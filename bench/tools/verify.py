@@ -22,12 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # As in tests/run_parts.py: the empty path, under which kernels/ would be found, is taken off.
 PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 FUZZ_CASES = 300
-FUZZED = {
-    "attention": "attention",
-    "layer_norm": "norm",
-    "feed_forward": "ffn",
-    "cross_entropy": "cross_entropy",
-}  # in their names
 
 
 def stem_of(op: str) -> str:
@@ -43,7 +37,7 @@ def commands(op: str, more: list[str]) -> list[list[str]]:
     stem = stem_of(op)
     ops = [op] if op in exact.ops() else list(importlib.import_module(f"{providers.__name__}.{stem}").PROVIDERS)
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{stem}*.py"))
-    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", FUZZED[stem]]
+    fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", stem]
     pytest = [sys.executable, "-c", PYTEST, "-q", "-m", "not slow and not gpu", f"--fuzz-cases={FUZZ_CASES}"]
     return [[*pytest, *tests], [*pytest, *fuzz], [sys.executable, "-m", "pytransformer", "bench", *ops, *more]]
 

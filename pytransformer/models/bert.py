@@ -15,8 +15,8 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
+from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
-from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions
 from ..ops._core.options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS

@@ -13,8 +13,8 @@ from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
+from ..nn.layer_norm import LayerNorm
 from ..nn.masks import causal, padding
-from ..nn.norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
 from ..ops._core.options import ActivationName
 from . import _hugging_face

@@ -11,8 +11,8 @@ from torch import nn
 from ..nn.blocks import Block, Stack
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import Classifier
+from ..nn.layer_norm import LayerNorm
 from ..nn.mixing import TokenMixing
-from ..nn.norm import LayerNorm
 from ..nn.patches import PatchEmbedding
 from ._base import Model, ModelConfig
 from ._output import Output

@@ -13,8 +13,8 @@ from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import Classifier
+from ..nn.layer_norm import RMSNorm
 from ..nn.masks import padding
-from ..nn.norm import RMSNorm
 from ..nn.positions import RelativePositionTable
 from ..ops._core.options import ActivationName
 from . import _hugging_face

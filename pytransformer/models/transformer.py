@@ -14,8 +14,8 @@ from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
 from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
 from ..nn.heads import Classifier
+from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
-from ..nn.norm import LayerNorm
 from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
 from ..ops._core.options import ActivationName
 from . import _hugging_face

@@ -12,7 +12,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import Classifier
-from ..nn.norm import LayerNorm
+from ..nn.layer_norm import LayerNorm
 from ..nn.patches import PatchEmbedding
 from ..nn.positions import LearnedPositions
 from ..ops._core.options import ActivationName

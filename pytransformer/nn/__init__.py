@@ -9,9 +9,9 @@ from .cache import KeyValueCache, LayerCache
 from .conformer import ConformerBlock, ConvolutionModule
 from .feed_forward import FeedForward, MixtureOfExperts, balance_loss
 from .heads import Classifier
+from .layer_norm import LayerNorm, RMSNorm
 from .masks import causal, padding, position_ids
 from .mixing import FourierMixing, TokenMixing
-from .norm import LayerNorm, RMSNorm
 from .patches import PatchEmbedding
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend

@@ -15,7 +15,7 @@ from torch import nn
 
 from .attention import MultiHeadAttention
 from .cache import KeyValueCache, LayerCache
-from .norm import Norm
+from .layer_norm import Norm
 from .packing import Packing
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from .attention import MultiHeadAttention
 from .blocks import Residual, Stream
 from .feed_forward import FeedForward
-from .norm import LayerNorm
+from .layer_norm import LayerNorm
 
 
 class ConvolutionModule(nn.Module):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import fuzz_attention, fuzz_cross_entropy, fuzz_ffn, fuzz_norm
+from . import fuzz_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
 from .bounds import Check
 
 Verdicts = dict[str, tuple[list[Check], list[str]]]
@@ -29,8 +29,8 @@ Examine = Callable[[int, int, list[str], bool], tuple[Any, Verdicts]]
 
 OPS: dict[str, Examine] = {
     "attention": fuzz_attention.examine,
-    "norm": fuzz_norm.examine,
-    "ffn": fuzz_ffn.examine,
+    "layer_norm": fuzz_layer_norm.examine,
+    "feed_forward": fuzz_feed_forward.examine,
     "cross_entropy": fuzz_cross_entropy.examine,
 }
 REPEAT_EVERY = 8  # one case in so many is run twice, for equal bits

@@ -158,7 +158,7 @@ def test_verify_runs_the_tests_first_and_stops_at_a_failure(tool, monkeypatch: p
     monkeypatch.setattr(verify.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["verify", "add_norm", "--size", "small"])
     assert verify.main() == 1 and len(ran) == 2
-    assert "tests/ops/test_layer_norm.py" in ran[0] and "tests/test_fuzz_norm_ffn.py" in ran[1]
+    assert "tests/ops/test_layer_norm.py" in ran[0] and "tests/test_fuzz_ops.py" in ran[1]
     assert verify.commands("attention", ["--size", "small"])[2][-3:] == ["attention", "--size", "small"]
     assert all((ROOT / word).exists() for word in ran[0] + ran[1] if word.startswith("tests/"))
     with pytest.raises(SystemExit, match="no op 'softmax'"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_norm, oracle
+from pytransformer.testing import bounds, fuzz_layer_norm, oracle
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
 
@@ -20,14 +20,14 @@ pytestmark = [
 RANDOM, SEED = 300, 13
 
 
-def wrong(problem: fuzz_norm.Problem) -> list[str]:
+def wrong(problem: fuzz_layer_norm.Problem) -> list[str]:
     """What is wrong with the backend on this problem, whose tensors are on the CPU."""
     moved = {n: t.cuda() for n, t in problem.tensors.items()}
     on_gpu = dataclasses.replace(problem, tensors=moved, layouts=dict(problem.layouts))
-    results, record = fuzz_norm.run(on_gpu, "cuda")
+    results, record = fuzz_layer_norm.run(on_gpu, "cuda")
     results = {n: None if r is None else r.detach().cpu() for n, r in results.items()}
-    again = {n: None if r is None else r.detach().cpu() for n, r in fuzz_norm.run(on_gpu, "cuda")[0].items()}
-    solution = oracle.Solution(fuzz_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+    again = {n: None if r is None else r.detach().cpu() for n, r in fuzz_layer_norm.run(on_gpu, "cuda")[0].items()}
+    solution = oracle.Solution(fuzz_layer_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
     checks = bounds.check(solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any")
     found = [str(c) for c in checks if not c.ok]

@@ -9,7 +9,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.testing import bounds, fuzz_ffn
+from pytransformer.testing import bounds, fuzz_feed_forward
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
 from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
@@ -48,7 +48,7 @@ def test_random_problems(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
     failed = []
     for case in range(RANDOM):
-        problem = fuzz_ffn.draw(SEED, case)
+        problem = fuzz_feed_forward.draw(SEED, case)
         if (
             problem.dtype in DTYPES
             and problem.data == "zero_mean"

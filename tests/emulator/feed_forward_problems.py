@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from named import Named
 
-from pytransformer.testing import bounds, fuzz_ffn, oracle
-from pytransformer.testing.fuzz_ffn import Problem
+from pytransformer.testing import bounds, fuzz_feed_forward, oracle
+from pytransformer.testing.fuzz_feed_forward import Problem
 
 RAW_OP = "hidden_fwd"
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -79,10 +79,10 @@ def differences(problem: Problem, device: str = "cpu") -> list[str]:
     """From float64, beyond the bound, of the problem's tensors on a device."""
     moved = dataclasses.replace(problem, tensors={n: t.to(device) for n, t in problem.tensors.items()})
     try:
-        results, record = fuzz_ffn.run(moved, "cuda")
+        results, record = fuzz_feed_forward.run(moved, "cuda")
     except (RuntimeError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
-    solution = oracle.Solution(fuzz_ffn.solve(problem), 1, torch.empty(0), torch.empty(0))
+    solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     results = {n: None if r is None else r.detach().cpu() for n, r in results.items()}
     checks = bounds.check(solution, results, problem.dtype, "zero_mean", "feed_forward")
     return [str(c) for c in checks if not c.ok] + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})

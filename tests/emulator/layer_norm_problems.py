@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from pytransformer.testing import bounds, fuzz_norm, oracle
-from pytransformer.testing.fuzz_norm import Problem
+from pytransformer.testing import bounds, fuzz_layer_norm, oracle
+from pytransformer.testing.fuzz_layer_norm import Problem
 
 RAW_OP = "layer_norm_fwd"
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
     """(number, problem) of the fuzzer's problems, but those in float64, which the kernels refuse."""
     case = 0
     while count:
-        problem = fuzz_norm.draw(seed, case)
+        problem = fuzz_layer_norm.draw(seed, case)
         if torch.float64 not in (t.dtype for t in problem.tensors.values()):
             yield case, problem
             count -= 1
@@ -70,10 +70,10 @@ def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:
 def wrong(problem: Problem) -> list[str]:
     """What is wrong with the backend "cuda" on this problem."""
     try:
-        results, record = fuzz_norm.run(problem, "cuda")
+        results, record = fuzz_layer_norm.run(problem, "cuda")
     except (RuntimeError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
-    solution = oracle.Solution(fuzz_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
+    solution = oracle.Solution(fuzz_layer_norm.solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
     coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
     checks = bounds.check(solution, results, coarse, "zero_mean" if problem.data == "zero_mean" else "any")
     found = [str(c) for c in checks if not c.ok]

@@ -11,7 +11,7 @@ import pytransformer as pt
 from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
-from pytransformer.testing import fuzz_ffn
+from pytransformer.testing import fuzz_feed_forward
 from pytransformer.testing.fuzz import fuzz
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 41, 40, 400
@@ -26,8 +26,8 @@ def test_every_path(schedule: int) -> None:
 
 def test_random_problems() -> None:
     """The fuzzer's problems in 16 bits: strided, guarded, poisoned; equal bits twice."""
-    half = [n for n in range(DRAWN) if fuzz_ffn.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
-    report = fuzz("ffn", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
+    half = [n for n in range(DRAWN) if fuzz_feed_forward.draw(FUZZ_SEED, n).dtype in cuda_matmul.DTYPES]
+    report = fuzz("feed_forward", ["cuda"], FUZZ_SEED, half[:FUZZ_CASES], stop_after=5)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases == FUZZ_CASES
 
@@ -50,7 +50,7 @@ def test_schedules_give_equal_bits() -> None:
     runs = []
     for schedule in (1, 2):
         torch.ops.pytransformer_C.emulator_schedule(schedule)
-        runs.append(fuzz_ffn.run(PROBLEMS["gated"], "cuda")[0])
+        runs.append(fuzz_feed_forward.run(PROBLEMS["gated"], "cuda")[0])
     for name, result in runs[0].items():
         assert torch.equal(result, runs[1][name]), name
 
@@ -80,7 +80,7 @@ def test_recompute_changes_no_bit(gated: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-@pytest.mark.parametrize("activation", fuzz_ffn.ACTIVATIONS)
+@pytest.mark.parametrize("activation", fuzz_feed_forward.ACTIVATIONS)
 def test_activations_and_slopes(activation: str) -> None:
     """Of numbers of every size, against float64: x to hidden and back by identities."""
     x = torch.cat([torch.linspace(-14, 14, 1000), torch.tensor([-6e4, -300.0, 300.0, 6e4, 0.0, 1e-6, -1e-6, 40.0])]).half()
@@ -88,7 +88,7 @@ def test_activations_and_slopes(activation: str) -> None:
     eye = torch.eye(8, dtype=torch.float16)[:1]
     out = pt.feed_forward(x, eye.t().contiguous(), None, eye, None, activation=activation, backend="cuda")
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    value, slope = fuzz_ffn._activation(activation, x.detach().double())
+    value, slope = fuzz_feed_forward._activation(activation, x.detach().double())
     for ours, exact in ((out, value), (grad, slope)):
         error = (ours.detach().double() - exact).abs()
         assert (error <= torch.finfo(torch.float16).eps * exact.abs() + 2.0**-14).all(), error.max()
@@ -97,7 +97,7 @@ def test_activations_and_slopes(activation: str) -> None:
 def test_a_non_finite_row_stays_one() -> None:
     t = {n: v.clone() for n, v in PROBLEMS["relu"].tensors.items()}
     t["x"][2, 3], t["x"][100, 0] = torch.nan, torch.inf
-    for activation in fuzz_ffn.ACTIVATIONS:
+    for activation in fuzz_feed_forward.ACTIVATIONS:
         out = pt.feed_forward(*(t[n] for n in ("x", "w1", "b1", "w2", "b2")), activation=activation, backend="cuda")
         others = torch.ones(200, dtype=torch.bool)
         others[[2, 100]] = False

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random problems: test_fuzz_norm_ffn."""
+"""linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations
 

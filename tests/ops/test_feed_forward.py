@@ -1,4 +1,4 @@
-"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ffn."""
+"""feed_forward: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import bounds, fuzz_ffn, oracle
+from pytransformer.testing import bounds, fuzz_feed_forward, oracle
 
 BACKENDS = ("reference", "cpu")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -79,8 +79,8 @@ def test_activations_keep_their_digits(activation: str) -> None:
 
 def test_dropout_is_the_same_everywhere() -> None:
     """Identity weights show hidden: dropped where the shared stream says, on every backend."""
-    from pytransformer.testing.fuzz_ffn import TAG
-    from pytransformer.testing.fuzz_norm import column_keep
+    from pytransformer.testing.fuzz_feed_forward import TAG
+    from pytransformer.testing.fuzz_layer_norm import column_keep
 
     x, eye = torch.full((2, 3, 200), 3.0), torch.eye(200)
     for p in (0.1, 0.5, 0.999, 1.0):
@@ -111,8 +111,8 @@ def test_many_rows_pass_through_in_parts() -> None:
     y = _call(t, backend="cpu")
     assert torch.equal(y[4300:], _call([t[0][4300:], *t[1:]], backend="cpu"))
     tensors = dict(zip(NAMES, (v.detach() for v in t))) | {"grad_out": torch.ones_like(y)}
-    problem = fuzz_ffn.Problem(torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES))
-    exact = oracle.Solution(fuzz_ffn.solve(problem), 1, torch.empty(0), torch.empty(0))
+    problem = fuzz_feed_forward.Problem(torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES))
+    exact = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     found = dict(zip(NAMES, torch.autograd.grad(y, t, tensors["grad_out"])))
     assert not [str(c) for c in bounds.check(exact, {"out": y} | found, torch.float32, "any", "feed_forward") if not c.ok]
 

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_norm."""
+"""layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import fuzz_norm
+from pytransformer.testing import fuzz_layer_norm
 
 BACKENDS = ("reference", "cpu")
 KINDS = ("layer", "rms")
@@ -48,11 +48,11 @@ def test_opinfo_samples(kind: str, dtype: torch.dtype, norm_backend: str) -> Non
         torch.testing.assert_close(ours(*arguments, **sample.kwargs, backend=norm_backend), theirs)
         named = inspect.signature(ours).bind(*arguments, **sample.kwargs).arguments
         tensors = {n: t.detach() for n, t in named.items() if isinstance(t, torch.Tensor)}
-        problem = fuzz_norm.Problem(
+        problem = fuzz_layer_norm.Problem(
             f"{kind}_norm", dtype, len(named["normalized_shape"]), "any", tensors | {"grad_out": torch.randn_like(theirs)},
             dict.fromkeys((*tensors, "grad_out"), "contiguous"), {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
         )  # fmt: skip
-        assert fuzz_norm.judge(problem, norm_backend, repeat=False)[1] == []
+        assert fuzz_layer_norm.judge(problem, norm_backend, repeat=False)[1] == []
         count += 1
     assert count >= 6
 
@@ -113,7 +113,7 @@ def test_add_norm_without_residual(norm_backend: str) -> None:
 
 def test_dropout_is_the_same_everywhere() -> None:
     """Bit for bit the shared stream: which elements are dropped, on every backend and by an independent Philox."""
-    from pytransformer.testing.fuzz_norm import TAG, column_keep
+    from pytransformer.testing.fuzz_layer_norm import TAG, column_keep
 
     x, seed = torch.full((2, 3, 300), 7.0), -(2**40) + 12345
     for p in (0.0, 0.1, 0.5, 0.999, 1.0):

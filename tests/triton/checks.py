@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from kernel_mutants import mutated
 
-from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_ffn, fuzz_norm
+from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
 from pytransformer.testing.fuzz import Report, fuzz
 
 FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
@@ -27,8 +27,8 @@ class Drawn(NamedTuple):
 
 DRAWN = {
     "attention": Drawn(draw_attention.draw, seed=5, few=40, many=360, wanted=300),
-    "norm": Drawn(fuzz_norm.draw, seed=3, few=80, many=240, wanted=100),
-    "ffn": Drawn(fuzz_ffn.draw, seed=6, few=80, many=240, wanted=100),
+    "layer_norm": Drawn(fuzz_layer_norm.draw, seed=3, few=80, many=240, wanted=100),
+    "feed_forward": Drawn(fuzz_feed_forward.draw, seed=6, few=80, many=240, wanted=100),
     "cross_entropy": Drawn(fuzz_cross_entropy.draw, seed=4, few=80, many=240, wanted=100),
 }
 
@@ -45,17 +45,17 @@ def examine(op: str, among: Iterable[int], stop_after: int = 5) -> Report:
     return report
 
 
-def check_found(op: str, stem: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
+def check_found(stem: str, fault: tuple[str, str, str], folder: Path, feature: str = "") -> None:
     """Of kernels/<stem> with this fault, a random problem (if a feature is named: of those with it, the smallest first) has a wrong
     number, unequal bits or a write outside: one that merely crashes would prove nothing."""
-    chosen = numbers(op, range(DRAWN[op].many))
+    chosen = numbers(stem, range(DRAWN[stem].many))
     if feature:
-        drawn = {n: DRAWN[op].draw(DRAWN[op].seed, n) for n in chosen}
+        drawn = {n: DRAWN[stem].draw(DRAWN[stem].seed, n) for n in chosen}
         chosen = sorted(
             (n for n in chosen if feature in drawn[n].features),
             key=lambda n: sum(t.numel() for t in drawn[n].tensors.values()),
         )
     with mutated(stem, *fault, folder):
-        report = examine(op, chosen, stop_after=1)
+        report = examine(stem, chosen, stop_after=1)
     assert report.failures, f"{fault} survived {report.cases} cases"
     assert any(sign in report.failures[0] for sign in FAULT_SIGNS), report.failures[0]

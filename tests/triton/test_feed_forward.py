@@ -13,7 +13,7 @@ import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
-from pytransformer.testing import bounds, fuzz_ffn, oracle
+from pytransformer.testing import bounds, fuzz_feed_forward, oracle
 from pytransformer.testing.cases import Case, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which interprets
@@ -45,8 +45,8 @@ def _check(t: list[torch.Tensor | None], **keywords: Any) -> torch.Tensor:
     grad = torch.randn_like(out)
     results = {"out": out, **dict(zip(wanted, torch.autograd.grad(out, [named[n] for n in wanted], grad)))}
     tensors = {n: v.detach() for n, v in named.items()} | {"grad_out": grad}
-    problem = fuzz_ffn.Problem(out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted)
-    solution = oracle.Solution(fuzz_ffn.solve(problem), 1, torch.empty(0), torch.empty(0))
+    problem = fuzz_feed_forward.Problem(out.dtype, "zero_mean", tensors, {}, {"activation": "relu", **keywords}, wanted)
+    solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, results, out.dtype, "zero_mean")
     assert all(c.ok for c in checks), "\n".join(map(str, checks))
     return out
@@ -124,7 +124,7 @@ def test_activations(activation: str) -> None:
     x, one = x[:, None].requires_grad_(), torch.ones(1, 1)
     y = pt.feed_forward(x, one, None, one, None, activation=activation, backend="triton")
     (dx,) = torch.autograd.grad(y.sum(), x)
-    z, dz = fuzz_ffn._activation(activation, x.detach().double())
+    z, dz = fuzz_feed_forward._activation(activation, x.detach().double())
     eps = torch.finfo(torch.float32).eps
     assert ((y - z).abs() <= 4 * eps * x.abs()).all()
     assert ((dx - dz).abs() <= 8 * eps * (1 + x.abs().clamp(max=12))).all()
@@ -153,7 +153,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
-    check_found("ffn", "feed_forward", MUTANTS[name], tmp_path)
+    check_found("feed_forward", MUTANTS[name], tmp_path)
 
 
 def test_autocast() -> None:

@@ -1,4 +1,4 @@
-"""feed_forward on a GPU, compiled: what bench/gpu.sh runs beside test_gpu. (The other files here run interpreted.)"""
+"""feed_forward on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_ffn, oracle
+from pytransformer.testing import bounds, fuzz_feed_forward, oracle
 from pytransformer.testing.feed_forward_check import check_addresses, check_dropout_mask
 
 pytestmark = [
@@ -17,10 +17,10 @@ pytestmark = [
 ]
 SEED, RANDOM = 11, 200
 NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
-DRAWN = [n for n in range(RANDOM) if fuzz_ffn.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
+DRAWN = [n for n in range(RANDOM) if fuzz_feed_forward.draw(SEED, n).dtype != torch.float64]  # the tier has no float64
 
 
-def _check(problem: fuzz_ffn.Problem) -> None:
+def _check(problem: fuzz_feed_forward.Problem) -> None:
     """Twice on the GPU, equal bits, within the bound of float64."""
     runs = []
     for _ in range(2):
@@ -32,19 +32,19 @@ def _check(problem: fuzz_ffn.Problem) -> None:
         runs.append({"out": out.detach().cpu(), **{n: g.cpu() for n, g in zip(problem.wanted, grads)}})
     for name, first in runs[0].items():
         assert torch.equal(first.nan_to_num(7.0), runs[1][name].nan_to_num(7.0)), f"two runs differ in {name}"
-    solution = oracle.Solution(fuzz_ffn.solve(problem), 1, torch.empty(0), torch.empty(0))
+    solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     checks = bounds.check(solution, runs[0], problem.dtype, "zero_mean" if problem.data == "zero_mean" else "any")
     assert all(c.ok for c in checks), "\n".join([str(problem), *map(str, checks)])
 
 
-def _problem(rows: int, d: int, hidden: int, dtype: torch.dtype, gated: bool, **keywords: Any) -> fuzz_ffn.Problem:
+def _problem(rows: int, d: int, hidden: int, dtype: torch.dtype, gated: bool, **keywords: Any) -> fuzz_feed_forward.Problem:
     torch.manual_seed(rows)
     shapes = ((rows, d), (hidden, d), (hidden,), (d, hidden), (d,), (hidden, d), (hidden,))
     tensors = {n: (torch.randn(s) / s[-1] ** 0.5).to(dtype) for n, s in zip(NAMES[: 7 if gated else 5], shapes)}
     tensors["x"] *= d**0.5
     wanted = list(tensors)
     tensors["grad_out"] = torch.randn(rows, d).to(dtype)
-    return fuzz_ffn.Problem(
+    return fuzz_feed_forward.Problem(
         dtype, "zero_mean", tensors, dict.fromkeys(tensors, ""), {"activation": "relu", **keywords}, wanted
     )
 
@@ -60,7 +60,7 @@ def test_network_sizes(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("number", DRAWN)
 def test_random_network(number: int) -> None:
-    _check(fuzz_ffn.draw(SEED, number))
+    _check(fuzz_feed_forward.draw(SEED, number))
 
 
 def test_network_dropout_mask() -> None:

@@ -12,10 +12,10 @@ from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
-from pytransformer.testing import fuzz_norm
+from pytransformer.testing import fuzz_layer_norm
 from pytransformer.testing.cases import Case, cases
 
-CASES = [c for op in fuzz_norm.KINDS for c in cases(op, "small")]
+CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 WIDE = 1300  # columns: beyond what a program of the interpreter's holds at once
 
@@ -24,7 +24,7 @@ WIDE = 1300  # columns: beyond what a program of the interpreter's holds at once
 def test_case(case: Case) -> None:
     """Outputs and all gradients of a shared case against float64, in every dtype."""
     for dtype in DTYPES:
-        _, wrong = fuzz_norm.judge(fuzz_norm.of_case(case, dtype), "triton", False)
+        _, wrong = fuzz_layer_norm.judge(fuzz_layer_norm.of_case(case, dtype), "triton", False)
         assert not wrong, "\n".join(wrong)
 
 
@@ -144,4 +144,4 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_fuzzer_finds(name: str, tmp_path: Path) -> None:
-    check_found("norm", "layer_norm", MUTANTS[name], tmp_path)
+    check_found("layer_norm", MUTANTS[name], tmp_path)

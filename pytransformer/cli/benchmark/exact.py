@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pytransformer.cli.providers import Problem
-from pytransformer.testing import fuzz_cross_entropy, fuzz_ffn, fuzz_norm, oracle
+from pytransformer.testing import fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm, oracle
 
 # The outputs of each op, by their names in the oracles; the gradients have their arguments' names.
 OUTPUTS = {
@@ -119,13 +119,13 @@ def _norm(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution
     tensors = {name: named[name] for name in ("x", "residual", "weight", "bias") if named.get(name) is not None}
     tensors |= dict(zip(("grad_out", "grad_residual_out"), grads or []))
     keywords: dict[str, Any] = {name: named[name] for name in ("eps", "kind", "dropout_p", "dropout_seed") if name in named}
-    drawn = fuzz_norm.Problem(problem.case.op, problem.dtype, 1, "zero_mean", tensors, {}, keywords, [])
+    drawn = fuzz_layer_norm.Problem(problem.case.op, problem.dtype, 1, "zero_mean", tensors, {}, keywords, [])
     stored = None
     if problem.case.op == "add_norm":
         # The norm is that of the sum as it is stored, rounded once.
-        kept = fuzz_norm.keep_factor(drawn)
+        kept = fuzz_layer_norm.keep_factor(drawn)
         stored = (named["x"].double() * kept + named["residual"].double()).to(named["residual"].dtype)
-    return _solution(fuzz_norm.solve(drawn, stored))
+    return _solution(fuzz_layer_norm.solve(drawn, stored))
 
 
 def _feed_forward(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:
@@ -135,8 +135,8 @@ def _feed_forward(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.
     keywords: dict[str, Any] = {
         name: problem.named[name] for name in ("activation", "dropout_p", "dropout_seed") if name in problem.named
     }
-    drawn = fuzz_ffn.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])
-    return _solution(fuzz_ffn.solve(drawn))
+    drawn = fuzz_feed_forward.Problem(problem.dtype, "zero_mean", tensors, {}, keywords, [])
+    return _solution(fuzz_feed_forward.solve(drawn))
 
 
 def _cross_entropy(problem: Problem, grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -18,14 +18,14 @@ import torch
 from gpu import Gpu
 
 import pytransformer as pt
-from pytransformer.testing import draw_attention, fuzz_attention, fuzz_cross_entropy, fuzz_ffn, fuzz_norm
+from pytransformer.testing import draw_attention, fuzz_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
 from pytransformer.testing.cases import Case, cases, leaves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRAWN = {
     "attention": (draw_attention.draw, fuzz_attention.run),
-    "norm": (fuzz_norm.draw, fuzz_norm.run),
-    "ffn": (fuzz_ffn.draw, fuzz_ffn.run),
+    "layer_norm": (fuzz_layer_norm.draw, fuzz_layer_norm.run),
+    "feed_forward": (fuzz_feed_forward.draw, fuzz_feed_forward.run),
     "cross_entropy": (fuzz_cross_entropy.draw, fuzz_cross_entropy.run),
 }
 SEED = 77

@@ -1,4 +1,4 @@
-"""The same problems on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
+"""attention on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
 
 from __future__ import annotations
 

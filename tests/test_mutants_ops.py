@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytransformer.testing.fuzz import OPS
-from pytransformer.testing.mutants_rows import FAULTS, backward_faults, mutant_backends
+from pytransformer.testing.mutants_ops import FAULTS, backward_faults, mutant_backends
 
 CASES = 400
 SEED = 5

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, oracle
-from .fuzz_norm import column_keep
+from .fuzz_layer_norm import column_keep
 from .guarded import place, random_layout
 from .poison import StrayWrite, poisoned
 

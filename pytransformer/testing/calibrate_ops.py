@@ -1,7 +1,7 @@
 """How near to float64 PyTorch's own kernels come for the norms, feed_forward and linear_cross_entropy, in units of the bound:
 where the constants come from.
 
-    python -m pytransformer.testing.calibrate_rows --cases 1000 --backend cpu > table.md
+    python -m pytransformer.testing.calibrate_ops --cases 1000 --backend cpu > table.md
 
 Draws problems as the fuzzers do, without dropout and with contiguous tensors of one dtype, and prints for plain PyTorch code
 (F.layer_norm, F.rms_norm; F.linear, activation, F.linear; F.linear, F.cross_entropy), each dtype and kind of data the 50th and 99th
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import bounds, fuzz_cross_entropy, fuzz_ffn, fuzz_norm, oracle
+from . import bounds, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm, oracle
 
 Table = dict[tuple[str, str, str, str], list[float]]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,17 +32,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 DRAW: dict[str, Callable[[int, int], Any]] = {
-    "norm": fuzz_norm.draw,
-    "feed_forward": fuzz_ffn.draw,
+    "layer_norm": fuzz_layer_norm.draw,
+    "feed_forward": fuzz_feed_forward.draw,
     "linear_cross_entropy": fuzz_cross_entropy.draw,
 }
 SOLVE: dict[str, Callable[[Any], dict[str, oracle.Result]]] = {
-    "norm": lambda p: fuzz_norm.solve(p, None),
-    "feed_forward": fuzz_ffn.solve,
+    "layer_norm": lambda p: fuzz_layer_norm.solve(p, None),
+    "feed_forward": fuzz_feed_forward.solve,
     "linear_cross_entropy": fuzz_cross_entropy.solve,
 }
 NAMES = {
-    "norm": ("out", "x", "weight", "bias"),
+    "layer_norm": ("out", "x", "weight", "bias"),
     "feed_forward": ("out", "x", "w1", "w2", "b1", "b2", "gate_weight", "gate_bias"),
     "linear_cross_entropy": ("loss", "x", "weight", "bias"),
 }
@@ -51,7 +51,7 @@ NAMES = {
 def problem(op: str, seed: int, case: int) -> Any:
     """A problem that plain PyTorch code can do; None if drawn otherwise."""
     p = DRAW[op](seed, case)
-    if op == "norm" and p.op == "add_norm":  # the norm of a sum as stored: nothing new
+    if op == "layer_norm" and p.op == "add_norm":  # the norm of a sum as stored: nothing new
         return None
     for name in ("dropout_p", "dropout_seed", "recompute"):
         p.keywords.pop(name, None)
@@ -67,7 +67,7 @@ def problem(op: str, seed: int, case: int) -> Any:
 def pytorch(op: str, p: Any, t: dict[str, Tensor]) -> Tensor:
     """Plain PyTorch code, in the dtype of the tensors."""
     keywords = p.keywords
-    if op == "norm":
+    if op == "layer_norm":
         shape = t["x"].shape[t["x"].dim() - p.dims :]
         if p.op == "rms_norm":
             return F.rms_norm(t["x"], shape, t.get("weight"), **keywords)
@@ -86,8 +86,8 @@ def ours(op: str, backend: str, p: Any, t: dict[str, Tensor]) -> Tensor:
     """The same from a backend of this package."""
     import pytransformer as pt
 
-    if op == "norm":
-        return fuzz_norm.call(p, t, backend)["out"]
+    if op == "layer_norm":
+        return fuzz_layer_norm.call(p, t, backend)["out"]
     keywords = p.keywords
     if op == "feed_forward":
         return pt.feed_forward(
@@ -122,7 +122,7 @@ def calibrate(op: str, seed: int, cases: int, backends: list[str]) -> Table:
             # PyTorch's loss has the dtype of its logits, and is judged in its eps
             stored = solution.results[first]
             judged = {first: out.to(stored.dtype), **dict(zip(p.wanted, grads))}
-            for check in bounds.check(solution, judged, p.dtype, data, p.op if op == "norm" else op):
+            for check in bounds.check(solution, judged, p.dtype, data, p.op if op == "layer_norm" else op):
                 table[name, str(p.dtype)[6:], data, check.name].append(check.reached)
     return table
 
@@ -142,7 +142,7 @@ def markdown(op: str, table: Table) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.calibrate_rows", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.calibrate_ops", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--backend", action="append", default=[], help="also measure this backend of ours")

@@ -1,7 +1,7 @@
 """Wrong norms, feed-forward networks and cross entropies that the fuzzer must find: each is the reference with one fault of a
-kind that kernels have had. The counterpart of `mutants` for the ops on rows.
+kind that kernels have had. The counterpart of `mutants` for layer_norm, feed_forward and cross_entropy.
 
-    with mutant_backends("ffn") as names:
+    with mutant_backends("feed_forward") as names:
         pytransformer.feed_forward(x, w1, b1, w2, b2, backend=names[0])
 """
 
@@ -26,7 +26,11 @@ entropies = importlib.import_module("pytransformer.reference.cross_entropy")
 
 Outputs = tuple[Tensor, ...]
 Fault = Callable[[Any, Callable[[Any], Outputs]], Outputs]
-OPS_OF = {"norm": ("layer_norm", "rms_norm", "add_norm"), "ffn": ("feed_forward",), "cross_entropy": ("linear_cross_entropy",)}
+OPS_OF = {
+    "layer_norm": ("layer_norm", "rms_norm", "add_norm"),
+    "feed_forward": ("feed_forward",),
+    "cross_entropy": ("linear_cross_entropy",),
+}
 
 
 def value_of(value: Tensor, gradient_of: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ def _ignored_rows_counted(a: Any, forward: Callable[[Any], Outputs]) -> Outputs:
 FAITHFUL: Fault = lambda a, forward: forward(a)
 
 FAULTS: dict[str, dict[str, Fault]] = {
-    "norm": {
+    "layer_norm": {
         "faithful": FAITHFUL,
         "scale_off_by_0.4_percent": _outputs(lambda y: y * 1.004),
         "one_pass_variance": _one_pass_variance,
@@ -165,7 +169,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "x_read_as_contiguous": _replacing(x=lambda a: value_of(_as_contiguous(a.x), a.x)),
         "different_every_time": _different_every_time,
     },
-    "ffn": {
+    "feed_forward": {
         "faithful": FAITHFUL,
         "scale_off_by_0.4_percent": _outputs(lambda y: y * 1.004),
         "b1_ignored": _replacing(b1=lambda a: value_of(torch.zeros_like(a.b1), a.b1)),
@@ -255,7 +259,7 @@ def backward_faults(kind: str) -> dict[str, BackwardFault]:
 
 @contextlib.contextmanager
 def mutant_backends(kind: str) -> Iterator[list[str]]:
-    """Register every mutant of "norm", "ffn" or "cross_entropy" as a backend for the length of the block; yields their names."""
+    """Register every mutant of one stem as a backend for the length of the block; yields their names."""
     faults = {n: (f, lambda a, grads: (a, grads)) for n, f in FAULTS[kind].items()}
     faults |= {n: (FAITHFUL, f) for n, f in backward_faults(kind).items()}
     saved = {op: dict(OPS[op].backends) for op in OPS_OF[kind]}

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_norm, oracle
+from pytransformer.testing import bounds, fuzz_layer_norm, oracle
 
 ROWS, COLUMNS = 4096, 64
 
 
-def problem() -> fuzz_norm.Problem:
+def problem() -> fuzz_layer_norm.Problem:
     """As many rows as a batch of sequences has, and the upstream gradient of ``y.square().sum() / 2``: all terms of the
     weight's gradient are positive."""
     x, weight, bias = torch.randn(ROWS, COLUMNS), torch.ones(COLUMNS), torch.ones(COLUMNS)
     tensors = {"x": x, "weight": weight, "bias": bias, "grad_out": torch.nn.functional.layer_norm(x, (COLUMNS,)) + 1}
     tensors = {name: t.bfloat16() for name, t in tensors.items()}
     layouts = dict.fromkeys(tensors, "contiguous")
-    return fuzz_norm.Problem("layer_norm", torch.bfloat16, 1, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"])
+    return fuzz_layer_norm.Problem("layer_norm", torch.bfloat16, 1, "zero_mean", tensors, layouts, {}, ["x", "weight", "bias"])
 
 
 def summed_in_bfloat16(terms: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def summed_in_bfloat16(terms: Tensor) -> Tensor:
     return total
 
 
-def parameter_gradients(p: fuzz_norm.Problem) -> dict[str, Tensor]:
+def parameter_gradients(p: fuzz_layer_norm.Problem) -> dict[str, Tensor]:
     """torch 2.13 on the CPU, bfloat16 input, one thread: between rows dweight and dbias are kept in the weight's dtype."""
     x, grad = p.tensors["x"].float(), p.tensors["grad_out"].float()
     xhat = torch.nn.functional.layer_norm(x, (COLUMNS,))
@@ -46,11 +46,11 @@ def backends() -> list[str]:
 
 def test_parameter_gradients_summed_in_bfloat16(backends: list[str]) -> None:
     p = problem()
-    exact = oracle.Solution(fuzz_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
+    exact = oracle.Solution(fuzz_layer_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
     wrong = {c.name for c in bounds.check(exact, dict(parameter_gradients(p)), torch.bfloat16, p.data, p.op) if not c.ok}
     assert wrong == {"weight", "bias"}
     assert {"reference", "cpu"} <= set(backends)
     for backend in backends:
-        checks, complaints = fuzz_norm.judge(p, backend, repeat=False)
+        checks, complaints = fuzz_layer_norm.judge(p, backend, repeat=False)
         assert not complaints, (backend, complaints)
         assert {"weight", "bias", "x"} <= {c.name for c in checks}

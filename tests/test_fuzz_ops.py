@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import fuzz_cross_entropy, fuzz_ffn, fuzz_norm
+from pytransformer.testing import fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
 from pytransformer.testing.fuzz import fuzz
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("op", ["norm", "ffn", "cross_entropy"])
+@pytest.mark.parametrize("op", ["layer_norm", "feed_forward", "cross_entropy"])
 def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Outputs and every gradient within the bound; the forced backend ran; equal bits twice."""
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[backend]
@@ -28,8 +28,8 @@ def test_against_float64(op: str, backend: str, request: pytest.FixtureRequest) 
     assert not report.failures, "\n".join(report.failures)
 
 
-def test_every_kind_of_norm_is_drawn() -> None:
-    drawn = [fuzz_norm.draw(0, case) for case in range(500)]
+def test_every_kind_of_layer_norm_is_drawn() -> None:
+    drawn = [fuzz_layer_norm.draw(0, case) for case in range(500)]
     features = set().union(*(p.features for p in drawn))
     assert {
         "layer_norm",
@@ -49,10 +49,10 @@ def test_every_kind_of_norm_is_drawn() -> None:
     assert {"rows_first", "step", "offset", "expanded"} <= {p.layouts.get("grad_out") for p in drawn}
 
 
-def test_every_kind_of_network_is_drawn() -> None:
-    drawn = [fuzz_ffn.draw(0, case) for case in range(300)]
+def test_every_kind_of_feed_forward_is_drawn() -> None:
+    drawn = [fuzz_feed_forward.draw(0, case) for case in range(300)]
     for feature in (
-        *fuzz_ffn.ACTIVATIONS,
+        *fuzz_feed_forward.ACTIVATIONS,
         "b1",
         "b2",
         "gate_weight",
