@@ -80,14 +80,16 @@ def nearest_first(candidates: Iterable[Any]) -> list[Any]:
 def _attention_tasks(dtype: torch.dtype) -> Iterator[Task]:
     size = dtype.itemsize
     for head_dim in attention_configs.HEAD_DIMS:
-        for kernel in ("forward", "decode", "keys", "dropped keys", "queries", "dense"):
-            for terms in (1,) if kernel in ("dense", "dropped keys") else (0,) if kernel == "decode" or size == 4 else (0, 1):
+        for kernel in ("forward", "decode", "dkdv", "dropout dkdv", "dq", "dbias"):
+            for score_mods in (
+                (1,) if kernel in ("dbias", "dropout dkdv") else (0,) if kernel == "decode" or size == 4 else (0, 1)
+            ):
                 yield Task(
                     "attention",
-                    attention_configs.key_of(kernel, head_dim, size, terms),
+                    attention_configs.key_of(kernel, head_dim, size, score_mods),
                     "attention_forward" if kernel in ("forward", "decode") else f"attention_backward_{kernel.split()[-1]}",
-                    nearest_first(attention_configs.candidates(kernel, head_dim, size, terms=terms)),
-                    _attention(kernel, head_dim, dtype, terms),
+                    nearest_first(attention_configs.candidates(kernel, head_dim, size, score_mods=score_mods)),
+                    _attention(kernel, head_dim, dtype, score_mods),
                 )
 
 
@@ -109,7 +111,7 @@ def _norm_tasks(dtype: torch.dtype) -> Iterator[Task]:
             yield Task(
                 "layer_norm",
                 layer_norm_configs.key_of(kernel, columns, dtype.itemsize),
-                f"norm_{kernel}",
+                f"layer_norm_{kernel}",
                 nearest_first(layer_norm_configs.candidates(kernel, columns)),
                 _norm(kernel, columns, dtype),
             )
@@ -127,23 +129,23 @@ def _cross_entropy_tasks() -> Iterator[Task]:
             )
 
 
-def _attention(kernel: str, head_dim: int, dtype: torch.dtype, terms: int) -> Callable[..., Callable[[], Results]]:
+def _attention(kernel: str, head_dim: int, dtype: torch.dtype, score_mods: int) -> Callable[..., Callable[[], Results]]:
     def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
-        length = 64 if small else 2048 if kernel == "dense" or dtype == torch.float32 else 4096
+        length = 64 if small else 2048 if kernel == "dbias" or dtype == torch.float32 else 4096
         queries, keys = (1, 128 if small else 32768) if kernel == "decode" else (length, length)
         make = _random(device, dtype)
         kwargs: dict[str, Any] = {}
-        if kernel == "dense":
+        if kernel == "dbias":
             kwargs["bias"] = make(1, 8, length, length)
-        elif kernel == "keys" and terms:
+        elif kernel == "dkdv" and score_mods:
             kwargs["bias"] = AlibiBias(torch.linspace(0.1, 0.8, 8, device=device))
-        elif terms:
+        elif score_mods:
             kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
         heads = 2 if kernel == "decode" else 8
         a, _, _ = attention_op.prepare(
             make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
         )
-        names = {"keys": ("key", "value"), "queries": ("query",), "dense": ("bias",)}.get(kernel.split()[-1], ())
+        names = {"dkdv": ("key", "value"), "dq": ("query",), "dbias": ("bias",)}.get(kernel.split()[-1], ())
         return _direction(attention_op, a, names, backend)
 
     return prepare
@@ -283,7 +285,7 @@ def dry_run(task: Task, capability: int, most: int | None) -> int:
     for candidate in task.candidates[:most]:
         with tuned.trying(task.op, {task.key: dataclasses.asdict(candidate)}):
             launched = ahead.compiled(capability, lambda: task.prepare("cpu", True, "triton")(), task.kernel)
-            compiled = [binary for name, binary in launched if name.removesuffix(" few") == task.kernel]
+            compiled = [binary for name, binary in launched if name.removesuffix(" decode") == task.kernel]
         used = ahead.resources(compiled[-1])
         fits = used["shared"] <= ahead.SHARED_LIMIT[capability]
         fitting += fits

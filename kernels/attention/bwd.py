@@ -4,9 +4,9 @@
     dS = P * (dP - D);  d_value = (keep * keep_scale * P)ᵀ @ d_out;  dX = dS * (1 - (s / softcap)²) with softcap, else dS
     d_query = scale * dX @ key;  d_key = scale * dXᵀ @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
 
-``rows_before`` makes D and the maximum of each row; a program of ``keys`` owns a tile of keys (all query heads of its key
-head), one of ``queries`` a tile of queries, one of ``dense`` a tile of a mask's or bias's gradient, in whose own shape it
-sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap; ``keys``
+``preprocess`` makes D and the maximum of each row; a program of ``dkdv`` owns a tile of keys (all query heads of its key
+head), one of ``dq`` a tile of queries, one of ``dbias`` a tile of a mask's or bias's gradient, in whose own shape it
+sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap; ``dkdv``
 without dropout may have keys as rows, so that weights and dS are in place for its other two products.
 """
 
@@ -25,25 +25,25 @@ from .fwd import programs
 from .problem import Problem, Rows, choose, dense_strides, describe, rows, sequences
 from .tiles import (
     at_head,
-    at_values,
+    at_row_stats,
     distance,
-    kept,
+    keep_mask,
     key_bounds,
     key_mask,
     key_origin,
     load_rows,
     of_queries,
     power,
-    products,
     query_bounds,
     query_tile,
     scores,
-    seen,
     segments_of,
     sequence,
     store_rows,
+    tile_dot,
     tile_range,
     visible,
+    visible_rows,
     zero_of,
 )
 
@@ -67,11 +67,11 @@ class Saved(NamedTuple):
 
     do: torch.Tensor
     delta: torch.Tensor
-    top: torch.Tensor  # lse in the units of scores, +inf for a dead row; or the row's maximum if log is there
-    log: torch.Tensor | None  # log2 of the sum
+    row_max: torch.Tensor  # the row's maximum if log2_sum is there; else lse in the units of scores; +inf for a dead row
+    log2_sum: torch.Tensor | None
 
 
-class DenseGradient(NamedTuple):
+class BiasGradient(NamedTuple):
     """Where a mask's or bias's gradient goes, and over how much each of its elements is summed."""
 
     data: torch.Tensor
@@ -85,17 +85,17 @@ class DenseGradient(NamedTuple):
     key_tiles: int
 
 
-# ---- rows
+# ---- row stats
 
 
 @kernel
-def attention_backward_rows(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
-    """delta, top and log of BM queries."""
+def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
+    """The row stats of BM queries: delta, row_max and log2_sum."""
     i_tile, i_b, i_h = query_tile(p, C)
-    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     i = i_tile * C.BM + tl.arange(0, C.BM)
     m_i = i < num_q
-    p_row = at_values(row_q + i, i_b, i_h, p)
+    p_row = at_row_stats(row_q + i, i_b, i_h, p)
     b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
     m_i = m_i & (b_lse != float("-inf"))
     b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
@@ -103,20 +103,22 @@ def attention_backward_rows(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.const
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if DLSE is not None:
         b_delta -= tl.load(DLSE + p_row, mask=m_i, other=0.0)
-    b_top = b_lse * LOG2E if C.BASE2 else b_lse
-    if C.EXTREME:
-        b_log = tl.full([C.BM], 0.0, tl.float32)
+    b_row_max = b_lse * LOG2E if C.BASE2 else b_lse
+    if C.SPLIT_LSE:
+        b_log2_sum = tl.full([C.BM], 0.0, tl.float32)
         if tl.max(tl.where(m_i, tl.abs(b_lse), 0.0), 0) > LARGE:
-            b_top, b_log = maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix, strides, p, C)
-        tl.store(saved.log + p_row, b_log, mask=i < num_q)
+            b_row_max, b_log2_sum = row_max_and_log2_sum(
+                Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C
+            )
+        tl.store(saved.log2_sum + p_row, b_log2_sum, mask=i < num_q)
     tl.store(saved.delta + p_row, b_delta, mask=i < num_q)
-    tl.store(saved.top + p_row, tl.where(m_i, b_top, float("inf")), mask=i < num_q)
+    tl.store(saved.row_max + p_row, tl.where(m_i, b_row_max, float("inf")), mask=i < num_q)
 
 
 @triton.jit
-def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix, strides, p, C: tl.constexpr):
+def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
     """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
-    lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
     first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
@@ -130,11 +132,11 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
         m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
-        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
-        b_top = tl.maximum(b_m, tl.max(b_s, 1))
-        safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
+        b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
+        safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
         b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
-        b_m = b_top
+        b_m = b_row_max
     return b_m, tl.log2(tl.where(b_l == 0.0, 1.0, b_l))
 
 
@@ -143,17 +145,17 @@ def maximum_and_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, shift, prefix
 
 @triton.jit
 def tile_gradients(
-    b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr
+    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C: tl.constexpr
 ):
     """Tiles of the weights after dropout (not yet scaled), dS, dX, and visible pairs."""
-    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
-    b_p = power(b_s - of_queries(b_top, C), C)
-    if C.EXTREME:  # the sum comes apart from the maximum
-        b_p = tl.exp2((b_s - of_queries(b_top, C)) * LOG2E - of_queries(b_log, C))
-    b_dp = products(b_do, b_v, C)
+    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
+    b_p = power(b_s - of_queries(b_row_max, C), C)
+    if C.SPLIT_LSE:  # the sum comes apart from the maximum
+        b_p = tl.exp2((b_s - of_queries(b_row_max, C)) * LOG2E - of_queries(b_log2_sum, C))
+    b_dp = tile_dot(b_do, b_v, C)
     b_pd = b_p
     if C.DROPOUT:
-        keep = kept(i, j, i_b, i_h, p, C)
+        keep = keep_mask(i, j, i_b, i_h, p, C)
         b_pd = tl.where(keep, b_p, zero_of(p))
         b_dp = tl.where(keep, b_dp, zero_of(p))
     b_ds = tl.where(m_s, b_p * (b_dp * p.keep_scale - of_queries(b_delta, C)), 0.0)
@@ -166,36 +168,36 @@ def tile_gradients(
 
 @triton.jit
 def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.constexpr, p, C: tl.constexpr):
-    """query, d_out, top, log and delta of BM queries. Rows that see nothing are read as zero, whatever they hold."""
-    p_row = at_values(row_q + i, i_b, i_h, p)
-    b_top = tl.load(saved.top + p_row, mask=m_i, other=float("inf"))
+    """query, d_out, row_max, log2_sum and delta of BM queries. Rows that see nothing are read as zero, whatever they hold."""
+    p_row = at_row_stats(row_q + i, i_b, i_h, p)
+    b_row_max = tl.load(saved.row_max + p_row, mask=m_i, other=float("inf"))
     b_delta = tl.load(saved.delta + p_row, mask=m_i, other=0.0)
-    b_log = b_delta
-    if C.EXTREME:
-        b_log = tl.load(saved.log + p_row, mask=m_i, other=0.0)
+    b_log2_sum = b_delta
+    if C.SPLIT_LSE:
+        b_log2_sum = tl.load(saved.log2_sum + p_row, mask=m_i, other=0.0)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, MASKED, C.D, C.BD)
     b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV)
     if p.mask is not None or p.bias is not None or p.query_segments is not None:
-        m_live = (b_top != float("inf"))[:, None]
+        m_live = (b_row_max != float("inf"))[:, None]
         b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
         b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)
-    return b_q, b_do, b_top, b_log, b_delta
+    return b_q, b_do, b_row_max, b_log2_sum, b_delta
 
 
-# ---- keys
+# ---- dkdv
 
 
 @kernel
-def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr):
+def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr):
     """d_key and d_value of BN keys, summed over the query heads that share them."""
     origin = key_origin(p, C)
     tiles = (p.num_keys - origin + C.BN - 1) // C.BN
     i_bh = tl.program_id(0) // tiles
     i_b = i_bh // (p.heads // p.group)
     i_hk = i_bh % (p.heads // p.group)
-    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     j = origin + (tl.program_id(0) % tiles) * C.BN + tl.arange(0, C.BN)
-    lo, hi, m_j = query_bounds(j, num_q, num_k, shift, prefix, p, C)
+    lo, hi, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_j, 0, C.BM)
     b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
     b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)  # [BN, BDV]
@@ -213,13 +215,29 @@ def attention_backward_keys(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                 for t in range(from_tile, to_tile):
                     i = t * C.BM + tl.arange(0, C.BM)
                     m_i = (i >= start) & (i < end)
-                    b_q, b_do, b_top, b_log, b_delta = load_query_tile(
+                    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
                         Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
                     )
                     m_s = visible(i, j, lo, hi, m_i, m_k, PART != 1, True, p, C)
                     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
-                        b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                        b_q,
+                        b_k,
+                        b_v,
+                        b_do,
+                        b_row_max,
+                        b_log2_sum,
+                        b_delta,
+                        m_s,
+                        i,
+                        j,
+                        i_b,
+                        i_h,
+                        offset,
+                        segment_q,
+                        segment_k,
+                        p,
+                        C,
                     )
                     b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
                     b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
@@ -242,21 +260,21 @@ def by_keys(tile, C: tl.constexpr):
     return tile
 
 
-# ---- queries
+# ---- dq
 
 
 @kernel
-def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
+def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl.constexpr):
     """d_query of BM queries, and their part of the gradients of slopes and T5 table."""
     i_tile, i_b, i_h = query_tile(p, C)
-    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     K = at_head(K, strides.k, i_b, i_h // p.group)
     V = at_head(V, strides.v, i_b, i_h // p.group)
     i = i_tile * C.BM + tl.arange(0, C.BM)
-    lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
-    b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
+    b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
     segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
@@ -276,13 +294,29 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
-                    b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                    b_q,
+                    b_k,
+                    b_v,
+                    b_do,
+                    b_row_max,
+                    b_log2_sum,
+                    b_delta,
+                    m_s,
+                    i,
+                    j,
+                    i_b,
+                    i_h,
+                    offset,
+                    segment_q,
+                    segment_k,
+                    p,
+                    C,
                 )
-                b_dq = dot(narrow(b_dx, b_k.dtype), seen(b_k, m_s, p, C), b_dq, C)
+                b_dq = dot(narrow(b_dx, b_k.dtype), visible_rows(b_k, m_s, p, C), b_dq, C)
                 if DSLOPES is not None:
-                    b_slope -= tl.sum(b_ds * distance(i, j, shift, C), 1)
+                    b_slope -= tl.sum(b_ds * distance(i, j, offset, C), 1)
                 if DTABLE is not None:
-                    b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, shift, p.diagonals, C)
+                    b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, offset, p.diagonals, C)
                     before = b_ds
 
     i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
@@ -292,7 +326,7 @@ def attention_backward_queries(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, 
         if last > first:  # the diagonals that a tile after the last would have completed
             j = origin + (last - 1) * C.BN + tl.arange(0, C.BN)
             nothing = tl.full([C.BM, C.BN], 0.0, tl.float32)
-            b_table += by_bucket(diagonal_sums(before, nothing, C), 0, i, j, shift, p.diagonals, C)
+            b_table += by_bucket(diagonal_sums(before, nothing, C), 0, i, j, offset, p.diagonals, C)
         tl.store(DTABLE + i_program * C.BUCKETS + tl.arange(0, C.BUCKETS), b_table)
     if DQ is not None:
         m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
@@ -310,19 +344,19 @@ def diagonal_sums(before, b_ds, C: tl.constexpr):
 
 
 @triton.jit
-def by_bucket(sums, step, i, j, shift, diagonals, C: tl.constexpr):
+def by_bucket(sums, step, i, j, offset, diagonals, C: tl.constexpr):
     """[BUCKETS]: the sums of the diagonals that follow the tile's first one, step further, added by their bucket."""
-    d = tl.min(j, 0) - tl.min(i, 0) - shift + step
-    d = tl.minimum(tl.maximum(d, diagonals.least), diagonals.most)
+    d = tl.min(j, 0) - tl.min(i, 0) - offset + step
+    d = tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
     bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))
     return tl.sum(tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0)
 
 
-# ---- dense masks and biases
+# ---- dbias
 
 
 @kernel
-def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
+def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
     """One tile of a mask's or bias's gradient, summed over the sequences, heads, queries and keys that share it."""
     origin = key_origin(p, C)
     key_tiles = (p.num_keys - origin + C.BN - 1) // C.BN // grad.key_tiles
@@ -337,16 +371,18 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
     b_sum = tl.full([C.BM, C.BN], 0.0, tl.float32)
     for b in range(grad.batches):
         i_b = i_batch + b
-        row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
+        row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
         for h in range(grad.heads):
             i_h = i_head + h
             K_head = at_head(K, strides.k, i_b, i_h // p.group)
             V_head = at_head(V, strides.v, i_b, i_h // p.group)
             for i_tile in range(i_query, i_query + grad.query_tiles):
                 i = i_tile * C.BM + tl.arange(0, C.BM)
-                lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+                lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
                 first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
-                b_q, b_do, b_top, b_log, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
+                b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
+                    Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
+                )
                 segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                 for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
                     j = origin + t * C.BN + tl.arange(0, C.BN)
@@ -356,7 +392,23 @@ def attention_backward_dense(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
                     segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
-                        b_q, b_k, b_v, b_do, b_top, b_log, b_delta, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C
+                        b_q,
+                        b_k,
+                        b_v,
+                        b_do,
+                        b_row_max,
+                        b_log2_sum,
+                        b_delta,
+                        m_s,
+                        i,
+                        j,
+                        i_b,
+                        i_h,
+                        offset,
+                        segment_q,
+                        segment_k,
+                        p,
+                        C,
                     )
                     b_sum += b_ds
 
@@ -389,10 +441,10 @@ def backward(
 ) -> None:
     """Write the gradients that ``wanted`` has, by the names of the op's arguments. Last dimensions contiguous."""
     device = a.query.device
-    delta, top = torch.empty_like(lse), torch.empty_like(lse)
-    tile = choose("queries", a)
+    delta, row_max = torch.empty_like(lse), torch.empty_like(lse)
+    tile = choose("dq", a)
     p, kind = describe(a, tile)
-    saved = Saved(grad_out, delta, top, torch.empty_like(lse) if kind.EXTREME else None)
+    saved = Saved(grad_out, delta, row_max, torch.empty_like(lse) if kind.SPLIT_LSE else None)
     dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
     strides = BackwardStrides(
         *map(rows, (a.query, a.key, a.value, out, grad_out)),
@@ -400,14 +452,14 @@ def backward(
     )
     count = programs(a, p, tile.BM)
     launch(
-        attention_backward_rows, count, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
+        attention_backward_preprocess, count, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
         warps=tile.warps, stages=1,
     )  # fmt: skip
     if not wanted.keys().isdisjoint(("query", "slopes", "table")):
-        slopes = _parts(a, count, p, 1) if "slopes" in wanted else None
-        table = _parts(a, count, p, kind.BUCKETS) if "table" in wanted else None
+        slopes = _alloc_partials(a, count, p, 1) if "slopes" in wanted else None
+        table = _alloc_partials(a, count, p, kind.BUCKETS) if "table" in wanted else None
         launch(
-            attention_backward_queries, count, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
+            attention_backward_dq, count, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
         if slopes is not None:
@@ -415,21 +467,21 @@ def backward(
         if table is not None:
             wanted["table"].copy_(table.sum((0, 2))[:, : a.table.shape[0]].t())
     if dk is not None or dv is not None:
-        tile = choose("dropped keys" if a.dropout_p else "keys", a)
+        tile = choose("dropout dkdv" if a.dropout_p else "dkdv", a)
         p, kind = describe(a, tile)
         kind = dataclasses.replace(kind, KEYS_FIRST=not a.dropout_p and tile.BN >= 16 * tile.warps)
         count = sequences(a) * (p.heads // p.group) * _key_tiles(p, tile.BN)
         launch(
-            attention_backward_keys, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,
+            attention_backward_dkdv, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
     for name in ("mask", "bias"):
         if name in wanted:
-            _backward_dense(a, wanted[name], saved, strides)
+            _backward_dbias(a, wanted[name], saved, strides)
 
 
-def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardStrides) -> None:
-    tile = choose("dense", a)
+def _backward_dbias(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardStrides) -> None:
+    tile = choose("dbias", a)
     p, kind = describe(a, tile)
     query_tiles, key_tiles = -(-p.num_queries // tile.BM), _key_tiles(p, tile.BN)
     if 0 in (query_tiles, key_tiles):
@@ -440,12 +492,12 @@ def _backward_dense(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardS
     kind = dataclasses.replace(kind, SUM_QUERIES=grad.shape[2] == 1, SUM_KEYS=grad.shape[3] == 1)
     count = math.prod(1 if size == 1 else n for n, size in zip(counts, grad.shape))
     launch(
-        attention_backward_dense, count, a.query.device, a.query, a.key, a.value, DenseGradient(grad, *dense_strides(grad), *shared),
+        attention_backward_dbias, count, a.query.device, a.query, a.key, a.value, BiasGradient(grad, *dense_strides(grad), *shared),
         saved, strides, p, kind, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
-def _parts(a: Any, count: int, p: Problem, width: int) -> torch.Tensor:
+def _alloc_partials(a: Any, count: int, p: Problem, width: int) -> torch.Tensor:
     """(sequences, heads, tiles of queries, width) float32: what each program adds to a sum over all of them."""
     return torch.empty((sequences(a), p.heads, count // max(1, sequences(a) * p.heads), width), device=a.query.device)
 

@@ -12,14 +12,14 @@ from typing import Any
 
 INTERPRETER = 0  # in place of a compute capability
 HEAD_DIMS = (64, 128, 256)  # classes of problems
-MANY_TERMS = 3  # per element: from so many on, a kernel's entry "…++" holds
+MANY_SCORE_MODS = 3  # work per element: from so many on, a kernel's entry "…++" holds
 
 
 @dataclass(frozen=True)
 class Config:
     """A tile of BM queries and BN keys. BN is a multiple of 32 (dropout) and at least BM (the T5 table's gradient).
 
-    Of "keys" the tile's rows are keys if each warp has rows of its own: BN at least 16 times warps.
+    Of "dkdv" the tile's rows are keys if each warp has rows of its own: BN at least 16 times warps.
     """
 
     BM: int
@@ -30,51 +30,51 @@ class Config:
 
 @dataclass(frozen=True)
 class Split:
-    """When and how keys are split: of sequences with at most ``rows`` queries times heads that share a key head, so that a
-    split has at least ``keys`` keys and there are at most ``most`` (a power of two)."""
+    """When and how keys are split: of sequences with at most ``max_rows`` queries times heads that share a key head, so that
+    a split has at least ``min_keys`` keys and there are at most ``max_splits`` (a power of two)."""
 
-    rows: int
-    keys: int
-    most: int
+    max_rows: int
+    min_keys: int
+    max_splits: int
 
 
 # 512 keys of 128 numbers are 256 KB of bfloat16; what 16 rows leave of them for the others to add is 3 % of that.
-SPLIT = Split(rows=32, keys=512, most=64)
-SPLIT_INTERPRETED = Split(rows=32, keys=128, most=4)
+SPLIT = Split(max_rows=32, min_keys=512, max_splits=64)
+SPLIT_INTERPRETED = Split(max_rows=32, min_keys=128, max_splits=4)
 
 
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
-# work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many such terms together.
+# work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many of them together.
 SIXTEEN_BIT = {
     "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 1)},
     "forward+": {64: Config(128, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)},
     "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 2), 256: Config(16, 32, 4, 2)},
     "decode++": {64: Config(16, 64, 4, 3), 128: Config(16, 32, 4, 2), 256: Config(16, 32, 4, 2)},
-    "keys": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2), 256: Config(32, 32, 8, 1)},
-    "keys+": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
-    "keys++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropped keys": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropped keys++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
-    "queries+": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
-    "queries++": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dense": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 4, 1)},
+    "dkdv": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2), 256: Config(32, 32, 8, 1)},
+    "dkdv+": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
+    "dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropout dkdv": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropout dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    "dq+": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dq++": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dbias": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 4, 1)},
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "forward+": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
-    "keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropped keys": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "queries": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
-    "dense": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dropout dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dq": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
+    "dbias": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
 }
 # What differs on some architectures, by bytes of an element. The tiles above suit mma.sync (16 rows to a warp, none that another warp
 # has too); wgmma multiplies 64 rows by 4 warps, tcgen05 128.
 WGMMA = {
     "forward+": {128: Config(128, 32, 8, 2)},
-    "keys": {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2)},
-    "keys+": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2)},
+    "dkdv": {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2)},
+    "dkdv+": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2)},
 }
 DIFFERENT = {
     2: {
@@ -82,25 +82,25 @@ DIFFERENT = {
         100: WGMMA
         | {
             "forward": {64: Config(128, 64, 4, 3)},
-            "keys": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)},
-            "dropped keys": {128: Config(16, 32, 8, 1)},
-            "queries+": {256: Config(16, 32, 8, 2)},
+            "dkdv": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)},
+            "dropout dkdv": {128: Config(16, 32, 8, 1)},
+            "dq+": {256: Config(16, 32, 8, 2)},
         },
         120: {
-            "keys": {64: Config(16, 128, 8, 2), 128: Config(16, 64, 8, 1)},
-            "dropped keys": {128: Config(16, 32, 8, 1)},
+            "dkdv": {64: Config(16, 128, 8, 2), 128: Config(16, 64, 8, 1)},
+            "dropout dkdv": {128: Config(16, 32, 8, 1)},
         },
     },
-    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}, 120: {"dropped keys": {128: Config(16, 32, 8, 2)}}},
+    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}, 120: {"dropout dkdv": {128: Config(16, 32, 8, 2)}}},
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {
     "forward": Config(32, 64, 1, 1),
     "decode": Config(16, 64, 1, 1),
-    "keys": Config(32, 64, 1, 1),
-    "dropped keys": Config(32, 64, 1, 1),
-    "queries": Config(32, 64, 1, 1),
-    "dense": Config(32, 64, 1, 1),
+    "dkdv": Config(32, 64, 1, 1),
+    "dropout dkdv": Config(32, 64, 1, 1),
+    "dq": Config(32, 64, 1, 1),
+    "dbias": Config(32, 64, 1, 1),
 }
 
 
@@ -109,22 +109,22 @@ def split(capability: int) -> Split:
     return SPLIT_INTERPRETED if capability == INTERPRETER else SPLIT
 
 
-def effort(terms: int) -> int:
-    """The class of a problem with so many terms per element: 0 for none, 1 for some, 2 for many."""
-    return min(terms, 1) + (terms >= MANY_TERMS)
+def effort(score_mods: int) -> int:
+    """The class of a problem with so many score_mods: 0 for none, 1 for some, 2 for many."""
+    return min(score_mods, 1) + (score_mods >= MANY_SCORE_MODS)
 
 
-def key_of(kernel: str, head_dim: int, itemsize: int, terms: int) -> str:
+def key_of(kernel: str, head_dim: int, itemsize: int, score_mods: int) -> str:
     """The name of a kernel and class of problems in a tuned table."""
     largest = next(n for n in HEAD_DIMS if head_dim <= n)
-    work = ("", ", work per element", ", much work per element")[effort(terms)]
+    work = ("", ", work per element", ", much work per element")[effort(score_mods)]
     return f"{kernel}, {8 * itemsize} bit, head size {largest}{work}"
 
 
-def entry_of(kernel: str, head_dim: int, itemsize: int, terms: int) -> tuple[str, int]:
-    """Where the tables have a class of problems: the nearest entry for no more terms than there are."""
+def entry_of(kernel: str, head_dim: int, itemsize: int, score_mods: int) -> tuple[str, int]:
+    """Where the tables have a class of problems: the nearest entry for no more score_mods than there are."""
     table = SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT
-    names = (kernel + "+" * n for n in range(effort(terms), -1, -1))
+    names = (kernel + "+" * n for n in range(effort(score_mods), -1, -1))
     return next(name for name in names if name in table), next(size for size in HEAD_DIMS if head_dim <= size)
 
 
@@ -134,27 +134,27 @@ def config(
     head_dim: int,
     itemsize: int,
     *,
-    terms: int,
+    score_mods: int,
     tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Config:
-    """The configuration of a kernel for problems with so many terms per element: the measured one, or the table's.
+    """The configuration of a kernel for problems with so many score_mods: the measured one, or the table's.
 
     capability: 80, 90, 100, 120, …, or INTERPRETER.
     """
     if capability == INTERPRETER:
         return INTERPRETED[kernel]
-    if measured := tuned.get(key_of(kernel, head_dim, itemsize, terms)):
+    if measured := tuned.get(key_of(kernel, head_dim, itemsize, score_mods)):
         return Config(**measured)
-    name, size = entry_of(kernel, head_dim, itemsize, terms)
+    name, size = entry_of(kernel, head_dim, itemsize, score_mods)
     different = DIFFERENT[itemsize].get(capability, {}).get(name, {})
     return different.get(size) or (SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT)[name][size]
 
 
-def candidates(kernel: str, head_dim: int, itemsize: int, *, terms: int) -> Iterator[Config]:
+def candidates(kernel: str, head_dim: int, itemsize: int, *, score_mods: int) -> Iterator[Config]:
     """What `make tune` tries: the table's choice first, then tiles around it."""
-    first = config(kernel, 90, head_dim, itemsize, terms=terms)
+    first = config(kernel, 90, head_dim, itemsize, score_mods=score_mods)
     yield first
-    rows = {"decode": (16,), "keys": (16, 32, 64)}.get(kernel, (32, 64, 128) if itemsize == 2 else (16, 32, 64))
+    rows = {"decode": (16,), "dkdv": (16, 32, 64)}.get(kernel, (32, 64, 128) if itemsize == 2 else (16, 32, 64))
     for BM in rows:
         for BN in (32, 64, 128):
             for warps in (4, 8):

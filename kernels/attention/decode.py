@@ -1,9 +1,9 @@
-"""Attention of few queries over many keys, as in decoding: who computes what, and how the splits of the keys are joined.
+"""Decoding, few queries over many keys (split KV): which program computes what, and how the splits of the keys are combined.
 
     m = max_s m_s;  l = sum_s l_s e^(m_s - m);  o = sum_s o_s e^(m_s - m)        over splits s, each with its own m, l and o
 
-A sequence has few queries if its rows, queries times the heads that share a key head, are at most ``limit``. Its visible
-keys are divided into equal runs of tiles, at least ``tiles`` and at most ``most`` runs. Both depend on the sequence's own
+A sequence is decoded if its rows, queries times the heads that share a key head, are at most ``max_rows``. Its visible keys
+are divided into equal runs of at least ``min_tiles`` tiles, at most ``max_splits`` runs. Both depend on the sequence's own
 lengths alone, so that a sequence gives the same bits whatever else is in the batch. Where the host does not know all
 lengths, both forms are launched, and each leaves to the other what is not its own.
 
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from .._lang import kernel
-from .problem import Few, Kind, Problem, choose, choose_split, padded, sequences
+from .problem import Kind, Problem, SplitKV, choose, choose_split, padded, sequences
 from .tiles import finish, power, sequence, tile_rows
 
 
-class Parts(NamedTuple):
+class Partials(NamedTuple):
     """What each split of the keys leaves: float32, rows (sequence, key head, split, row)."""
 
     m: torch.Tensor
@@ -34,8 +34,8 @@ class Parts(NamedTuple):
 # ---- host
 
 
-def plan(a: Any) -> tuple[bool, Few | None]:
-    """(whether some sequence may have many queries, how those with few are done, if there may be any)."""
+def plan(a: Any) -> tuple[bool, SplitKV | None]:
+    """(whether some sequence may have too many queries to be decoded, how the others are split, if there may be any)."""
     packed = hasattr(a, "cu_seqlens_q")
     num_queries, num_keys = (a.max_seqlen_q, a.max_seqlen_k) if packed else (a.query.shape[2], a.key.shape[2])
     limits = choose_split(a)
@@ -44,7 +44,7 @@ def plan(a: Any) -> tuple[bool, Few | None]:
     window = a.left + right if a.left >= 0 and right >= 0 else None
     return plan_of(
         num_queries, num_keys, a.query.shape[1] // a.key.shape[1], window, packed or a.query_lengths is not None,
-        limit=limits.rows, tile=tile.BN, least=limits.keys, most=limits.most,
+        max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,
     )  # fmt: skip
 
 
@@ -55,35 +55,35 @@ def plan_of(
     window: int | None,
     ragged: bool,
     *,
-    limit: int,
+    max_rows: int,
     tile: int,
-    least: int,
-    most: int,
-) -> tuple[bool, Few | None]:
+    min_keys: int,
+    max_splits: int,
+) -> tuple[bool, SplitKV | None]:
     """``plan`` of the longest sequence's sizes; ragged: others may be shorter. window: left + right of a bounded one."""
     rows = num_queries * group
-    if rows > limit and (not ragged or group > limit):
+    if rows > max_rows and (not ragged or group > max_rows):
         return True, None
     span = num_keys if window is None else min(num_keys, window + 1 + num_queries)
-    tiles = max(1, least // tile)
-    splits = min(most, -(-(-(-span // tile) + 1) // tiles))
-    return rows > limit, Few(limit, min(rows, limit), splits, tiles, most)
+    tiles = max(1, min_keys // tile)
+    splits = min(max_splits, -(-(-(-span // tile) + 1) // tiles))
+    return rows > max_rows, SplitKV(max_rows, min(rows, max_rows), splits, tiles, max_splits)
 
 
-def parts_of(a: Any, p: Problem, kind: Kind) -> Parts:
+def alloc_partials(a: Any, p: Problem, kind: Kind) -> Partials:
     """Memory for what the splits leave."""
-    rows = sequences(a) * (p.heads // p.group) * p.few.splits * -(-p.few.rows // kind.BM) * kind.BM
+    rows = sequences(a) * (p.heads // p.group) * p.split_kv.splits * -(-p.split_kv.rows // kind.BM) * kind.BM
     m, l = torch.empty((2, rows), dtype=torch.float32, device=a.query.device)
-    return Parts(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=a.query.device))
+    return Partials(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=a.query.device))
 
 
 def extra_bytes(a: Any) -> int:
     """Of the memory for what the splits leave."""
-    few = plan(a)[1]
-    if few is None or few.splits == 1:
+    split_kv = plan(a)[1]
+    if split_kv is None or split_kv.splits == 1:
         return 0
     heads = a.key.shape[1] * sequences(a)
-    return 4 * heads * few.splits * (-(-few.rows // 16) * 16) * (padded(a.value.shape[-1]) + 2)
+    return 4 * heads * split_kv.splits * (-(-split_kv.rows // 16) * 16) * (padded(a.value.shape[-1]) + 2)
 
 
 # ---- device
@@ -92,63 +92,63 @@ def extra_bytes(a: Any) -> int:
 @triton.jit
 def packed_tile(p, C: tl.constexpr):
     """(tile of rows, split, batch, first query head) of this program."""
-    i_split = tl.program_id(0) % p.few.splits
-    i_tile = tl.program_id(0) // p.few.splits
-    tiles = (p.few.rows + C.BM - 1) // C.BM
+    i_split = tl.program_id(0) % p.split_kv.splits
+    i_tile = tl.program_id(0) // p.split_kv.splits
+    tiles = (p.split_kv.rows + C.BM - 1) // C.BM
     i_bh = i_tile // tiles
     heads = p.heads // p.group
     return i_tile % tiles, i_split, i_bh // heads, i_bh % heads * p.group
 
 
 @triton.jit
-def mine(num_q, p, C: tl.constexpr):
+def owned_queries(num_q, p, C: tl.constexpr):
     """The sequence's queries, or none if another launch has them."""
-    if C.APART:
-        few = num_q * p.group <= p.few.limit
-        num_q = tl.where(few, num_q, 0) if C.PACKED else tl.where(few, 0, num_q)
+    if C.DECODE_APART:
+        decoded = num_q * p.group <= p.split_kv.max_rows
+        num_q = tl.where(decoded, num_q, 0) if C.PACK_GQA else tl.where(decoded, 0, num_q)
     return num_q
 
 
 @triton.jit
-def own_split(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
+def kv_range(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
     """The tiles of keys of one split. Their number per split follows from the keys that the sequence's queries can see."""
     span = num_k
     if C.LEFT and (C.RIGHT or (C.CAUSAL and p.prefix_lengths is None)):
         right = 0 if C.CAUSAL and p.prefix_lengths is None else p.right
         span = tl.minimum(num_k, p.left + right + 1 + num_q)
     tiles = (span + C.BN - 1) // C.BN + 1
-    tiles = tl.maximum(p.few.tiles, (tiles + p.few.most - 1) // p.few.most)
+    tiles = tl.maximum(p.split_kv.min_tiles, (tiles + p.split_kv.max_splits - 1) // p.split_kv.max_splits)
     first = tl.minimum(first + i_split * tiles, last)
     return first, tl.minimum(first + tiles, last)
 
 
 @triton.jit
-def part_row(i_b, i_head, i_split, p, BM: tl.constexpr):
+def partial_row(i_b, i_head, i_split, p, BM: tl.constexpr):
     """The first of a split's rows."""
     i_bh = (i_b * (p.heads // p.group) + i_head // p.group).to(tl.int64)
-    return (i_bh * p.few.splits + i_split) * ((p.few.rows + BM - 1) // BM * BM)
+    return (i_bh * p.split_kv.splits + i_split) * ((p.split_kv.rows + BM - 1) // BM * BM)
 
 
 @kernel
-def attention_combine(OUT, LSE, parts, strides, p, C: tl.constexpr, BM: tl.constexpr, MOST: tl.constexpr):
-    """One row of a sequence of few queries: its splits joined, in an order that does not depend on how many others have."""
-    i_bh = tl.program_id(0) // p.few.rows
-    i_row = tl.program_id(0) % p.few.rows
+def attention_combine(OUT, LSE, partials, strides, p, C: tl.constexpr, BM: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """One row of a decoded sequence: its splits combined, in an order that does not depend on how many others have."""
+    i_bh = tl.program_id(0) // p.split_kv.rows
+    i_row = tl.program_id(0) % p.split_kv.rows
     heads = p.heads // p.group
     i_b = i_bh // heads
     i_head = i_bh % heads * p.group
-    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
-    num_q = mine(num_q, p, C)
+    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
+    num_q = owned_queries(num_q, p, C)
     i, i_h = tile_rows(i_row, i_head, p, C)  # [1]
 
-    s = tl.arange(0, MOST)
-    row = part_row(i_b, i_head, s, p, BM) + i_row  # [MOST]
-    m_s = s < p.few.splits
-    b_m = tl.load(parts.m + row, mask=m_s, other=float("-inf"))
-    top = tl.max(b_m, 0)
-    weight = power(b_m - tl.where(top == float("-inf"), 0.0, top), C)
-    b_l = tl.sum(tl.load(parts.l + row, mask=m_s, other=0.0) * weight, 0)
-    p_o = parts.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :]
-    b_o = tl.sum(tl.load(p_o, mask=m_s[:, None], other=0.0) * weight[:, None], 0)  # [BDV]
+    s = tl.arange(0, MAX_SPLITS)
+    row = partial_row(i_b, i_head, s, p, BM) + i_row  # [MAX_SPLITS]
+    m_s = s < p.split_kv.splits
+    b_m = tl.load(partials.m + row, mask=m_s, other=float("-inf"))
+    row_max = tl.max(b_m, 0)
+    alpha = power(b_m - tl.where(row_max == float("-inf"), 0.0, row_max), C)
+    b_l = tl.sum(tl.load(partials.l + row, mask=m_s, other=0.0) * alpha, 0)
+    p_o = partials.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :]
+    b_o = tl.sum(tl.load(p_o, mask=m_s[:, None], other=0.0) * alpha[:, None], 0)  # [BDV]
     one = tl.full([1], 1.0, tl.float32)
-    finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, one * top, one * b_l, one[:, None] * b_o[None, :], p, C)
+    finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, one * row_max, one * b_l, one[:, None] * b_o[None, :], p, C)

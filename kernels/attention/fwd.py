@@ -6,7 +6,7 @@
 Grid: one flat dimension over batch, query heads and tiles of queries. Scores, sums and o are float32 and stay in registers;
 weights are rounded to value's dtype for the product. A row that sees nothing has l = 0 and gives 0 and -inf.
 
-A sequence with few queries (decoding) is the same kernel's with C.PACKED: the rows of a tile are the queries of all heads
+A sequence with few queries (decode) is the same kernel's with C.PACK_GQA: the rows of a tile are the queries of all heads
 that share a key head, so keys and values are read once, and long keys are split over programs, each of which leaves m, l
 and o of its own; ``attention_combine`` joins them. See decode.py.
 """
@@ -20,13 +20,13 @@ import torch
 import triton.language as tl
 
 from .._lang import dot, kernel, launch, narrow
-from .decode import Few, attention_combine, mine, own_split, packed_tile, part_row, parts_of, plan
+from .decode import SplitKV, alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row, plan
 from .problem import ForwardStrides, choose, describe, rows, sequences
 from .tiles import (
     at_head,
     column,
     finish,
-    kept,
+    keep_mask,
     key_bounds,
     key_mask,
     key_origin,
@@ -34,30 +34,30 @@ from .tiles import (
     power,
     query_tile,
     scores,
-    seen,
     segments_of,
     sequence,
     tile_range,
     tile_rows,
     visible,
+    visible_rows,
     zero_of,
 )
 
 
 @kernel
-def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
-    if C.PACKED:
+def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
+    if C.PACK_GQA:
         i_tile, i_split, i_b, i_head = packed_tile(p, C)
     else:
         i_tile, i_b, i_head = query_tile(p, C)
-    row_q, row_k, num_q, num_k, shift, prefix = sequence(p, i_b, C)
-    num_q = mine(num_q, p, C)
+    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
+    num_q = owned_queries(num_q, p, C)
     i, i_h = tile_rows(i_tile, i_head, p, C)
-    lo, hi, m_i = key_bounds(i, num_q, num_k, shift, prefix, p, C)
+    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
-    if C.SPLIT:
-        first, last = own_split(first, last, i_split, num_q, num_k, p, C)
+    if C.SPLIT_KV:
+        first, last = kv_range(first, last, i_split, num_q, num_k, p, C)
         whole = tl.minimum(tl.maximum(whole, first), last)
         whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
     K = at_head(K, strides.k, i_b, i_head // p.group)
@@ -78,26 +78,26 @@ def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
                 segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C)
+                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
 
-                b_top = tl.maximum(b_m, tl.max(b_s, 1))
-                safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+                b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
+                safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
                 b_p = power(b_s - safe[:, None], C)  # [BM, BN]
-                decay = power(b_m - safe, C)
-                b_m = b_top
-                b_l = b_l * decay + tl.sum(b_p, 1)
+                alpha = power(b_m - safe, C)
+                b_m = b_row_max
+                b_l = b_l * alpha + tl.sum(b_p, 1)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
-                    b_p = tl.where(kept(i, j, i_b, i_h, p, C), b_p, zero_of(p))
-                b_v = seen(b_v, m_s, p, C)
-                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * decay[:, None], C)
+                    b_p = tl.where(keep_mask(i, j, i_b, i_h, p, C), b_p, zero_of(p))
+                b_v = visible_rows(b_v, m_s, p, C)
+                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * alpha[:, None], C)
 
     b_l = tl.where(m_i, b_l, 0.0)
-    if C.SPLIT:
-        row = part_row(i_b, i_head, i_split, p, C.BM) + i_tile * C.BM + tl.arange(0, C.BM)
-        tl.store(parts.m + row, b_m)
-        tl.store(parts.l + row, b_l)
-        tl.store(parts.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :], b_o)
+    if C.SPLIT_KV:
+        row = partial_row(i_b, i_head, i_split, p, C.BM) + i_tile * C.BM + tl.arange(0, C.BM)
+        tl.store(partials.m + row, b_m)
+        tl.store(partials.l + row, b_l)
+        tl.store(partials.o + row[:, None] * C.BDV + tl.arange(0, C.BDV)[None, :], b_o)
     else:
         finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C)
 
@@ -105,37 +105,43 @@ def attention_forward(Q, K, V, OUT, LSE, parts, strides, p, C: tl.constexpr):
 def forward(a: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the op's arguments; last dimensions contiguous."""
     strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out))
-    whole, few = plan(a)
-    if whole:
+    prefill, split_kv = plan(a)
+    if prefill:
         tile = choose("forward", a)
         p, kind = describe(a, tile)
-        p, kind = p._replace(few=few), dataclasses.replace(kind, APART=few is not None)
+        p, kind = p._replace(split_kv=split_kv), dataclasses.replace(kind, DECODE_APART=split_kv is not None)
         launch(
             attention_forward, programs(a, p, tile.BM), a.query.device, a.query, a.key, a.value, out, lse, None, strides, p,
             kind, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
-    if few is not None:
-        _forward_few(a, out, lse, strides, few, apart=whole)
+    if split_kv is not None:
+        _forward_decode(a, out, lse, strides, split_kv, apart=prefill)
 
 
-def _forward_few(a: Any, out: torch.Tensor, lse: torch.Tensor, strides: ForwardStrides, few: Few, *, apart: bool) -> None:
-    """Sequences of few queries: after the others', whose launch leaves zeros where these have no queries."""
+def _forward_decode(
+    a: Any, out: torch.Tensor, lse: torch.Tensor, strides: ForwardStrides, split_kv: SplitKV, *, apart: bool
+) -> None:
+    """Decoded sequences: after the others', whose launch leaves zeros where these have no queries."""
     tile = choose("decode", a)
     p, kind = describe(a, tile)
-    p = p._replace(few=few)
+    p = p._replace(split_kv=split_kv)
     kind = dataclasses.replace(
-        kind, PACKED=True, SPLIT=few.splits > 1, APART=apart, KEY_MASK=kind.KEY_MASK and (a.mask.shape[1] == 1 or p.group == 1)
+        kind,
+        PACK_GQA=True,
+        SPLIT_KV=split_kv.splits > 1,
+        DECODE_APART=apart,
+        KEY_MASK=kind.KEY_MASK and (a.mask.shape[1] == 1 or p.group == 1),
     )
     heads = sequences(a) * (p.heads // p.group)
-    parts = parts_of(a, p, kind) if kind.SPLIT else None
+    partials = alloc_partials(a, p, kind) if kind.SPLIT_KV else None
     launch(
-        attention_forward, heads * -(-few.rows // tile.BM) * few.splits, a.query.device, a.query, a.key, a.value, out, lse, parts,
-        strides, p, kind, warps=tile.warps, stages=tile.stages,
+        attention_forward, heads * -(-split_kv.rows // tile.BM) * split_kv.splits, a.query.device, a.query, a.key, a.value, out,
+        lse, partials, strides, p, kind, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-    if parts is not None:
+    if partials is not None:
         launch(
-            attention_combine, heads * few.rows, a.query.device, out, lse, parts, strides, p,
-            dataclasses.replace(kind, BM=1), tile.BM, few.most, warps=4, stages=1,
+            attention_combine, heads * split_kv.rows, a.query.device, out, lse, partials, strides, p,
+            dataclasses.replace(kind, BM=1), tile.BM, split_kv.max_splits, warps=4, stages=1,
         )  # fmt: skip
 
 

@@ -49,14 +49,14 @@ class ForwardStrides(NamedTuple):
     o: Rows
 
 
-class Few(NamedTuple):
-    """How sequences of few queries are done: see decode.py."""
+class SplitKV(NamedTuple):
+    """How the keys of a decoded sequence are split: see decode.py."""
 
-    limit: int  # a sequence with at most so many rows, queries times heads that share a key head, has few
-    rows: int  # of the sequence with most, at most limit
-    splits: int  # of the sequence with most
-    tiles: int  # of keys that a split has at least
-    most: int  # splits at most
+    max_rows: int  # a sequence with at most so many rows, queries times heads that share a key head, is decoded
+    rows: int  # of the longest sequence, at most max_rows
+    splits: int  # of the longest sequence
+    min_tiles: int  # of keys to a split
+    max_splits: int
 
 
 class Diagonals(NamedTuple):
@@ -66,8 +66,8 @@ class Diagonals(NamedTuple):
     bucket: torch.Tensor  # (width,) int32
     width: int
     zero: int  # where d = 0 is
-    least: int  # a tile whose first diagonal is below least, or above most, is taken to be there: its values are the same
-    most: int
+    d_min: int  # a tile whose first diagonal is below d_min, or above d_max, is taken to be there: its values are the same
+    d_max: int
 
 
 class Problem(NamedTuple):
@@ -94,7 +94,7 @@ class Problem(NamedTuple):
     bias: Dense | None
     slopes: torch.Tensor | None
     diagonals: Diagonals | None
-    few: Few | None
+    split_kv: SplitKV | None
     seed: torch.Tensor | None
     threshold: int
     keep_scale: float
@@ -123,15 +123,15 @@ class Kind:
     SOFTCAP: bool
     DROPOUT: bool
     BASE2: bool  # scores are kept in base 2: nothing is added to them
-    EXTREME: bool  # scores may be so large that lse loses the log of the sum
+    SPLIT_LSE: bool  # scores may be so large that lse loses the log of the sum: row_max and log2_sum are kept apart
     PRECISION: str
     BUCKETS: int = 0  # of T5, padded to a power of two
     SUM_QUERIES: bool = False  # a gradient has one row for all queries, or one column for all keys
     SUM_KEYS: bool = False
-    PACKED: bool = False  # the rows of a tile are the queries of all heads of a key head: few queries
-    SPLIT: bool = False  # keys are split over programs
+    PACK_GQA: bool = False  # the rows of a tile are the queries of all heads of a key head: decode
+    SPLIT_KV: bool = False  # keys are split over programs
     KEYS_FIRST: bool = False  # the rows of a tile are keys, its columns queries
-    APART: bool = False  # sequences of few queries have a launch of their own
+    DECODE_APART: bool = False  # decoded sequences have a launch of their own
 
 
 def capability(device: torch.device) -> int:
@@ -149,9 +149,9 @@ def choose(kernel: str, a: Any) -> Config:
         a.table,
         getattr(a, "query_segments", None),
     )
-    terms = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
+    score_mods = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
     return config(
-        kernel, capability(a.query.device), widest, a.query.element_size(), terms=terms,
+        kernel, capability(a.query.device), widest, a.query.element_size(), score_mods=score_mods,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
 
@@ -188,9 +188,9 @@ def strides(t: torch.Tensor) -> tuple[int, ...]:
 def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
     """The problem of the op's arguments, and what to compile for it with this tile."""
     packed = hasattr(a, "cu_seqlens_q")
-    term = None if packed else a.bias
+    bias = None if packed else a.bias
     mask = None if packed else a.mask
-    floating = [t for t in (mask, term) if t is not None and t.dtype != torch.bool]
+    floating = [t for t in (mask, bias) if t is not None and t.dtype != torch.bool]
     base2 = not (floating or a.softcap or a.slopes is not None or a.table is not None)
     t = threshold(a.dropout_p)
     key_start = 0 if packed else a.key_start
@@ -209,10 +209,10 @@ def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
         cu_queries=getattr(a, "cu_seqlens_q", None),
         cu_keys=getattr(a, "cu_seqlens_k", None),
         mask=_dense(mask),
-        bias=_dense(term),
+        bias=_dense(bias),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
         diagonals=None if a.table is None else _diagonals(a, tile),
-        few=None,
+        split_kv=None,
         seed=a.dropout_seed,
         threshold=t,
         keep_scale=keep_scale(a.dropout_p),
@@ -237,7 +237,7 @@ def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
         SOFTCAP=bool(a.softcap),
         DROPOUT=0 < t < 65536,
         BASE2=base2,
-        EXTREME=bool(floating),
+        SPLIT_LSE=bool(floating),
         PRECISION=precision(a.query.dtype),
         BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
     )
@@ -267,6 +267,6 @@ def _diagonals(a: Any, tile: Config) -> Diagonals:
         bucket=bucket,
         width=bucket.shape[0],
         zero=before + pad,
-        least=-before - tile.BN,
-        most=after + tile.BM,
+        d_min=-before - tile.BN,
+        d_max=after + tile.BM,
     )

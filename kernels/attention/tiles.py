@@ -1,12 +1,12 @@
 """What the attention kernels share: where a sequence lies, which tiles a row of tiles has, and the scores of one tile.
 
-All positions are local to the sequence: query i sits on the diagonal of key i + shift. A row's bounds are the keys
+All positions are local to the sequence: query i sits on the diagonal of key i + offset. A row's bounds are the keys
 lo <= j < hi that causality, window, lengths and prefix leave it, a column's bounds likewise; whatever else hides a pair
 (segments, dense masks) is looked up per element. A sequence's first key tile starts at or before key 0, at an absolute
 multiple of 32, because the dropout mask comes in such groups.
 
 Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys, or the other
-way round with C.KEYS_FIRST: which of both a tile's rows are is the concern of of_queries, of_keys and a few products alone.
+way round with C.KEYS_FIRST: which of both a tile's rows are is the concern of of_queries, of_keys and tile_dot alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tile_of(value, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def products(b_queries, b_keys, C: tl.constexpr):
+def tile_dot(b_queries, b_keys, C: tl.constexpr):
     """The tile of products of each query's row with each key's."""
     if C.KEYS_FIRST:
         b = dot(b_keys, tl.trans(b_queries), tile_of(0.0, tl.float32, C), C)
@@ -49,7 +49,7 @@ def products(b_queries, b_keys, C: tl.constexpr):
 
 @triton.jit
 def sequence(p, i_b, C: tl.constexpr):
-    """(first query row, first key row, queries, keys, shift, prefix) of one sequence. Lengths are clamped to the tensors."""
+    """(first query row, first key row, queries, keys, offset, prefix) of one sequence. Lengths are clamped to the tensors."""
     row_q = tl.zeros([], tl.int64)
     row_k = tl.zeros([], tl.int64)
     end_q = tl.cast(p.query_start + p.num_queries, tl.int64)  # absolute
@@ -66,45 +66,45 @@ def sequence(p, i_b, C: tl.constexpr):
         end_k = tl.minimum(tl.maximum(tl.load(p.key_lengths + i_b), 0), end_k)
     if p.prefix_lengths is not None:
         prefix = (tl.load(p.prefix_lengths + i_b) - p.key_start).to(tl.int32)
-    shift = tl.cast(p.query_start - p.key_start, tl.int32)
+    offset = tl.cast(p.query_start - p.key_start, tl.int32)
     if C.BOTTOM_RIGHT:
-        shift += (end_k - end_q).to(tl.int32)
+        offset += (end_k - end_q).to(tl.int32)
     num_q = tl.maximum(end_q - p.query_start, 0).to(tl.int32)
     num_k = tl.maximum(end_k - p.key_start, 0).to(tl.int32)
-    return row_q, row_k, num_q, num_k, shift, prefix
+    return row_q, row_k, num_q, num_k, offset, prefix
 
 
 @triton.jit
-def key_bounds(i, num_q, num_k, shift, prefix, p, C: tl.constexpr):
+def key_bounds(i, num_q, num_k, offset, prefix, p, C: tl.constexpr):
     """(lo, hi, whether any) of the keys that each query of i may see."""
     lo = tl.zeros_like(i)
     hi = lo + num_k
     if C.CAUSAL:
-        below = i + shift + 1
+        below = i + offset + 1
         if p.prefix_lengths is not None:
             below = tl.maximum(below, prefix)
         hi = tl.minimum(hi, below)
     if C.RIGHT:
-        hi = tl.minimum(hi, i + shift + p.right + 1)
+        hi = tl.minimum(hi, i + offset + p.right + 1)
     if C.LEFT:
-        lo = tl.maximum(lo, i + shift - p.left)
+        lo = tl.maximum(lo, i + offset - p.left)
     return lo, hi, (i < num_q) & (lo < hi)
 
 
 @triton.jit
-def query_bounds(j, num_q, num_k, shift, prefix, p, C: tl.constexpr):
+def query_bounds(j, num_q, num_k, offset, prefix, p, C: tl.constexpr):
     """(lo, hi, whether any) of the queries that may see each key of j: key_bounds read the other way."""
     lo = tl.zeros_like(j)
     hi = lo + num_q
     if C.CAUSAL:
-        above = j - shift
+        above = j - offset
         if p.prefix_lengths is not None:
             above = tl.where(j < prefix, 0, above)
         lo = tl.maximum(lo, above)
     if C.RIGHT:
-        lo = tl.maximum(lo, j - shift - p.right)
+        lo = tl.maximum(lo, j - offset - p.right)
     if C.LEFT:
-        hi = tl.minimum(hi, j - shift + p.left + 1)
+        hi = tl.minimum(hi, j - offset + p.left + 1)
     return lo, hi, (j >= 0) & (j < num_k) & (lo < hi)
 
 
@@ -174,65 +174,65 @@ def segments_of(P, i_b, num, x, m_x):
 
 
 @triton.jit
-def dense_term(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
+def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     """Scores with one dense mask or bias taken in, and which pairs it leaves visible; hidden pairs are not read."""
     p_head = at_head(dense.data, dense, i_b, column(i_h, C))
     p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + steps_of(of_keys(j.to(tl.int64), C), dense.key)
-    b_term = tl.load(p_tile, mask=m_s, other=0)
+    b_mod = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
-        return s, m_s & (b_term != 0)
-    b_term = b_term.to(tl.float32)
-    return s + b_term, m_s & (b_term != float("-inf"))
+        return s, m_s & (b_mod != 0)
+    b_mod = b_mod.to(tl.float32)
+    return s + b_mod, m_s & (b_mod != float("-inf"))
 
 
 @triton.jit
-def scores(b_q, b_k, m_s, i, j, i_b, i_h, shift, segment_q, segment_k, p, C: tl.constexpr):
-    """(tile of scores, capped scores before any term is added, visible pairs).
+def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C: tl.constexpr):
+    """(tile of scores, capped scores before any bias is added, visible pairs).
 
     ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
     what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
     """
-    s = products(b_q, b_k, C) * p.score_scale
+    s = tile_dot(b_q, b_k, C) * p.score_scale
     if C.SOFTCAP:
         s = p.softcap * tanh(s / p.softcap)
     capped = s
     if p.query_segments is not None:
         m_s = m_s & (of_queries(segment_q, C) == of_keys(segment_k, C))
     if p.mask is not None and not C.KEY_MASK:
-        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.mask, C)
+        s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.mask, C)
     if p.bias is not None:
-        s, m_s = dense_term(s, m_s, i, j, i_b, i_h, p.bias, C)
-    if C.EXTREME:  # two terms of -finfo.max are still a number
+        s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.bias, C)
+    if C.SPLIT_LSE:  # two biases of -finfo.max are still a number
         s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     if p.slopes is not None:
-        s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, shift, C)
+        s -= column(tl.load(p.slopes + i_h), C) * distance(i, j, offset, C)
     if p.diagonals is not None:
         p_row = p.diagonals.bias + column(i_h, C) * p.diagonals.width
-        s += tl.load(diagonal_pointers(p_row, i, j, shift, p.diagonals, C))
+        s += tl.load(diagonal_pointers(p_row, i, j, offset, p.diagonals, C))
     return tl.where(m_s, s, float("-inf")), capped, m_s
 
 
 @triton.jit
-def distance(i, j, shift, C: tl.constexpr):
+def distance(i, j, offset, C: tl.constexpr):
     """float32 |j - i - offset| of the tile's pairs."""
-    return tl.abs(of_keys(j - shift, C) - of_queries(i, C)).to(tl.float32)
+    return tl.abs(of_keys(j - offset, C) - of_queries(i, C)).to(tl.float32)
 
 
 @triton.jit
-def first_diagonal(i, j, shift, diagonals):
+def first_diagonal(i, j, offset, diagonals):
     """j - i - offset of the tile's first element, held where the row of diagonal values still covers the tile."""
-    return tl.minimum(tl.maximum(tl.min(j, 0) - tl.min(i, 0) - shift, diagonals.least), diagonals.most)
+    return tl.minimum(tl.maximum(tl.min(j, 0) - tl.min(i, 0) - offset, diagonals.d_min), diagonals.d_max)
 
 
 @triton.jit
-def diagonal_pointers(P, i, j, shift, diagonals, C: tl.constexpr):
+def diagonal_pointers(P, i, j, offset, diagonals, C: tl.constexpr):
     """Pointers to the value of each pair's diagonal: one address and constant offsets, if rows are consecutive."""
-    if C.PACKED:
-        d = of_keys(j - shift, C) - of_queries(i, C)
-        P = P + diagonals.zero + tl.minimum(tl.maximum(d, diagonals.least), diagonals.most)
+    if C.PACK_GQA:
+        d = of_keys(j - offset, C) - of_queries(i, C)
+        P = P + diagonals.zero + tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
     else:
         step = of_keys(tl.arange(0, C.BN), C) - of_queries(tl.arange(0, C.BM), C)
-        P = P + diagonals.zero + first_diagonal(i, j, shift, diagonals) + step
+        P = P + diagonals.zero + first_diagonal(i, j, offset, diagonals) + step
     return P
 
 
@@ -245,8 +245,8 @@ def power(x, C: tl.constexpr):
 
 
 @triton.jit
-def kept(i, j, i_b, i_h, p, C: tl.constexpr):
-    """[BM, BN]: what dropout keeps. Of a tile whose rows are keys it would cost a transposition."""
+def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
+    """[BM, BN] dropout mask, True = keep. Of a tile whose rows are keys it would cost a transposition."""
     tl.static_assert(not C.KEYS_FIRST)
     j0 = tl.min(j, 0) + p.key_start
     return keep_tile(tl.load(p.seed), (i + p.query_start)[:, None], column(i_h, C), i_b, j0, p.threshold, C.BM, C.BN)
@@ -277,10 +277,10 @@ def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, BY_KEYS: tl.constexpr,
 
 
 @triton.jit
-def seen(b_rows, m_s, p, C: tl.constexpr):
+def visible_rows(b_rows, m_s, p, C: tl.constexpr):
     """[BN, ...] rows of keys or values, zero where no query of the tile sees the key: its NaN times weight 0 would be NaN.
 
-    Bounds and key masks have already kept such rows from being read.
+    Such rows are not read where bounds or key masks hide them.
     """
     if (p.mask is not None and not C.KEY_MASK) or p.bias is not None or p.query_segments is not None:
         m_j = tl.max(m_s.to(tl.int32), 0) != 0
@@ -304,7 +304,7 @@ def tile_rows(i_tile, i_head, p, C: tl.constexpr):
     """[BM]: the query of each row of a tile, and its head, a number if it is the same for all."""
     i = i_tile * C.BM + tl.arange(0, C.BM)
     i_h = i_head
-    if C.PACKED:
+    if C.PACK_GQA:
         i_h = i_head + i % p.group
         i = i // p.group
     return i, i_h
@@ -317,15 +317,15 @@ def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl
     b_l = tl.where(dead, 1.0, b_l)
     b_lse = tl.where(dead, float("-inf"), (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2)
     b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
-    m_i = i < (num_q if p.cu_queries is not None or (C.PACKED and C.APART) else p.num_queries)
+    m_i = i < (num_q if p.cu_queries is not None or (C.PACK_GQA and C.DECODE_APART) else p.num_queries)
     store_rows(at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
-    tl.store(at_values(LSE, i_b, i_h, p) + row_q + i, b_lse, mask=m_i)
+    tl.store(at_row_stats(LSE, i_b, i_h, p) + row_q + i, b_lse, mask=m_i)
 
 
 @triton.jit
 def column(x, C: tl.constexpr):
     """What belongs to a query head: a number, or if the rows of a tile have different heads, [BM] made [BM, 1]."""
-    if C.PACKED:
+    if C.PACK_GQA:
         x = x[:, None]
     return x
 
@@ -337,7 +337,7 @@ def at_head(P, strides, i_b, i_h):
 
 
 @triton.jit
-def at_values(P, i_b, i_h, p):
+def at_row_stats(P, i_b, i_h, p):
     """P, of one number for each query, moved likewise: contiguous (B, Hq, Lq), or (Hq, total) when packed."""
     if p.cu_queries is not None:
         P += i_h.to(tl.int64) * p.total_queries

@@ -1,6 +1,6 @@
 """The norms backward, deterministic and without atomics.
 
-    g = d_out weight;  d_h = rstd (g - mean(g) - xhat mean(g xhat)) + d_stream   (RMS norm: without mean(g))
+    g = d_out weight;  d_h = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out   (RMS norm: without mean(g))
     d_residual = d_h;  d_x = d_h after dropout;  d_weight = sum over rows of d_out xhat;  d_bias = sum over rows of d_out
 
 A fixed number of programs share the rows: program k has rows k, k + programs, … and keeps its part of the parameters' gradients
@@ -25,7 +25,7 @@ from .rows import Rows, at, columns_of, describe, dropped, inside, load_vector, 
 class BackwardStrides(NamedTuple):
     LAYOUT = True
     d_out: Rows
-    d_stream: Rows | None
+    d_residual_out: Rows | None
     h: Rows
     dx: Rows | None
     d_residual: Rows | None
@@ -55,14 +55,14 @@ def weighted(b_dy, WEIGHT, j0, columns, C: tl.constexpr):
 
 
 @triton.jit
-def store_rows(DSTREAM, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C: tl.constexpr):
+def store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C: tl.constexpr):
     """d_h from g, xhat and the means of g and g xhat; written as d_residual and, dropped, as d_x."""
     b_dh = b_g - b_xhat * b_gx[:, None]
     if not C.RMS:
         b_dh -= b_gm[:, None]
     b_dh *= b_rstd[:, None]
-    if DSTREAM is not None:
-        b_dh += tl.load(at(DSTREAM, s.d_stream, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
+    if DRESIDUAL_OUT is not None:
+        b_dh += tl.load(at(DRESIDUAL_OUT, s.d_residual_out, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
     if DRESIDUAL is not None:
         tl.store(at(DRESIDUAL, s.d_residual, r, j0, p, C), narrow(b_dh, DRESIDUAL.dtype.element_ty), mask=m)
     if DX is not None:
@@ -70,7 +70,9 @@ def store_rows(DSTREAM, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0
 
 
 @kernel
-def norm_backward(DOUT, DSTREAM, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, DBIAS, columns, s, p, C: tl.constexpr):
+def layer_norm_backward(
+    DOUT, DRESIDUAL_OUT, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, DBIAS, columns, s, p, C: tl.constexpr
+):
     """d_x and d_residual, and of rows that fit this program's part (programs, columns) of d_weight and d_bias."""
     b_dw = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
     b_db = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
@@ -93,7 +95,7 @@ def norm_backward(DOUT, DSTREAM, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, 
                 m = inside(m_r, j0, columns, C)
                 b_dy, b_xhat = load_pair(DOUT, H, s, b_mean, b_rstd, r, j0, m, p, C)
                 b_g = weighted(b_dy, WEIGHT, j0, columns, C)
-                store_rows(DSTREAM, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
+                store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
         else:
             j0 = 0
             m = inside(m_r, j0, columns, C)
@@ -103,7 +105,7 @@ def norm_backward(DOUT, DSTREAM, H, WEIGHT, MEAN, RSTD, DX, DRESIDUAL, DWEIGHT, 
             if DX is not None or DRESIDUAL is not None:
                 b_gm = mean_of(b_g, columns)
                 b_gx = mean_of(b_g * b_xhat, columns)
-                store_rows(DSTREAM, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
+                store_rows(DRESIDUAL_OUT, DX, DRESIDUAL, b_g, b_xhat, b_gm, b_gx, b_rstd, s, r, j0, m, p, C)
     if not C.WIDE:
         store_part(DWEIGHT, DBIAS, b_dw, b_db, tl.program_id(0), 0, columns, C)
 
@@ -128,7 +130,7 @@ def store_part(DWEIGHT, DBIAS, b_dw, b_db, i_part, j0, columns, C: tl.constexpr)
 
 
 @kernel(do_not_specialize=["parts"])
-def norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr):
+def layer_norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts, s, p, C: tl.constexpr):
     """Of BN columns, one of the parts (parts, columns) of d_weight and d_bias."""
     blocks = tl.cdiv(columns, C.BN)
     i_part = tl.program_id(0) // blocks
@@ -146,7 +148,7 @@ def norm_backward_parameters(DOUT, H, MEAN, RSTD, DWEIGHT, DBIAS, columns, parts
 
 
 @kernel(do_not_specialize=["parts"])
-def norm_backward_sums(PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr):
+def layer_norm_backward_sums(PARTS_W, PARTS_B, DWEIGHT, DBIAS, columns, parts, ROWS: tl.constexpr, BN: tl.constexpr):
     """d_weight and d_bias of BN columns: their parts added in order."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     if DWEIGHT is not None:
@@ -167,7 +169,7 @@ def sum_parts(PARTS, TOTAL, j, columns, parts, ROWS: tl.constexpr, BN: tl.conste
 
 def backward(
     d_out: torch.Tensor,
-    d_stream: torch.Tensor | None,
+    d_residual_out: torch.Tensor | None,
     h: torch.Tensor,
     weight: torch.Tensor | None,
     mean: torch.Tensor | None,
@@ -186,24 +188,24 @@ def backward(
     columns, device = h.shape[2], h.device
     chosen = tile(columns, h.element_size(), device, backward=True)
     p, kind = describe(h, chosen, 0.0, rms, seed, dropout_p)
-    s = BackwardStrides(*map(strides, (d_out, d_stream, h, dx, d_residual)))
+    s = BackwardStrides(*map(strides, (d_out, d_residual_out, h, dx, d_residual)))
     apart = kind.WIDE and not (d_weight is None and d_bias is None)
     count = min(-(-p.rows // PARAMETERS.ROWS), BLOCKS) if apart else programs(device, chosen[0].warps)
     count = min(count, -(-p.rows // kind.ROWS))
     parts = [None if t is None else torch.empty(count, columns, device=device) for t in (d_weight, d_bias)]
     if not (kind.WIDE and dx is None and d_residual is None):
         launch(
-            norm_backward, -(-p.rows // kind.ROWS) if kind.WIDE else count, device, d_out, d_stream, h, weight, mean, rstd, dx,
+            layer_norm_backward, -(-p.rows // kind.ROWS) if kind.WIDE else count, device, d_out, d_residual_out, h, weight, mean, rstd, dx,
             d_residual, *parts, columns, s, p, kind, warps=chosen[0].warps, stages=1,
         )  # fmt: skip
     if apart:
         kind = dataclasses.replace(kind, ROWS=PARAMETERS.ROWS, BN=PARAMETERS.BN, WIDE=False)
         launch(
-            norm_backward_parameters, count * -(-columns // kind.BN), device, d_out, h, mean, rstd, *parts, columns, count, s,
+            layer_norm_backward_parameters, count * -(-columns // kind.BN), device, d_out, h, mean, rstd, *parts, columns, count, s,
             p, kind, warps=PARAMETERS.warps, stages=1,
         )  # fmt: skip
     if d_weight is not None or d_bias is not None:
         launch(
-            norm_backward_sums, -(-columns // SUMS.BN), device, *parts, d_weight, d_bias, columns, count, SUMS.ROWS, SUMS.BN,
+            layer_norm_backward_sums, -(-columns // SUMS.BN), device, *parts, d_weight, d_bias, columns, count, SUMS.ROWS, SUMS.BN,
             warps=SUMS.warps, stages=1,
         )  # fmt: skip

@@ -25,19 +25,19 @@ class ForwardStrides(NamedTuple):
     x: Rows
     residual: Rows | None
     out: Rows
-    stream: Rows | None
+    residual_out: Rows | None
 
 
 @triton.jit
-def load_stream(X, RESIDUAL, STREAM, s, r, j0, m, p, C: tl.constexpr):
-    """[ROWS, BN] float32 of what is normalized, 0 where m is false; written to STREAM on the way."""
+def load_residual_out(X, RESIDUAL, RESIDUAL_OUT, s, r, j0, m, p, C: tl.constexpr):
+    """[ROWS, BN] float32 of what is normalized, 0 where m is false; written to RESIDUAL_OUT on the way."""
     b_h = tl.load(at(X, s.x, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
     b_h = dropped(b_h, r, j0, p, C)
     if RESIDUAL is not None:
         b_h += tl.load(at(RESIDUAL, s.residual, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
-    if STREAM is not None:
-        stored = narrow(b_h, STREAM.dtype.element_ty)
-        tl.store(at(STREAM, s.stream, r, j0, p, C), stored, mask=m)
+    if RESIDUAL_OUT is not None:
+        stored = narrow(b_h, RESIDUAL_OUT.dtype.element_ty)
+        tl.store(at(RESIDUAL_OUT, s.residual_out, r, j0, p, C), stored, mask=m)
         b_h = stored.to(tl.float32)
     return b_h
 
@@ -60,7 +60,7 @@ def merge(b_n, b_mean, b_m2, n, mean, m2):
 
 
 @triton.jit
-def wide_statistics(X, RESIDUAL, STREAM, s, r, m_r, columns, p, C: tl.constexpr):
+def wide_statistics(X, RESIDUAL, RESIDUAL_OUT, s, r, m_r, columns, p, C: tl.constexpr):
     """(shift, mean about it, sum of squared deviations) [ROWS] of rows in blocks; the sum of squares alone for RMS."""
     b_shift = tl.full([C.ROWS], 0.0, tl.float32)
     b_mean = tl.full([C.ROWS], 0.0, tl.float32)
@@ -69,7 +69,7 @@ def wide_statistics(X, RESIDUAL, STREAM, s, r, m_r, columns, p, C: tl.constexpr)
     for t in range(tl.cdiv(columns, C.BN)):
         j0 = t * C.BN
         m = inside(m_r, j0, columns, C)
-        b_h = load_stream(X, RESIDUAL, STREAM, s, r, j0, m, p, C)
+        b_h = load_residual_out(X, RESIDUAL, RESIDUAL_OUT, s, r, j0, m, p, C)
         if C.RMS:
             b_m2 += tl.sum(b_h * b_h, 1)
         else:
@@ -84,15 +84,15 @@ def wide_statistics(X, RESIDUAL, STREAM, s, r, m_r, columns, p, C: tl.constexpr)
 
 
 @kernel
-def norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, STREAM, MEAN, RSTD, columns, s, p, C: tl.constexpr):
+def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD, columns, s, p, C: tl.constexpr):
     r = rows_of(tl.program_id(0), C)
     m_r = r < p.rows
     if C.WIDE:
-        b_shift, b_mean, b_m2 = wide_statistics(X, RESIDUAL, STREAM, s, r, m_r, columns, p, C)
+        b_shift, b_mean, b_m2 = wide_statistics(X, RESIDUAL, RESIDUAL_OUT, s, r, m_r, columns, p, C)
     else:
         j0 = 0
         m = inside(m_r, j0, columns, C)
-        b_h = load_stream(X, RESIDUAL, STREAM, s, r, j0, m, p, C)
+        b_h = load_residual_out(X, RESIDUAL, RESIDUAL_OUT, s, r, j0, m, p, C)
         b_shift = tl.full([C.ROWS], 0.0, tl.float32)
         b_mean = b_shift
         if not C.RMS:
@@ -106,12 +106,12 @@ def norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, STREAM, MEAN, RSTD, columns, s,
         tl.store(MEAN + r, b_shift + b_mean, mask=m_r)
     tl.store(RSTD + r, b_rstd, mask=m_r)
     if C.WIDE:
-        tl.debug_barrier()  # the stream may be read by another thread than wrote it
+        tl.debug_barrier()  # residual_out may be read by another thread than wrote it
         for t in range(tl.cdiv(columns, C.BN)):
             j0 = t * C.BN
             m = inside(m_r, j0, columns, C)
-            if STREAM is not None:
-                b_h = tl.load(at(STREAM, s.stream, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
+            if RESIDUAL_OUT is not None:
+                b_h = tl.load(at(RESIDUAL_OUT, s.residual_out, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
             else:
                 b_h = tl.load(at(X, s.x, r, j0, p, C), mask=m, other=0.0).to(tl.float32)
             b_h = b_h - b_shift[:, None] - b_mean[:, None]
@@ -126,7 +126,7 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    stream: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     *,
@@ -135,12 +135,12 @@ def forward(
     seed: torch.Tensor | None,
     dropout_p: float,
 ) -> None:
-    """Write out, stream (residual + dropout(x); None: x is normalized), mean and rstd. Tensors of rows are (outer, inner,
+    """Write out, residual_out (residual + dropout(x); None: x is normalized), mean and rstd. Tensors of rows are (outer, inner,
     columns) with contiguous columns; weight, bias, mean and rstd are flat."""
     chosen = tile(x.shape[2], x.element_size(), x.device)
     p, kind = describe(x, chosen, eps, rms, seed, dropout_p)
-    s = ForwardStrides(*map(strides, (x, residual, out, stream)))
+    s = ForwardStrides(*map(strides, (x, residual, out, residual_out)))
     launch(
-        norm_forward, -(-p.rows // kind.ROWS), x.device, x, residual, weight, bias, out, stream, mean, rstd, x.shape[2], s, p,
+        layer_norm_forward, -(-p.rows // kind.ROWS), x.device, x, residual, weight, bias, out, residual_out, mean, rstd, x.shape[2], s, p,
         kind, warps=chosen[0].warps, stages=1,
     )  # fmt: skip

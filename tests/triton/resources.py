@@ -43,11 +43,11 @@ ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WGMMA = re.compile(
-    r"sm_90 (full|causal|window) D(64|128) bf16 (forward|backward_keys|backward_queries)$|sm_90 ffn .* 100 rows bf16"
+    r"sm_90 (full|causal|window) D(64|128) bf16 (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
 )
 # Spills, though its tile is the smallest there is: see docs/design-triton.md.
 SPILLING = re.compile(
-    r"(bias dropout|everything) D256 bf16 backward_keys$|sm_80 segments D64 bf16 backward_queries|sm_120 segments D256 bf16 backward_keys"
+    r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 segments D64 bf16 backward_dq|sm_120 segments D256 bf16 backward_dkdv"
 )
 REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
@@ -83,18 +83,18 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"{name} D128 bf16", attention(name, torch.bfloat16, 128)
     yield "full D256 bf16", attention("full", torch.bfloat16, 256)
     for head_dim in (128, 256):
-        yield f"bias D{head_dim} bf16", attention("bias", torch.bfloat16, head_dim), "keys"
+        yield f"bias D{head_dim} bf16", attention("bias", torch.bfloat16, head_dim), "dkdv"
         yield f"bias dropout D{head_dim} bf16", attention("bias", torch.bfloat16, head_dim, **DROPOUT)
-    yield "everything D256 bf16", attention("everything", torch.bfloat16, 256), "keys|queries"
+    yield "everything D256 bf16", attention("everything", torch.bfloat16, 256), "dkdv|dq"
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     keys = mask[:, :, :1]
     for head_dim in (64, 128):
-        yield f"key mask D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, attn_mask=keys), "forward|keys"
+        yield f"key mask D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, attn_mask=keys), "forward|dkdv"
     for head_dim in (64, 128, 256):
         yield (
-            f"three terms D{head_dim} bf16",
+            f"three score_mods D{head_dim} bf16",
             attention("t5_bias", torch.bfloat16, head_dim, attn_mask=mask, softcap=20.0),
-            "keys",
+            "dkdv",
         )
         segments = dict.fromkeys(("query_segments", "key_segments"), mask.new_zeros(1, 64, dtype=torch.int64))
         yield f"segments D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **segments)
@@ -104,14 +104,14 @@ def _problems() -> Iterator[tuple[Any, ...]]:
     for head_dim in (64, 128, 256):
         yield f"decode causal D{head_dim} fp32", attention("causal", torch.float32, head_dim, Lq=1, Lk=8192)
         yield f"full D{head_dim} fp32", attention("full", torch.float32, head_dim)
-        yield f"bias dropout D{head_dim} fp32", attention("bias", torch.float32, head_dim, **DROPOUT), "keys|dense"
+        yield f"bias dropout D{head_dim} fp32", attention("bias", torch.float32, head_dim, **DROPOUT), "dkdv|dbias"
     for rows in (100, 40, 3):
-        yield f"ffn relu {rows} rows bf16", feed_forward(rows, torch.bfloat16, activation="relu")
-    yield "ffn gelu dropout bf16", feed_forward(100, torch.bfloat16, activation="gelu", dropout_p=0.1, dropout_seed=3)
+        yield f"feed_forward relu {rows} rows bf16", feed_forward(rows, torch.bfloat16, activation="relu")
+    yield "feed_forward gelu dropout bf16", feed_forward(100, torch.bfloat16, activation="gelu", dropout_p=0.1, dropout_seed=3)
     for rows in (100, 40, 3):
-        yield f"ffn silu gated {rows} rows bf16", feed_forward(rows, torch.bfloat16, gated=True, activation="silu")
-        yield f"ffn gelu {rows} rows fp32", feed_forward(rows, torch.float32, activation="gelu")
-        yield f"ffn silu gated {rows} rows fp32", feed_forward(rows, torch.float32, gated=True, activation="silu")
+        yield f"feed_forward silu gated {rows} rows bf16", feed_forward(rows, torch.bfloat16, gated=True, activation="silu")
+        yield f"feed_forward gelu {rows} rows fp32", feed_forward(rows, torch.float32, activation="gelu")
+        yield f"feed_forward silu gated {rows} rows fp32", feed_forward(rows, torch.float32, gated=True, activation="silu")
     for columns in (*norm_tiles.FORWARD, WIDE):
         yield f"add_norm N{columns} bf16", norm("layer", torch.bfloat16, columns, **DROPOUT)
     yield "add_norm N4096 fp32", norm("layer", torch.float32, 4096, **DROPOUT)
@@ -195,8 +195,8 @@ def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterato
 
     def observe(kernel: Any, arguments: tuple[Any, ...], options: dict[str, int]) -> None:
         if re.search(only, kernel.fn.__name__):
-            few = " few" * any(getattr(x, "PACKED", False) for x in arguments)
-            kernels.append((kernel.fn.__name__ + few, kernel.warmup(*arguments, grid=(1,), **options)))
+            decode = " decode" * any(getattr(x, "PACK_GQA", False) for x in arguments)
+            kernels.append((kernel.fn.__name__ + decode, kernel.warmup(*arguments, grid=(1,), **options)))
 
     triton.runtime.driver.set_active(Driver(capability))
     problem.capability = lambda device: capability
@@ -253,7 +253,7 @@ def unused() -> list[str]:
     looked_up = attention_tiles.config, network_tiles.config
 
     def attention_config(kernel: str, capability: int, head_dim: int, itemsize: int, **options: Any) -> Any:
-        seen.add((*attention_tiles.entry_of(kernel, head_dim, itemsize, options["terms"]), itemsize))
+        seen.add((*attention_tiles.entry_of(kernel, head_dim, itemsize, options["score_mods"]), itemsize))
         return looked_up[0](kernel, capability, head_dim, itemsize, **options)
 
     def network_config(kernel: str, capability: int, rows: int, itemsize: int, *options: Any) -> Any:
@@ -284,7 +284,7 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         rowwise = any(op in key for op in ("norm", "cross_entropy"))  # nothing to multiply in these kernels
         if used["stack"] and not SPILLING.search(key) and committed().get("triton") == triton.__version__:
             found.append(f"{key}: {used['stack']} bytes of stack")
-        if not used["products"] and "bf16" in key and not rowwise and "rows" not in key and "combine" not in key:
+        if not used["products"] and "bf16" in key and not rowwise and "preprocess" not in key and "combine" not in key:
             found.append(f"{key}: no matrix instruction")
     return found
 
@@ -298,20 +298,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="problems in whose name this pattern is found")
     options = parser.parse_args()
     table, slow = measure(tuple(options.arch), options.only)
-    kept = committed()
+    recorded = committed()
     names = tuple(f"{name} " for name, *_ in problems() if re.search(options.only, name))
     expected = {}
-    for key, used in kept.get("kernels", {}).items():
+    for key, used in recorded.get("kernels", {}).items():
         architecture, _, rest = key.partition(" ")
         if int(architecture.removeprefix("sm_")) in options.arch and (not options.only or rest.startswith(names)):
             expected[key] = used
     wrong = faults(table) + slow + unused()
     if options.write:
-        rest = {k: v for k, v in kept.get("kernels", {}).items() if k not in expected}
+        rest = {k: v for k, v in recorded.get("kernels", {}).items() if k not in expected}
         kernels = dict(sorted((rest | table).items()))
         lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items())
         TABLE.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{lines}\n  }}\n}}\n')
-    elif kept.get("triton") == triton.__version__:
+    elif recorded.get("triton") == triton.__version__:
         keys = sorted(expected.keys() | table.keys())
         wrong += [f"{k}: {table.get(k)}, the table has {expected.get(k)}" for k in keys if table.get(k) != expected.get(k)]
     print(*wrong, sep="\n")

@@ -78,12 +78,12 @@ def test_reasons() -> None:
 
 # Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes), and what shows it.
 MUTANTS = {
-    "diagonal_hidden": ("tiles.py", "below = i + shift + 1", "below = i + shift", "causal"),
-    "window_one_short": ("tiles.py", "i + shift + p.right + 1)", "i + shift + p.right)", "window"),
-    "bounds_of_keys_exchanged": ("tiles.py", "j - shift + p.left + 1", "j - shift + p.right + 1", "window"),
+    "diagonal_hidden": ("tiles.py", "below = i + offset + 1", "below = i + offset", "causal"),
+    "window_one_short": ("tiles.py", "i + offset + p.right + 1)", "i + offset + p.right)", "window"),
+    "bounds_of_keys_exchanged": ("tiles.py", "j - offset + p.left + 1", "j - offset + p.right + 1", "window"),
     "distance_without_the_offset": (
         "tiles.py",
-        "of_keys(j - shift, C) - of_queries(i, C)).to",
+        "of_keys(j - offset, C) - of_queries(i, C)).to",
         "of_keys(j, C) - of_queries(i, C)).to",
         "alibi",
     ),
@@ -93,7 +93,7 @@ MUTANTS = {
         "j0 = tl.min(j, 0) + p.key_start + 32",
         "dropout_p",
     ),
-    "sum_not_rescaled": ("fwd.py", "b_l = b_l * decay + ", "b_l = b_l + ", "scale"),
+    "sum_not_rescaled": ("fwd.py", "b_l = b_l * alpha + ", "b_l = b_l + ", "scale"),
     "lse_of_another_gradient": ("bwd.py", "b_delta -= tl.load(DLSE", "b_delta -= 0.0 * tl.load(DLSE", "return_lse"),
     "softcap_without_slope": ("bwd.py", "b_ds * (1.0 - capped * capped)", "b_ds", "softcap"),
     "keys_of_one_query_head": ("bwd.py", "i_h = i_hk * p.group + g", "i_h = i_hk * p.group", "gqa"),

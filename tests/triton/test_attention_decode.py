@@ -1,4 +1,4 @@
-"""Few queries over many keys: keys split over programs, the heads of a key head in one tile. Interpreted, through the public API."""
+"""Decode, few queries over many keys: split KV, the heads of a key head in one tile. Interpreted, through the public API."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytransformer.kernels.attention.decode import plan_of
 from pytransformer.testing import bounds
 from pytransformer.testing.attention_check import check_attention
 
-NUM_KEYS = 3 * SPLIT_INTERPRETED.keys + 41
-LIMITS = {"limit": 32, "tile": 64, "least": 512, "most": 64}
+NUM_KEYS = 3 * SPLIT_INTERPRETED.min_keys + 41
+LIMITS = {"max_rows": 32, "tile": 64, "min_keys": 512, "max_splits": 64}
 
 
 def _inputs(heads: tuple[int, int] = (4, 2), num_queries: int = 1, batch: int = 2) -> list[torch.Tensor]:
@@ -106,16 +106,16 @@ def test_gradients() -> None:
 
 def test_plan() -> None:
     """The choice, as a function of sizes: who is launched, and over how many splits."""
-    whole, few = plan_of(1, 8192, 4, None, False, **LIMITS)
-    assert not whole and (few.rows, few.splits, few.tiles) == (4, 17, 8)
+    prefill, split_kv = plan_of(1, 8192, 4, None, False, **LIMITS)
+    assert not prefill and (split_kv.rows, split_kv.splits, split_kv.min_tiles) == (4, 17, 8)
     assert plan_of(1, 1 << 20, 4, None, False, **LIMITS)[1].splits == 64
     assert plan_of(1, 400, 1, None, False, **LIMITS)[1].splits == 1
     assert plan_of(1, 1 << 20, 1, 1000, False, **LIMITS)[1].splits == 3  # of the window only
     assert plan_of(9, 8192, 4, None, False, **LIMITS) == (True, None)
-    whole, few = plan_of(9, 8192, 4, None, True, **LIMITS)
-    assert whole and few.rows == 32
-    assert plan_of(1, 8192, 64, None, True, **LIMITS) == (True, None)  # not even one query is few
-    assert SPLIT.most & (SPLIT.most - 1) == 0
+    prefill, split_kv = plan_of(9, 8192, 4, None, True, **LIMITS)
+    assert prefill and split_kv.rows == 32
+    assert plan_of(1, 8192, 64, None, True, **LIMITS) == (True, None)  # not even one query is decoded
+    assert SPLIT.max_splits & (SPLIT.max_splits - 1) == 0
 
 
 def test_launches() -> None:
@@ -127,7 +127,7 @@ def test_launches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets
-@pytest.mark.parametrize("num_queries", [2, 40], ids=["few", "many"])
+@pytest.mark.parametrize("num_queries", [2, 40], ids=["decode", "prefill"])
 @pytest.mark.parametrize("hidden_by", ["mask", "float_mask", "bias", "segments"])
 def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> None:
     """It reaches neither outputs nor gradients; a key that somebody sees passes its NaN on."""
@@ -156,10 +156,10 @@ def test_nan_in_a_key_that_no_query_sees(hidden_by: str, num_queries: int) -> No
 
 
 MUTANTS = {
-    "splits_not_weighed": ("decode.py", "other=0.0) * weight, 0)", "other=0.0), 0)"),
+    "splits_not_weighed": ("decode.py", "other=0.0) * alpha, 0)", "other=0.0), 0)"),
     "splits_overlap": ("decode.py", "first + i_split * tiles, last", "first + i_split, last"),
     "one_head_for_all": ("tiles.py", "i_h = i_head + i % p.group", "i_h = i_head + 0 * i"),
-    "splits_beyond_the_last_read": ("decode.py", "m_s = s < p.few.splits", "m_s = s < p.few.splits + 1"),
+    "splits_beyond_the_last_read": ("decode.py", "m_s = s < p.split_kv.splits", "m_s = s < p.split_kv.splits + 1"),
 }
 
 

@@ -72,7 +72,7 @@ def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 4)], ids=str)
 @pytest.mark.parametrize("name", ["causal", "everything"])
-def test_few_queries(name: str, heads: tuple[int, int]) -> None:
+def test_decode(name: str, heads: tuple[int, int]) -> None:
     """Keys split over programs."""
     for queries in (1, 3):
         shape = {"B": 2, "Hq": heads[0], "Hkv": heads[1], "Lq": queries, "Lk": 5000}

@@ -51,9 +51,9 @@ def test_table(tmp_path: Path) -> None:
     table = tuned.read("attention", "NVIDIA H200", tmp_path)
     assert table == {key: entry} and tuned.read("attention", "NVIDIA A100", tmp_path) == {}
     config = attention_configs.config
-    assert config("forward", 90, 72, 2, terms=0, tuned=table) == attention_configs.Config(**entry)
-    assert config("forward", 90, 64, 2, terms=0, tuned=table) == config("forward", 90, 64, 2, terms=0)
-    assert config("forward", 90, 72, 2, terms=1, tuned=table) == config("forward", 90, 72, 2, terms=1)
+    assert config("forward", 90, 72, 2, score_mods=0, tuned=table) == attention_configs.Config(**entry)
+    assert config("forward", 90, 64, 2, score_mods=0, tuned=table) == config("forward", 90, 64, 2, score_mods=0)
+    assert config("forward", 90, 72, 2, score_mods=1, tuned=table) == config("forward", 90, 72, 2, score_mods=1)
     cpu = torch.device("cpu")
     assert tuned.table("attention", cpu) == {}
     with tuned.trying("attention", table):
@@ -87,7 +87,7 @@ def test_tasks(tune: ModuleType) -> None:
     for task in tasks:
         assert len(set(task.candidates)) == len(task.candidates) > 1, task.key
         assert all(c.BN % 32 == 0 and c.BN & (c.BN - 1) == 0 for c in task.candidates)
-        if task.key.startswith("queries"):
+        if task.key.startswith("dq"):
             assert all(c.BM <= c.BN for c in task.candidates)
 
 

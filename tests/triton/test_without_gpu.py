@@ -48,14 +48,14 @@ def test_all_launches(architecture: int) -> None:
     print(_run("launches.py", "--arch", str(architecture), "--dtypes", "3", "--random", "300"))
 
 
-# Forms of a kernel that sizes do choose. attention_forward: of few queries, of many, and when packed of what each leaves to the other;
+# Forms of a kernel that sizes do choose. attention_forward: decode, prefill, and when packed what each leaves to the other;
 # keys in one run or in several. A bias's rows begin at multiples of 16 elements, or not.
 FORMS = {
     ("decode", "attention_forward"): 2,
     ("train", "attention_forward"): 2,
     ("packed", "attention_forward"): 3,
     ("train_with_bias", "attention_forward"): 2,
-    **{("train_with_bias", f"attention_backward_{name}"): 2 for name in ("rows", "queries", "keys", "dense")},
+    **{("train_with_bias", f"attention_backward_{name}"): 2 for name in ("preprocess", "dq", "dkdv", "dbias")},
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Form(NamedTuple):
+class NormSpec(NamedTuple):
     """What one of the three ops is in terms of the most general, add_norm."""
 
     optional: Callable[[Any], tuple[Any, Any, Any, float, bool]]  # residual, bias, dropout_seed, dropout_p, rms
@@ -22,20 +22,20 @@ class Form(NamedTuple):
     gradients: Callable[..., tuple[Any, ...]]  # one thing for each differentiable argument as (x, residual, weight, bias)
 
 
-FORMS = {
-    "layer_norm": Form(
+NORM_SPECS = {
+    "layer_norm": NormSpec(
         lambda a: (None, a.bias, None, 0.0, False),
         lambda out, mean, rstd: (out, None, mean, rstd),
         lambda a, mean, rstd: (a.x, mean, rstd),
         lambda x, weight, bias: (x, None, weight, bias),
     ),
-    "rms_norm": Form(
+    "rms_norm": NormSpec(
         lambda a: (None, None, None, 0.0, True),
         lambda out, rstd: (out, None, None, rstd),
         lambda a, rstd: (a.x, None, rstd),
         lambda x, weight: (x, None, weight, None),
     ),
-    "add_norm": Form(
+    "add_norm": NormSpec(
         lambda a: (a.residual, a.bias, a.dropout_seed, a.dropout_p, a.rms),
         lambda out, residual_out, mean, rstd: (out, residual_out, mean, rstd),
         lambda a, residual_out, mean, rstd: (residual_out, mean, rstd),
@@ -66,7 +66,7 @@ class Grid:
         return t if t.stride(2) == 1 or self.columns <= 1 else t.contiguous()
 
     def target(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        """The view to write t through, or where its strides allow none, a new tensor to be delivered."""
+        """The view to write t through, or where its strides allow none, a new tensor for copy_back to read."""
         if t is None or t.is_contiguous():
             return t
         try:
@@ -76,7 +76,7 @@ class Grid:
         return view if view.stride(2) == 1 or self.columns <= 1 else t.new_empty(self.shape)
 
 
-def deliver(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
+def copy_back(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
     """Copy what was computed elsewhere, or in another dtype, to where it is wanted."""
     if source is t or source is None or t is None:
         return

@@ -15,14 +15,14 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import empty_in_order
-from ..._problem.layer_norm import FORMS, Grid, deliver
+from ..._problem.layer_norm import NORM_SPECS, Grid, copy_back
 
 BLOCK_BYTES = 32 << 20  # partial sums of dweight and dbias are kept below about this
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in FORMS."""
-    form, plain = FORMS[op.name], op.name != "add_norm"
+    """The backend of one of the ops in NORM_SPECS."""
+    spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
@@ -38,21 +38,21 @@ def backend(op: Op) -> Backend:
         outputs = op.empty_outputs(a)
         if a.x.numel() == 0:
             return outputs
-        out, residual_out, mean, rstd = form.outputs(*outputs)
-        residual, bias, seed, p, rms = form.optional(a)
+        out, residual_out, mean, rstd = spec.outputs(*outputs)
+        residual, bias, seed, p, rms = spec.optional(a)
         grid, work = Grid(a.x, a.dims), work_dtype(a.x)
         to, stream = grid.target(out), grid.target(residual_out)
         raw("layer_norm_fwd")(
             grid.rows(a.x), grid.rows(residual), vector(a.weight, work), vector(bias, work), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
-        deliver(to, out)
-        deliver(stream, residual_out)
+        copy_back(to, out)
+        copy_back(stream, residual_out)
         return outputs
 
     def infer(a: Any) -> tuple[torch.Tensor, ...]:
         """Without statistics and, where nothing has to be rearranged or converted, without looking for how."""
-        x, (residual, bias, seed, p, rms) = a.x, form.optional(a)
+        x, (residual, bias, seed, p, rms) = a.x, spec.optional(a)
         plain_stream = plain or (residual is not None and residual.is_contiguous())
         work = work_dtype(x)
         if not (plain_stream and x.is_contiguous() and ready(a.weight, work) and ready(bias, work) and x.numel()):
@@ -68,9 +68,9 @@ def backend(op: Op) -> Backend:
         results = op.empty_gradients(a, wanted)
         if a.x.numel() == 0:
             return [None if r is None else r.zero_() for r in results]
-        h, mean, rstd = form.saved(a, *saved)
-        dx, dresidual, dweight, dbias = form.gradients(*results)
-        _, _, seed, p, rms = form.optional(a)
+        h, mean, rstd = spec.saved(a, *saved)
+        dx, dresidual, dweight, dbias = spec.gradients(*results)
+        _, _, seed, p, rms = spec.optional(a)
         grid, work = Grid(h, a.dims), work_dtype(a.x)
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
         d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
@@ -81,7 +81,7 @@ def backend(op: Op) -> Backend:
             *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
         for source, result in zip((*rows, *sums), (dx, dresidual, dweight, dbias)):
-            deliver(source, result)
+            copy_back(source, result)
         return results
 
     return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..._core.registry import Backend, Op
-from ..._problem.layer_norm import FORMS, Grid, deliver
+from ..._problem.layer_norm import NORM_SPECS, Grid, copy_back
 from . import library as cuda_library
 
 MOST_COLUMNS = 2**31 - 1
@@ -20,23 +20,23 @@ MOST_BLOCKS = 132 * 4  # of a persistent backward kernel, about; csrc/cuda/layer
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in FORMS."""
-    form, plain = FORMS[op.name], op.name != "add_norm"
+    """The backend of one of the ops in NORM_SPECS."""
+    spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         outputs = op.empty_outputs(a)
         if a.x.numel() == 0:
             return outputs
-        out, residual_out, mean, rstd = form.outputs(*outputs)
-        residual, bias, seed, p, rms = form.optional(a)
+        out, residual_out, mean, rstd = spec.outputs(*outputs)
+        residual, bias, seed, p, rms = spec.optional(a)
         grid = Grid(a.x, a.dims)
         to, stream = grid.target(out), grid.target(residual_out)
         cuda_library.call(
             "layer_norm_fwd", a.x.device, grid.rows(a.x), grid.rows(residual), _flat(a.weight), _flat(bias), seed,
             to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
         )  # fmt: skip
-        deliver(to, out)
-        deliver(stream, residual_out)
+        copy_back(to, out)
+        copy_back(stream, residual_out)
         return outputs
 
     def backward(
@@ -45,9 +45,9 @@ def backend(op: Op) -> Backend:
         results = op.empty_gradients(a, wanted)
         if a.x.numel() == 0:
             return [None if r is None else r.zero_() for r in results]
-        h, mean, rstd = form.saved(a, *saved)
-        dx, dresidual, dweight, dbias = form.gradients(*results)
-        _, _, seed, p, rms = form.optional(a)
+        h, mean, rstd = spec.saved(a, *saved)
+        dx, dresidual, dweight, dbias = spec.gradients(*results)
+        _, _, seed, p, rms = spec.optional(a)
         grid = Grid(h, a.dims)
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
         d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
@@ -58,7 +58,7 @@ def backend(op: Op) -> Backend:
             None if rms else _flat(mean), _flat(rstd), seed, *rows, *sums, grid.outer, grid.columns, p, rms,
         )  # fmt: skip
         for source, result in zip((*rows, *sums), (dx, dresidual, dweight, dbias)):
-            deliver(source, result)
+            copy_back(source, result)
         return results
 
     return Backend("cuda", forward, backward, why_not, _extra_bytes)

@@ -35,7 +35,7 @@ def backend(
         with as_written(a.x.device):
             to = _target(out)
             run_forward(a, to, pre, gate)
-            _deliver(to, out)
+            _copy_back(to, out)
         return out, pre, gate
 
     def backward(a: Any, grads: Tensors, saved: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Tensors:
@@ -50,7 +50,7 @@ def backend(
                 targets = by_name | {"x": _target(by_name["x"])}
             run_backward(a, matrix(grad.to(a.x.dtype)), saved, targets)
             if "x" in by_name:
-                _deliver(targets["x"], by_name["x"])
+                _copy_back(targets["x"], by_name["x"])
         return results
 
     return Backend(name, forward, backward, why_not, _hidden_bytes)
@@ -62,12 +62,12 @@ def _empty(a: Any) -> bool:
 
 
 def _target(t: torch.Tensor) -> torch.Tensor:
-    """t as a matrix if it is contiguous, else one of its own for _deliver to copy."""
+    """t as a matrix if it is contiguous, else one of its own for _copy_back to copy."""
     rows = math.prod(t.shape[:-1])
     return t.view(rows, -1) if t.is_contiguous() else t.new_empty(rows, t.shape[-1])
 
 
-def _deliver(matrix: torch.Tensor, t: torch.Tensor) -> None:
+def _copy_back(matrix: torch.Tensor, t: torch.Tensor) -> None:
     if matrix.data_ptr() != t.data_ptr():
         t.copy_(matrix.view(t.shape))
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..._core.registry import Backend, Op
-from ..._problem.layer_norm import FORMS, Grid, deliver
+from ..._problem.layer_norm import NORM_SPECS, Grid, copy_back
 from . import availability
 
 
 def backend(op: Op) -> Backend:
-    """The backend of one of the ops in FORMS."""
-    form, plain = FORMS[op.name], op.name != "add_norm"
+    """The backend of one of the ops in NORM_SPECS."""
+    spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         from pytransformer.kernels.layer_norm.fwd import forward as run
@@ -26,8 +26,8 @@ def backend(op: Op) -> Backend:
         outputs = op.empty_outputs(a)
         if a.x.numel() == 0:
             return outputs
-        out, residual_out, mean, rstd = form.outputs(*outputs)
-        residual, bias, seed, p, rms = form.optional(a)
+        out, residual_out, mean, rstd = spec.outputs(*outputs)
+        residual, bias, seed, p, rms = spec.optional(a)
         grid = Grid(a.x, a.dims)
         targets = [grid.target(t) for t in (out, residual_out)]
         run(
@@ -35,7 +35,7 @@ def backend(op: Op) -> Backend:
             None if rms else mean, rstd, eps=a.eps, rms=rms, seed=seed, dropout_p=p,
         )  # fmt: skip
         for target, result in zip(targets, (out, residual_out)):
-            deliver(target, result)
+            copy_back(target, result)
         return outputs
 
     def backward(
@@ -46,20 +46,20 @@ def backend(op: Op) -> Backend:
         results = op.empty_gradients(a, wanted)
         if a.x.numel() == 0:
             return [None if r is None else r.zero_() for r in results]
-        h, mean, rstd = form.saved(a, *saved)
-        dx, d_residual, d_weight, d_bias = form.gradients(*results)
-        _, _, seed, p, rms = form.optional(a)
+        h, mean, rstd = spec.saved(a, *saved)
+        dx, d_residual, d_weight, d_bias = spec.gradients(*results)
+        _, _, seed, p, rms = spec.optional(a)
         grid = Grid(h, a.dims)
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0]
-        d_stream = None if plain else grads[1]
+        d_residual_out = None if plain else grads[1]
         rows = [grid.target(t) for t in (dx, d_residual)]
         sums = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in (d_weight, d_bias)]
         run(
-            _rows(grid, d_out), _rows(grid, d_stream), _rows(grid, h), _flat(a.weight), None if rms else _flat(mean), _flat(rstd),
+            _rows(grid, d_out), _rows(grid, d_residual_out), _rows(grid, h), _flat(a.weight), None if rms else _flat(mean), _flat(rstd),
             *(_view(grid, t) for t in rows), *map(_flat, sums), rms=rms, seed=seed, dropout_p=p,
         )  # fmt: skip
         for target, result in zip((*rows, *sums), (dx, d_residual, d_weight, d_bias)):
-            deliver(target, result)
+            copy_back(target, result)
         return results
 
     return Backend("triton", forward, backward, why_not, _extra_bytes)
