@@ -10,13 +10,14 @@ from .drop_in import activate, deactivate
 from .explain import explain
 from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
 from .ops._core.registry import use_backend
-from .ops.attention import attention, scaled_dot_product_attention
+from .ops.attention import attention
 from .ops.attention_varlen import attention_varlen
 from .ops.attention_weights import attention_summary, attention_weights
 from .ops.cross_entropy import linear_cross_entropy
 from .ops.feed_forward import feed_forward
 from .ops.layer_norm import add_norm, layer_norm, rms_norm
 from .ops.masks import AlibiBias, RelativePositionBias
+from .ops.scaled_dot_product import scaled_dot_product_attention
 
 __all__ = [
     "AlibiBias",

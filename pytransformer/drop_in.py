@@ -30,8 +30,9 @@ from .ops._core.failures import DID_NOT_RUN
 from .ops._core.fallbacks import NotLaunched, record_fallback
 from .ops._core.registry import Op
 from .ops._core.tensors import FLOATING, shape_of
-from .ops.attention import attention_op, four_dimensional
+from .ops.attention import attention_op
 from .ops.attention_varlen import attention_varlen_op
+from .ops.scaled_dot_product import four_dimensional
 
 OP = "scaled_dot_product_attention"
 # vmap decomposes the op in a kernel of its own before any other is asked. "CPU" only names a way to fetch the composite

@@ -122,7 +122,7 @@ def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, 
     origin = key_origin(p, C)
     first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
-    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
     K = at_head(K, strides.k, i_b, i_h // p.group)
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
@@ -130,9 +130,9 @@ def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, 
         j = origin + t * C.BN + tl.arange(0, C.BN)
         m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
-        segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+        seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
         m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
-        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
+        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
         b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
         b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
@@ -145,10 +145,10 @@ def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, 
 
 @triton.jit
 def tile_gradients(
-    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C: tl.constexpr
+    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr
 ):
     """Tiles of the weights after dropout (not yet scaled), dS, dX, and visible pairs."""
-    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
+    b_s, capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
     b_p = power(b_s - of_queries(b_row_max, C), C)
     if C.SPLIT_LSE:  # the sum comes apart from the maximum
         b_p = tl.exp2((b_s - of_queries(b_row_max, C)) * LOG2E - of_queries(b_log2_sum, C))
@@ -201,7 +201,7 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_j, 0, C.BM)
     b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
     b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)  # [BN, BDV]
-    segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+    seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
 
     b_dk = tl.full([C.BN, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BN, C.BDV], 0.0, tl.float32)
@@ -219,25 +219,9 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
                         Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
                     )
                     m_s = visible(i, j, lo, hi, m_i, m_k, PART != 1, True, p, C)
-                    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+                    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
-                        b_q,
-                        b_k,
-                        b_v,
-                        b_do,
-                        b_row_max,
-                        b_log2_sum,
-                        b_delta,
-                        m_s,
-                        i,
-                        j,
-                        i_b,
-                        i_h,
-                        offset,
-                        segment_q,
-                        segment_k,
-                        p,
-                        C,
+                        b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
                     )
                     b_dv = dot(by_keys(narrow(b_pd, b_do.dtype), C), b_do, b_dv, C)
                     b_dk = dot(by_keys(narrow(b_dx, b_q.dtype), C), b_q, b_dk, C)
@@ -275,7 +259,7 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     origin = key_origin(p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
-    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
     b_slope = tl.full([C.BM], 0.0, tl.float32)
@@ -292,25 +276,9 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
-                segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
-                    b_q,
-                    b_k,
-                    b_v,
-                    b_do,
-                    b_row_max,
-                    b_log2_sum,
-                    b_delta,
-                    m_s,
-                    i,
-                    j,
-                    i_b,
-                    i_h,
-                    offset,
-                    segment_q,
-                    segment_k,
-                    p,
-                    C,
+                    b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
                 )
                 b_dq = dot(narrow(b_dx, b_k.dtype), visible_rows(b_k, m_s, p, C), b_dq, C)
                 if DSLOPES is not None:
@@ -383,32 +351,16 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                 b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
                     Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
                 )
-                segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+                seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                 for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
                     j = origin + t * C.BN + tl.arange(0, C.BN)
                     m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                     b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
                     m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
-                    segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                    seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
-                        b_q,
-                        b_k,
-                        b_v,
-                        b_do,
-                        b_row_max,
-                        b_log2_sum,
-                        b_delta,
-                        m_s,
-                        i,
-                        j,
-                        i_b,
-                        i_h,
-                        offset,
-                        segment_q,
-                        segment_k,
-                        p,
-                        C,
+                        b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
                     )
                     b_sum += b_ds
 

@@ -63,7 +63,7 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
     K = at_head(K, strides.k, i_b, i_head // p.group)
     V = at_head(V, strides.v, i_b, i_head // p.group)
     b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
-    segment_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
@@ -77,8 +77,8 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 m_j = key_mask(j, i_b, i_head, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
-                segment_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C)
+                seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
+                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
 
                 b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
                 safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)

@@ -186,7 +186,7 @@ def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
 
 
 @triton.jit
-def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C: tl.constexpr):
+def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr):
     """(tile of scores, capped scores before any bias is added, visible pairs).
 
     ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
@@ -197,7 +197,7 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, segment_q, segment_k, p, C: tl
         s = p.softcap * tanh(s / p.softcap)
     capped = s
     if p.query_segments is not None:
-        m_s = m_s & (of_queries(segment_q, C) == of_keys(segment_k, C))
+        m_s = m_s & (of_queries(seg_q, C) == of_keys(seg_k, C))
     if p.mask is not None and not C.KEY_MASK:
         s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.mask, C)
     if p.bias is not None:

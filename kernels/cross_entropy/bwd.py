@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytransformer.ops._backends.gpu.cross_entropy import chunks, float_product
+from pytransformer.ops._problem.cross_entropy import chunks, float_product
 
 from .._lang import LOG2E, kernel, launch, narrow
 from .chunks import describe, load_logits, logits_of, rows_of

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytransformer.ops._backends.gpu.cross_entropy import float_product
+from pytransformer.ops._problem.cross_entropy import float_product
 
 from .configs import Config
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from pytransformer.ops._backends.gpu.cross_entropy import chunks
+from pytransformer.ops._problem.cross_entropy import chunks
 
 from .._lang import LN2, LOG2E, kernel, launch
 from .chunks import describe, load_logits, logits_of, rows_of

@@ -37,7 +37,7 @@ _COMMANDS = {
 
 # Commands whose module parses its own arguments: `run(argv) -> int`.
 _DELEGATED = {
-    "drop-in": _Command("pytransformer.integrations.proof", "real models with PyTorch's kernels and with ours, compared"),
+    "drop-in": _Command("pytransformer.cli.proof", "real models with PyTorch's kernels and with ours, compared"),
     "bench compare": _Command("pytransformer.cli.benchmark.compare", "what changed between two results.json, beyond noise"),
     "bench models": _Command("pytransformer.cli.benchmark.models", "whole models: ours, PyTorch's sdpa and eager code"),
 }

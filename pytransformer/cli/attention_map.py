@@ -109,7 +109,7 @@ def _translator_inputs(translator: Any, text: str, target: str | None) -> tuple[
 def _tokenizer_inputs(
     folder: Path, model: Any, text: str, target: str | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    from ..training.extras import require
+    from ..extras import require
 
     tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoding = tokenizer.encode(text)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from .. import __version__
+from .._version import __version__
 from . import _convert, _files
 from ._output import Output
 

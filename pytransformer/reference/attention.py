@@ -9,12 +9,16 @@ float32 inside for float32, bfloat16 and float16 inputs, float64 for float64. Di
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..ops.masks import buckets_of
 from .philox import keep_mask, keep_scale
+
+# Arguments of attention that packed sequences do not have.
+PADDED_ONLY = ("mask", "bias", "prefix_lengths", "query_segments", "key_segments")
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,15 +141,13 @@ def _select(where: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def attention_varlen_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences, by padding them: so packed equals padded, dropout included."""
-    from ..ops.attention import attention_op
-
     query, query_lengths, rows = _pad(a.query, a.cu_seqlens_q, a.max_seqlen_q)
     key, key_lengths, _ = _pad(a.key, a.cu_seqlens_k, a.max_seqlen_k)
     value, _, _ = _pad(a.value, a.cu_seqlens_k, a.max_seqlen_k)
-    arguments = {name: getattr(a, name, None) for name in attention_op.Arguments._fields}
-    arguments |= dict(query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths)
-    arguments |= dict(query_start=0, key_start=0)
-    out, lse = attention_forward(attention_op.Arguments(**arguments))
+    padded = a._asdict() | dict.fromkeys(PADDED_ONLY)
+    padded |= dict(query=query, key=key, value=value, query_lengths=query_lengths, key_lengths=key_lengths)
+    padded |= dict(query_start=0, key_start=0)
+    out, lse = attention_forward(SimpleNamespace(**padded))
     return _unpad(out, rows, a.query.shape[0], 0.0), _unpad(lse[..., None], rows, a.query.shape[0], -math.inf)[..., 0].T
 
 

@@ -1,4 +1,4 @@
-"""What the tests measure the peak memory of, for :func:`pytransformer.integrations.proof_memory.peaks`. Needs transformers.
+"""What the tests measure the peak memory of, for :func:`pytransformer.cli.proof_memory.peaks`. Needs transformers.
 
 ===================  ======================================================================================================
 "t5 LENGTH"          a training step of a tiny, converted T5 on one sequence: "ours"

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..extras import require
 from ..models import _files
-from .extras import require
 
 _NAME = re.compile(r"checkpoint-(\d+)\.safetensors")
 _HEADER = "training"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .extras import require
+from ..extras import require
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .extras import require
+from ..extras import require
 
 PAD, UNKNOWN, START, END, MASK = "<pad>", "<unk>", "<s>", "</s>", "<mask>"
 SPECIAL = (PAD, UNKNOWN, START, END, MASK)  # the first ids of every tokenizer, in this order

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..console import escape_plot
-from ..training.extras import require
+from ..extras import require
 
 SUFFIXES = (".png", ".svg")
 LARGEST = 40.0  # inches; what is larger no viewer shows

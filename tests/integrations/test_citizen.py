@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
-from pytransformer.integrations import proof_memory
+from pytransformer.cli import proof_memory
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.drop_in_table import build
 from pytransformer.testing.hugging_face import (

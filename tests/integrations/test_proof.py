@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.integrations import proof, proof_memory, proof_models
+from pytransformer.cli import proof, proof_memory, proof_models
 
 
 @pytest.fixture

@@ -50,7 +50,9 @@ class MemoryProbe:
     def __enter__(self) -> MemoryProbe:
         if why_not() is None:
             # The child gets this process's sys.path as it is, so that it imports the same copy of everything.
-            code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.benchmark.memory import serve; serve()"
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.benchmark.memory_helper import serve; serve()"
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -87,47 +89,6 @@ class MemoryProbe:
         if "bytes" not in answer:
             raise Unmeasured(answer["error"])
         return answer["bytes"]
-
-
-def serve() -> None:
-    """The helper's loop: one line of JSON in, one forked child, one line of JSON out."""
-    from pytransformer.cli.benchmark import runner  # imports torch before the first fork; starts no thread
-
-    answers = os.dup(1)  # what the measured code prints must not get between the answers
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        receive, send = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(receive)
-            try:
-                answer: dict[str, Any] = {"bytes": _measure_here(runner, json.loads(line))}
-            except BaseException as error:  # reported to the parent, which decides
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            os.write(send, json.dumps(answer).encode())
-            os._exit(0)
-        os.close(send)
-        with open(receive) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if not text:
-            text = json.dumps({"error": f"the measured process died with signal {os.WTERMSIG(status)}"})
-        os.write(answers, (text + "\n").encode())
-
-
-def _measure_here(runner: Any, request: dict[str, Any]) -> int:
-    tiny, call = runner.memory_calls(request)
-    tiny()
-    if request["device"] == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    return measure_rise(call)
 
 
 def measure_rise(call: Callable[[], object]) -> int:

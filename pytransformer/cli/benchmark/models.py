@@ -24,11 +24,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pytransformer as pt
-from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli import OK, WRONG, UsageError, proof_memory
 from pytransformer.cli.benchmark import clock, plan, report, results
+from pytransformer.cli.proof_models import IGNORED, Subject
 from pytransformer.console import Console
-from pytransformer.integrations import proof_memory
-from pytransformer.integrations.proof_models import IGNORED, Subject
 
 SCHEMA_VERSION = 1
 EAGER, SDPA, OURS = VARIANTS = ("eager", "sdpa", "pytransformer")

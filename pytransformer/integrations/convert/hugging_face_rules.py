@@ -13,9 +13,7 @@ import torch
 
 from ...ops.layer_norm import rms_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
-from .rules import Rule
-
-RULES: dict[str, Rule] = {}
+from .rules import RULES, Rule
 
 
 def _rule(rule: Rule, **models: str) -> None:

@@ -83,13 +83,13 @@ def digest(cls: type, method: str = "forward") -> str:
     return hashlib.sha256(f"{names}{[ast.dump(s) for s in body]}".encode()).hexdigest()[:12]
 
 
+# By class, or by its full name where the library need not be there. Each module of rules adds its own when this package is imported.
+RULES: dict[type | str, Rule] = {}
+
+
 def find_rule(cls: type) -> Rule | None:
     """The rule for exactly this class, or None."""
-    from . import hugging_face_rules, padding_rules, t5_rules, timm_rules, torch_rules
-
-    assert t5_rules and padding_rules  # whose rules are among those of Hugging Face
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return torch_rules.RULES.get(cls) or hugging_face_rules.RULES.get(name) or timm_rules.RULES.get(name)
+    return RULES.get(cls) or RULES.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 # Words in a class's name that make a module worth a line in the report. Names never decide what is converted.

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...ops.layer_norm import layer_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
-from .rules import Rule
+from .rules import RULES, Rule
 
 
 class LayerNorm:
@@ -43,7 +43,7 @@ def _plain_network(m: Any) -> str | None:
     return first_reason(normed, needs(m.act, m.fc1, m.fc2), unhooked(m.act, m.drop1))
 
 
-RULES: dict[str, Rule] = {
+RULES |= {
     "timm.layers.norm.LayerNorm": Rule("norm", "layer_norm", LayerNorm, _fast_norm, ("9f2d83f483c7",)),
     "timm.layers.mlp.Mlp": Rule("feed_forward", "feed_forward", Mlp, _plain_network, ("b7e91f5baac3",)),
     "timm.models.vision_transformer.Block": Rule(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...ops.attention import attention
 from ...ops.layer_norm import layer_norm, rms_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unfusable
-from .rules import Converted, Rule
+from .rules import RULES, Converted, Rule
 
 
 class LayerNorm:
@@ -211,7 +211,7 @@ def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
     return None if known else f"its layers are {type(first).__name__}, not torch.nn.TransformerEncoderLayer"
 
 
-RULES: dict[type, Rule] = {
+RULES |= {
     nn.LayerNorm: Rule("norm", "layer_norm", LayerNorm),
     nn.RMSNorm: Rule("norm", "rms_norm", RMSNorm),
     nn.MultiheadAttention: Rule(

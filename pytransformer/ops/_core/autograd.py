@@ -15,6 +15,8 @@ import torch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from .table import OPS
+
 if TYPE_CHECKING:
     from .registry import Op
 
@@ -185,8 +187,6 @@ def _second_order(
     name: str, inputs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradient of the backward op: differentiate (d arguments) = vjp of the reference at (arguments, d outputs)."""
-    from .registry import OPS
-
     op = OPS[name]
     num_grads, num_args = len(op.grad_names), len(op.Arguments._fields)
     grads, args, wanted = inputs[:num_grads], inputs[num_grads : num_grads + num_args], inputs[-3]

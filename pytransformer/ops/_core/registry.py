@@ -44,10 +44,10 @@ from .autograd import (
 )
 from .failures import DID_NOT_RUN, failure, step_down
 from .fallbacks import BackendError, NotLaunched, failures, record_fallback
+from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
-OPS: dict[str, Op] = {}
 BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference, unless an op has one of its own
 # The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}

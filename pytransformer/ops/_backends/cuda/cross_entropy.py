@@ -19,6 +19,7 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, matrix
+from ..._problem.cross_entropy import chunks, float_product
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
@@ -56,7 +57,7 @@ def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
     (x, weight, bias), rows = _operands(a), len(a.x)
     step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     partials, picked = torch.empty(step * _partials(a), device=a.x.device), torch.empty(step, device=a.x.device)
-    for part in gpu.chunks(rows, step):
+    for part in chunks(rows, step):
         n = len(losses[part])
         cuda_library.call(
             "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], partials[: n * _partials(a)], picked[:n],
@@ -85,7 +86,7 @@ def _backward(
         dx_part = None if dx is None else torch.empty(step, width, device=device)
         total = d_weight if d_weight is None or d == width else d_weight.new_zeros(classes, width)
         valid = (a.target != a.ignore_index)[:, None]
-        for part in gpu.chunks(rows, step):
+        for part in chunks(rows, step):
             n = len(g[part])
             to = None if d_logits is None else d_logits[:n]
             sums = None if bias_partials is None else bias_partials[: -(-n // ROWS_OF_A_PART)]
@@ -117,9 +118,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool =
     if not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
     elif add:
-        out[:, :columns] += gpu.float_product(a, b, out.new_empty(len(out), columns))
+        out[:, :columns] += float_product(a, b, out.new_empty(len(out), columns))
     else:
-        gpu.float_product(a, b, out[:, :columns])
+        float_product(a, b, out[:, :columns])
 
 
 def _scale(g: torch.Tensor) -> torch.Tensor:

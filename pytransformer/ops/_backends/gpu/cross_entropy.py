@@ -6,7 +6,7 @@ backend the same, so that backward may run on another one. It costs a fourth pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,19 +72,6 @@ def backend(
         return results
 
     return Backend(name, forward, backward, why_not, extra_bytes)
-
-
-def chunks(rows: int, step: int) -> Iterator[slice]:
-    """The rows, a chunk at a time."""
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def float_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out = a @ b in float32 by the library, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a
-    small probability that a large logit has."""
-    if a.dtype == torch.float32 or a.device.type == "cpu":
-        return torch.mm(a.float(), b.float(), out=out)
-    return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
 
 
 def _flat(a: Any) -> Any:

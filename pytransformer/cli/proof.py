@@ -28,12 +28,11 @@ import torch
 
 import pytransformer as pt
 
-from ..cli import OK, WRONG
-from ..cli.benchmark import results
-from ..cli.benchmark.clock import Contender, interleaved
 from ..console import Console, Progress
 from ..ops._core.registry import trace
-from . import proof_memory, proof_models
+from . import OK, WRONG, proof_memory, proof_models
+from .benchmark import results
+from .benchmark.clock import Contender, interleaved
 from .proof_models import Subject
 
 SCHEMA_VERSION = 1

@@ -13,13 +13,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from ..cli.benchmark.memory import ENVIRONMENT, measure_rise, why_not
-from ..cli.benchmark.memory import Unmeasured as Unmeasured
+from .benchmark.memory import ENVIRONMENT, measure_rise, why_not
+from .benchmark.memory import Unmeasured as Unmeasured
 
 
-def peaks(
-    requests: Sequence[tuple[str, str]], source: str = "pytransformer.integrations.proof_models"
-) -> dict[tuple[str, str], int]:
+def peaks(requests: Sequence[tuple[str, str]], source: str = "pytransformer.cli.proof_models") -> dict[tuple[str, str], int]:
     """Bytes by which the resident memory rose, at its highest, for each (subject, variant).
 
     ``source`` is the module whose ``build(name)`` makes the subjects.
@@ -31,7 +29,7 @@ def peaks(
         raise Unmeasured(reason)
     import torch
 
-    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.integrations.proof_memory import serve; serve()"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli.proof_memory import serve; serve()"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps({"requests": requests, "source": source, "threads": torch.get_num_threads()}),
