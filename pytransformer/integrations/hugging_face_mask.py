@@ -22,6 +22,10 @@ from transformers import masking_utils as masking
 from ..ops._core.options import Alignment
 from .hugging_face_models import described
 
+# By model type: code that takes its mask for True where a key is visible, whatever its dtype. Nemotron ASR hides where logical_not says
+# True; the additive mask, 0 where a key is visible, hides the reverse, and its eager outputs are NaN.
+READ_AS_BOOL = frozenset({"nemotron_asr_streaming_encoder"})
+
 
 @dataclass(eq=False)
 class Mask:
@@ -90,15 +94,12 @@ class Mask:
         return self.dense
 
     def touched(self) -> torch.Tensor:
-        """transformers' own additive mask, which eager code gets; made once."""
+        """transformers' own additive mask, which eager code gets; made once. sdpa's for the models of :data:`READ_AS_BOOL`."""
+        if getattr(self.arguments.get("config"), "model_type", None) in READ_AS_BOOL:
+            return self.as_dense()
         if self.additive is None:
             self.additive = masking.eager_mask(**self.arguments).to(self.device)
         return self.additive
-
-    def logical_not(self) -> torch.Tensor:
-        """Where keys are hidden. Who asks means ``sdpa``'s bool mask: eager code's, which is 0 where a key is visible, says the reverse
-        (Nemotron ASR, whose eager outputs are NaN)."""
-        return self.as_dense().logical_not()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copy, pickle and hasattr look for
