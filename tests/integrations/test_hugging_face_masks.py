@@ -242,6 +242,22 @@ def test_writing_into_a_mask_is_refused(ours: ModuleType) -> None:
             write()
 
 
+def test_who_reads_every_mask_as_bool_gets_sdpas(ours: ModuleType, masking: ModuleType) -> None:
+    """Nemotron ASR hides where ``logical_not`` of its mask says True, and zeroes rows in which all is 0: the reverse of eager code's
+    additive mask."""
+    real = torch.tensor([[True, True, False]])
+    for model_type in ("toy", "nemotron_asr_streaming_encoder"):
+        mask = ours.attention_mask(1, 3, 3, attention_mask=real, config=SimpleNamespace(model_type=model_type))
+        seen = masking.sdpa_mask(1, 3, 3, attention_mask=real, allow_is_causal_skip=False)
+        if model_type == "toy":
+            assert torch.equal(mask == 0.0, seen)
+            assert mask.dtype == torch.float32
+        else:
+            assert torch.equal(mask.logical_not(), ~seen)
+            assert torch.equal(~mask, ~seen)
+            assert mask.dtype == torch.bool
+
+
 def test_only_a_mask_that_hides_nothing_is_left_out(ours: ModuleType, masking: ModuleType) -> None:
     """None where eager code gets None; causality is never left to a guess."""
     both_ways: dict[str, Any] = dict(mask_function=masking.bidirectional_mask_function, allow_is_bidirectional_skip=True)

@@ -78,7 +78,8 @@ def numbers(name: str, default: list[int]) -> list[int]:
     if re.search(r"heads", name):
         return [HEADS] * len(default)
     if re.search(r"hidden_sizes|channels|dims|embed_dim|hidden_size|conv_dim|widths", name):
-        return [16 * 2 ** min(i, 2) if len(set(default)) > 1 else 32 for i in range(len(default))]
+        small = [16 * 2 ** min(i, 2) if len(set(default)) > 1 else 32 for i in range(len(default))]
+        return [3, *small[1:]] if default[0] == 3 else small  # a stem that starts at colours
     return default
 
 
@@ -123,7 +124,7 @@ def PretrainedConfig() -> Any:
 
 def rotary(parameters: Any, sections: bool = False) -> Any:
     """Rotary settings for tiny heads: the `sections` of multimodal ones add up to half of what is rotated."""
-    if not isinstance(parameters, dict):
+    if not isinstance(parameters, dict) or not parameters:
         return parameters
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         return {name: rotary(value, sections) for name, value in parameters.items()}

@@ -20,7 +20,13 @@ def with_resnet() -> dict[str, Any]:
 
 
 # Which class to try where the first one wants what is no mere input.
-CLASSES = {"splinter": "SplinterModel"}
+CLASSES = {
+    "splinter": "SplinterModel",
+    "videomae": "VideoMAEModel",
+    "hiera": "HieraModel",
+}
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # By field; "default" makes the arguments of the config that the tiny one is shrunk from.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -29,8 +35,49 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    **{name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} for name in ("lfm2_moe", "deepseek_ocr2_text")},
+    "dots1": {
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "lfm2_moe": {"rope_parameters": DEFAULT_ROPE, "layer_types": ["conv", "full_attention"]},
+    "deepseek_ocr2_text": {"rope_parameters": DEFAULT_ROPE, "mlp_layer_types": ["dense", "sparse"]},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "longcat_flash": {"qk_head_dim": 32},
+    "paddleocr_vl_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [4, 2, 2]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [3, 3, 2]}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": DEFAULT_ROPE}},
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    "mistral_large4_text": {"default": lambda: {"num_hidden_layers": 2}},
+    "step3p5": {"sliding_window": 4},
+    "minimax_m3_vl_text": {  # a sparse layer after a full one, which the default config has not
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 41}},
+    "emu3": {"vocabulary_map": {"<image>": 41, "<|extra_200|>": 42}},
+    **{name: {"base_channels": 32} for name in ("chameleon_vqgan", "emu3_vqgan", "janus_vqgan")},
+    **{name: {"image_token_index": 41} for name in ("blip-2", "instructblip")},
+    "instructblipvideo": {"video_token_index": 41},
+    **{name: {"num_codebooks": 1} for name in ("musicgen_decoder", "musicgen_melody_decoder")},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds": False},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "kosmos-2": {"latent_query_num": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
     "llama4_vision_model": {"intermediate_size": 256, "vision_output_dim": 64},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8},
@@ -41,8 +88,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "bit": {"num_groups": 8, "embedding_size": 32},
     "audio-spectrogram-transformer": {"max_length": 64},
-    "gemma3n_text": {"default": lambda: {"num_hidden_layers": 2, "intermediate_size": 96}, "num_kv_shared_layers": 0},
-    **{name: {"num_kv_shared_layers": 0} for name in ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")},
+    "gemma3n_text": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.95, 0.95], "num_kv_shared_layers": 0},
+    **{name: {"num_kv_shared_layers": 0} for name in ("gemma4_text", "gemma4_unified_text")},
+    "diffusion_gemma_text": {"num_kv_shared_layers": 0, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma2": {"attn_logit_softcapping": 3.0},  # 50 changes nothing of such small scores
     "lilt": {"hidden_size": 96},
     "clvp_encoder": {"hidden_size": 128, "projection_dim": 128},
@@ -72,6 +120,18 @@ def time_series(model: Any) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def grid() -> torch.Tensor:
+    """(3, 16, 2): where the patches of a 4 x 4 image stand."""
+    return torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2)
+
+
+def numbered_patches(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": noise(16, 192), "pixel_attention_mask": torch.ones(3, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * 3),
+    }  # fmt: skip
+
+
 # By model type; beside what `forward` takes of text.
 INPUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "lxmert": lambda model: {"visual_feats": noise(5, model.config.visual_feat_dim), "visual_pos": noise(5, 4)},
@@ -81,6 +141,20 @@ INPUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     },
     "blip_2_qformer": lambda model: {"query_embeds": noise(5, 64), "encoder_hidden_states": noise(7, model.config.encoder_hidden_size)},
     "instructblip": lambda model: {"qformer_input_ids": tokens(6), "pixel_values": noise(3, 32, 32)},
+    "instructblipvideo": lambda model: {"qformer_input_ids": tokens(6), "pixel_values": noise(2, 3, 32, 32)},
+    "siglip2": numbered_patches,
+    "siglip2_vision_model": numbered_patches,
+    "gemma4_vision": lambda model: {"pixel_values": noise(16, 192), "pixel_position_ids": grid()},
+    "gemma4_audio": lambda model: {"input_features": noise(64, 16)},
+    "gemma3n_audio": lambda model: {
+        "audio_mel": noise(64, model.config.input_feat_size), "audio_mel_mask": torch.zeros(3, 64, dtype=torch.bool),
+    },
+    "granite_speech5_encoder": lambda model: {"input_features": noise(16, 32)},
+    "granite_speech5_ctc": lambda model: {"input_features": noise(16, 32)},
+    "idefics": lambda model: {"pixel_values": noise(1, 3, 32, 32), "image_attention_mask": torch.ones(3, 11, 1)},
+    "kosmos-2": lambda model: {
+        "pixel_values": noise(3, 32, 32), "image_embeds_position_mask": (torch.arange(11) < 4).expand(3, 11),
+    },
     "sam": lambda model: {"pixel_values": noise(3, 64, 64), "input_points": noise(1, 2, 2)},
     "autoformer": time_series,
     "informer": time_series,

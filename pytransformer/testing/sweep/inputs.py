@@ -61,14 +61,18 @@ def images(config: Any) -> torch.Tensor:
 GRID, MERGE = 4, 2  # patches on a side of an image, which models merge two by two
 
 
-def patches(names: Any, config: Any) -> Inputs:
-    """Images as rows of patches, one image after the other, with the grid of each (frames, rows, columns)."""
+def patches(names: Any, config: Any) -> Iterator[Inputs]:
+    """Images as rows of patches, one image after the other, with the grid of each (frames, rows, columns), in the layouts that occur."""
     patch, channels = search(config, "patch_size") or PATCH, search(config, "in_channels", "in_chans", "num_channels") or 3
+    count, whole = BATCH * GRID**2, "image_grid_thw" in names
     features = channels * (search(config, "temporal_patch_size") or 1) * patch**2
-    rows = torch.randn(BATCH * GRID**2, features, generator=generator())
-    whole = "image_grid_thw" in names
     name = next((n for n in ("pixel_values", "hidden_states") if n in names), "hidden_states")
-    return {name: rows, "image_grid_thw" if whole else "grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
+    beside: Inputs = {"image_grid_thw" if whole else "grid_thw": torch.tensor([[1, GRID, GRID]] * BATCH)}
+    if "merge_sizes" in names:
+        beside["merge_sizes"] = torch.full((BATCH,), MERGE)
+    pictures = (channels, patch, patch)
+    for shape in ((count, features), (count, *pictures), (1, count, *pictures), (count, 2 * features)):
+        yield {name: torch.randn(shape, generator=generator()), **beside}
 
 
 def videos(config: Any) -> torch.Tensor:
@@ -114,7 +118,7 @@ def other_parts(model: Any) -> Iterator[Inputs]:
     """What `forward` takes of images, videos and sound, in the shapes that models take."""
     names, config = parameters(model), model.config
     if "grid_thw" in names or "image_grid_thw" in names:
-        yield patches(names, config)
+        yield from patches(names, config)
     if "pixel_values" in names:
         yield {"pixel_values": images(config)}
         yield {"pixel_values": videos(config)}
@@ -124,6 +128,8 @@ def other_parts(model: Any) -> Iterator[Inputs]:
     for name in ("input_features", "input_values", "audio_values", "spectrogram", "audio_features"):
         if name in names:
             for features in spectrograms(config):
+                for frames in features.shape[1:] if f"{name}_mask" in names else ():
+                    yield {name: features, f"{name}_mask": torch.ones(BATCH, frames, dtype=torch.long)}
                 yield {name: features}
             yield {name: torch.randn(BATCH, 1600, generator=generator())}
             yield {name: torch.randn(BATCH, 1, 1600, generator=generator())}
@@ -145,6 +151,9 @@ def candidates(model: Any, padding: str) -> Iterator[Inputs]:
     words = text_part(model, padding)
     made = INPUTS.get(model.config.model_type)
     if made is not None:
+        placed = with_placeholders(model, words, made(model))
+        if placed is not None:
+            yield placed
         yield {**words, **made(model)}
     for part in other_parts(model):
         placed = with_placeholders(model, words, part)
