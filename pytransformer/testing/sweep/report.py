@@ -100,7 +100,9 @@ def page(results: dict[str, Any]) -> str:
         "greedy steps where the class generates, and the model after `convert`. The limit is the one of the other tests, 32 eps in the "
         "relative 2-norm, times the model's own condition number. [Drop-in](drop-in.md) tells what the words mean in use.", "",
         "| verdict | classes | meaning |", "|---|---|---|", *verdicts, "",
-        '"as sdpa" in a cell: eager code and sdpa differ there (rows that see nothing), and ours agrees with sdpa. The column sdpa says '
+        '"as sdpa" in a cell: eager code and sdpa differ there (queries that see nothing are zeros in one and a mean in the other; eager '
+        "outputs of Nemotron ASR are NaN), and ours agrees with sdpa. Where sdpa's gradients are not finite and ours are, ours agrees with "
+        "eager code. The column sdpa says "
         "how transformers' own sdpa does against eager code: the same, by how much it differs, or that transformers refuses it.", "",
         table_of(("class", "verdict", *COLUMNS.values(), "sdpa", "attention of its own"), table), "",
         *(f"({i}) {escape_markdown(sentence)}\n" for i, sentence in enumerate(notes.sentences, 1)),
