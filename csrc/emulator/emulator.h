@@ -5,7 +5,7 @@
 // stands for one PTX instruction.
 //
 // The emulator is stricter than a GPU on purpose: it stops with a message at the first thing that the PTX ISA leaves undefined, instead of
-// computing something that may look right. See docs/design-cuda.md for what it finds and what it cannot know.
+// computing something that may look right. See docs/cuda/emulator.md for what it finds and what it cannot know.
 #pragma once
 
 #include <cstddef>

@@ -11,7 +11,7 @@ constexpr int kHalfColumns = 128;  // of a tile: what an epilogue takes at a tim
 // ping_pong, have tiles of 64 rows of their own, by turns. A stage has `step` columns of the rows of A and rows of B.
 //
 // 128 x 256: a wgmma of 256 columns reads least of shared memory for its work (10 KB in the 128 cycles it takes; 64 x 128 would read 6 KB
-// in 64), and a step of 1024 cycles loads 48 KB; with ping_pong 80 KB in that time. docs/design-cuda.md has what either should cost.
+// in 64), and a step of 1024 cycles loads 48 KB; with ping_pong 80 KB in that time. docs/cuda/gemm.md has what either should cost.
 struct MatmulTile {
   int columns = 256, step = 64, stages = 4, consumers = 2;
   bool ping_pong = false;
