@@ -45,7 +45,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WGMMA = re.compile(
     r"sm_90 (full|causal|window) D(64|128) bf16 (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
 )
-# Spills, though its tile is the smallest there is: see docs/triton.md.
+# Spills, though its tile is the smallest there is: see docs/triton-checks.md.
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 segments D64 bf16 backward_dq|sm_120 segments D256 bf16 backward_dkdv"
 )

@@ -1,0 +1,75 @@
+"""docs/: short pages, links that lead somewhere, every page to be found from docs/index.md, and what the sources say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+MAX_WORDS = 1500
+# Written by a command from results, whole: their length is that of the results.
+GENERATED = {"accuracy.md", "architectures.md", "performance.md", "test-results.md"}
+TABLE = re.compile(r"<!-- [^>]*: start, written by .*?: end -->", re.S)  # a part of a page that a command writes
+VARIABLE = re.compile(r"PYTRANSFORMER_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
+SOURCES = ("pytransformer", "kernels", "csrc", "bench", "tests", "Makefile", "setup.py", ".ci", "examples")
+
+
+def links(page: Path) -> list[Path]:
+    """The files of the tree that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]*)[^)]*\)|<img src=\"([^\"]+)\"", page.read_text(encoding="utf-8"))
+    named = [first or second for first, second in targets]
+    return [(page.parent / name).resolve() for name in named if name and "://" not in name]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def test_pages_are_short() -> None:
+    words = {relative(page): len(TABLE.sub("", page.read_text()).split()) for page in PAGES if page.name not in GENERATED}
+    assert {page: count for page, count in words.items() if count > MAX_WORDS} == {}
+    assert all((DOCS / name).is_file() for name in GENERATED)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES], ids=relative)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [relative(target) for target in links(page) if not target.exists()] == []
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached, pending = set(), [DOCS / "index.md"]
+    while pending:
+        page = pending.pop()
+        if page.suffix == ".md" and page.is_relative_to(DOCS) and page.is_file() and page not in reached:
+            reached.add(page)
+            pending += links(page)
+    assert [relative(page) for page in PAGES if page not in reached] == []
+    assert DOCS / "index.md" in links(ROOT / "README.md")
+
+
+def variables_of_the_sources() -> set[str]:
+    found: set[str] = set()
+    for name in SOURCES:
+        for path in [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"):
+            text = path.suffix in {".py", ".h", ".cpp", ".cuh", ".cu", ".sh", ""} and path.is_file() and "results" not in path.parts
+            if text and path != Path(__file__).resolve():
+                found |= set(VARIABLE.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return found
+
+
+def test_every_environment_variable_has_its_row() -> None:
+    rows = [line.split("|")[1] for line in (DOCS / "environment.md").read_text().splitlines() if line.startswith("| `")]
+    named = {variable for cell in rows for variable in VARIABLE.findall(cell)}
+    assert named == variables_of_the_sources()
+
+
+def test_the_picture_is_what_the_script_draws() -> None:
+    script = ROOT / "bench" / "tools" / "architecture.py"
+    drawn = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, encoding="utf-8", check=True, cwd="/").stdout
+    assert drawn == (DOCS / "images" / "architecture.svg").read_text(encoding="utf-8"), f"run: python {relative(script)} --write"
