@@ -1,4 +1,4 @@
-"""Error norms of every op, dtype and case, ours beside naive code and PyTorch's own kernels: the figures of docs/accuracy.md.
+"""Error norms of every op, dtype and case, ours beside naive code and PyTorch's own kernels: the figures of docs/accuracy-tables.md.
 
     python bench/tools/golden.py --run      # make golden: measure, write the results file, then the document's tables
     python bench/tools/golden.py --write    # the tables anew from the committed results file
@@ -21,7 +21,7 @@ from pytransformer.cli.providers import NAIVE, TORCH, Problem, Unsupported, prov
 from pytransformer.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "accuracy.md"
+DOCUMENT = ROOT / "docs" / "accuracy-tables.md"
 RESULTS = ROOT / "bench" / "results" / "intel-xeon-amx-2-cores" / "accuracy.json"
 START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- golden: end -->"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -126,7 +126,7 @@ def written(text: str, document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="measure first")
-    parser.add_argument("--write", action="store_true", help="rewrite docs/accuracy.md from the results file")
+    parser.add_argument("--write", action="store_true", help="rewrite docs/accuracy-tables.md from the results file")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default %(default)s")
     options = parser.parse_args()
     if options.run:
