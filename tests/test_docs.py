@@ -57,7 +57,11 @@ def variables_of_the_sources() -> set[str]:
     found: set[str] = set()
     for name in SOURCES:
         for path in [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"):
-            text = path.suffix in {".py", ".h", ".cpp", ".cuh", ".cu", ".sh", ""} and path.is_file() and "results" not in path.parts
+            text = (
+                path.suffix in {".py", ".h", ".cpp", ".cuh", ".cu", ".sh", ""}
+                and path.is_file()
+                and "results" not in path.parts
+            )
             if text and path != Path(__file__).resolve():
                 found |= set(VARIABLE.findall(path.read_text(encoding="utf-8", errors="replace")))
     return found
@@ -71,5 +75,9 @@ def test_every_environment_variable_has_its_row() -> None:
 
 def test_the_picture_is_what_the_script_draws() -> None:
     script = ROOT / "bench" / "tools" / "architecture.py"
-    drawn = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, encoding="utf-8", check=True, cwd="/").stdout
-    assert drawn == (DOCS / "images" / "architecture.svg").read_text(encoding="utf-8"), f"run: python {relative(script)} --write"
+    drawn = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, encoding="utf-8", check=True, cwd="/"
+    ).stdout
+    assert drawn == (DOCS / "images" / "architecture.svg").read_text(encoding="utf-8"), (
+        f"run: python {relative(script)} --write"
+    )

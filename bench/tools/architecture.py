@@ -15,7 +15,13 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
-WIDTH, SIDE, GAP, MARGIN, HEIGHT = 900, 150, 10, 20, 58  # of the picture, of the box at its side, between boxes, around, of a box
+WIDTH, SIDE, GAP, MARGIN, HEIGHT = (
+    900,
+    150,
+    10,
+    20,
+    58,
+)  # of the picture, of the box at its side, between boxes, around, of a box
 
 
 class Box(NamedTuple):
@@ -43,7 +49,11 @@ ROWS = (
     ),
     (Box("nn", "modules and blocks", "pytransformer/nn"),),
     (Box("ops", "public functions: check the arguments, lower them to one problem", "pytransformer/ops"),),
-    (Box("ops/_core", "registry: which backend takes this call, and why not the others; autograd", "pytransformer/ops/_core"),),
+    (
+        Box(
+            "ops/_core", "registry: which backend takes this call, and why not the others; autograd", "pytransformer/ops/_core"
+        ),
+    ),
     (
         Box("reference", "plain PyTorch, the oracle", "pytransformer/reference", "tier"),
         Box("_backends/cpu", "allocates, calls", "pytransformer/ops/_backends/cpu", "tier"),
