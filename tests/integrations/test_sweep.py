@@ -57,10 +57,9 @@ def wrong(rows: report.Rows) -> set[str]:
 
 
 def committed_for(version: str) -> report.Rows:
+    """The committed rows, none for another version of transformers: nothing may be wrong there either, but much may be another way."""
     results = report.load()
-    if results["transformers"] != version:
-        pytest.skip(f"the results are of transformers {results['transformers']}, and this is {version}")
-    return results["rows"]
+    return results["rows"] if results["transformers"] == version else {}
 
 
 def test_nothing_is_wrong() -> None:
@@ -96,17 +95,34 @@ def test_the_page_is_made_of_the_results() -> None:
 @pytest.mark.falls_back
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sample(hugging_face: Any, model_type: str) -> None:
-    committed = committed_for(hugging_face.__version__)
-    for name, row in rows(model_type).items():
-        assert row["verdict"] != "wrong", f"{name}: {row['cells']}"
-        assert kinds(row) == kinds(committed[name]), name
+    from pytransformer.testing.sweep.subjects import model_types
+
+    if model_type not in model_types():
+        pytest.skip(f"transformers {hugging_face.__version__} has no model type {model_type}")
+    committed, found = committed_for(hugging_face.__version__), rows(model_type)
+    for name, row in found.items():
+        assert row["verdict"] not in ("wrong", "not built"), f"{name}: {row}"
+        assert not committed or kinds(row) == kinds(committed[name]), name
 
 
 @pytest.mark.slow
 @pytest.mark.unpoisoned
-def test_every_architecture(hugging_face: Any, tmp_path: Path) -> None:
-    committed = committed_for(hugging_face.__version__)
-    command = [sys.executable, "-m", "pytransformer.testing.sweep", "--jobs", "2", "--json", str(tmp_path / "rows.json")]
+@pytest.mark.parametrize("letter", sorted({name[0] for name in report.load()["rows"]}))
+def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> None:
+    from pytransformer.testing.sweep.subjects import model_types
+
+    types = [model_type for model_type in model_types() if model_type.startswith(letter)]
+    committed = {name: row for name, row in committed_for(hugging_face.__version__).items() if name.startswith(letter)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytransformer.testing.sweep",
+        *types,
+        "--jobs",
+        "2",
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
     subprocess.run(command, stdout=subprocess.DEVNULL)  # its exit code says that some are wrong, which are named below
     found = json.loads((tmp_path / "rows.json").read_text())
     assert not wrong(found)
