@@ -125,8 +125,8 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         few = 0 if ", RowPartials>" in key else 16  # an epilogue that writes no matrix
         if re.search(r"sm90_matmul_", key) and (used["warpgroup_products"] < 4 or used["products"] or used["wide"] < few):
             found.append(f"{key}: {used['warpgroup_products']} products of warpgroups, {used['wide']} wide accesses")
-        # A dense gradient takes two products, and is written as lanes have it, two elements at a time.
-        least, wide = (8, 0) if "sm90_attention_bwd_dense_" in key else (20, 4)
+        # The gradient of a mask or bias takes two products, and is written as lanes have it, two elements at a time.
+        least, wide = (8, 0) if "sm90_attention_bwd_dbias_" in key else (20, 4)
         if re.search(r"sm90_attention_", key) and (
             used["warpgroup_products"] < least or used["products"] or used["wide"] < wide
         ):
