@@ -112,6 +112,8 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     from pytransformer.testing.sweep.subjects import model_types
 
     types = [model_type for model_type in model_types() if model_type.startswith(letter)]
+    if not types:  # the command would take that for all
+        pytest.skip(f"transformers {hugging_face.__version__} has no model type in {letter}")
     committed = {name: row for name, row in committed_for(hugging_face.__version__).items() if name.startswith(letter)}
     command = [
         sys.executable,
