@@ -1,5 +1,6 @@
-"""What the Python code and the CPU library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
-read their arguments. The build puts it into the library (csrc/cpu/library.cpp); a checkout compares it when it loads the library."""
+"""What the Python code and a library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
+read their arguments; of the C++ lane, of all its sources. The build puts it into the library (csrc/cpu/library.cpp) or beside it
+(lane_build.py); a checkout compares it when it loads the library."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ def edges(csrc: Path = CSRC) -> list[Path]:
     return sorted(path for path in csrc.glob("cpu/*.cpp") if not path.stem.endswith("_kernels"))
 
 
-def digest(csrc: Path = CSRC) -> str:
+def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
     found = hashlib.sha256()
-    for path in edges(csrc):
+    for path in edges(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*")):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]

@@ -5,6 +5,7 @@ What is built, all inside the package:
 - ``libpytransformer_cpu.so``: the CPU ops. Plain C++ against LibTorch's stable ABI (target 2.11): holds no Python, so one
   build serves every Python and every torch >= 2.11. ``torch.ops.load_library`` loads it.
 - ``libpytransformer_cuda.so``: the CUDA ops, where nvcc is found; loads without a GPU. See cuda_build.py.
+- ``_lane``: eager calls without Python, for this Python and this torch alone; see lane_build.py.
 - ``_C``: a pybind11 module for this Python with build information and CPU features. Nothing depends on it.
 - ``_build_info.json``: what was built, what was not, and why; written for a pure Python install too.
 
@@ -16,7 +17,8 @@ PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | 
 PYTRANSFORMER_CUDA             auto (default): left out where nvcc fails | 1: fail if CUDA kernels cannot be built | 0: do not build them
 PYTRANSFORMER_CUDA_ARCHS       all (default: sm_80, sm_90a, sm_120) | native: of this machine's GPUs | names, comma-separated
 PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
-PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` out, which makes one wheel for every Python
+PYTRANSFORMER_LANE             auto (default): left out where it does not compile | 1: fail if it cannot be built | 0: do not build it
+PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_lane`` out, which makes one wheel for every Python
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
 DEBUG                          1: -O1 -g instead of -O3
@@ -42,6 +44,8 @@ from pathlib import Path
 
 import cuda_build
 import interface
+import lane_build
+from ninja_file import NinjaFile
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -195,6 +199,7 @@ class Plan:
     why_not_cpu: str | None = None
     why_not_bindings: str | None = None
     why_not_cuda: str | None = None
+    why_not_lane: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
     cuda: dict[str, object] = field(default_factory=dict)  # a CUDA library's architectures, and nvcc's version
 
@@ -211,8 +216,8 @@ class Plan:
         """File names, inside the package, of the libraries to build."""
         if not self.native:
             return []
-        cuda = [cuda_build.LIBRARY] if self.why_not_cuda is None else []
-        return [CPU_LIBRARY, *cuda] + ([self.bindings] if self.why_not_bindings is None else [])
+        optional = ((cuda_build.LIBRARY, self.why_not_cuda), (lane_build.MODULE, self.why_not_lane), (self.bindings, self.why_not_bindings))
+        return [CPU_LIBRARY, *(name for name, why_not in optional if why_not is None)]
 
     def build_info(self) -> dict[str, object]:
         def tool(command: list[str]) -> str | None:
@@ -224,6 +229,8 @@ class Plan:
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
             | {"isas_not_built": self.why_not_isa},
             "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
+            "lane": {"built": self.why_not_lane is None, "reason": self.why_not_lane}
+            | (lane_build.stamp(self.torch) if self.torch and self.why_not_lane is None else {}),
             "bindings": {"built": self.native and self.why_not_bindings is None, "reason": self.why_not_bindings},
             "compiler": tool(self.compiler) if self.native else None,
             "flags": self.flags if self.native else [],
@@ -238,6 +245,15 @@ def _why_not_cuda(plan: Plan) -> str | None:
         return cuda_build.why_not() or (plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}")
     except ValueError as error:
         raise BuildError(str(error)) from None
+
+
+def _why_not_lane(plan: Plan, sanitize: str) -> str | None:
+    for option in ("PYTRANSFORMER_LANE", "PYTRANSFORMER_BINDINGS"):
+        if _switch(option) == "0":
+            return f"switched off by {option}=0"
+    if plan.torch is None or sanitize:
+        return f"no native code is built: {plan.why_not_cpu}" if plan.torch is None else "a build with sanitizers leaves it out"
+    return lane_build.why_not(plan.torch)
 
 
 def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
@@ -330,68 +346,20 @@ def make_plan(version: str) -> Plan:
         nvcc = cuda_build.find_nvcc()
         assert nvcc is not None
         plan.cuda = {"archs": cuda_build.archs(), "nvcc": cuda_build.nvcc_version(nvcc)}
-    for option, why_not in (("PYTRANSFORMER_CPU", plan.why_not_cpu), ("PYTRANSFORMER_CUDA", plan.why_not_cuda)):
-        if _switch(option) == "1" and why_not:
-            raise BuildError(f"{option}=1, but it cannot be built: {why_not}")
+    plan.why_not_lane = _why_not_lane(plan, sanitize)
+    for part, why_not in (("CPU", plan.why_not_cpu), ("CUDA", plan.why_not_cuda), ("LANE", plan.why_not_lane)):
+        _unless_wanted(part, why_not)
     return plan
 
 
+def _unless_wanted(part: str, why_not: str | None) -> str | None:
+    """The reason, unless the part has to be built: then it is an error."""
+    if why_not and _switch(f"PYTRANSFORMER_{part}") == "1":
+        raise BuildError(f"PYTRANSFORMER_{part}=1, but it cannot be built: {why_not}")
+    return why_not
+
+
 # ---- building
-
-
-class _Ninja:
-    """Writes build.ninja: every object depends on its source, its headers (as the compiler lists them) and its command."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.lines = [
-            "ninja_required_version = 1.5",
-            "rule cxx",
-            f"  command = {shlex.join(plan.compiler)} $flags -MMD -MF $out.d -c $in -o $out",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = compile $label",
-            "rule link",
-            f"  command = {shlex.join(plan.compiler)} -shared $in $flags -o $out",
-            "  description = link $out",
-        ]
-        if plan.why_not_cuda is None:
-            nvcc = shlex.quote(cuda_build.find_nvcc() or "")
-            checked = shlex.join([sys.executable, str(CSRC / "cuda_build.py")])
-            self.lines += [
-                "rule nvcc",
-                f"  command = {checked} $out $out.log {nvcc} $flags -MD -MF $out.d -c $in -o $out",
-                "  depfile = $out.d",
-                "  deps = gcc",
-                "  description = compile $label",
-                "rule nvcc_link",
-                f"  command = {checked} $out $out.log {nvcc} -shared -cudart=static $in $flags -o $out",
-                "  description = link $out",
-            ]
-
-    @staticmethod
-    def _escape(text: str, extra: str = "") -> str:
-        return re.sub(rf"([${extra}])", r"$\1", text)
-
-    def _build(self, rule: str, output: str, inputs: list[str], flags: list[str], label: str) -> str:
-        paths = " ".join(self._escape(path, ": ") for path in inputs)
-        self.lines += [f"build {output}: {rule} {paths}", f"  flags = {self._escape(shlex.join(flags))}", f"  label = {label}"]
-        return output
-
-    def compile(self, source: Path, flags: list[str], variant: str = "") -> str:
-        name = source.relative_to(CSRC).as_posix()
-        output = f"{name}{variant and '.' + variant}.o"
-        return self._build("cxx", output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
-
-    def compile_cuda(self, source: Path, flags: list[str]) -> str:
-        name = source.relative_to(CSRC).as_posix()
-        return self._build("nvcc", f"{name}.o", [str(source)], flags, name)
-
-    def link(self, output: str, objects: list[str], flags: list[str], rule: str = "link") -> None:
-        self._build(rule, output, objects, flags, output)
-
-    def text(self) -> str:
-        return "\n".join(self.lines) + "\n"
 
 
 def _write_if_changed(path: Path, text: str) -> None:
@@ -402,7 +370,7 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 def _ninja_text(plan: Plan) -> str:
     assert plan.torch is not None
-    ninja = _Ninja(plan)
+    ninja = NinjaFile(plan.compiler, plan.why_not_cuda is None)
     base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
     edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}
@@ -429,12 +397,15 @@ def _ninja_text(plan: Plan) -> str:
         # The CUDA runtime inside is this library's own: its symbols must not meet those of torch's.
         hidden = ["-Xlinker=-z,defs,--exclude-libs,ALL,--as-needed"]
         ninja.link(cuda_build.LIBRARY, cuda, [*cuda_build.gencode(), *hidden, *torch_libraries], "nvcc_link")
+    tag = sysconfig.get_config_var("SOABI")
+    if plan.why_not_lane is None:
+        unit = ninja.compile(CSRC / lane_build.SOURCE, [*base, *lane_build.compile_flags(plan.torch)], tag, "lane")
+        ninja.link(lane_build.MODULE, [unit], [*lane_build.link_flags(plan.torch), *plan.link_flags], "lane_link")
     if plan.why_not_bindings is None:
         import pybind11
 
         headers = (pybind11.get_include(), sysconfig.get_paths()["include"])
         includes = [*(option for path in headers for option in ("-isystem", path)), "-I", str(plan.directory)]
-        tag = sysconfig.get_config_var("SOABI")
         bindings = ninja.compile(CSRC / "bindings.cpp", [*base, _isa_macro(plan), *includes], tag)
         ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)
     return ninja.text()
@@ -442,17 +413,23 @@ def _ninja_text(plan: Plan) -> str:
 
 def build(plan: Plan) -> dict[str, Path]:
     """Brings the libraries of `plan` up to date; returns file name in the package -> file. Compiles only what changed.
-    Where nvcc fails the CUDA library is left out, and the plan says so from then on, unless PYTRANSFORMER_CUDA=1."""
-    built = not plan.native or _run_ninja(plan)
-    if not built and plan.why_not_cuda is None and (reason := cuda_build.failure(plan.directory)):
-        if _switch("PYTRANSFORMER_CUDA") == "1":
-            raise BuildError(f"PYTRANSFORMER_CUDA=1, but it cannot be built: {reason}")
-        plan.why_not_cuda, plan.cuda = reason, {}
+    Where nvcc or the C++ lane fails, that part is left out, and the plan says so from then on, unless the part's option is 1."""
+    while plan.native and not _run_ninja(plan):
+        if not _left_out(plan):
+            raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
         print(describe(plan), file=sys.stderr, flush=True)
-        built = _run_ninja(plan)
-    if not built:
-        raise BuildError("the native code did not compile, as told above. PYTRANSFORMER_CPU=0 installs without it")
-    return {name: plan.directory / name for name in plan.targets()} if plan.native else {}
+    return {name: plan.directory / name for name in plan.targets()}
+
+
+def _left_out(plan: Plan) -> bool:
+    """Whether what failed is a part that can be missing; the plan then says why it is."""
+    if plan.why_not_lane is None and (reason := lane_build.failure(plan.directory)):
+        plan.why_not_lane = _unless_wanted("LANE", reason)
+        return True
+    if plan.why_not_cuda is None and (reason := cuda_build.failure(plan.directory)):
+        plan.why_not_cuda, plan.cuda = _unless_wanted("CUDA", reason), {}
+        return True
+    return False
 
 
 def _run_ninja(plan: Plan) -> bool:
@@ -470,9 +447,9 @@ def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
     A library that another process has loaded is replaced, not overwritten.
     """
     package.mkdir(parents=True, exist_ok=True)
-    for stale in (*package.glob("libpytransformer_*.so"), *package.glob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")):
+    for stale in (*package.glob("libpytransformer_*.so"), package / lane_build.MODULE, package / plan.bindings):
         if stale.name not in files:
-            stale.unlink()
+            stale.unlink(missing_ok=True)
     for name, built in files.items():
         temporary = package / f"{name}.new"
         shutil.copy2(built, temporary)
@@ -488,6 +465,7 @@ def describe(plan: Plan) -> str:
         lines = [
             f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"
         ]
+        lines += [f"C++ lane of eager calls: not built: {plan.why_not_lane}"] if plan.why_not_lane else []
         lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
     else:
         lines = [

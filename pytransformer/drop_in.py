@@ -2,7 +2,8 @@
 
 The hook is the dispatcher's own: while active, ``aten::scaled_dot_product_attention`` has our function as its
 CompositeImplicitAutograd kernel, so calls from Python, C++, nn.MultiheadAttention, timm or a compiled graph's trace all
-reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. PyTorch's own kernel, fetched
+reach it, in no_grad and inference_mode too, and autocast has already cast their arguments. The C++ lane, where there is one, is the
+kernel for plain eager calls, and hands all others to our function. PyTorch's own kernel, fetched
 before, computes what we cannot; each such call is recorded with its reason in ``pytransformer.fallbacks()``.
 
 nn.MultiheadAttention and nn.TransformerEncoderLayer have an inference fast path that never calls the op: it is switched
@@ -25,6 +26,7 @@ from torch.library import Library, get_kernel
 
 from . import drop_in_nested
 from .ops import nested
+from .ops._core import lane
 from .ops._core.autograd import compiling_a_derivative
 from .ops._core.failures import DID_NOT_RUN
 from .ops._core.fallbacks import NotLaunched, record_fallback
@@ -37,7 +39,8 @@ from .ops.scaled_dot_product import four_dimensional
 OP = "scaled_dot_product_attention"
 # vmap decomposes the op in a kernel of its own before any other is asked. "CPU" only names a way to fetch the composite
 # kernel, which is the same for every device: an alias key has no kernel of its own to fetch.
-HOOKS = {"CompositeImplicitAutograd": "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
+COMPOSITE = "CompositeImplicitAutograd"
+HOOKS = {COMPOSITE: "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
 AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 
@@ -77,8 +80,9 @@ def activate() -> Activation:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
                 for key, runtime_key in HOOKS.items():
-                    original = get_kernel(f"aten::{OP}", runtime_key)
-                    library.impl(OP, _replacement(original), key, with_keyset=True)
+                    replacement = _replacement(get_kernel(f"aten::{OP}", runtime_key))
+                    if key != COMPOSITE or not lane.activate(replacement):
+                        library.impl(OP, replacement, key, with_keyset=True)
             _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             drop_in_nested.install()
@@ -119,6 +123,7 @@ def _restore() -> None:
     global _library
     if _library is not None:
         _library._destroy()
+        lane.deactivate()
         _library = None
         torch.backends.mha.set_fastpath_enabled(_fast_path)
         drop_in_nested.restore()

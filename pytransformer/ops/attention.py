@@ -15,6 +15,7 @@ from ..reference.attention import attention_forward
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.triton import attention as triton_attention
+from ._core import lane
 from ._core.options import Alignment, AttentionOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
@@ -157,6 +158,13 @@ def attention(
 
     Source: Vaswani et al. (2017), section 3.2; tiling by Dao et al., "FlashAttention" (2022).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.attention(
+            query, key, value, attn_mask, causal, window, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments,
+            bias, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
+        )  # fmt: skip
+        if found is not NotImplemented:
+            return found
     a, backend, strict = _prepare(
         query, key, value, attn_mask=attn_mask, causal=causal, window=window, query_lengths=query_lengths,
         key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,

@@ -11,6 +11,7 @@ from ..reference.layer_norm import add_norm_forward, layer_norm_forward, rms_nor
 from ._backends.cpu import layer_norm as cpu
 from ._backends.cuda import layer_norm as cuda
 from ._backends.triton import layer_norm as triton
+from ._core import lane
 from ._core.options import NormKind
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
@@ -111,6 +112,10 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.layer_norm(x, normalized_shape, weight, bias, eps, backend, strict)
+        if found is not NotImplemented:
+            return found
     return layer_norm_op(*_prepare_layer_norm(x, normalized_shape, weight, bias, eps, backend=backend, strict=strict))[0]
 
 

@@ -5,7 +5,8 @@
     # on leaving, a write outside any such tensor raises StrayWrite
 
 An output that a kernel forgets to write stays NaN and fails its check, instead of holding what the allocator
-last had there. All such memory is kept until leaving. Only calls made from inside `pytransformer` (this folder apart) are touched.
+last had there. All such memory is kept until leaving. Only calls made from inside `pytransformer` (this folder apart) are touched, and what
+the C++ lane allocates.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from pytransformer.ops._core import lane
 
 from .guarded import Guard, guarded_output
 
@@ -46,24 +49,29 @@ def poisoned() -> Iterator[list[Guard]]:
     far."""
     guards: list[Guard] = []
 
+    def guarded(tensor: Tensor) -> Tensor:
+        replacement, guard = guarded_output(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        guards.append(guard)
+        return replacement
+
     def wrap(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(allocate)
         def poison(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
             if type(tensor) is not Tensor or tensor.device.type == "meta" or not _from_package(sys._getframe(1)):
                 return tensor
-            replacement, guard = guarded_output(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            guards.append(guard)
-            return replacement
+            return guarded(tensor)
 
         return poison
 
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     for owner, name, original in originals:
         setattr(owner, name, wrap(original))
+    lane.replace_memory(guarded)
     try:
         yield guards
     finally:
+        lane.replace_memory(None)
         for owner, name, original in originals:
             setattr(owner, name, original)
     broken = [tuple(g.buffer.shape) for g in guards if not g.intact()]

@@ -93,9 +93,13 @@ def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
     return rule
 
 
-def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+_Gradients = Callable[..., Sequence[torch.Tensor | None]]
+
+
+def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
     """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
-    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference.
+    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference. Last comes what both do in
+    backward, for the nodes of the C++ lane: the gradients of the differentiable arguments.
 
     The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
     has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,
@@ -130,6 +134,12 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         ctx.mark_non_differentiable(*output[num_grads:])
         ctx.set_materialize_grads(False)
 
+    def gradients(grads: Any, remembered: Any, others: Any, wanted: list[bool], run: Any) -> Sequence[torch.Tensor | None]:
+        inputs = (*grads[:num_grads], *remembered[:num_tensors], *others[:-2], *remembered[num_tensors:], wanted, *others[-2:])
+        # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
+        once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
+        return run(*inputs) if once else Backward.apply(*inputs)
+
     def first_order(
         ctx: Any, grads: tuple[torch.Tensor | None, ...], run: Any, num_inputs: int
     ) -> tuple[torch.Tensor | None, ...]:
@@ -137,11 +147,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         wanted = [needed[i] for i in positions]
         by_position: list[torch.Tensor | None] = [None] * num_inputs
         if any(wanted) and any(g is not None for g in grads[:num_grads]):
-            tensors, others = ctx.saved_tensors, ctx.others
-            inputs = (*grads[:num_grads], *tensors[:num_tensors], *others[:-2], *tensors[num_tensors:], wanted, *others[-2:])
-            # Second derivatives are for eager mode; torch.compile cannot trace a Function within a Function.
-            once = torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transforming())
-            results = run(*inputs) if once else Backward.apply(*inputs)
+            results = gradients(grads, ctx.saved_tensors, ctx.others, wanted, run)
             for position, result, want in zip(positions, results, wanted):
                 if want:
                     by_position[position] = result
@@ -180,7 +186,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"
     Backward.__name__ = f"{name}_backward_function"
-    return Forward, Direct
+    return Forward, Direct, gradients
 
 
 def _second_order(

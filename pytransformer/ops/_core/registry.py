@@ -56,6 +56,7 @@ HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 _forced: dict[str, str] = {}
 _traces: list[list[tuple[str, str]]] = []
 _observers: list[Callable[[Op, Any, str], None]] = []
+replaced: list[str] = []  # ops whose backends are not those they were declared with
 _thread = threading.local()  # a forward op runs in its caller's thread
 
 
@@ -88,6 +89,30 @@ class Backend:
     note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
 
 
+class Backends(dict[str, Backend]):
+    """An op's backends by name, in the order of preference; ``changed`` is called after each change."""
+
+    def __init__(self, backends: Mapping[str, Backend], changed: Callable[[], None]) -> None:
+        super().__init__(backends)
+        self.changed = changed
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    change = getattr(dict, name)
+
+    def method(self: Backends, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return change(self, *args, **kwargs)
+        finally:
+            self.changed()
+
+    return method
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Backends, _name, _telling(_name))
+
+
 class Op:
     """One public op: its two raw ops, its backends and its gradient. See the module's docstring."""
 
@@ -111,7 +136,8 @@ class Op:
         self.order = tuple(order)
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
-        self.backends: dict[str, Backend] = {}
+        self._declared: dict[str, Backend] = {}
+        self.backends = {}
         names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
         self.Arguments = _arguments_class(f"{name}_arguments", names)
         self.positions = tuple(names.index(n) for n in differentiable)
@@ -138,7 +164,7 @@ class Op:
         )
         if flops is not None:
             self._count_flops(flops, flops_backward)
-        self.function, self.direct_function = make_functions(self)
+        self.function, self.direct_function, self.gradients = make_functions(self)
         OPS[name] = self
 
     # ---- registration
@@ -202,9 +228,25 @@ class Op:
         """Add a backend; the op's ``order`` is that in which they are tried."""
         if backend.name not in self.order:
             raise ValueError(f"backend {backend.name!r} is not one of {', '.join(self.order)}")
-        self.backends[backend.name] = backend
-        self.backends = {n: self.backends[n] for n in self.order if n in self.backends}
+        known = {**self.backends, backend.name: backend}
+        self._declared = {n: known[n] for n in self.order if n in known}
+        self.backends = self._declared
         return backend
+
+    @property
+    def backends(self) -> dict[str, Backend]:
+        """Backends by name, in the order in which they are tried. Code that knows the declared ones alone, the C++ lane, stays away
+        while there are others: ``replaced``."""
+        return self._backends
+
+    @backends.setter
+    def backends(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = Backends(backends, self._tell_replaced)
+        self._tell_replaced()
+
+    def _tell_replaced(self) -> None:
+        others = [name for name in replaced if name != self.name]
+        replaced[:] = others if [*self._backends.items()] == [*self._declared.items()] else [*others, self.name]
 
     # ---- bodies of the raw ops
 

@@ -1,0 +1,38 @@
+#include "lane.h"
+
+namespace pt::lane {
+namespace {
+
+PyObject* connect_entry(PyObject*, PyObject* const* a, Py_ssize_t n) {
+  bool right = n == 3 && PyTuple_Check(a[0]) && PyList_Check(a[1]) && PyCallable_Check(a[2]);
+  for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(a[0]); i++)
+    right = PyDict_Check(PyTuple_GET_ITEM(a[0], i)) || PyList_Check(PyTuple_GET_ITEM(a[0], i));
+  if (!right) {
+    PyErr_SetString(PyExc_TypeError, "connect(watchers: tuple of dicts and lists, traces: list, backward)");
+    return nullptr;
+  }
+  connect(a[0], a[1], a[2]);
+  Py_RETURN_NONE;
+}
+
+PyObject* replace_memory_entry(PyObject*, PyObject* function) {
+  replace_memory(function);
+  Py_RETURN_NONE;
+}
+
+#define FAST(f) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)), METH_FASTCALL
+PyMethodDef methods[] = {
+    {"connect", FAST(connect_entry), "connect(watchers, traces, backward): see lane.h"},
+    {"attention", FAST(attention_entry), "pytransformer.attention with all arguments by position, or NotImplemented"},
+    {"layer_norm", FAST(layer_norm_entry), "pytransformer.layer_norm with all arguments by position, or NotImplemented"},
+    {"activate", activate, METH_O, "activate(replacement): override aten::scaled_dot_product_attention"},
+    {"deactivate", deactivate, METH_NOARGS, "end the override"},
+    {"replace_memory", replace_memory_entry, METH_O, "replace_memory(function or None): what takes the place of each new tensor"},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_lane", "The C++ lane of eager calls; see lane.h.", -1, methods};
+
+}  // namespace
+}  // namespace pt::lane
+
+PyMODINIT_FUNC PyInit__lane() { return PyModule_Create(&pt::lane::module); }

@@ -1,0 +1,64 @@
+// activate(): aten::scaled_dot_product_attention for every caller in the process, as drop_in.py has it, without Python on the way.
+#include <torch/library.h>
+
+#include <cmath>
+#include <memory>
+
+#include "attention.h"
+
+namespace pt::lane {
+namespace {
+
+std::unique_ptr<torch::Library> library;
+PyObject* python_kernel = nullptr;  // _replacement of drop_in.py, for the calls that are not the lane's
+
+bool of_no_subclass(const Tensor& t) {
+  PyObject* object = t.defined() ? t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() : nullptr;
+  return !object || THPVariable_CheckExact(object);
+}
+
+bool mine(const Attention::Inputs& t, bool enable_gqa) {
+  for (const Tensor& i : t)
+    if (!plain(i) || !of_no_subclass(i)) return false;
+  const Tensor &query = t[Attention::kQuery], &key = t[Attention::kKey];
+  return query.dim() == 4 && key.dim() == 4 && query.size(0) == key.size(0) && (enable_gqa || query.size(1) == key.size(1));
+}
+
+Tensor in_python(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value, const Maybe& mask, double dropout_p,
+                 bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  py::gil_scoped_acquire gil;
+  const py::object function = py::reinterpret_borrow<py::object>(python_kernel);
+  return py::cast<Tensor>(
+      function(keys, query, key, value, mask, dropout_p, is_causal, py::arg("scale") = scale, py::arg("enable_gqa") = enable_gqa));
+}
+
+Tensor scaled_dot_product_attention(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Maybe& mask, double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  Attention::Inputs t{query, key, value, mask ? *mask : Tensor()};
+  if (unwatched() && mine(t, enable_gqa) && std::isfinite(scale.value_or(1))) {
+    Attention::Numbers n;
+    n.align = is_causal, n.dropout_p = dropout_p;
+    if (scale) n.scale = *scale;
+    if (Attention::fits(t, n))
+      if (auto outputs = run<Attention>(t, n, 1)) return (*outputs)[0];
+  }
+  return in_python(keys, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+}  // namespace
+
+PyObject* activate(PyObject*, PyObject* function) {
+  HANDLE_TH_ERRORS
+  Py_XSETREF(python_kernel, Py_NewRef(function));
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
+  library->impl("scaled_dot_product_attention", TORCH_FN(scaled_dot_product_attention));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* deactivate(PyObject*, PyObject*) {
+  library.reset();
+  Py_RETURN_NONE;
+}
+
+}  // namespace pt::lane

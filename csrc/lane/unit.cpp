@@ -1,0 +1,7 @@
+// The whole module as one unit: most of the time goes into torch's headers.
+#include "attention.cpp"
+#include "layer_norm.cpp"
+#include "memory.cpp"
+#include "module.cpp"
+#include "sdpa.cpp"
+#include "watch.cpp"

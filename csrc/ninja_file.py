@@ -1,0 +1,68 @@
+"""A build.ninja for the native libraries: rules and build statements as text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import cuda_build
+import lane_build
+
+CSRC = Path(__file__).resolve().parent
+
+
+class NinjaFile:
+    """Writes build.ninja: every object depends on its source, its headers (as the compiler lists them) and its command."""
+
+    def __init__(self, compiler: list[str], cuda: bool) -> None:
+        self.lines = [
+            "ninja_required_version = 1.5",
+            "rule cxx",
+            f"  command = {shlex.join(compiler)} $flags -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $label",
+            "rule link",
+            f"  command = {shlex.join(compiler)} -shared $in $flags -o $out",
+            "  description = link $out",
+            *lane_build.rules(compiler),
+        ]
+        if cuda:
+            nvcc = shlex.quote(cuda_build.find_nvcc() or "")
+            checked = shlex.join([sys.executable, str(CSRC / "cuda_build.py")])
+            self.lines += [
+                "rule nvcc",
+                f"  command = {checked} $out $out.log {nvcc} $flags -MD -MF $out.d -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+                "  description = compile $label",
+                "rule nvcc_link",
+                f"  command = {checked} $out $out.log {nvcc} -shared -cudart=static $in $flags -o $out",
+                "  description = link $out",
+            ]
+
+    @staticmethod
+    def _escape(text: str, extra: str = "") -> str:
+        return re.sub(rf"([${extra}])", r"$\1", text)
+
+    def _build(self, rule: str, output: str, inputs: list[str], flags: list[str], label: str) -> str:
+        paths = " ".join(self._escape(path, ": ") for path in inputs)
+        self.lines += [f"build {output}: {rule} {paths}", f"  flags = {self._escape(shlex.join(flags))}", f"  label = {label}"]
+        return output
+
+    def compile(self, source: Path, flags: list[str], variant: str = "", rule: str = "cxx") -> str:
+        name = source.relative_to(CSRC).as_posix()
+        output = f"{name}{variant and '.' + variant}.o"
+        return self._build(rule, output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
+
+    def compile_cuda(self, source: Path, flags: list[str]) -> str:
+        name = source.relative_to(CSRC).as_posix()
+        return self._build("nvcc", f"{name}.o", [str(source)], flags, name)
+
+    def link(self, output: str, objects: list[str], flags: list[str], rule: str = "link") -> None:
+        self._build(rule, output, objects, flags, output)
+
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"

@@ -1,0 +1,125 @@
+"""The C++ lane: eager calls on CPU tensors without Python on the way.
+
+A public function asks it first. It takes a call only where nothing watches and every argument is plain, and answers NotImplemented to all
+others, which Python then computes: the Python code stays the specification, and words every error. What the lane does is in csrc/lane/lane.h.
+It is compiled for one Python and one torch, and is loaded, at the first call, into no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import os
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import native, registry
+from .fallbacks import failures
+from .registry import OPS
+
+MODULE = "_lane" + importlib.machinery.EXTENSION_SUFFIXES[0]
+ENTRIES = ("attention", "layer_norm")
+_off: list[str] = []
+
+
+def _entry(name: str) -> Callable[..., Any]:
+    """What an entry is before the first call: that loads the lane, and puts the lane's own entries in place of these."""
+
+    def first_call(*arguments: Any) -> Any:
+        why_not()
+        return globals()[name](*arguments)
+
+    return first_call
+
+
+def _refuse(*_: Any) -> Any:
+    return NotImplemented
+
+
+# Each takes all arguments of the public function, by position.
+attention, layer_norm = map(_entry, ENTRIES)
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why every call is computed by way of Python, or None. Loads the lane."""
+    reason = refusal(native.build_info() or {})
+    module = None
+    if reason is None:
+        try:
+            module = importlib.import_module("pytransformer._lane")
+        except ImportError as error:
+            reason = f"it does not load: {error}"
+    if module is not None:
+        watchers = (registry._forced, registry._observers, registry.replaced, failures, _off)
+        module.connect(watchers, registry._traces, _backward)
+    globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
+    return reason
+
+
+def refusal(info: dict[str, Any], package: Path = native.PACKAGE) -> str | None:
+    """Why the lane that ``_build_info.json`` tells of may not be loaded here, or None."""
+    if os.environ.get("PYTRANSFORMER_LANE") == "0":
+        return "switched off by PYTRANSFORMER_LANE=0"
+    built = info.get("lane") or {"built": False, "reason": "this copy was never built (make build)"}
+    if not built["built"]:
+        return f"not built: {built['reason']}"
+    if built["module"] != MODULE:
+        return f"built for another Python ({built['module']}): {native.OLDER}"
+    here = (str(torch.__version__), str(torch.version.git_version))
+    if (built["torch"], built["git_version"]) != here:
+        return f"built for torch {built['torch']} ({built['git_version'][:12]}), and this is {here[0]} ({here[1][:12]}): {native.OLDER}"
+    if not (package / MODULE).is_file():
+        return f"{MODULE} is missing: {native.OLDER}"
+    interface = package.parent / "csrc" / "interface.py"
+    if interface.is_file() and runpy.run_path(str(interface))["digest"](interface.parent, "lane") != built["sources"]:
+        return f"built from other sources than this code: {native.OLDER}"
+    return native.why_not("attention_fwd")
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Every call of the process by way of Python: to compare the two, or where Python's steps are changed."""
+    _off.append("off")
+    try:
+        yield
+    finally:
+        _off.pop()
+
+
+def activate(replacement: Callable[..., torch.Tensor]) -> bool:
+    """Put the lane's kernel in place of PyTorch's scaled_dot_product_attention; what is not its own goes to ``replacement``. False if
+    there is no lane."""
+    return _call("activate", replacement)
+
+
+def deactivate() -> None:
+    """Take the kernel that :func:`activate` put there out again."""
+    _call("deactivate")
+
+
+def replace_memory(function: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """``function(tensor)`` takes the place of each tensor that the lane allocates without filling it; None: no more. For tests."""
+    _call("replace_memory", function)
+
+
+def _call(name: str, *arguments: Any) -> bool:
+    """Whether there is a lane, whose function is called then."""
+    if why_not() is not None:
+        return False
+    getattr(importlib.import_module("pytransformer._lane"), name)(*arguments)
+    return True
+
+
+def _backward(op: str, grads: Any, tensors: Any, others: Any, saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The backward of a node of the lane that is watched or differentiated again."""
+    target = OPS[op]
+    unknown = [False] * (len(target.positions) - len(wanted))  # the lane has the first of the differentiable arguments
+    results = target.gradients(grads, (*tensors, *saved), others, [*wanted, *unknown], target.backward)
+    return [result if want else None for result, want in zip(results, wanted)]
