@@ -216,7 +216,11 @@ class Plan:
         """File names, inside the package, of the libraries to build."""
         if not self.native:
             return []
-        optional = ((cuda_build.LIBRARY, self.why_not_cuda), (lane_build.MODULE, self.why_not_lane), (self.bindings, self.why_not_bindings))
+        optional = (
+            (cuda_build.LIBRARY, self.why_not_cuda),
+            (lane_build.MODULE, self.why_not_lane),
+            (self.bindings, self.why_not_bindings),
+        )
         return [CPU_LIBRARY, *(name for name, why_not in optional if why_not is None)]
 
     def build_info(self) -> dict[str, object]:
@@ -252,7 +256,9 @@ def _why_not_lane(plan: Plan, sanitize: str) -> str | None:
         if _switch(option) == "0":
             return f"switched off by {option}=0"
     if plan.torch is None or sanitize:
-        return f"no native code is built: {plan.why_not_cpu}" if plan.torch is None else "a build with sanitizers leaves it out"
+        return (
+            f"no native code is built: {plan.why_not_cpu}" if plan.torch is None else "a build with sanitizers leaves it out"
+        )
     return lane_build.why_not(plan.torch)
 
 

@@ -78,6 +78,9 @@ SANITIZE, BENCH = "sanitize", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 FULL_PARTS = (
     *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), NO_REFERENCE) for isa in ISAS),
+    Part(
+        "python-lane", "ops without the C++ lane", 0, ("ops",), (("PYTRANSFORMER_LANE", "0"),), ("-k", "cpu or not reference")
+    ),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),

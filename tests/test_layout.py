@@ -88,9 +88,8 @@ def test_every_package_folder_is_a_package() -> None:
 def test_torch_headers_only_at_the_edges() -> None:
     """A file with torch's headers compiles in seconds instead of a fraction of one, and inlines nothing of torch per ISA."""
     sources = [path for path in files(".h", ".cpp", ".cuh", ".cu") if TORCH_INCLUDE.search((ROOT / path).read_text())]
-    assert [
-        str(path) for path in sources if path.name != "edge.h" and (path.suffix != ".cpp" or path.stem.endswith("_kernels"))
-    ] == []
+    outside = [path for path in sources if path.name != "edge.h" and path.parts[1] != "lane"]  # the lane is an edge as a whole
+    assert [str(path) for path in outside if path.suffix != ".cpp" or path.stem.endswith("_kernels")] == []
 
 
 def test_text_names_no_machine() -> None:

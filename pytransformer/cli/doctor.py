@@ -23,6 +23,7 @@ from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core import lane
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, case
@@ -151,6 +152,8 @@ def native() -> dict[str, Any]:
         "isas_built": module.built_isas() if module else built.get("isas", []),
         "isas_usable": module.usable_isas() if module else [],
         "isas_not_built": built.get("isas_not_built", {}),
+        "lane": "Python" if lane.why_not() else "C++",
+        "lane_why_not": lane.why_not(),
         "compiler": info.get("compiler"),
         "built_with_torch": info.get("torch"),
     }
@@ -282,6 +285,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
         ("compiler", native_["compiler"]),
+        ("eager calls", "by the C++ lane" if native_["lane_why_not"] is None else f"X"),
     ])  # fmt: skip
     cuda_ = report["cuda"]
     facts("CUDA library", [

@@ -55,7 +55,7 @@ def why_not() -> str | None:
         try:
             module = importlib.import_module("pytransformer._lane")
         except ImportError as error:
-            reason = f"it does not load: {error}"
+            reason = f"not loadable: {error}"
     if module is not None:
         watchers = (registry._forced, registry._observers, registry.replaced, failures, _off)
         module.connect(watchers, registry._traces, _backward)

@@ -241,7 +241,8 @@ class Op:
 
     @backends.setter
     def backends(self, backends: Mapping[str, Backend]) -> None:
-        self._backends = Backends(backends, self._tell_replaced)
+        # The same object again where it was one before: who holds it puts an entry back.
+        self._backends = backends if isinstance(backends, Backends) else Backends(backends, self._tell_replaced)
         self._tell_replaced()
 
     def _tell_replaced(self) -> None:
