@@ -1,55 +1,81 @@
 """What a call costs before any arithmetic: each op on a tiny problem beside PyTorch's own function for it.
 
-    python bench/tools/overhead.py             # microseconds a call, forward and forward + backward
+    python bench/tools/overhead.py             # microseconds a call, forward and forward + backward, also under activate()
     python bench/tools/overhead.py --out FILE.json
     python bench/tools/overhead.py --profile attention:fwd+bwd
 
-Calls are interleaved in one process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that
-of a round that nobody interrupted, so the columns can be compared even on a busy machine. "beyond" is our time less PyTorch's.
+"ours" is a call as users make it; "python" the same by way of Python alone, as where there is no C++ lane. Calls are interleaved in one
+process on one thread, a millisecond or less at a time, and the least time of all rounds counts: that of a round that nobody interrupted,
+so the columns can be compared even on a busy machine. The file has the medians too. "ratio" is our time over PyTorch's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import json
 import pstats
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.cli.benchmark import results
+from pytransformer.ops._core import lane
 
 Function = Callable[..., torch.Tensor]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-def problems() -> dict[str, tuple[list[torch.Tensor], Function, Function]]:
-    """The leaves, our function of them and PyTorch's."""
-    q, k, v = torch.randn(3, 1, 2, 4, 16)
+class Problem(NamedTuple):
+    leaves: list[torch.Tensor]
+    ours: Function
+    theirs: Function
+
+
+class Way(NamedTuple):
+    """Who computes, and what is entered before the clock starts."""
+
+    name: str
+    context: Context
+    call: Callable[[], object]
+
+
+def attention(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Problem:
+    """(1, 2, 8, 16); `more` is a mask or a bias, which gets its gradient."""
+    q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, kv_heads, 8, 16), torch.randn(1, kv_heads, 8, 16)
+    theirs = partial(F.scaled_dot_product_attention, **options, **({"enable_gqa": True} if kv_heads == 1 else {}))
+    return Problem([q, k, v, *more], lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options), theirs)
+
+
+def problems() -> dict[str, Problem]:
     x, r, w, b = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64), torch.randn(64)
     w1, b1, w2, b2 = torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)
     return {
-        "attention": (
-            [q, k, v],
-            lambda q, k, v: pt.attention(q, k, v, causal="top_left"),
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        ),
-        "layer_norm": (
+        "attention": attention(),
+        "attention, bool mask": attention(torch.rand(1, 1, 8, 8) > 0.3),
+        "attention, bias": attention(torch.randn(1, 2, 8, 8)),
+        "attention, GQA": attention(kv_heads=1),
+        "attention, dropout": attention(dropout_p=0.1),
+        "layer_norm": Problem(
             [x, w, b],
             lambda x, w, b: pt.layer_norm(x, 64, w, b),
             lambda x, w, b: F.layer_norm(x, (64,), w, b),
         ),
-        "rms_norm": ([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
-        "add_norm": (
+        "rms_norm": Problem([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
+        "add_norm": Problem(
             [x, r, w, b],
             lambda x, r, w, b: pt.add_norm(x, r, w, b)[0],
             lambda x, r, w, b: F.layer_norm(x + r, (64,), w, b),
         ),
-        "feed_forward": (
+        "feed_forward": Problem(
             [x[:, :16].contiguous(), w1, b1, w2, b2],
             lambda x, w1, b1, w2, b2: pt.feed_forward(x, w1, b1, w2, b2),
             lambda x, w1, b1, w2, b2: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2),
@@ -57,36 +83,59 @@ def problems() -> dict[str, tuple[list[torch.Tensor], Function, Function]]:
     }
 
 
-def calls(name: str, mode: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and PyTorch's, without arguments. Leaves need a gradient in both modes, as parameters do."""
-    leaves, ours, theirs = problems()[name]
-    leaves = [t.requires_grad_() for t in leaves]
+def modes(op: str) -> tuple[str, ...]:
+    drop_in = ("fwd, activate()", "fwd+bwd, activate()") if op.startswith("attention") else ()
+    return ("fwd", "fwd+bwd", *drop_in)
+
+
+def ways(op: str, mode: str) -> list[Way]:
+    """Ours, ours by way of Python, PyTorch's. Leaves need a gradient in every mode, as parameters do."""
+    leaves, ours, theirs = problems()[op]
+    wanted = [t.requires_grad_() for t in leaves if t.is_floating_point()]
     grad = torch.randn_like(theirs(*leaves))
 
-    def forward(function: Function) -> Callable[[], object]:
-        def call() -> object:
-            with torch.no_grad():
-                return function(*leaves)
+    def forward(function: Function) -> object:
+        with torch.no_grad():
+            return function(*leaves)
 
-        return call
+    def both(function: Function) -> object:
+        return torch.autograd.grad(function(*leaves), wanted, grad)
 
-    def both(function: Function) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
+    @contextlib.contextmanager
+    def without_lane():
+        with lane.off(), inside():
+            yield
 
-    wrap = forward if mode == "fwd" else both
-    return wrap(ours), wrap(theirs)
+    run = both if mode.startswith("fwd+bwd") else forward
+    active = mode.endswith("activate()")
+    inside = pt.activate if active else contextlib.nullcontext
+    mine = partial(run, theirs if active else ours)
+    return [
+        Way("ours", inside, mine),
+        Way("python", without_lane, mine),
+        Way("torch", contextlib.nullcontext, partial(run, theirs)),
+    ]
 
 
-def microseconds(contenders: tuple[Callable[[], object], ...], rounds: int, repeat: int) -> list[float]:
-    """The least over rounds of the time a call takes, each contender once a round."""
-    best = [float("inf")] * len(contenders)
+def microseconds(contenders: list[Way], rounds: int, repeat: int) -> dict[str, list[float]]:
+    """The time a call takes, of each round: each contender once a round, after a few calls to warm up."""
+    times: dict[str, list[float]] = {way.name: [] for way in contenders}
     for _ in range(rounds):
-        for i, call in enumerate(contenders):
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            best[i] = min(best[i], (time.perf_counter() - start) / repeat * 1e6)
-    return best
+        for name, context, call in contenders:
+            with context():
+                for _ in range(3):
+                    call()
+                start = time.perf_counter()
+                for _ in range(repeat):
+                    call()
+                times[name].append((time.perf_counter() - start) / repeat * 1e6)
+    return times
+
+
+def measure(op: str, mode: str, rounds: int, repeat: int) -> dict[str, object]:
+    times = microseconds(ways(op, mode), rounds, repeat)
+    least = {f"{name}_us": min(found) for name, found in times.items()}
+    return {"op": op, "mode": mode, **least, "medians": {name: statistics.median(found) for name, found in times.items()}}
 
 
 def main() -> None:
@@ -98,23 +147,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.profile:
-        ours, _ = calls(*options.profile.split(":"))
-        ours()
-        profile = cProfile.Profile()
-        profile.runcall(lambda: [ours() for _ in range(2000)])
+        _, context, ours = ways(*options.profile.split(":"))[0]
+        with context():
+            ours()
+            profile = cProfile.Profile()
+            profile.runcall(lambda: [ours() for _ in range(2000)])
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
     rows = []
-    print(f"{'op':14}{'mode':10}{'ours µs':>9}{'torch µs':>10}{'beyond':>8}")
-    for name in problems():
-        for mode in ("fwd", "fwd+bwd"):
-            contenders = calls(name, mode)
-            microseconds(contenders, 2, 20)
-            ours, theirs = microseconds(contenders, options.rounds, options.repeat)
-            print(f"{name:14}{mode:10}{ours:9.1f}{theirs:10.1f}{ours - theirs:8.1f}", flush=True)
-            rows.append({"op": name, "mode": mode, "ours_us": ours, "torch_us": theirs})
+    print(
+        f"C++ lane: {lane.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
+    )
+    for op in problems():
+        for mode in modes(op):
+            row = measure(op, mode, options.rounds, options.repeat)
+            ours, python, theirs = (row[f"{name}_us"] for name in ("ours", "python", "torch"))
+            print(f"{op:22}{mode:22}{ours:9.1f}{python:11.1f}{theirs:10.1f}{ours / theirs:8.2f}", flush=True)
+            rows.append(row)
     if options.out is not None:
         where = results.environment("cpu", "python bench/tools/overhead.py")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"environment": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
 
 

@@ -285,7 +285,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
         ("compiler", native_["compiler"]),
-        ("eager calls", "by the C++ lane" if native_["lane_why_not"] is None else f"X"),
+        ("eager calls", lane_told(native_["lane_why_not"])),
     ])  # fmt: skip
     cuda_ = report["cuda"]
     facts("CUDA library", [
@@ -320,6 +320,10 @@ def show(console: Console, report: dict[str, Any]) -> None:
     bad = sum(line["verdict"] != "ok" for line in lines)
     backends = ", ".join(dict.fromkeys(line["backend"] for line in lines))
     console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")
+
+
+def lane_told(why_not: str | None) -> str:
+    return "by the C++ lane" if why_not is None else f"by Python, as the C++ lane is {why_not}"
 
 
 def clean_list(value: object) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from pytransformer.testing.lanes import attention_in_both, needs_lane, norm_taken, qkv, same, same_in_both, taken
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pytransformer as pt
 from pytransformer.ops._core import lane
+from pytransformer.testing.lanes import attention_in_both, needs_lane, norm_taken, qkv, same, same_in_both, taken
 from pytransformer.testing.poison import StrayWrite, poisoned
 
 pytestmark = [needs_lane, pytest.mark.usefixtures("one_thread")]

@@ -1,8 +1,8 @@
 """The C++ lane: eager calls on CPU tensors without Python on the way.
 
 A public function asks it first. It takes a call only where nothing watches and every argument is plain, and answers NotImplemented to all
-others, which Python then computes: the Python code stays the specification, and words every error. What the lane does is in csrc/lane/lane.h.
-It is compiled for one Python and one torch, and is loaded, at the first call, into no other.
+others, which Python then computes: the Python code stays the specification, and words every error. How the lane works is told in
+csrc/lane/lane.h. It is compiled for one Python and one torch, and is loaded, at the first call, into no other.
 """
 
 from __future__ import annotations
