@@ -376,7 +376,7 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 def _ninja_text(plan: Plan) -> str:
     assert plan.torch is not None
-    ninja = NinjaFile(plan.compiler, plan.why_not_cuda is None)
+    ninja = NinjaFile(CSRC, plan.compiler, plan.why_not_cuda is None)
     base = [*plan.flags, "-I", str(CSRC)]  # all a kernel sees: adding an instruction set compiles only that set's kernels
     edge = [*base, _isa_macro(plan), *STABLE_ABI_FLAGS, "-isystem", str(plan.torch / "include")]
     objects = {}

@@ -10,13 +10,12 @@ from pathlib import Path
 import cuda_build
 import lane_build
 
-CSRC = Path(__file__).resolve().parent
-
 
 class NinjaFile:
     """Writes build.ninja: every object depends on its source, its headers (as the compiler lists them) and its command."""
 
-    def __init__(self, compiler: list[str], cuda: bool) -> None:
+    def __init__(self, csrc: Path, compiler: list[str], cuda: bool) -> None:
+        self.csrc = csrc
         self.lines = [
             "ninja_required_version = 1.5",
             "rule cxx",
@@ -31,7 +30,7 @@ class NinjaFile:
         ]
         if cuda:
             nvcc = shlex.quote(cuda_build.find_nvcc() or "")
-            checked = shlex.join([sys.executable, str(CSRC / "cuda_build.py")])
+            checked = shlex.join([sys.executable, str(csrc / "cuda_build.py")])
             self.lines += [
                 "rule nvcc",
                 f"  command = {checked} $out $out.log {nvcc} $flags -MD -MF $out.d -c $in -o $out",
@@ -53,12 +52,12 @@ class NinjaFile:
         return output
 
     def compile(self, source: Path, flags: list[str], variant: str = "", rule: str = "cxx") -> str:
-        name = source.relative_to(CSRC).as_posix()
+        name = source.relative_to(self.csrc).as_posix()
         output = f"{name}{variant and '.' + variant}.o"
         return self._build(rule, output, [str(source)], flags, f"{name} {variant and f'({variant})'}".rstrip())
 
     def compile_cuda(self, source: Path, flags: list[str]) -> str:
-        name = source.relative_to(CSRC).as_posix()
+        name = source.relative_to(self.csrc).as_posix()
         return self._build("nvcc", f"{name}.o", [str(source)], flags, name)
 
     def link(self, output: str, objects: list[str], flags: list[str], rule: str = "link") -> None:
