@@ -79,6 +79,7 @@ WITHIN = {  # folders that a box stands for besides its own
     "pytransformer/ops/_backends/gpu",  # what triton and cuda share
     "pytransformer/ops/_problem",
     "csrc/common",  # what cpu, cuda and the emulator share
+    "csrc/lane",  # ops and ops/_core once more, for plain eager calls
 }
 LOOKED_AT = ("pytransformer", "pytransformer/ops", "pytransformer/ops/_backends", "csrc")
 STYLE = """

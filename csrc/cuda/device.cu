@@ -59,8 +59,10 @@ static std::string version_text(int version) { return std::to_string(version / 1
 
 std::string why_not_device(int64_t device) {
   int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "there is no NVIDIA driver";
   cudaRuntimeGetVersion(&runtime);
+  // Of some older drivers the runtime tells no version, only that they are too old, as where there is none.
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+    return "there is no NVIDIA driver, or one too old for CUDA " + version_text(runtime) + ", which the CUDA library was built with: update it";
   if (driver / 1000 < runtime / 1000)
     return "the NVIDIA driver is for CUDA " + version_text(driver) + ", and the CUDA library was built with " + version_text(runtime) +
            ": update the driver";

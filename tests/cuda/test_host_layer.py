@@ -6,6 +6,7 @@ CUDA's own runtime talks to a stub of the driver as far as its version; beyond t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,11 +42,8 @@ def test_against_stubs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif((why := cuda_library.why_not_loaded("layer_norm_fwd")) is not None, reason=str(why))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a driver of its own")
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [(None, "there is no NVIDIA driver"), (12040, "the NVIDIA driver is for CUDA 12.4"), (0, "no NVIDIA driver")],
-)
-def test_an_old_driver_is_told(version: int | None, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [None, 12040, 0])
+def test_an_old_driver_is_told(version: int | None, tmp_path: Path) -> None:
     """By the built library, with the runtime that is part of it, and a driver that tells only its version."""
     environment = dict(os.environ)
     if version is not None:
@@ -61,7 +59,8 @@ def test_an_old_driver_is_told(version: int | None, reason: str, tmp_path: Path)
         subprocess.run(command, input=source, text=True, check=True)
         environment["LD_LIBRARY_PATH"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and reason in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"there is no NVIDIA driver, or one too old for CUDA \d+\.\d+, which", done.stdout), done.stdout
 
 
 def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -423,12 +423,11 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_build_refuses_what_is_slow(message: str, refused: bool, tmp_path: Path) -> None:
     """Whatever the compiler's exit code: ptxas tells of these as remarks. The object goes away, so that the next build tries again."""
-    (tmp_path / "k.o").touch()
-    command = [sys.executable, CSRC / "cuda_build.py", tmp_path / "k.o", tmp_path / "k.log", "echo", message]
+    compiler = ["sh", "-c", 'touch "$0"; echo "$1"', tmp_path / "k.o", message]
+    command = [sys.executable, CSRC / "cuda_build.py", tmp_path / "k.o", tmp_path / "k.log", *compiler]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == int(refused) and (tmp_path / "k.o").exists() != refused
     assert message.strip() in (tmp_path / "k.log").read_text()
-    (tmp_path / "k.o").touch()
     environment = {**os.environ, "PYTRANSFORMER_CUDA_SPILLS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and (tmp_path / "k.o").exists() and (message in done.stderr) == refused
