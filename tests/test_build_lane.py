@@ -77,7 +77,9 @@ def test_it_can_be_left_out(option: str, builder: ModuleType, tmp_path: Path, mo
     assert not there and said == {"built": False, "reason": f"switched off by PYTRANSFORMER_{option}=0"}
 
 
-def test_headers_of_another_torch_are_another_compilation(builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_of_another_torch_are_another_compilation(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are system headers, whose changes no dependency file tells."""
     plan = builder.make_plan("1.0")
     before = builder._ninja_text(plan)
