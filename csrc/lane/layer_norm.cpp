@@ -32,7 +32,7 @@ struct LayerNorm {
   static Maybe vector(const Tensor& t, at::ScalarType work) { return t.defined() ? Maybe(t.to(work).contiguous()) : std::nullopt; }
 
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient) {
-    static const auto raw = raw_op<Forward>("pytransformer_C::norm_fwd");
+    static const auto raw = raw_op<Forward>("pytransformer_C::layer_norm_fwd");
     const Tensor& x = t[kX];
     const auto work = work_dtype(x);
     Outputs results{empty(x.sizes(), x.options())};
@@ -45,7 +45,7 @@ struct LayerNorm {
 
   static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
                                 const std::vector<bool>& wanted) {
-    static const auto raw = raw_op<Backward>("pytransformer_C::norm_bwd");
+    static const auto raw = raw_op<Backward>("pytransformer_C::layer_norm_bwd");
     const auto& [mean, rstd] = saved;
     const auto work = mean.scalar_type();
     variable_list results(kDifferentiable);
