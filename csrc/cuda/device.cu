@@ -62,7 +62,8 @@ std::string why_not_device(int64_t device) {
   cudaRuntimeGetVersion(&runtime);
   // Of some older drivers the runtime tells no version, only that they are too old, as where there is none.
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
-    return "there is no NVIDIA driver, or one too old for CUDA " + version_text(runtime) + ", which the CUDA library was built with: update it";
+    return "there is no NVIDIA driver, or one too old for CUDA " + version_text(runtime) +
+           ", which the CUDA library was built with: update it";
   if (driver / 1000 < runtime / 1000)
     return "the NVIDIA driver is for CUDA " + version_text(driver) + ", and the CUDA library was built with " + version_text(runtime) +
            ": update the driver";
