@@ -63,9 +63,9 @@ CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
-    Part(REST, "reference and cpu", 7),
+    Part(REST, "reference and cpu", 6),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
-    Part("cuda", "CUDA resources", 1.5, ("cuda",)),
+    Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
