@@ -11,9 +11,11 @@ import torch
 import pytransformer as pt
 from pytransformer import drop_in
 from pytransformer.ops._core.registry import trace
+from pytransformer.testing.hugging_face import distance, model_distance_limit
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.unpoisoned]
 
+LIMIT = model_distance_limit(torch.float32)
 LENGTHS = torch.tensor([3])
 OFFSETS = torch.tensor([0, 2])
 
@@ -51,7 +53,7 @@ def test_one_tensor_at_several_places(name: str) -> None:
     )
     assert any(g.abs().sum() > 0 for g in want)
     for ours, theirs in zip(got, want, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
 def test_tied_parameters() -> None:
@@ -68,7 +70,7 @@ def test_tied_parameters() -> None:
     want = torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(torch.autograd.grad(compiled(x).square().sum(), tuple(model.parameters())), want, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
 def test_vmap_keeps_its_gradients_or_is_refused() -> None:
@@ -78,14 +80,14 @@ def test_vmap_keeps_its_gradients_or_is_refused() -> None:
     want = torch.autograd.grad(batched(*inputs).square().sum(), inputs)
     got = torch.autograd.grad(torch.compile(batched, backend="aot_eager")(*inputs).square().sum(), inputs)
     for ours, theirs in zip(got, want, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert (ours - theirs).norm() <= LIMIT * theirs.norm()
     torch._dynamo.reset()  # or what was compiled just now, which runs eagerly, would be used again
     with pytest.raises(Exception, match=r"without fullgraph=True they run eagerly"):
         torch.compile(batched, backend="aot_eager", fullgraph=True)(*inputs)
     torch._dynamo.reset()
     with torch.no_grad():
         out = torch.compile(batched, backend="aot_eager", fullgraph=True)(*inputs)
-    assert torch.allclose(out, batched(*inputs), atol=1e-5)
+    assert distance(out, batched(*inputs)) < LIMIT
 
 
 def test_vmap_under_activate() -> None:
@@ -96,7 +98,7 @@ def test_vmap_under_activate() -> None:
         compiled = torch.compile(batched, backend="aot_eager", fullgraph=True)
         got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
     for ours, theirs in zip(got, want, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert (ours - theirs).norm() <= LIMIT * theirs.norm()
 
 
 def test_activating_after_compiling_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ def test_either_switch_of_tf32_is_understood(switches: None) -> None:
 @pytest.mark.parametrize("op", ["attention", "feed_forward"])
 def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
     import pytransformer as pt
+    from pytransformer.testing.hugging_face import distance, model_distance_limit
 
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     for dtype in (torch.bfloat16, torch.float32):
@@ -117,7 +118,7 @@ def test_ops_run_after_the_new_switch_of_tf32(switches: None, op: str) -> None:
         else:
             w = torch.randn(16, 16, dtype=dtype)
             found, expected = (pt.feed_forward(x, w, None, w, None, backend=b) for b in ("triton", "reference"))
-        assert found.dtype == dtype and torch.allclose(found.float(), expected.float(), rtol=0.1, atol=0.1)
+        assert found.dtype == dtype and distance(found, expected) < model_distance_limit(dtype)
 
 
 def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
