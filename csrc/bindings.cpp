@@ -31,10 +31,10 @@ std::vector<std::string> isas(bool only_usable) {
   return names;
 }
 
-pt::cuda::DType dtype_of(const std::string& name) {
-  if (name == "float32") return pt::cuda::DType::f32;
-  if (name == "bfloat16") return pt::cuda::DType::bf16;
-  if (name == "float16") return pt::cuda::DType::f16;
+pt::DType dtype_of(const std::string& name) {
+  if (name == "float32") return pt::DType::f32;
+  if (name == "bfloat16") return pt::DType::bf16;
+  if (name == "float16") return pt::DType::f16;
   throw py::value_error("dtype must be float32, bfloat16 or float16, got " + name);
 }
 

@@ -1,13 +1,12 @@
 // Torch edge of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cmath>
 #include <cstring>
-#include <optional>
 
 #include "attention.h"
+#include "common/edge.h"
 #include "isa.h"
 #include "parallel.h"
 
@@ -15,22 +14,12 @@ PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
+using pt::ScalarType;
+using pt::Tensor;
+using Maybe = pt::MaybeTensor;
 
 // Messages that start so become ValueError in Python.
 #define CHECK_VALUE(condition, ...) STD_TORCH_CHECK(condition, "ValueError: ", __VA_ARGS__)
-
-pt::DType dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return pt::DType::f32;
-    case ScalarType::BFloat16: return pt::DType::bf16;
-    case ScalarType::Half: return pt::DType::f16;
-    case ScalarType::Double: return pt::DType::f64;
-    default: STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16, float16 or float64");
-  }
-}
 
 void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
   bool same = t.dim() == int64_t(shape.size());
@@ -77,7 +66,7 @@ pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p)
   d.data = t->data_ptr();
   d.stride = {stride[0], stride[1], stride[2], stride[3]};
   d.boolean = t->scalar_type() == ScalarType::Bool;
-  if (!d.boolean) d.dtype = dtype_of(*t, name);
+  if (!d.boolean) d.dtype = dtype_of(*t, name, pt::Float64::taken);
   return d;
 }
 
@@ -120,7 +109,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
   p.os = strides_of(out, "out", packed);
-  p.dtype = dtype_of(query, "query");
+  p.dtype = dtype_of(query, "query", pt::Float64::taken);
   for (const Tensor& t : {key, value, out})
     STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
   constexpr int head = 1;
@@ -176,8 +165,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.align = pt::Align(align);
   p.left = left, p.right = right, p.query_start = query_start, p.key_start = key_start;
   p.scale = scale, p.softcap = softcap;
-  STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p, "; wanted between 0 and 1");
-  p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));  // half to even
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold > 0) {
     STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,
                     "dropout_seed is not one int64");
@@ -189,7 +177,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
 
 // Rows of packed outputs behind the last sequence.
 template <class Lse>
-void clear_rest(const pt::AttentionProblem& p, int64_t rows, int64_t element) {
+void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
+  const int64_t element = size_of(p.dtype);
   for (int64_t i = p.cu_q[p.B]; i < rows; i++)
     for (int64_t h = 0; h < p.Hq; h++) {
       std::memset(static_cast<char*>(p.out) + (i * p.os.l + h * p.os.h) * element, 0, p.Dv * element);
@@ -199,8 +188,8 @@ void clear_rest(const pt::AttentionProblem& p, int64_t rows, int64_t element) {
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
   const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
-  if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0), 8);
-  else if (p.cu_q) clear_rest<float>(p, query.size(0), p.dtype == pt::DType::f32 ? 4 : 2);
+  if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0));
+  else if (p.cu_q) clear_rest<float>(p, query.size(0));
   PT_SELECT(attention_kernels).forward(p);
 }
 

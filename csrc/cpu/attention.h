@@ -3,14 +3,9 @@
 
 #include <cstdint>
 
+#include "common/strides.h"
+
 namespace pt {
-
-enum class DType : int { f32, bf16, f16, f64 };
-
-// Element strides; a broadcast dimension has stride 0.
-struct Strides {
-  int64_t b = 0, h = 0, l = 0, d = 1;
-};
 
 // A dense additive term or boolean mask, broadcastable to (B, Hq, Lq, Lk); d is the stride along keys.
 struct Dense {

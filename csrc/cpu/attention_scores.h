@@ -151,7 +151,7 @@ class DenseRow {
   using vec = typename Lanes<A>::vec;
   DenseRow() = default;
   DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i) : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
-    bytes_ = d.boolean ? 1 : d.dtype == DType::f64 ? 8 : d.dtype == DType::f32 ? 4 : 2;
+    bytes_ = d.boolean ? 1 : size_of(d.dtype);
     row_ = d.data ? static_cast<const char*>(d.data) + bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
   }
   // Asks for the values of keys j .. j + n - 1 in the second cache.

@@ -10,9 +10,9 @@ PT_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels);
 
 namespace {
 
+using pt::MaybeTensor;
+using pt::Tensor;
 using pt::edge::Edge;
-using pt::edge::MaybeTensor;
-using pt::edge::Tensor;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
@@ -21,7 +21,7 @@ pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const 
   pt::CrossEntropyProblem p{};
   const Edge edge(kOp, x);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
-  p.dtype = pt::edge::dtype_of(kOp, x);
+  p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
   p.rows = x.size(0), p.depth = x.size(1), p.classes = weight.size(0);
   STD_TORCH_CHECK(p.rows > 0 && p.depth > 0 && p.classes > 0, kOp, ": nothing to multiply");
   p.x = edge.matrix(x, "x", p.rows, p.depth);

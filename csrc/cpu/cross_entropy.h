@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "attention.h"
+#include "common/dtype.h"
 
 namespace pt {
 

@@ -1,33 +1,16 @@
-// What the torch edges of the ops on matrices share: dtypes, checks of shape and layout, data pointers. Stable ABI only.
+// What the torch edges of the ops on matrices share: checks of shape and layout, data pointers. Stable ABI only.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <optional>
-
-#include "attention.h"
+#include "common/edge.h"
 #include "isa.h"
 #include "pages.h"
 #include "parallel.h"
 
 namespace pt {
 namespace edge {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-inline DType dtype_of(const char* op, const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::f32;
-    case ScalarType::BFloat16: return DType::bf16;
-    case ScalarType::Half: return DType::f16;
-    case ScalarType::Double: return DType::f64;
-    default: STD_TORCH_CHECK(false, op, ": float32, bfloat16, float16 or float64 wanted");
-  }
-}
 
 // Checks the tensors of one call. `like` has the dtype that its matrices must have.
 class Edge {

@@ -4,24 +4,22 @@
 // pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "feed_forward.h"
 
-#include <cmath>
-
 #include "edge.h"
 
 PT_DECLARE_KERNELS(FeedForwardKernels, feed_forward_kernels);
 
 namespace {
 
-using pt::edge::MaybeTensor;
-using pt::edge::ScalarType;
-using pt::edge::Tensor;
+using pt::MaybeTensor;
+using pt::ScalarType;
+using pt::Tensor;
 
 pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
                                   const MaybeTensor& seed, int64_t activation, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
   const pt::edge::Edge edge("feed_forward", x);
-  p.dtype = pt::edge::dtype_of("feed_forward", x);
+  p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
   p.x = edge.matrix(x, "x", p.rows, p.in);
   p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
@@ -29,7 +27,7 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
   p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
   STD_TORCH_CHECK(activation >= 0 && activation <= int64_t(pt::Activation::silu), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
-  p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold) {
     STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
     p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());

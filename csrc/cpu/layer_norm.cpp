@@ -6,11 +6,8 @@
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <cmath>
-#include <optional>
-
+#include "common/edge.h"
 #include "isa.h"
 #include "pages.h"
 #include "parallel.h"
@@ -19,25 +16,15 @@ PT_DECLARE_KERNELS(NormKernels, norm_kernels);
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-pt::DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return pt::DType::f32;
-    case ScalarType::BFloat16: return pt::DType::bf16;
-    case ScalarType::Half: return pt::DType::f16;
-    case ScalarType::Double: return pt::DType::f64;
-    default: STD_TORCH_CHECK(false, "layer norm: float32, bfloat16, float16 or float64 wanted");
-  }
-}
+using pt::MaybeTensor;
+using pt::ScalarType;
+using pt::Tensor;
 
 // The rows of a tensor on the problem's grid.
 template <class R>
 R rows_of(const Tensor& t, const char* name, const pt::NormProblem& p) {
   R rows;
-  rows.data = t.mutable_data_ptr(), rows.dtype = dtype_of(t);
+  rows.data = t.mutable_data_ptr(), rows.dtype = dtype_of(t, name, pt::Float64::taken);
   if (t.is_contiguous()) {
     STD_TORCH_CHECK(t.numel() == p.outer * p.inner * p.columns, "layer norm: ", name, " has ", t.numel(), " elements; wanted ",
                     p.outer * p.inner * p.columns);
@@ -80,7 +67,7 @@ pt::NormProblem problem_of(const Tensor& x, const MaybeTensor& weight, const May
   p.rms = rms, p.eps = eps;
   p.weight = vector_of(weight, "weight", p.columns, x);
   p.bias = vector_of(bias, "bias", p.columns, x);
-  p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold) {
     STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer norm: dropout needs an int64 seed");
     p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());

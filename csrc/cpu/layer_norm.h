@@ -3,21 +3,9 @@
 
 #include <cstdint>
 
-#include "attention.h"
+#include "common/strides.h"
 
 namespace pt {
-
-// Rows of a tensor on the problem's grid of outer x inner rows: strides in elements; the columns of a row are contiguous.
-struct Rows {
-  const void* data = nullptr;
-  int64_t outer = 0, inner = 0;
-  DType dtype = DType::f32;
-};
-struct RowsOut {
-  void* data = nullptr;
-  int64_t outer = 0, inner = 0;
-  DType dtype = DType::f32;
-};
 
 // "acc" is float, for f64 rows double. f64 and other dtypes never meet in one problem.
 struct NormProblem {

@@ -8,10 +8,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
-
+#include "common/edge.h"
 #include "cuda/device.h"
-#include "cuda/tile/dtype.h"
 
 #if defined(PT_EMULATE)
 #define PT_EDGE_OP(name) "emulated_" name
@@ -26,18 +24,13 @@
 
 namespace pt::cuda {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
+using pt::drop_threshold_of;
+using pt::DType;
+using pt::MaybeTensor;
+using pt::ScalarType;
+using pt::Tensor;
 
-inline DType dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::f32;
-    case ScalarType::BFloat16: return DType::bf16;
-    case ScalarType::Half: return DType::f16;
-    default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
-  }
-}
+inline DType dtype_of(const Tensor& t, const char* name) { return pt::dtype_of(t, name, Float64::refused); }
 
 // Bytes from a tensor's first to its last element.
 inline size_t extent_of(const Tensor& t) {

@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/dtype.h"
 #include "cuda/ptx/platform.cuh"
-#include "cuda/tile/dtype.h"
 
 #if !defined(PT_EMULATE)
 #include "cuda/driver.h"

@@ -3,8 +3,6 @@
 //
 // query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened
 // by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_backends/cuda/attention.py.
-#include <cmath>
-
 #include "cuda/attention/kernels.h"
 #include "cuda/edge.h"
 
@@ -69,8 +67,7 @@ class Builder {
       p.diagonals = floats<const float>(diagonals, "diagonals", p.heads * width);
     }
     p.scale = float(scale), p.softcap = float(softcap);
-    STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attention: dropout_p is ", dropout_p);
-    p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
+    p.drop_threshold = drop_threshold_of(dropout_p);
     p.keep_scale = p.drop_threshold < 65536 ? 65536.0f / (65536.0f - float(p.drop_threshold)) : 0.0f;
     if (p.drop_threshold) {
       STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/tile/dtype.h"
+#include "common/dtype.h"
 
 namespace pt::cuda {
 

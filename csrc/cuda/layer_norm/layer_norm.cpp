@@ -2,8 +2,6 @@
 //
 // A tensor of rows arrives contiguous, of any shape, or as a view (outer, inner, columns) with contiguous columns; never empty: see
 // pytransformer/ops/_backends/cuda/layer_norm.py.
-#include <cmath>
-
 #include "common/fault.h"
 #include "cuda/edge.h"
 #include "cuda/layer_norm/kernels.h"
@@ -27,7 +25,7 @@ class Builder {
     p.rows = rows(), p.inner = inner_, p.columns = columns();
     p.rms = rms;
     p.weight = columns_of(weight, "weight");
-    p.drop_threshold = uint32_t(std::nearbyint(65536 * dropout_p));
+    p.drop_threshold = drop_threshold_of(dropout_p);
     if (p.drop_threshold) {
       STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer_norm: dropout needs an int64 seed");
       p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "cuda/layer_norm/config.h"
-#include "cuda/tile/dtype.h"
 
 namespace pt::cuda {
 

@@ -3,21 +3,12 @@
 
 #include <cstdint>
 
-#include "cuda/tile/dtype.h"
+#include "common/strides.h"
 
 namespace pt::cuda {
 
-// Rows of a tensor on a grid of outer x inner rows: strides in elements; the columns of a row are contiguous.
-struct Rows {
-  const void* data = nullptr;
-  int64_t outer = 0, inner = 0;
-  DType dtype = DType::f32;
-};
-struct RowsOut {
-  void* data = nullptr;
-  int64_t outer = 0, inner = 0;
-  DType dtype = DType::f32;
-};
+using pt::Rows;
+using pt::RowsOut;
 
 // (columns,) contiguous numbers, or data null.
 struct Columns {

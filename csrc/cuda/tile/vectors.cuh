@@ -1,9 +1,9 @@
 // Eight neighbouring elements of a tensor: 16 bytes of bf16 and f16, 32 of f32, read and written 16 bytes at a time.
 #pragma once
 
+#include "common/dtype.h"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/tile/dtype.h"
 
 namespace pt::cuda {
 
