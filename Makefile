@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full bench verify performance golden inspect tune check format clean
+.PHONY: help install build demo test test-full wheel bench verify performance golden inspect tune check format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test:  ## install, then the test suite in parts with time budgets (under 40 minu
 
 test-full:  ## every test, slow ones too; PARTS="cpu generic": those parts
 	@$(PYTHON) tests/run_parts.py --full $(PARTS)
+
+wheel:  ## what is published, into dist/: an sdist and manylinux wheels for every CPU and GPU (12 minutes); ARGS="--archs sm_90a"
+	@PYTRANSFORMER_CPU=0 PYTRANSFORMER_CUDA=0 $(PYTHON) bench/tools/install.py --extras release
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python bench/tools/wheel.py $(ARGS)
 
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench

@@ -60,7 +60,7 @@ def archs() -> list[str]:
     Raises:
         ValueError: it names something that is no architecture.
     """
-    wanted = os.environ.get("PYTRANSFORMER_CUDA_ARCHS", "all").strip() or "all"
+    wanted = os.environ.get("PYTRANSFORMER_CUDA_ARCHS", "native").strip() or "native"
     if wanted == "all":
         return list(ARCHS)
     if wanted == "native":
@@ -99,7 +99,7 @@ def why_not() -> str | None:
         wanted = ".".join(map(str, MIN_NVCC))
         return f"nvcc {version} is too old: wanted >= {wanted}, those before fail on the kernels for sm_90a"
     if not archs():
-        return "PYTRANSFORMER_CUDA_ARCHS=native, and nvidia-smi shows no GPU"
+        return "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names architectures, or all"
     return None
 
 

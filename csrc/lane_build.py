@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import interface
+import manylinux
 
 SOURCE = "lane/unit.cpp"
 MODULE = "_lane" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -51,10 +52,14 @@ def link_flags(torch: Path) -> list[str]:
 
 def rules(compiler: list[str]) -> list[str]:
     """Ninja's rules for the two steps, which leave their messages in files: a failure is a reason, not the end of the build."""
-    steps = {"lane": "$flags -MMD -MF $out.d -c $in -o $out", "lane_link": "-shared $in $flags -o $out"}
+    command = shlex.join(compiler)
+    steps = {
+        "lane": f"{command} $flags -MMD -MF $out.d -c $in -o $out",
+        "lane_link": manylinux.rule(f"{command} -shared $in $flags"),
+    }
     lines = []
-    for name, arguments in steps.items():
-        logged = f"rm -f $out && {shlex.join(compiler)} {arguments} > $out.txt 2>&1 || (cat $out.txt; exit 1)"
+    for name, step in steps.items():
+        logged = f"rm -f $out && {step} > $out.txt 2>&1 || (cat $out.txt; exit 1)"
         lines += [f"rule {name}", f"  command = {logged}", f"  description = {name} $out"]
     return [*lines[:2], "  depfile = $out.d", "  deps = gcc", *lines[2:]]
 

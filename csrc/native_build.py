@@ -13,12 +13,13 @@ Options come from the environment:
 
 =============================  ===================================================================================================
 PYTRANSFORMER_CPU              auto (default) | 1: fail if the CPU library cannot be built | 0: do not build it
-PYTRANSFORMER_CPU_ISAS         all (default) | native: the best this CPU runs | names, comma-separated; always with generic
+PYTRANSFORMER_CPU_ISAS         native (default): the best this CPU runs | all | names, comma-separated; always with generic
 PYTRANSFORMER_CUDA             auto (default): left out where nvcc fails | 1: fail if CUDA kernels cannot be built | 0: do not build them
-PYTRANSFORMER_CUDA_ARCHS       all (default: sm_80, sm_90a, sm_120) | native: of this machine's GPUs | names, comma-separated
+PYTRANSFORMER_CUDA_ARCHS       native (default): of this machine's GPUs | all: sm_80, sm_90a, sm_120 | names, comma-separated
 PYTRANSFORMER_CUDA_SPILLS      1: build kernels that nvcc says are slow (spilled registers, serialised products), which is an error
 PYTRANSFORMER_LANE             auto (default): left out where it does not compile | 1: fail if it cannot be built | 0: do not build it
 PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_lane`` out, which makes one wheel for every Python
+PYTRANSFORMER_MANYLINUX        2_28: link so that the libraries load with that glibc and libstdc++; see manylinux.py
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
 DEBUG                          1: -O1 -g instead of -O3
@@ -45,6 +46,7 @@ from pathlib import Path
 import cuda_build
 import interface
 import lane_build
+import manylinux
 from ninja_file import NinjaFile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,6 +232,7 @@ class Plan:
         return {
             "version": self.version,
             "platform": sysconfig.get_platform(),
+            "manylinux": _platform(),
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
             | {"isas_not_built": self.why_not_isa},
             "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
@@ -240,6 +243,13 @@ class Plan:
             "flags": self.flags if self.native else [],
             "torch": torch_version(self.torch) if self.native and self.torch else None,
         }
+
+
+def _platform() -> str | None:
+    try:
+        return manylinux.platform()
+    except ValueError as error:
+        raise BuildError(str(error)) from None
 
 
 def _why_not_cuda(plan: Plan) -> str | None:
@@ -279,7 +289,7 @@ def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
 
 def _choose_isas(plan: Plan) -> None:
     """Fills in the plan's instruction sets; the generic one is always among them, for the others' kernels may call it."""
-    wanted = os.environ.get("PYTRANSFORMER_CPU_ISAS", "all")
+    wanted = os.environ.get("PYTRANSFORMER_CPU_ISAS", "native")
     names = [isa.name for isa in ISAS] if wanted in ("all", "native") else [*wanted.split(","), "generic"]
     if unknown := set(names) - {isa.name for isa in ISAS}:
         known = ", ".join(isa.name for isa in ISAS)
@@ -353,6 +363,7 @@ def make_plan(version: str) -> Plan:
         assert nvcc is not None
         plan.cuda = {"archs": cuda_build.archs(), "nvcc": cuda_build.nvcc_version(nvcc)}
     plan.why_not_lane = _why_not_lane(plan, sanitize)
+    _platform()
     for part, why_not in (("CPU", plan.why_not_cpu), ("CUDA", plan.why_not_cuda), ("LANE", plan.why_not_lane)):
         _unless_wanted(part, why_not)
     return plan

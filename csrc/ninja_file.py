@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cuda_build
 import lane_build
+import manylinux
 
 
 class NinjaFile:
@@ -24,7 +25,7 @@ class NinjaFile:
             "  deps = gcc",
             "  description = compile $label",
             "rule link",
-            f"  command = {shlex.join(compiler)} -shared $in $flags -o $out",
+            f"  command = {manylinux.rule(f'{shlex.join(compiler)} -shared $in $flags')}",
             "  description = link $out",
             *lane_build.rules(compiler),
         ]
@@ -38,7 +39,7 @@ class NinjaFile:
                 "  deps = gcc",
                 "  description = compile $label",
                 "rule nvcc_link",
-                f"  command = {checked} $out $out.log {nvcc} -shared -cudart=static $in $flags -o $out",
+                f"  command = {checked} $out $out.log {manylinux.rule(f'{nvcc} -shared -cudart=static $in $flags')}",
                 "  description = link $out",
             ]
 

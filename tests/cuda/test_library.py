@@ -407,9 +407,14 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
     with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):
         build.archs()
-    monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "all")
     assert build.archs() == list(build.ARCHS)
     assert build.gencode()[0] == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+    monkeypatch.delenv("PYTRANSFORMER_CUDA_ARCHS")
+    monkeypatch.setattr(build, "native_archs", lambda: ["sm_90a"])  # by default those of the machine
+    assert build.archs() == ["sm_90a"]
+    monkeypatch.setattr(build, "native_archs", list)
+    assert build.find_nvcc() is None or "nvidia-smi shows no GPU" in (build.why_not() or "")
 
 
 @pytest.mark.parametrize(
