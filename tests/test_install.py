@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -147,6 +150,33 @@ def test_source_distribution_is_complete(tmp_path: Path) -> None:
 def test_source_distribution_compiles(tmp_path: Path) -> None:
     wheel, _ = build_wheel(source_distribution(tmp_path / "sdist"), tmp_path / "wheel", PYTRANSFORMER_CPU="1")
     call(install(wheel, tmp_path / "environment"), "-c", SMOKE, "cpu", cwd=tmp_path)
+
+
+def test_the_release_calls_what_there_is() -> None:
+    """Every command of the workflow that is ours: a target of the Makefile, which builds what was promised."""
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"run: make (\w[\w-]*)", workflow)
+    assert set(targets) == {"test", "wheel"}
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    tool = (ROOT / "bench" / "tools" / "wheel.py").read_text()
+    promised = dict(re.findall(r'^(PLATFORM|ARCHS) = "([^"]+)"', tool, re.MULTILINE))
+    assert promised == {"PLATFORM": "2_28", "ARCHS": "sm_80,sm_90a,sm_100,sm_120"}
+    assert all(python in workflow for python in ("3.10", "3.11", "3.12", "3.13"))
+
+
+@building
+def test_a_source_install_builds_for_its_machine(tmp_path: Path) -> None:
+    """As decision 0104 says: one instruction set beside generic, and no CUDA where no GPU is; told, with the option that changes it."""
+    ask = "import json, native_build as b; p = b.make_plan('1'); print(json.dumps(p.build_info()))"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTRANSFORMER_")} | {"PYTHONPATH": str(ROOT / "csrc")}
+    done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)
+    info = json.loads(done.stdout)
+    assert len(info["cpu"]["isas"]) <= 2 and info["cpu"]["isas"][-1] == "generic"
+    if not shutil.which("nvidia-smi"):
+        assert not info["cuda"]["built"]
+        if shutil.which("nvcc"):
+            assert "nvidia-smi shows no GPU to build for; PYTRANSFORMER_CUDA_ARCHS names" in info["cuda"]["reason"]
 
 
 def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
