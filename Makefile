@@ -38,7 +38,7 @@ bench: install  ## the benchmark suite
 verify: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark
 	$(BIN)/python bench/tools/verify.py $(OP) $(ARGS)
 
-CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
+CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* csrc/cuda/*/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
 
 performance: install  ## run the suite and all else that docs/performance.md tells (25 minutes), then write it and README's table
 	@$(PYTHON) bench/tools/install.py --extras bench,models,hf

@@ -9,10 +9,10 @@
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
 #include "cpu/isa.h"
 #include "cuda/attention/kernels.h"
-#include "cuda/attention/sm90_plan.h"
-#include "cuda/cross_entropy/plan.h"
+#include "cuda/attention/sm90/plan.h"
+#include "cuda/cross_entropy/sm90/plan.h"
 #include "cuda/layer_norm/plan.h"
-#include "cuda/matmul/plan.h"
+#include "cuda/matmul/sm90/plan.h"
 
 namespace py = pybind11;
 

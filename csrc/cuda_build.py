@@ -17,7 +17,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 LIBRARY = "libpytransformer_cuda.so"
-MIN_NVCC = (13, 0)  # ptxas 12.8 serialises the products of sm_90a, and 12.8 and 12.9 crash on sm90_bwd_fused.cu
+MIN_NVCC = (13, 0)  # ptxas 12.8 serialises the products of sm_90a, and 12.8 and 12.9 crash on sm90/bwd_fused.cu
 # Kernels of sm_90a use instructions that only Hopper has. The oldest other one goes into the library as PTX too, for GPUs newer than these.
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = [
@@ -51,7 +51,7 @@ def nvcc_version(nvcc: str) -> str | None:
 
 def sources() -> list[Path]:
     """Those that take the longest first: with many cores they are what a build waits for."""
-    return sorted(CSRC.glob("cuda/**/*.cu"), key=lambda path: (not path.stem.startswith("sm90_"), path))
+    return sorted(CSRC.glob("cuda/**/*.cu"), key=lambda path: (path.parent.name != "sm90", path))
 
 
 def archs() -> list[str]:
@@ -104,9 +104,9 @@ def why_not() -> str | None:
 
 
 def flags(source: Path) -> list[str]:
-    """Of a source's compilation. Kernels for sm_90a, in files sm90_*, are compiled for that alone; without it they are left empty."""
+    """Of a source's compilation. Kernels for sm_90a, in folders sm90, are compiled for that alone; without it they are left empty."""
     hopper = "sm_90a" in archs()
-    only = ("sm_90a",) if hopper and source.stem.startswith("sm90_") else None
+    only = ("sm_90a",) if hopper and source.parent.name == "sm90" else None
     return [*FLAGS, *(["-DPT_BUILT_SM90A"] if hopper else []), *gencode(only)]
 
 

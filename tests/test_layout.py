@@ -24,7 +24,7 @@ A_BACKEND_HAS = {
     "reference": (),
     "cpu": ("csrc/cpu/{}.h", "csrc/cpu/{}.cpp", "csrc/cpu/{}_kernels.cpp"),
     "triton": ("kernels/{}/configs.py", "kernels/{}/fwd.py", "kernels/{}/bwd.py"),
-    "cuda": ("csrc/cuda/{}/fwd*.cuh", "csrc/cuda/{}/bwd*.cuh"),
+    "cuda": ("csrc/cuda/{}/**/fwd*.cuh", "csrc/cuda/{}/**/bwd*.cuh"),
 }
 MAX_LINES = {".py": 500, ".h": 600, ".cpp": 600, ".cuh": 600, ".cu": 600}
 TORCH_INCLUDE = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/")

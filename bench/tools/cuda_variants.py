@@ -6,7 +6,7 @@
 
 A variant whose results err more than the committed kernels' by half is reported and not timed; the others are timed by turns with
 these. Each is a library of its own with raw ops of its own name. A variant that is faster by more than the noise is worth a change of
-csrc/cuda/attention/sm90_config.h or csrc/cuda/matmul/config.h. Exit code 2: there is no such GPU, or no nvcc.
+csrc/cuda/attention/sm90/config.h or csrc/cuda/matmul/sm90/config.h. Exit code 2: there is no such GPU, or no nvcc.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-CONFIG, PLAN, MATMUL = "attention/sm90_config.h", "attention/sm90_plan.h", "matmul/config.h"
+CONFIG, PLAN, MATMUL = "attention/sm90/config.h", "attention/sm90/plan.h", "matmul/sm90/config.h"
 PRODUCTS = ("matmul", "feed_forward", "cross_entropy")  # folders that stand on products by warpgroups
 NOTHING_TO_RUN_ON = 2
 WORSE = 1.5  # times the committed kernels' error: beyond that it is not the same computation

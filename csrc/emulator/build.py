@@ -50,7 +50,7 @@ def library(
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = list(csrc.glob(f"cuda/{stem}/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    kernels = list(csrc.glob(f"cuda/{stem}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
     edges = [*csrc.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
     flags = [*FLAGS, *defines, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
@@ -65,7 +65,7 @@ def library(
 
 
 def _object_name(source: Path) -> str:
-    return f"{source.parent.name}_{source.name}.o"
+    return f"{'_'.join(source.parts[-3:])}.o"  # sm90/fwd.cu is in several folders
 
 
 def program(name: str, sources: list[Path], directory: Path = DIRECTORY, more: Sequence[str] = ()) -> Path:

@@ -398,11 +398,11 @@ def test_build_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.archs() == ["sm_90a", "sm_80"]
     hopper, portable = "-gencode=arch=compute_90a,code=[sm_90a]", "-gencode=arch=compute_80,code=[sm_80,compute_80]"
     assert build.gencode() == [hopper, portable]
-    assert {hopper, portable, "-DPT_BUILT_SM90A"} < set(build.flags(Path("attention/fwd_bf16.cu")))
-    only = build.flags(Path("attention/sm90_fwd_bf16.cu"))
+    assert {hopper, portable, "-DPT_BUILT_SM90A"} < set(build.flags(Path("attention/sm80/fwd_bf16.cu")))
+    only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert hopper in only and portable not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "sm_80")  # its kernels are empty there, and never asked for
-    only = build.flags(Path("attention/sm90_fwd_bf16.cu"))
+    only = build.flags(Path("attention/sm90/fwd_bf16.cu"))
     assert portable in only and "-DPT_BUILT_SM90A" not in only
     monkeypatch.setenv("PYTRANSFORMER_CUDA_ARCHS", "hopper")
     with pytest.raises(ValueError, match="names hopper; wanted all, native or names such as sm_80"):

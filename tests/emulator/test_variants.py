@@ -24,7 +24,7 @@ def _tool() -> ModuleType:
 
 tool = _tool()
 WRONG = tool.Variant(
-    "a wrong scale", "forward", (64,), "attention/sm90_fwd.cuh", "K::general ? kLog2e : p.scale * kLog2e", "kLog2e"
+    "a wrong scale", "forward", (64,), "attention/sm90/fwd.cuh", "K::general ? kLog2e : p.scale * kLog2e", "kLog2e"
 )
 NO_KERNEL = tool.Variant(
     "256: 80 keys with terms", "forward", (256,), tool.CONFIG, "Sm90Tile{256, 64, 2}", "Sm90Tile{256, 80, 2}"
@@ -35,7 +35,7 @@ def test_a_variant_changes_what_it_says(capsys: pytest.CaptureFixture[str]) -> N
     assert tool.main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == len(tool.VARIANTS) == len({tool.slug(variant.name) for variant in tool.VARIANTS})
-    with pytest.raises(ValueError, match=r"its text is 0 times in attention/sm90_plan.h"):
+    with pytest.raises(ValueError, match=r"its text is 0 times in attention/sm90/plan.h"):
         tool.check_texts([WRONG._replace(file=tool.PLAN)])
     with pytest.raises(SystemExit):
         tool.main(["--only", "no such variant"])

@@ -1,7 +1,8 @@
-#include "cuda/attention/bwd_dq.cuh"
+#include "cuda/attention/bwd_preprocess.cuh"
+#include "cuda/attention/bwd_reduce_partials.cuh"
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/key_padding.cuh"
-#include "cuda/attention/sm90_kernels.h"
+#include "cuda/attention/sm90/kernels.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 

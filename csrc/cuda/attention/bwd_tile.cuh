@@ -5,7 +5,6 @@
 //   d_query = scale * dX @ key;  d_key = scale * dX^T @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
 #pragma once
 
-#include "cuda/attention/config.h"
 #include "cuda/attention/score_mod.cuh"
 
 namespace pt::cuda {

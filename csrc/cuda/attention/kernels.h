@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/attention/config.h"
 #include "cuda/attention/problem.h"
+#include "cuda/attention/sm80/config.h"
 
 namespace pt::cuda {
 

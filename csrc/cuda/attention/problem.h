@@ -87,6 +87,8 @@ struct AttentionProblem {
   constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod(); }
 };
 
+enum class Pass { Forward, BwdDq, BwdDkdv, BwdDbias };
+
 // Indices of row stats: lse and its kin.
 struct PerQuery {
   int64_t batch, head, row;

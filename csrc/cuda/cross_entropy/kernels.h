@@ -2,8 +2,8 @@
 // std::runtime_error.
 #pragma once
 
-#include "cuda/cross_entropy/plan.h"
 #include "cuda/cross_entropy/problem.h"
+#include "cuda/cross_entropy/sm90/plan.h"
 
 namespace pt::cuda {
 

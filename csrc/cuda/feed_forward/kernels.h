@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/feed_forward/problem.h"
-#include "cuda/matmul/plan.h"
+#include "cuda/matmul/sm90/plan.h"
 
 namespace pt::cuda {
 

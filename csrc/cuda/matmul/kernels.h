@@ -2,7 +2,7 @@
 // throw std::runtime_error.
 #pragma once
 
-#include "cuda/matmul/plan.h"
+#include "cuda/matmul/sm90/plan.h"
 
 namespace pt::cuda {
 

@@ -127,7 +127,7 @@ def _is_padding(mask: torch.Tensor | None) -> bool:
 
 
 def _adds(biases: Sequence[torch.Tensor]) -> str:
-    """How kernels can read floating masks and biases: rows, as `copied` of sm90_plan.h finds, or elements."""
+    """How kernels can read floating masks and biases: rows, as `copied` of sm90/plan.h finds, or elements."""
     if len(biases) != 1:
         return "two biases" if biases else "nothing"
     (t,), size = biases, biases[0].element_size()

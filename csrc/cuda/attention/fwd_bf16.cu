@@ -1,3 +1,0 @@
-#include "cuda/attention/fwd_launch.cuh"
-
-template void pt::cuda::attention_forward_as<pt::ptx::bf16>(const AttentionForward&, const AttentionPlan&, void*);

@@ -1,3 +1,0 @@
-#include "cuda/attention/fwd_launch.cuh"
-
-template void pt::cuda::attention_forward_as<float>(const AttentionForward&, const AttentionPlan&, void*);

@@ -1,0 +1,114 @@
+// Attention backward, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in order.
+//
+// Rows are keys here: scores are k.q, so that weights and dX lie as the next products' operands, and nothing goes through shared memory.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/recompute.cuh"
+#include "cuda/attention/sm80/config.h"
+
+namespace pt::cuda {
+
+template <class T, class K>
+constexpr AttentionTile kBwdDkdvTile = attention_tile(Pass::BwdDkdv, K::head_dim, sizeof(T), K::has_score_mod);
+
+template <class T, class K>
+using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdvWork<T, K>& w) {
+  constexpr AttentionTile kTile = kBwdDkdvTile<T, K>;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow + 3 * 4 * BN;
+  using M = Products<T>;
+  const AttentionProblem& p = g.p;
+
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
+
+  const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
+  const uint32_t streamed = v.base + BM * kRow;
+  // Step n does tile n % count of query head n / count.
+  const int count = range.count(), steps = count * (PT_FAULT(a_head_of_a_group_left_out) ? 1 : p.group);
+  const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (PT_FAULT(one_stage_only) ? 0 : n % kTile.stages) * kStage}; };
+  const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
+  const auto row_stats_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // row_max, log2_sum, delta: BN words each
+  const auto copy_tile = [&](int n) {
+    const int h = w.hk * p.group + n / count, t = range.first + n % count;
+    w.template copy_queries<T>(q_tile(n), p.q, p.head_dim, t, h);
+    w.template copy_queries<T>(do_tile(n), g.d_out, p.value_dim, t, h);
+    ptx::cp_async_commit();
+    for (int c = int(threadIdx.x); c < BN; c += int(blockDim.x)) {
+      const int i = t * BN + c;
+      const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, s.row_q + i), i >= range.start && i < range.end);
+      ptx::st_shared_f32(row_stats_of(n) + 4 * c, row.row_max);
+      ptx::st_shared_f32(row_stats_of(n) + 4 * (BN + c), row.log2_sum);
+      ptx::st_shared_f32(row_stats_of(n) + 4 * (2 * BN + c), row.delta);
+    }
+  };
+
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(w.j0 + own, 0);
+  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
+  float dk[DB][4], dv[DB][4];
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d) {
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) dk[d][r] = dv[d][r] = 0.0f;
+  }
+
+  if (steps > 0) {
+    w.template copy_keys<T>(k, p.k, p.head_dim);
+    w.template copy_keys<T>(v, p.v, p.value_dim);
+    copy_tile(0);
+  }
+  for (int n = 0; n < steps; ++n) {
+    ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_in_dkdv)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (kTile.stages == 2 && n + 1 < steps) copy_tile(n + 1);
+
+    const int t = range.first + n % count;
+    float x[NB][4], dp[NB][4], weights[NB][4];
+    M::scores(x, k, own, q_tile(n), p.head_dim);
+    M::scores(dp, v, own, do_tile(n), p.value_dim);
+    const Place at(w.j0 + own, t * BN);
+    const bool elementwise =
+        K::has_score_mod && (p.elementwise_mask() || (s.padding_gaps && !PT_FAULT(queries_that_see_but_padding_gaps_kept)));
+    const bool cut = elementwise || range.cut(t);
+    uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
+    const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + n / count);
+    const uint32_t row_stats = row_stats_of(n) + 4 * 2 * (lane_id() % 4);
+    visible = gradients<K, true>(p, score_mod, x, dp, weights, at, visible, cut, [&](int c, int r) {
+      const uint32_t word = row_stats + 4 * (8 * c + r % 2);
+      return RowStats{ptx::ld_shared_f32(word), K::has_score_mod ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f,
+                      ptx::ld_shared_f32(word + 8 * BN)};
+    });
+    const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
+    M::product(dv, weights, do_tile(n), part, p.value_dim, columns);
+    M::product(dk, x, q_tile(n), part, p.head_dim, columns);
+    if (kTile.stages == 1) {
+      ptx::syncthreads();
+      if (n + 1 < steps) copy_tile(n + 1);
+    }
+  }
+
+  const int written = p.cu_keys ? s.num_k : p.num_keys;
+  float dk_factor[2], dv_factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int j = rows_at.row_of(2 * half);
+    const bool nobody = bounds[half].empty() || steps == 0;
+    dk_factor[half] = nobody ? 0.0f : p.scale, dv_factor[half] = nobody ? 0.0f : p.keep_scale;
+    index[half] = j >= 0 && j < written ? s.row_k + j : -1;
+  }
+  if (g.dk.data) store_rows<T>(g.dk, w.b, w.hk, dk, dk_factor, index, ptx::opaque(part));
+  if (g.dv.data) store_rows<T>(g.dv, w.b, w.hk, dv, dv_factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kBwdDkdvTile<T, K>.threads(), 1) attention_bwd_dkdv_kernel(const __grid_constant__ AttentionBackward g) {
+  recompute_tiles<BwdDkdvWork<T, K>, K>(g.p, g.recompute, [&](const auto& w) { attention_bwd_dkdv_tile<T, K>(g, w); });
+}
+
+}  // namespace pt::cuda

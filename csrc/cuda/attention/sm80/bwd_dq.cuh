@@ -1,0 +1,154 @@
+// Attention backward, bwd_dq: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
+// table.
+#pragma once
+
+#include "cuda/attention/bwd_tile.cuh"
+#include "cuda/attention/recompute.cuh"
+#include "cuda/attention/sm80/config.h"
+#include "cuda/tile/reduce.cuh"
+
+namespace pt::cuda {
+
+// Adds a tile of dS, rows of `stride` words at `tile`, into this block's sums by diagonal. A thread adds a diagonal; those beyond where the
+// bias changes belong to the first or last sum, and are kept in the thread until the end.
+template <int BM, int BN>
+struct DiagonalSums {
+  static constexpr int kStride = BN + kDiagonalPad;
+  uint32_t tile;
+  float* sums;  // this block's, before + after + 1
+  float below = 0.0f, above = 0.0f;
+
+  template <int NB>
+  PT_DEVICE void put(const float (&ds)[NB][4], int row) const {
+    const Place at(row, 0);
+    each<NB>([&](int n, int r, uint32_t) { ptx::st_shared_f32(tile + 4 * (at.row_of(r) * kStride + at.column_of(n, r)), ds[n][r]); });
+  }
+  // `first`: j - i - offset of the tile's first element.
+  PT_DEVICE void add(int first, const AttentionProblem& p) {
+    for (int c = int(threadIdx.x); c < BM + BN - 1; c += int(blockDim.x)) {
+      const int d = c - (BM - 1);
+      float sum = 0.0f;
+      for (int r = max(0, -d); r < min(BM, BN - d); ++r) sum += ptx::ld_shared_f32(tile + 4 * (r * kStride + r + d));
+      if (first + d <= -p.before) below += sum;
+      else if (first + d >= p.after) above += sum;
+      else store_one(sums + first + d + p.before, load_one(sums + first + d + p.before) + sum);
+    }
+  }
+  PT_DEVICE void finish(BlockTeam& team, const AttentionProblem& p) {
+    const Sum2 far = team.sum({below, above});
+    if (threadIdx.x == 0) store_far(sums, p, PT_FAULT(far_diagonals_lost) ? 0.0f : far.a, far.b);
+  }
+};
+
+template <class T, class K>
+constexpr AttentionTile kBwdDqTile = attention_tile(Pass::BwdDq, K::head_dim, sizeof(T), K::has_score_mod);
+template <class T, class K>
+using BwdDqWork = QueryTile<kBwdDqTile<T, K>.rows(), kBwdDqTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork<T, K>& w) {
+  constexpr AttentionTile kTile = kBwdDqTile<T, K>;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits;
+  using M = Products<T>;
+  const AttentionProblem& p = g.p;
+
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
+
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow};
+  const uint32_t streamed = d_out.base + BM * kRow;
+  DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
+  const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
+  if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
+  const auto k_tile = [&](int t) {
+    const int step = t - range.first, use = PT_FAULT(the_other_stage) ? (step + 1) / 2 : step;
+    return SmemTile<kRow>{streamed + use % kTile.stages * 2 * BN * kRow};
+  };
+  const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
+  const auto copy_tile = [&](int t) {
+    w.template copy_keys<T>(k_tile(t), p.k, p.head_dim, t, p.group);
+    w.template copy_keys<T>(v_tile(t), p.v, p.value_dim, t, p.group);
+    ptx::cp_async_commit();
+  };
+
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(w.i0 + own, 0);
+  Range bounds[2];
+  RowStats row_stats[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    row_stats[half] = read_row_stats(g, row_stat_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
+    bounds[half] =
+        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max ? s.keys_of(p, i) : Range{0, 0};
+  }
+  const ScoreMod<false> score_mod(p, s, w.b, w.h);
+  float dq[DB][4], slope_sum = 0.0f;
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d) dq[d][0] = dq[d][1] = dq[d][2] = dq[d][3] = 0.0f;
+
+  if (range.count() > 0) {
+    w.template copy_queries<T>(q, p.q, p.head_dim);
+    w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
+    copy_tile(range.first);
+  }
+  for (int t = range.first; t < range.last; ++t) {
+    ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_in_dq)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
+    if (kTile.stages == 2 && t + 1 < range.last) copy_tile(t + 1);
+
+    float x[NB][4], dp[NB][4], weights[NB][4];
+    M::scores(x, q, own, k_tile(t), p.head_dim);
+    M::scores(dp, d_out, own, v_tile(t), p.value_dim);
+    const Place at(w.i0 + own, w.origin + t * BN);
+    // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
+    const bool elementwise = K::has_score_mod && (p.elementwise_mask() || s.padding_gaps);
+    const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
+    uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
+    if (K::has_score_mod && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, w.b));
+    visible = gradients<K, false>(p, score_mod, x, dp, weights, at, visible, cut, [&](int, int r) { return row_stats[r / 2]; });
+    const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
+    M::product(dq, x, k_tile(t), part, p.head_dim, columns);
+
+    if (K::has_score_mod && g.slope_partials && part == 0)
+      each<NB>([&](int n, int r, uint32_t) { slope_sum -= dp[n][r] * score_mod.distance(at, n, r); });
+    if (K::has_score_mod && g.diagonal_partials) {
+      if (part == 0) diagonals.put(dp, own);
+      if (!PT_FAULT(no_barrier_before_diagonals_are_added)) ptx::syncthreads();
+      diagonals.add(w.origin + t * BN - w.i0 - s.diagonal_offset, p);
+    }
+    if (kTile.stages == 1) {
+      ptx::syncthreads();
+      if (t + 1 < range.last) copy_tile(t + 1);
+    }
+  }
+
+  if (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) {
+    ptx::syncthreads();  // the sums' buffers are where tiles were
+    BlockTeam team(0);
+    if (g.slope_partials) {
+      const float sum = team.sum({slope_sum, 0.0f}).a;
+      if (threadIdx.x == 0) store_one(g.slope_partials + block, sum);
+    }
+    if (g.diagonal_partials) diagonals.finish(team, p);
+  }
+  if (!g.dq.data) return;
+  const int written = p.cu_queries ? s.num_q : p.num_queries;
+  float factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    factor[half] = bounds[half].empty() ? 0.0f : p.scale;
+    index[half] = i < written ? s.row_q + i : -1;
+  }
+  store_rows<T>(g.dq, w.b, w.h, dq, factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kBwdDqTile<T, K>.threads(), 1) attention_bwd_dq_kernel(const __grid_constant__ AttentionBackward g) {
+  recompute_tiles<BwdDqWork<T, K>, K>(g.p, g.recompute, [&](const auto& w) { attention_bwd_dq_tile<T, K>(g, w); });
+}
+
+}  // namespace pt::cuda

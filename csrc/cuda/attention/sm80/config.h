@@ -1,0 +1,74 @@
+// Every compile-time choice of the attention kernels.
+#pragma once
+
+#include "cuda/attention/problem.h"
+
+namespace pt::cuda {
+
+// A block keeps `16 * row_warps` rows (queries; keys in bwd_dkdv) and streams tiles of `columns`. Warps that share rows split
+// the columns of the sums: `splits`.
+struct AttentionTile {
+  int head_dim;  // the class: D and Dv are at most that
+  int row_warps, splits, columns, stages;
+
+  constexpr int rows() const { return 16 * row_warps; }
+  constexpr int threads() const { return 32 * row_warps * splits; }
+};
+
+// bytes: of an element. With score_mod there is less room: fewer scores at a time, or fewer columns of the sums in a warp.
+constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod) {
+  switch (pass) {
+    case Pass::Forward:
+      if (bytes == 4) return {head_dim, 2, head_dim == 64 ? 1 : 2, 32, 1};
+      if (head_dim == 256) return {256, 4, has_score_mod ? 2 : 1, 32, 1};
+      return {head_dim, 8, 1, has_score_mod ? 32 : 64, 1};
+    case Pass::BwdDq:
+      if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 32, 1};
+      if (head_dim == 256) return {256, 2, 2, 32, 1};
+      return {head_dim, 4, 1, head_dim == 64 && !has_score_mod ? 64 : 32, 2};
+    case Pass::BwdDkdv:
+      if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 16, 1};
+      if (head_dim == 256) return {256, 4, 2, 16, 1};
+      return {head_dim, 4, 1, head_dim == 64 && !has_score_mod ? 64 : 32, 2};
+    default:
+      if (bytes == 4) return {head_dim, 1, 1, 32, 1};
+      return {head_dim, 2, 1, 32, 1};
+  }
+}
+
+// Rows of shared memory hold a class's columns.
+constexpr int row_bytes(const AttentionTile& t, int bytes) { return t.head_dim * bytes; }
+constexpr int kDiagonalPad = 4;  // words behind each row of a tile of dS in shared memory: its rows then begin in different banks
+constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t.columns + kDiagonalPad) * 4; }
+
+constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals) {
+  const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
+  switch (pass) {
+    case Pass::Forward: return stationary + 2 * streamed;                                                          // Q; K, V
+    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
+    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns);  // K, V; Q, dO, three row stats
+    default: return 2 * stationary + 2 * streamed;                                              // Q, dO; K, V: dS takes their place
+  }
+}
+
+// What a kernel is instantiated with, and what its name shows. HasScoreMod: with softcap, biases and dropout; else only bounds.
+template <int HeadDim, bool HasScoreMod>
+struct Kind {
+  static constexpr int head_dim = HeadDim;
+  static constexpr bool has_score_mod = HasScoreMod;
+};
+
+constexpr int kSmemOfEveryGpu = 99 * 1024;  // that a block may have on sm_86, sm_89 and sm_120
+constexpr bool attention_fits(int head_dim, int bytes) {
+  constexpr Pass kPasses[] = {Pass::Forward, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias};
+  for (Pass pass : kPasses) {
+    const AttentionTile t = attention_tile(pass, head_dim, bytes, pass != Pass::Forward);
+    if (attention_smem(pass, t, bytes, true) > kSmemOfEveryGpu) return false;
+    if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 || (pass != Pass::BwdDkdv && t.columns % 32)) return false;  // 32: dropout
+  }
+  const AttentionTile dense = attention_tile(Pass::BwdDbias, head_dim, bytes, true);
+  return gradient_tile_bytes(dense) <= 2 * dense.rows() * row_bytes(dense, bytes);
+}
+static_assert(attention_fits(64, 2) && attention_fits(128, 2) && attention_fits(256, 2) && attention_fits(64, 4) && attention_fits(256, 4));
+
+}  // namespace pt::cuda

@@ -1,0 +1,176 @@
+// Attention forward: online softmax over tiles of keys, 16 queries a warp.
+//
+//   m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m');  o = o e^(m - m') + sum_j drop(e^(s - m')) v_j
+//   out = o / l * keep_scale;  lse = m + ln l
+//
+// Tiling by Dao, "FlashAttention-2" (2023): scores and sums stay in registers, weights become the next product's operand there, and the
+// copy of K or V that comes next runs under the product with the other. A row that sees nothing has l = 0 and gives 0 and -inf.
+#pragma once
+
+#include "cuda/attention/recompute.cuh"
+#include "cuda/attention/score_mod.cuh"
+#include "cuda/attention/sm80/config.h"
+#include "cuda/tile/reduce.cuh"
+
+namespace pt::cuda {
+
+// Beyond it lse, rounded, loses digits of the log2 of the sum.
+constexpr float kLargeLse = 1024.0f;
+
+// Statistics are wanted only where the lse of some row of the block is large; elsewhere they are lse and 0. True if nothing is left to do.
+PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s, int b, int h, int first, int rows) {
+  float large = 0.0f;
+  const int i = first + int(threadIdx.x);
+  const bool here = int(threadIdx.x) < rows && i < s.num_q;
+  const int64_t at = row_stat_at(f.at, b, h, s.row_q + i);
+  const float lse = here ? load_one(f.lse + at) : 0.0f;
+  if (lse > kLargeLse || (lse < -kLargeLse && lse != minus_infinity())) large = 1.0f;
+  BlockTeam team(0);
+  large = team.sum({large, 0.0f}).a;
+  ptx::syncthreads();  // its buffers are where tiles go
+  if (large != 0.0f) return false;
+  if (here) {
+    store_one(f.row_max + at, lse == minus_infinity() ? infinity() : lse);
+    store_one(f.log2_sum + at, 0.0f);
+  }
+  return true;
+}
+
+template <class T, class K>
+constexpr AttentionTile kForwardTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::has_score_mod);
+template <class T, class K>
+using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns>;
+
+template <class T, class K>
+PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
+  constexpr AttentionTile kTile = kForwardTile<T, K>;
+  constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
+  constexpr int DB = K::head_dim / 8 / kTile.splits;
+  constexpr bool kKeepQ = sizeof(T) == 2 && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
+  using M = Products<T>;
+  const AttentionProblem& p = f.p;
+
+  const Sequence& s = w.s;
+  const Tiles& range = w.range;
+  if (K::has_score_mod && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, BM)) return;
+
+  const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
+  const auto copy_keys = [&](int t) {
+    w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
+    ptx::cp_async_commit();
+  };
+  // The warp's first row in the tile, and the first eight columns of its sums.
+  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
+  const Place rows_at(w.i0 + own, 0);
+  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
+
+  float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
+  PT_UNROLL
+  for (int d = 0; d < DB; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.0f;
+  uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
+  const ScoreMod<false> score_mod(p, s, w.b, w.h);
+  const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+
+  if (range.count() > 0) {
+    w.template copy_queries<T>(q, p.q, p.head_dim);
+    copy_keys(range.first);
+  }
+  for (int t = range.first; t < range.last; ++t) {
+    if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
+    if (!K::has_score_mod || f.out.data) {
+      w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
+      ptx::cp_async_commit();
+    }
+    float x[NB][4];
+    if constexpr (kKeepQ) {
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+      PT_UNROLL
+      for (int step = 0; step < K::head_dim / 16; ++step) {
+        if (step >= M::steps(p.head_dim)) continue;
+        if (t == range.first) M::load_a(fragments[step], q, own, step);
+        M::step(x, fragments[step], k, step);
+      }
+    } else {
+      M::scores(x, q, own, k, p.head_dim);
+    }
+    ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
+    if (t + 1 < range.last) copy_keys(t + 1);
+
+    const Place at(w.i0 + own, w.origin + t * BN);
+    uint32_t columns = kAllColumns;
+    if constexpr (K::has_score_mod) {
+      float unused[NB][4];
+      const bool elementwise = p.elementwise_mask() || s.padding_gaps;
+      uint32_t visible = elementwise || range.cut(t) ? within<NB>(at, bounds) : kAllColumns;
+      if (s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, w.b));
+      visible = score_mod.apply(x, unused, at, visible);
+      if (elementwise) columns = columns_visible_to_warp<NB>(visible);
+    } else if (range.cut(t)) {
+      const uint32_t visible = within<NB>(at, bounds);
+      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = visible & bit ? x[n][r] : minus_infinity(); });
+    }
+
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float row_max = m[half];
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) row_max = fmaxf(row_max, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
+      row_max = max_of_quad(row_max);
+      const float safe = row_max == minus_infinity() ? 0.0f : row_max;
+      const float alpha = ptx::exp2((m[half] - safe) * scale_log2);
+      m[half] = row_max;
+      l[half] *= alpha;
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) {
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& weight = x[n][2 * half + e];
+          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
+          weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
+          l[half] += PT_FAULT(dropped_weights_left_out_of_the_sum) && p.drop_threshold ? 0.5f * weight : weight;
+        }
+      }
+      PT_UNROLL
+      for (int d = 0; d < DB; ++d) o[d][2 * half] *= PT_FAULT(no_alpha_for_the_sums) ? 1.0f : alpha, o[d][2 * half + 1] *= alpha;
+    }
+    if (K::has_score_mod && p.drop_threshold) {
+      const uint32_t keep_mask = score_mod.template keep_mask<NB>(at);
+      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
+    }
+    if (!K::has_score_mod || f.out.data) M::product(o, x, v, part, p.value_dim, columns);
+  }
+
+  const int written = p.cu_queries ? s.num_q : p.num_queries;
+  float factor[2];
+  int64_t index[2];
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows_at.row_of(2 * half);
+    l[half] = sum_of_quad(l[half]);
+    if (i >= s.num_q) l[half] = 0.0f;
+    const bool dead = l[half] == 0.0f;
+    factor[half] = dead ? 0.0f : ptx::div_rn(p.keep_scale, l[half]);
+    index[half] = i < written ? s.row_q + i : -1;
+    if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
+    const int64_t stat = row_stat_at(f.at, w.b, w.h, index[half]);
+    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
+    const float log2_sum = ptx::log2(l[half]);
+    if (K::has_score_mod && !f.out.data) {
+      store_one(f.row_max + stat, dead ? infinity() : row_max);
+      store_one(f.log2_sum + stat, dead ? 0.0f : log2_sum);
+    } else {
+      store_one(f.lse + stat, dead ? minus_infinity() : ptx::fma_rn(log2_sum, kLn2, row_max));
+    }
+  }
+  if (!K::has_score_mod || f.out.data) store_rows<T>(f.out, w.b, w.h, o, factor, index, part);
+}
+
+template <class T, class K>
+__global__ void __launch_bounds__(kForwardTile<T, K>.threads(), 1) attention_fwd_kernel(const __grid_constant__ AttentionForward f) {
+  recompute_tiles<ForwardWork<T, K>, K>(f.p, f.recompute, [&](const auto& w) { attention_fwd_tile<T, K>(f, w); });
+}
+
+}  // namespace pt::cuda

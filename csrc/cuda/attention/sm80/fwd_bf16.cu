@@ -1,0 +1,3 @@
+#include "cuda/attention/sm80/fwd_launch.cuh"
+
+template void pt::cuda::attention_forward_as<pt::ptx::bf16>(const AttentionForward&, const AttentionPlan&, void*);

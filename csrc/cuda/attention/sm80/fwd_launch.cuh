@@ -1,0 +1,29 @@
+// The forward kernels of one dtype: included by the files that compile them.
+#pragma once
+
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/fwd.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+
+namespace pt::cuda {
+
+template <class T>
+void attention_forward_as(const AttentionForward& f, const AttentionPlan& plan, void* stream) {
+  const unsigned all = attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile));
+  const dim3 grid(recompute_blocks(f.recompute, all, multiprocessors()));
+  const auto run = [&](auto kernel) { launch(kernel, grid, plan.tile.threads(), plan.smem_bytes, stream, f); };
+  if constexpr (sizeof(T) == 4) {
+    run(plan.head_class == 64 ? attention_fwd_kernel<T, Kind<64, true>> : attention_fwd_kernel<T, Kind<256, true>>);
+  } else if (plan.has_score_mod) {
+    run(plan.head_class == 64    ? attention_fwd_kernel<T, Kind<64, true>>
+        : plan.head_class == 128 ? attention_fwd_kernel<T, Kind<128, true>>
+                                 : attention_fwd_kernel<T, Kind<256, true>>);
+  } else {
+    run(plan.head_class == 64    ? attention_fwd_kernel<T, Kind<64, false>>
+        : plan.head_class == 128 ? attention_fwd_kernel<T, Kind<128, false>>
+                                 : attention_fwd_kernel<T, Kind<256, false>>);
+  }
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,220 @@
+// Attention backward on sm_90a, masks and biases: as bwd_dbias.cuh, with products by warpgroups and copies by TMA, where no sum over
+// queries or keys is wanted.
+//
+// Scores and dP are recomputed, two products beside the seven of the other passes. bwd_dq has dS too, but to sum it over
+// sequences and heads it would read and write a float32 tile in every iteration, 64 KB beside 32 KB of operands at head size 64, in an
+// order between blocks.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_tile.cuh"
+#include "cuda/attention/sm90/mask_loader.cuh"
+
+namespace pt::cuda {
+
+struct Sm90Dbias : Sm90Operands {
+  AttentionDbias f;
+  TileOrder order;  // of the gradient's parts, one after the other
+};
+
+template <class T, class K>
+struct Sm90BwdDbiasBlock {
+  static constexpr Sm90Tile kTile = sm90_bwd_dbias_tile(K::head_dim);
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed, kSpan = kSm90DbiasSpan;
+  static constexpr int kConsumers = kTile.consumers;
+  using RingOwn = Ring<sm90_bwd_dbias_own_stages(D), BM, kTile.panels()>;
+  using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
+  using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
+  using Found = MaskLoader<64, BN>;  // no sums of head size D take registers here
+  using Sums = float[kSpan][BN / 2];
+
+  const Sm90Dbias& args;
+  RingOwn q, d_out;
+  RingKeys k;
+  RingValues v;
+
+  using Work = QueryWork<BM, BN>;
+
+  PT_DEVICE const AttentionProblem& problem() const { return args.f.b.p; }
+
+  PT_DEVICE void begin() const {
+    args.prefetch();
+    q.init(1, kConsumers, "q_full", "q_empty");
+    d_out.init(1, kConsumers, "d_out_full", "d_out_empty");
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+  }
+
+  PT_DEVICE DbiasPart part(int n) const {
+    const AttentionProblem& p = problem();
+    return DbiasPart(args.f, (p.num_queries + BM - 1) / BM, (p.num_keys - key_origin(p) + kSpan * BN - 1) / (kSpan * BN), n);
+  }
+
+  // For f(w, tiles): the part's queries in each sequence and head that it is the sum over, and which of the part's tiles of keys they see.
+  // None of them: not called.
+  template <class F>
+  PT_DEVICE void for_each_head(const DbiasPart& part, F f) const {
+    const AttentionProblem& p = problem();
+    for (int b = part.of[0].lo; b < part.of[0].hi; b += PT_FAULT(one_sequence_for_all) ? 2 : 1)
+      for (int h = part.of[1].lo; h < part.of[1].hi; h += PT_FAULT(one_head_for_all) ? 2 : 1) {
+        const Work w(p, TilePlace{b * p.heads + h, part.of[2].lo});
+        const Range tiles{PT_FAULT(tiles_before_the_part) ? w.range.first : max(w.range.first, kSpan * part.of[3].lo),
+                          PT_FAULT(tiles_behind_the_part) ? w.range.last : min(w.range.last, kSpan * part.of[3].hi)};
+        if (PT_FAULT(tiles_that_nobody_sees_loaded_alone) || !tiles.empty()) f(w, tiles);
+      }
+  }
+
+  PT_DEVICE void produce() const {
+    if (threadIdx.x != 0) return;
+    const AttentionProblem& p = problem();
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile(args.order, [&](int n) {
+      for_each_head(part(n), [&](const Work& w, const Range& tiles) {
+        q.load(tile_iter, args.q, w.i0, w.h, w.b);
+        for (int t = tiles.lo; t < tiles.hi; ++t, ++stream_iter) {
+          const auto head = [&] { return PT_FAULT(another_head_of_keys) ? 0 : w.h / p.group; };
+          k.load(stream_iter, args.k, w.origin + t * BN, head(), w.b);
+          if (t == tiles.lo) d_out.load(tile_iter++, args.d_out, w.i0, w.h, w.b);
+          v.load(stream_iter, args.v, w.origin + t * BN, head(), w.b);
+        }
+      });
+    });
+  }
+
+  PT_DEVICE void consume() const {
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile(args.order, [&](int n) {
+      const DbiasPart own = part(n);
+      Sums sums;
+      PT_UNROLL
+      for (int i = 0; i < kSpan * BN / 2; ++i) sums[i / (BN / 2)][i % (BN / 2)] = 0.0f;
+      for_each_head(own, [&](const Work& w, const Range& tiles) {
+        RowStats row_stats[2];
+        PT_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int i = w.i0 + own_row(r);
+          row_stats[r] = read_row_stats(args.f.b, row_stat_at(args.f.b.at, w.b, w.h, i), i < w.s.num_q);
+        }
+        if (!PT_FAULT(queries_read_before_they_are_there)) q.consumer_wait(tile_iter);
+        if (!PT_FAULT(d_out_read_before_it_is_there)) d_out.consumer_wait(tile_iter);
+        PT_NO_UNROLL
+        for (int t = kSpan * own.of[3].lo + (PT_FAULT(sums_go_round_the_wrong_way) ? 1 : 0); t < kSpan * own.of[3].hi; ++t) {
+          if (tiles.has(t)) add(w, row_stats, w.origin + t * BN, tile_iter, stream_iter++, sums[0]);
+          if (!PT_FAULT(sums_of_tiles_of_keys_mixed_up)) turn_around(sums);
+        }
+        if (!PT_FAULT(queries_not_given_back)) consumer_release_warpgroup(q, tile_iter);
+        consumer_release_warpgroup(d_out, tile_iter++);
+      });
+      store(n, sums);
+    });
+  }
+
+  // So that the next tile's sums are the first: an index that is no constant would put them into memory.
+  static PT_DEVICE void turn_around(Sums& sums) {
+    PT_UNROLL
+    for (int i = 0; i < BN / 2; ++i) {
+      const float first = sums[0][i];
+      PT_UNROLL
+      for (int t = 1; t < kSpan; ++t) sums[t - 1][i] = sums[t][i];
+      sums[kSpan - 1][i] = first;
+    }
+  }
+
+  // Kept in registers from iteration to iteration, descriptors of all steps would not leave enough.
+  static PT_DEVICE RingOwn own(const RingOwn& ring) { return RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0); }
+
+  // sum += dS of the keys from `first` on.
+  PT_DEVICE void add(const Work& w, const RowStats (&row_stats)[2], int first, int tile_iter, int stream_iter, float (&sum)[BN / 2]) const {
+    const AttentionProblem& p = problem();
+    float s[BN / 2], dp[BN / 2];
+    if (!PT_FAULT(keys_read_before_they_are_there)) k.consumer_wait(stream_iter);
+    multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
+    if (!PT_FAULT(values_read_before_they_are_there)) v.consumer_wait(stream_iter);
+    multiply_rows<T, D>(dp, own(d_out), tile_iter, v, stream_iter, false);
+    const Place at = place_again(w.i0, first);
+    const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
+    Found found(p);
+    found.load(w, first, true);
+    Pairs<BN / 2> keep_mask;
+    if (p.drop_threshold)
+      keep_mask = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return score_mod.template keep_mask<4>(place); });
+    if (PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);
+    if (!PT_FAULT(scores_read_in_flight)) ptx::wgmma_wait<1>();
+    if (!PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);
+    in_pieces<Found::kPiece>(s, at, [&](float (&x)[Found::kPiece][4], const Place& place, int c) {
+      float unused[Found::kPiece][4];
+      score_mod.apply(x, unused, place, kAllColumns);
+      found.add(w, x, first, c);
+    });
+    found.hide(s);
+    // Weights, and -1 where a pair is hidden.
+    each_element(s, 0, [&](float& x, int r, int) {
+      const RowStats& of_row = row_stats[PT_FAULT(maximum_of_the_other_row) ? 1 - r : r];
+      const float log2_sum = PT_FAULT(the_log2_sum_forgotten) ? 0.0f : row_stats[r].log2_sum;
+      x = !PT_FAULT(hidden_pairs_keep_their_product) && x == minus_infinity() ? -1.0f : weight_of(x, of_row.row_max, log2_sum);
+    });
+    if (!PT_FAULT(dp_read_in_flight)) ptx::wgmma_wait<0>();
+    consumer_release_warpgroup(v, stream_iter);
+    if (p.drop_threshold) {
+      PT_UNROLL
+      for (int i = 0; i < BN / 2; ++i)
+        dp[i] = keep_mask.has(PT_FAULT(dropout_of_other_keys) ? i ^ 1 : i)
+                    ? dp[i] * (PT_FAULT(what_is_left_not_scaled) ? 1.0f : p.keep_scale)
+                    : 0.0f;
+    }
+    PT_UNROLL
+    for (int i = 0; i < BN / 2; ++i)
+      sum[i] += !PT_FAULT(hidden_pairs_weigh_minus_1) && s[i] < 0.0f
+                    ? 0.0f
+                    : s[i] * (dp[i] - row_stats[PT_FAULT(delta_of_the_other_row) ? 0 : i / 2 % 2].delta);
+  }
+
+  PT_DEVICE void store(int n, const Sums& sums) const {
+    const AttentionDbias& f = args.f;
+    const AttentionProblem& p = problem();
+    const DbiasPart own = part(ptx::opaque(n));
+    const int key = key_origin(p) + own.of[3].lo * kSpan * BN + 2 * (lane_id() % 4);
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int i = own.of[2].lo * BM + own_row(PT_FAULT(gradients_of_other_rows) ? 1 - r : r);
+      if (!PT_FAULT(queries_that_are_not_there) && i >= p.num_queries) continue;
+      with_type(f.dtype, [&](auto t) {
+        auto* const row = static_cast<decltype(t)*>(f.data) + own.at(f, i, 0);
+        PT_UNROLL
+        for (int c = 0; c < kSpan * BN; c += 8) {
+          const float (&x)[BN / 2] = sums[c / BN];
+          const int j = key + c, at = c % BN / 2 + 2 * r;
+          if (f.pairs) {
+            const int swap = PT_FAULT(pairs_the_wrong_way_round) ? 1 : 0;
+            if (PT_FAULT(pairs_beyond_the_last_key) || uint32_t(j) < uint32_t(p.num_keys))
+              store_pair(row + j, x[at + swap], x[at + 1 - swap]);
+          } else {
+            PT_UNROLL
+            for (int e = 0; e < 2; ++e)
+              if (PT_FAULT(one_by_one_beyond_the_last_key) || uint32_t(j + e) < uint32_t(p.num_keys)) store_one(row + j + e, x[at + e]);
+          }
+        }
+      });
+    }
+  }
+
+  static PT_DEVICE void run(const Sm90Dbias& args) {
+    const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    constexpr uint32_t kKeysAt = 2 * RingOwn::kBufferBytes, kValuesAt = kKeysAt + RingKeys::kBufferBytes;
+    constexpr uint32_t kBarriers = kValuesAt + RingValues::kBufferBytes, kStreamBarriers = kBarriers + 2 * RingOwn::kBarrierBytes;
+    static_assert(kSm90Slack + kStreamBarriers + RingKeys::kBarrierBytes + RingValues::kBarrierBytes == sm90_bwd_dbias_smem(kTile));
+    const Sm90BwdDbiasBlock block{
+        args, RingOwn(base, base + kBarriers), RingOwn(base + RingOwn::kBufferBytes, base + kBarriers + RingOwn::kBarrierBytes),
+        RingKeys(base + kKeysAt, base + kStreamBarriers), RingValues(base + kValuesAt, base + kStreamBarriers + RingKeys::kBarrierBytes)};
+    run_block(block);
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_bwd_dbias_tile(K::head_dim).threads(), 1)
+    sm90_attention_bwd_dbias_kernel([[maybe_unused]] const __grid_constant__ Sm90Dbias args) {
+#if PT_SM90A
+  Sm90BwdDbiasBlock<T, K>::run(args);
+#endif
+}
+
+}  // namespace pt::cuda

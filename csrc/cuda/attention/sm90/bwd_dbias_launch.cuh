@@ -1,0 +1,23 @@
+// The kernels for sm_90a of masks' and biases' gradients, of one dtype: included by the files that compile them.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_dbias.cuh"
+#include "cuda/attention/sm90/kernels.h"
+#include "cuda/attention/sm90/launch.cuh"
+
+namespace pt::cuda {
+
+template <class T>
+void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream) {
+  const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
+  const Sm90Dbias args = {map_operands(f.b, tile.rows(), tile.streamed), f, plan.order};
+  const auto run = [&](auto kind) {
+    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_bwd_dbias_smem(tile),
+           stream, args);
+  };
+  if (plan.head_class == 64) run(Hopper<64, true, true>{});
+  else if (plan.head_class == 128) run(Hopper<128, true, true>{});
+  else run(Hopper<256, true, true>{});
+}
+
+}  // namespace pt::cuda

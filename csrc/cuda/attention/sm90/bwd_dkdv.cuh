@@ -1,0 +1,358 @@
+// Attention backward on sm_90a, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in
+// order. As bwd_dkdv.cuh, with products by warpgroups and copies by TMA.
+//
+// Consumers have 64 keys each. Scores are k.q, so that weights and dS leave the accumulators as operands of the next products.
+#pragma once
+
+#include "cuda/attention/recompute.cuh"
+#include "cuda/attention/sm90/bwd_mask_loader.cuh"
+#include "cuda/attention/sm90/bwd_tile.cuh"
+
+namespace pt::cuda {
+
+template <class T, class K>
+struct Sm90BwdDkdvBlock {
+  static constexpr Sm90Tile kTile = K::bwd_dkdv_tile;
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
+  static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 *
+                                                                      BN;  // bytes of a stage's row_max, delta, log2_sum
+  static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
+  using RingOwn = Ring<1, BM, kTile.panels()>;
+  using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
+  using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
+  using MaskLoader = std::conditional_t<K::elementwise_mask, BackwardMaskLoader<K, true>, NoBackwardMaskLoader>;
+
+  const Sm90Backward& args;
+  RingOwn k, v;
+  RingQueries q;
+  RingStream d_out;
+  uint32_t row_stats;
+  MaskLoader mask_loader{};
+
+  // A tile of keys as consumers see it.
+  struct Work : KeyTile<BM, BN> {
+    using Base = KeyTile<BM, BN>;
+    using Base::hk, Base::j0, Base::s, Base::range;
+
+    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, int n) : Work(p, order, place_of(order, n)) {}
+    // The queries of the lane's row r, where padding does not hide it: what hidden rows make stays in them. Those that some key of the
+    // sequence is seen by, or TMA leaves as zeros; and those that see all 64 keys of this consumer.
+    PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::unhidden_bounds(p, j0 + key_row(r)); }
+    PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const {
+      const Range visible{s.queries_of(p, s.first_k).lo, s.queries_of(p, s.num_k - 1).hi};
+      return range_to_keep(visible, p.cu_queries ? s.row_q + visible.hi == p.total_queries : visible.hi == p.num_queries);
+    }
+    PT_DEVICE Range whole(const AttentionProblem& p) const {
+      const int first = j0 + key_row(0) / 64 * 64;
+      return {s.queries_of(p, first + 63).lo, s.queries_of(p, first).hi};
+    }
+    // The first of a head's tiles: the last, or the one of the last K::spread that this block's number says. They are visited downwards,
+    // the last after the first.
+    PT_DEVICE int begin() const { return range.last - 1 - j0 / BM % min(max(range.count(), 1), K::spread); }
+    PT_DEVICE int next(int t) const { return t == range.first ? range.last - 1 : t - 1; }
+    // For f(query head, tile).
+    template <class F>
+    PT_DEVICE void for_each_stream_iter(const AttentionProblem& p, F f) const {
+      int t = begin();
+      for (int h = hk * p.group; h < (PT_FAULT(a_head_of_a_group_left_out) ? hk * p.group + 1 : (hk + 1) * p.group); ++h)
+        for (int left = range.count(); left > 0; --left, t = next(t)) f(h, t);
+    }
+
+    static PT_DEVICE int first_key(const AttentionProblem& p) { return K::has_score_mod ? key_origin(p) : 0; }
+
+   private:
+    PT_DEVICE Work(const AttentionProblem& p, const TileOrder& order, const TilePlace& at)
+        : Base(p, at.head / (p.heads / p.group), at.head % (p.heads / p.group), first_key(p) + (order.tiles - 1 - at.tile) * BM) {}
+  };
+
+  // The lane's row r of the tile: consumers may share its 64.
+  static PT_DEVICE int key_row(int r) { return !PT_FAULT(the_second_consumers_keys) && kTile.split ? own_row(r) % 64 : own_row(r); }
+
+  PT_DEVICE void begin() const {
+    args.prefetch();
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+    q.init(2 + MaskLoader::kWriters, 4 * kConsumers, "q_full", "q_empty");  // loads by TMA, row stats, what the mask loader loads
+    d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
+  }
+
+  PT_DEVICE void produce() const {
+    if (threadIdx.x == 0) load_tiles();
+    if (threadIdx.x / 32 == 1) load_row_stats();
+    if constexpr (K::elementwise_mask)
+      if (MaskLoader::has_warp(int(threadIdx.x) / 32)) load_mask();
+  }
+
+  PT_DEVICE void load_mask() const {
+    const AttentionProblem& p = args.g.p;
+    int stream_iter = 0;
+    for_each_tile<kPersists>(args.order, [&](int n) {
+      const Work w(p, args.order, ptx::opaque(n));
+      const auto bounds = [&](int j) { return w.unhidden_bounds(p, j); };
+      w.for_each_stream_iter(p, [&](int h, int t) { mask_loader.produce(q, p, w.b, h, w.j0, t * BN, stream_iter++, bounds); });
+    });
+  }
+
+  PT_DEVICE void load_tiles() const {
+    const AttentionProblem& p = args.g.p;
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile<kPersists>(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const int batch = p.cu_queries ? 0 : w.b;
+      bool first = true;
+      w.for_each_stream_iter(p, [&](int h, int t) {
+        if (first) k.load(tile_iter, args.k, int(w.s.row_k) + w.j0, w.hk, batch);
+        q.load(stream_iter, args.q, int(w.s.row_q) + t * BN, h, batch);
+        if (first) v.load(tile_iter++, args.v, int(w.s.row_k) + w.j0, w.hk, batch);
+        d_out.load(stream_iter++, args.d_out, int(w.s.row_q) + t * BN, h, batch);
+        first = false;
+      });
+    });
+  }
+
+  // A warp: each query's maximum, in base 2 without score_mod, +inf for one that is not there, and -D.
+  PT_DEVICE void load_row_stats() const {
+    const AttentionBackward& g = args.g;
+    const AttentionProblem& p = g.p;
+    int stream_iter = 0;
+    for_each_tile<kPersists>(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      w.for_each_stream_iter(p, [&](int h, int t) {
+        if (!PT_FAULT(row_stats_written_while_they_are_read)) q.producer_acquire(stream_iter);
+        PT_UNROLL
+        for (int c = lane_id(); c < BN; c += 32) {
+          const int i = t * BN + c;
+          const RowStats row = read_row_stats(g, row_stat_at(g.at, w.b, h, w.s.row_q + i), i >= w.range.start && i < w.range.end);
+          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * c, K::has_score_mod ? row.row_max : in_base_2<T>(row.row_max));
+          const float delta = PT_FAULT(the_sign_of_delta) ? row.delta : -row.delta;
+          ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (BN + c), K::has_score_mod ? delta * kWeightUnit<T> : delta);
+          if constexpr (K::has_score_mod && K::elementwise_mask)
+            ptx::st_shared_f32(row_stats_of(stream_iter) + 4 * (2 * BN + c), row.log2_sum - float(kWeightBits<T>));
+        }
+        if (!PT_FAULT(row_stats_committed_too_early)) ptx::syncwarp();
+        if (!PT_FAULT(row_stats_not_committed) && lane_id() == 0) q.producer_commit(stream_iter);
+        ++stream_iter;
+      });
+    });
+  }
+  PT_DEVICE uint32_t row_stats_of(int stream_iter) const {
+    return row_stats +
+           uint32_t(PT_FAULT(the_row_stats_of_another_stage) ? 0 : stream_iter % (kTile.stages + K::more_queries) * kRowStatsBytes);
+  }
+
+  PT_DEVICE uint32_t own_row_stats(int stream_iter) const { return row_stats_of(stream_iter) + 4 * 2 * (lane_id() % 4); }
+
+  // Calls f(x[i], number) with each element's query's number, of which a lane has two in eight columns, from `at` on.
+  template <int R, class F>
+  PT_DEVICE void each_row_stat(float (&x)[R], uint32_t at, F f) const {
+    PT_UNROLL
+    for (int j = 0; j < R / 4; ++j) {
+      float number[2];
+      ptx::ld_shared_v2_f32(at + 32 * j, number[0], number[1]);
+      PT_UNROLL
+      for (int r = 0; r < 4; ++r) f(x[4 * j + r], number[r % 2]);
+    }
+  }
+
+  PT_DEVICE void consume() const {
+    const AttentionProblem& p = args.g.p;
+    const float scale_log2 = p.scale * kLog2e;
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile<kPersists>(args.order, [&](int n) {
+      // Registers are scarce: what only cut tiles need is recomputed there.
+      const Work w(p, args.order, n);
+      const auto once_more = [&] { return Work(p, args.order, ptx::opaque(n)); };
+      const Range whole = w.whole(p);
+      const int first = w.range.first, last = w.range.last;
+      const bool clear = w.rows_to_keep(p).lo > first * BN || w.rows_to_keep(p).hi < last * BN;
+      float dk[D / 2], dv[D / 2];
+      PT_UNROLL
+      for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
+
+      int t = last;
+      [[maybe_unused]] int h = w.hk * p.group;
+      for (int stream_iters = w.range.count() * p.group; stream_iters > 0; --stream_iters, ++stream_iter) {
+        if (!PT_FAULT(another_heads_slope) && K::has_score_mod && t == first) ++h;
+        t = t == first ? last - 1 : PT_FAULT(tiles_from_the_first_on) ? first : t - 1;
+        if (clear) {
+          const Range keep = once_more().rows_to_keep(p);
+          if (!PT_FAULT(queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
+          if (!PT_FAULT(gradients_that_see_nothing_kept)) clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
+        }
+        const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
+        const bool hides = K::elementwise_mask || cut;  // with an elementwise mask any tile may
+        const auto hide = [&](float (&x)[BN / 2]) {
+          if (!cut) return;
+          const Work fresh = once_more();
+          const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
+          each_element(x, t * BN, [&](float& e, int r, int column) { e = bounds[r].has(column) ? e : 0.0f; });
+        };
+        // Descriptors of what stays are recomputed in every iteration: kept, they would take 32 registers.
+        const auto own = [&](const RingOwn& ring) {
+          return K::elementwise_mask ? RingOwn(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring;
+        };
+        float s[BN / 2], dp[BN / 2];
+        uint32_t weights[BN / 16][4], ds[BN / 16][4];
+        k.consumer_wait(tile_iter);
+        q.consumer_wait(stream_iter);
+        // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
+        if constexpr (!K::has_score_mod)
+          each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) {
+            x = delta;
+            ptx::fence_operand(x);
+          });
+        multiply_rows<T, D>(s, own(k), tile_iter, q, stream_iter, false);
+        v.consumer_wait(tile_iter);
+        d_out.consumer_wait(stream_iter);
+        multiply_rows<T, D>(dp, own(v), tile_iter, d_out, stream_iter, !K::has_score_mod);
+        if constexpr (K::has_score_mod) {
+          const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
+          const Place at = place_again(w.j0, t * BN);
+          const uint32_t row_stats_at = row_stats_of(stream_iter) + 4 * uint32_t(at.column - t * BN);
+          std::conditional_t<K::elementwise_mask, VisiblePairs<BN>, Pairs<BN / 2>> visible;
+          Pairs<BN / 2> keep_mask;
+          if constexpr (K::elementwise_mask) {
+            visible = mask_loader.visible(stream_iter);
+          } else if (cut) {
+            const Work fresh = once_more();
+            const Range bounds[2] = {fresh.unhidden_bounds(p, at.row_of(0)), fresh.unhidden_bounds(p, at.row_of(2))};
+            visible = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
+          }
+          if (p.drop_threshold)
+            keep_mask =
+                Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return score_mod.template keep_mask<kPiece>(place); });
+          if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
+          in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
+            float slope[kPiece][4];
+            score_mod.apply(x, slope, place, kAllColumns);
+            if constexpr (K::elementwise_mask) mask_loader.add(p, x, stream_iter, c, visible);
+            PT_UNROLL
+            for (int n = 0; n < kPiece; ++n) {
+              float row_max[2];
+              ptx::ld_shared_v2_f32(row_stats_at + 32 * (PT_FAULT(maxima_of_the_first_columns) ? n : c + n), row_max[0], row_max[1]);
+              if constexpr (K::elementwise_mask) {
+                float log2_sum[2];
+                ptx::ld_shared_v2_f32(row_stats_at + 8 * BN + 32 * (c + n), log2_sum[0], log2_sum[1]);
+                PT_UNROLL
+                for (int r = 0; r < 4; ++r)
+                  x[n][r] = weight_of(x[n][r], row_max[r % 2], PT_FAULT(the_log2_sum_forgotten_in_dkdv) ? 0.0f : log2_sum[r % 2]);
+              } else {
+                PT_UNROLL
+                for (int r = 0; r < 4; ++r) x[n][r] = weight_of<T>(x[n][r], row_max[r % 2]);
+              }
+            }
+            if (hides) {
+              const auto bits = visible.opaque();
+              each<kPiece>([&](int n, int r, uint32_t) { x[n][r] = bits.has(4 * (c + n) + r) ? x[n][r] : 0.0f; });
+            }
+            // P times softcap's slope, which dS is made from, and P as dropout leaves it.
+            if (p.softcap != 0.0f)
+              each<kPiece>([&](int n, int r, uint32_t) {
+                slope[n][r] = (PT_FAULT(softcap_slope_forgotten_in_dkdv) ? 1.0f : slope[n][r]) * x[n][r];
+              });
+            else each<kPiece>([&](int n, int r, uint32_t) { slope[n][r] = x[n][r]; });
+            pack_piece<T>(ds[c / kPiece], slope);
+            if (p.drop_threshold)
+              each<kPiece>([&](int n, int r, uint32_t) {
+                x[n][r] = PT_FAULT(dropped_weights_kept_in_dkdv) || keep_mask.has(4 * (c + n) + r) ? x[n][r] : 0.0f;
+              });
+            pack_piece<T>(weights[c / kPiece], x);
+          });
+          ptx::wgmma_wait<0>();
+          if (p.drop_threshold) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i)
+              dp[i] = PT_FAULT(dp_of_dropped_weights_in_dkdv) || keep_mask.has(i) ? dp[i] * p.keep_scale : 0.0f;
+          }
+          each_row_stat(dp, row_stats_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
+          if (hides) keep_visible(dp, visible.opaque());
+          pack_gradients<T>(ds, ds, dp);
+        } else {
+          [[maybe_unused]] VisiblePairs<BN> visible;
+          if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
+          if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
+          each_row_stat(s, own_row_stats(stream_iter),
+                        [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
+          if constexpr (!K::elementwise_mask) {
+            if (!PT_FAULT(scores_not_hidden)) hide(s);
+          } else if (!PT_FAULT(scores_not_hidden_by_bits_in_dkdv)) {
+            keep_visible(s, visible.opaque());
+          }
+          pack_recomputed<T>(weights, s);
+          ptx::wgmma_wait<0>();
+          // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
+          if constexpr (K::elementwise_mask) {
+            if (cut) keep_visible(dp, visible.opaque());
+          } else {
+            hide(dp);
+          }
+          if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
+          pack_gradients<T>(ds, weights, dp);
+        }
+        multiply_weights<T>(dv, weights, d_out, stream_iter);
+        multiply_weights<T>(dk, ds, q, stream_iter);
+        if (!PT_FAULT(products_not_awaited)) ptx::wgmma_wait<0>();
+        // A lane speaks for its warp's loads of row stats too.
+        if (!PT_FAULT(row_stats_released_too_early)) ptx::syncwarp();
+        if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
+      }
+      if (t != last) {
+        if (!PT_FAULT(keys_kept_for_the_next_tile)) consumer_release_warpgroup(k, tile_iter);
+        consumer_release_warpgroup(v, tile_iter++);
+      }
+      finish(n, dk, dv);
+    });
+  }
+
+  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  PT_DEVICE void finish(int n, const float (&dk)[D / 2], const float (&dv)[D / 2], bool keys = true, bool values = true) const {
+    const AttentionBackward& g = args.g;
+    const AttentionProblem& p = g.p;
+    const Work w(p, args.order, ptx::opaque(n));
+    const int written = p.cu_keys ? w.s.num_k : p.num_keys;
+    float dk_factor[2], dv_factor[2];
+    int64_t index[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int j = w.j0 + key_row(r);
+      const bool nobody = (PT_FAULT(results_of_hidden_keys) ? w.own_bounds(p, r) : w.bounds(p, j)).empty();
+      dk_factor[r] = nobody ? 0.0f : PT_FAULT(the_scale_of_d_key) ? 1.0f : p.scale;
+      const float weight_unit = PT_FAULT(the_unit_of_d_value_weights) ? 1.0f : kWeightUnit<T>;
+      dv_factor[r] = nobody                                                             ? 0.0f
+                     : !PT_FAULT(kept_values_of_d_value_not_scaled) && K::has_score_mod ? p.keep_scale * weight_unit
+                                                                                        : weight_unit;
+      index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
+    }
+    if constexpr (K::elementwise_mask) {
+      const bool unflagged = PT_FAULT(no_flag_set_in_dkdv) || (PT_FAULT(no_flag_set_in_dkdv_hdim256) && D == 256);
+      const int head = PT_FAULT(the_flag_of_another_head_in_dkdv) ? 0 : w.hk;
+      const int first = PT_FAULT(the_flag_of_the_first_keys) ? 0 : w.j0 - Work::first_key(p);
+      if (!unflagged && ((keys && g.dk.data && not_finite(dk, dk_factor)) || (values && g.dv.data && not_finite(dv, dv_factor))))
+        flag_nonfinite(g.recompute, int64_t(w.b) * (p.heads / p.group) + head, first);
+    }
+    if (keys && g.dk.data) store_wide<T>(g.dk, w.b, w.hk, dk, dk_factor, index);
+    if (values && g.dv.data) store_wide<T>(g.dv, w.b, w.hk, dv, dv_factor, index);
+  }
+
+  static constexpr uint32_t kOwn = RingOwn::kBufferBytes, kStream = RingStream::kBufferBytes, kRowStatsAt = 2 * kOwn + 2 * kStream;
+  static constexpr uint32_t kBarriers = kRowStatsAt + kTile.stages * kRowStatsBytes;
+  static constexpr uint32_t kEnd = kBarriers + 2 * (RingOwn::kBarrierBytes + RingStream::kBarrierBytes);
+
+  static PT_DEVICE Sm90BwdDkdvBlock at(const Sm90Backward& args, uint32_t base) {
+    const uint32_t own_bars = base + kBarriers, stream_bars = own_bars + 2 * RingOwn::kBarrierBytes;
+    return {args,
+            RingOwn(base, own_bars),
+            RingOwn(base + kOwn, own_bars + RingOwn::kBarrierBytes),
+            RingQueries(base + 2 * kOwn, stream_bars),
+            RingStream(base + 2 * kOwn + kStream, stream_bars + RingStream::kBarrierBytes),
+            base + kRowStatsAt,
+            MaskLoader(base + kEnd)};
+  }
+
+  static PT_DEVICE void run(const Sm90Backward& args) {
+    static_assert(kSm90Slack + kEnd + MaskLoader::kBytes == sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
+    run_block(at(args, align_to_atom(ptx::dynamic_smem())));
+  }
+};
+
+}  // namespace pt::cuda

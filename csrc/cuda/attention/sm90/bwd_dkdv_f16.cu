@@ -1,0 +1,3 @@
+#include "cuda/attention/sm90/bwd_launch.cuh"
+
+template void pt::cuda::sm90_attention_bwd_dkdv_as<pt::ptx::f16>(const AttentionBackward&, const Sm90Plan&, void*);

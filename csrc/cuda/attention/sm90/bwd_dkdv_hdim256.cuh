@@ -1,0 +1,283 @@
+// Attention backward on sm_90a, bwd_dkdv for wide heads: d_key and d_value of 64 keys take all registers of a consumer each.
+//
+// So the two consumers have the same keys, and one result each. The first makes S and P, of P dO the sums d_value, and leaves P in shared
+// memory; the second makes dP, with P dS, and of dS Q the sums d_key. No product is computed twice. A thread has the same places of the
+// accumulators in both, so P goes from thread to thread as the operand that it is, 16 bytes at a time.
+//
+// Either one's loop is forward's: scores (dP) of the next iteration are issued before the product with this one's weights, and what becomes
+// of them is computed under that.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_dkdv.cuh"
+
+namespace pt::cuda {
+
+template <class T, class K>
+struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
+  using Dkdv = Sm90BwdDkdvBlock<T, K>;
+  using Dkdv::args, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::mask_loader, Dkdv::own_row_stats, Dkdv::each_row_stat;
+  using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers, Dkdv::kPersists;
+  using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream;
+  static constexpr int kSteps = BN / 16;  // operands of an iteration's weights
+  // One for each stage of Q, and never awaited empty: who has Q of the iteration that takes a buffer again knows that the other has
+  // released the one before, after it had read the buffer.
+  using Exchange = Buffers<kTile.stages, BM * BN * 2>;
+  static_assert(kConsumers == 2 && BM == 64 && !(K::has_score_mod && K::elementwise_mask) && 8 * kPiece == 16);
+
+  Exchange exchange;
+
+  PT_DEVICE void begin() const {
+    Dkdv::begin();
+    exchange.init(4, 1, "weights_full", "weights_empty");  // the warps of a consumer
+  }
+
+  PT_DEVICE void consume() const {
+    if (consumer() == 0) sum<false>(k, q, d_out);
+    else sum<true>(v, d_out, PT_FAULT(d_key_from_the_gradients_of_outputs) ? d_out : q);
+  }
+
+  // As consumer_release_warp.
+  template <class R>
+  static PT_DEVICE void consumer_release(const R& ring, int stream_iter) {
+    if (!PT_FAULT(hdim256_rows_released_too_early)) ptx::syncwarp();
+    if (lane_id() == 0) ring.consumer_release(stream_iter);
+  }
+
+  // Where this thread, or in the other consumer the one like it, has operand i.
+  PT_DEVICE uint32_t place(int stream_iter, int i) const {
+    const int thread = ptx::opaque(int(threadIdx.x)) % 128, step = PT_FAULT(weights_of_the_first_sixteen_queries) && consumer() ? 0 : i;
+    const int other = PT_FAULT(another_threads_weights) ? consumer() : 0;
+    return exchange.buffer(PT_FAULT(weights_in_one_buffer) ? 0 : stream_iter) + uint32_t(step * 128 + (thread ^ other)) * 16;
+  }
+
+  PT_DEVICE void store(int stream_iter, int i, const uint32_t (&w)[4]) const {
+    ptx::st_shared_v4_f32(place(stream_iter, i), ptx::bits_float(w[0]), ptx::bits_float(w[1]), ptx::bits_float(w[2]),
+                          ptx::bits_float(w[3]));
+  }
+  PT_DEVICE void producer_commit(int stream_iter) const {
+    if (!PT_FAULT(weights_committed_too_early)) ptx::syncwarp();
+    if (lane_id() == 0) exchange.producer_commit(stream_iter);
+  }
+  PT_DEVICE void send(int stream_iter, const float (&x)[BN / 2]) const {
+    uint32_t weights[kSteps][4];
+    if (PT_FAULT(weights_beyond_float16_hdim256)) pack_weights<T>(weights, x);
+    else pack_recomputed<T>(weights, x);
+    PT_UNROLL
+    for (int i = 0; i < kSteps; ++i) store(stream_iter, i, weights[i]);
+    producer_commit(stream_iter);
+  }
+
+  // x becomes P x.
+  PT_DEVICE void multiply_received(int stream_iter, float (&x)[BN / 2]) const {
+    if (!PT_FAULT(weights_not_awaited))
+      exchange.consumer_wait(PT_FAULT(the_phase_of_weights_flipped) ? stream_iter + kTile.stages : stream_iter);
+    PT_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      const ptx::Words4 weights = ptx::ld_shared_v4(place(stream_iter, i));
+      PT_UNROLL
+      for (int e = 0; e < 8; ++e)
+        x[8 * i + e] *= ptx::widen(T{uint16_t(weights.w[e / 2] >> 16 * (PT_FAULT(half_of_the_weights_twice) ? 0 : e % 2))});
+    }
+  }
+
+  // What bounds leave of the tile's elements, and what dropout does.
+  struct Bits {
+    Pairs<BN / 2> visible, keep_mask;
+  };
+  // The lane's first element of the tile of queries from i0 on.
+  static PT_DEVICE Place at(const Work& w, int i0) {
+    return place_again(PT_FAULT(hdim256_score_mod_of_the_other_consumers_keys) ? w.j0 : w.j0 - consumer() * 64, i0);
+  }
+  template <class F>
+  PT_DEVICE Bits decide(const Work& w, int h, int i0, bool cut, F once_more) const {
+    const AttentionProblem& p = args.g.p;
+    const Place first = at(w, i0);
+    Bits bits;
+    if (cut) {
+      const Work fresh = once_more();
+      const Range bounds[2] = {fresh.unhidden_bounds(p, first.row_of(0)), fresh.unhidden_bounds(p, first.row_of(2))};
+      bits.visible = Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return within<kPiece>(place, bounds); });
+    }
+    if (p.drop_threshold) {
+      const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
+      bits.keep_mask =
+          Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return score_mod.template keep_mask<kPiece>(place); });
+    }
+    return bits;
+  }
+
+  // With score_mod: x, scores, becomes P as dropout leaves it; the other consumer gets P times softcap's slope, of which dS is made.
+  PT_DEVICE void weigh_score_mod(const Work& w, int h, int i0, int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+    const AttentionProblem& p = args.g.p;
+    const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
+    in_pieces<kPiece>(x, at(w, i0), [&](float (&s)[kPiece][4], const Place& place, int c) {
+      float slope[kPiece][4];
+      uint32_t words[4];
+      score_mod.apply(s, slope, place, kAllColumns);
+      PT_UNROLL
+      for (int n = 0; n < kPiece; ++n) {
+        float row_max[2];
+        ptx::ld_shared_v2_f32(own_row_stats(stream_iter) + 32 * (c + n), row_max[0], row_max[1]);
+        PT_UNROLL
+        for (int r = 0; r < 4; ++r) s[n][r] = weight_of<T>(s[n][r], row_max[r % 2]);
+      }
+      if (cut)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = PT_FAULT(hdim256_score_mod_of_hidden_pairs) || bits.visible.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
+      each<kPiece>([&](int n, int r, uint32_t) {
+        slope[n][r] = !PT_FAULT(hdim256_slopes_forgotten) && p.softcap != 0.0f ? slope[n][r] * s[n][r] : s[n][r];
+      });
+      pack_piece<T>(words, slope);
+      store(stream_iter, c / kPiece, words);
+      if (p.drop_threshold)
+        each<kPiece>([&](int n, int r, uint32_t) {
+          s[n][r] = PT_FAULT(hdim256_dropped_weights_kept) || bits.keep_mask.has(4 * (c + n) + r) ? s[n][r] : 0.0f;
+        });
+    });
+  }
+
+  // And x, dP, becomes dS.
+  PT_DEVICE void differentiate_score_mod(int stream_iter, float (&x)[BN / 2], const Bits& bits, bool cut) const {
+    const AttentionProblem& p = args.g.p;
+    if (p.drop_threshold) {
+      PT_UNROLL
+      for (int i = 0; i < BN / 2; ++i) x[i] = PT_FAULT(hdim256_dp_of_dropped_weights) || bits.keep_mask.has(i) ? x[i] * p.keep_scale : 0.0f;
+    }
+    each_row_stat(x, own_row_stats(stream_iter) + 4 * BN, [](float& e, float delta) { e = less_delta<T>(e, -delta); });
+    if (cut) keep_visible(x, bits.visible);
+    multiply_received(stream_iter, x);
+  }
+
+  // d_value's sums from S = K Q^T and dO, or d_key's from dP = V dO^T and Q: sums of W `right`, with W made from x = `own` `left`^T.
+  template <bool OfKeys, class Left, class Right>
+  PT_DEVICE void sum(const RingOwn& own, const Left& left, const Right& right) const {
+    const AttentionProblem& p = args.g.p;
+    const float scale_log2 = p.scale * kLog2e;
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile<kPersists>(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const auto once_more = [&] { return Work(p, args.order, ptx::opaque(n)); };
+      const Range whole = w.whole(p);
+      const int first = w.range.first, last = w.range.last;
+      const bool clear = w.rows_to_keep(p).lo > first * BN || w.rows_to_keep(p).hi < last * BN;
+      float sums[D / 2], x[BN / 2];
+      uint32_t weights[kSteps][4];
+      PT_UNROLL
+      for (int i = 0; i < D / 2; ++i) sums[i] = 0.0f;
+
+      int t = last;
+      [[maybe_unused]] int h = w.hk * p.group - 1;
+      const auto start = [&] {
+        if (K::has_score_mod && ((!PT_FAULT(another_heads_slope_hdim256) && t == first) || t == last)) ++h;
+        t = t == first ? last - 1 : t - 1;
+        if (clear) {
+          const Range keep = once_more().rows_to_keep(p);
+          if (!PT_FAULT(hdim256_queries_that_see_nothing_kept)) clear_rows<kConsumers>(q, stream_iter, t * BN, keep);
+          clear_rows<kConsumers>(d_out, stream_iter, t * BN, keep);
+        }
+        left.consumer_wait(stream_iter);
+        // Kept in registers from iteration to iteration, descriptors of all steps would not leave enough.
+        multiply_rows<T, D>(x, RingOwn(uint32_t(ptx::opaque(int(own.buffer(0)))), 0), 0, left, stream_iter, false);
+      };
+      // P or dS, of which P is the other consumer's.
+      const auto weigh = [&] {
+        if constexpr (K::has_score_mod) {
+          const bool cut = t * BN < whole.lo || (t + 1) * BN > whole.hi;
+          if constexpr (OfKeys) {
+            consumer_release(left, stream_iter);
+            right.consumer_wait(stream_iter);
+            differentiate_score_mod(stream_iter, x, decide(w, h, t * BN, cut, once_more), cut);
+          } else {
+            weigh_score_mod(w, h, t * BN, stream_iter, x, decide(w, h, t * BN, cut, once_more), cut);
+            consumer_release(left, stream_iter);
+            producer_commit(stream_iter);
+          }
+          return;
+        }
+        if constexpr (OfKeys) {
+          consumer_release(left, stream_iter);
+          right.consumer_wait(stream_iter);
+          each_row_stat(x, own_row_stats(stream_iter) + 4 * BN,
+                        [](float& e, float delta) { e = (e + (PT_FAULT(delta_of_wide_heads_forgotten) ? 0.0f : delta)) * kWeightUnit<T>; });
+          multiply_received(stream_iter, x);
+        } else {
+          each_row_stat(x, own_row_stats(stream_iter),
+                        [&](float& e, float row_max) { e = ptx::exp2(ptx::fma_rn(e, scale_log2, -row_max)); });
+        }
+        if constexpr (K::elementwise_mask) {
+          if (!PT_FAULT(hdim256_scores_not_hidden_by_bits))
+            keep_visible(x, mask_loader.visible(stream_iter).opaque());  // bounds are among the bits
+        } else if (t * BN < whole.lo || (t + 1) * BN > whole.hi) {
+          const Work fresh = once_more();
+          const Range bounds[2] = {fresh.own_bounds(p, 0), fresh.own_bounds(p, 1)};
+          each_element(x, t * BN,
+                       [&](float& e, int r, int column) { e = PT_FAULT(hdim256_scores_not_hidden) || bounds[r].has(column) ? e : 0.0f; });
+        }
+        if constexpr (!OfKeys) {
+          consumer_release(left, stream_iter);
+          send(stream_iter, x);
+        }
+      };
+
+      // Sent words are made while the product before may read its own: as operands they come back, or ptxas takes them for those (C7513).
+      const auto take = [&] {
+        if constexpr (OfKeys || K::has_score_mod) {
+          pack_weights<T>(weights, x);
+        } else {
+          PT_UNROLL
+          for (int i = 0; i < kSteps; ++i) {
+            const ptx::Words4 sent = ptx::ld_shared_v4(place(stream_iter, i));
+            PT_UNROLL
+            for (int e = 0; e < 4; ++e) weights[i][e] = sent.w[e];
+          }
+        }
+      };
+
+      if (w.range.count() > 0) {
+        own.consumer_wait(tile_iter);
+        start();
+        ptx::wgmma_wait<0>();
+        weigh();
+        take();
+        for (const int end = stream_iter + w.range.count() * p.group - 1; stream_iter < end;) {
+          ++stream_iter;
+          start();
+          right.consumer_wait(stream_iter - 1);
+          multiply_weights<T>(sums, weights, right, stream_iter - 1);
+          if (!PT_FAULT(scores_of_wide_heads_not_awaited)) ptx::wgmma_wait<1>();
+          weigh();
+          if (PT_FAULT(hdim256_rows_released_under_their_product)) consumer_release(right, stream_iter - 1);
+          ptx::wgmma_wait<0>();
+          if (!PT_FAULT(hdim256_rows_released_under_their_product)) consumer_release(right, stream_iter - 1);
+          take();
+        }
+        right.consumer_wait(stream_iter);
+        multiply_weights<T>(sums, weights, right, stream_iter);
+        ptx::wgmma_wait<0>();
+        consumer_release(right, stream_iter++);
+        consumer_release_warpgroup(k, tile_iter);
+        consumer_release_warpgroup(v, tile_iter++);
+      }
+      Dkdv::finish(n, sums, sums, OfKeys != PT_FAULT(results_exchanged), OfKeys == PT_FAULT(results_exchanged));
+    });
+  }
+
+  static PT_DEVICE void run(const Sm90Backward& args) {
+    const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    constexpr uint32_t kExchangeAt = Dkdv::kEnd + Dkdv::MaskLoader::kBytes, kBarriers = kExchangeAt + Exchange::kBufferBytes;
+    static_assert(kSm90Slack + kBarriers + Exchange::kBarrierBytes == sm90_bwd_dkdv_smem(kTile, K::has_score_mod, K::elementwise_mask));
+    run_block(Sm90BwdDkdvHdim256Block{Dkdv::at(args, base), Exchange(base + kExchangeAt, base + kBarriers)});
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).threads(), 1)
+    sm90_attention_bwd_dkdv_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
+#if PT_SM90A
+  std::conditional_t<sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, K::elementwise_mask).split, Sm90BwdDkdvHdim256Block<T, K>,
+                     Sm90BwdDkdvBlock<T, K>>::run(args);
+#endif
+}
+
+}  // namespace pt::cuda

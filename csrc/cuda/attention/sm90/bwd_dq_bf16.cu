@@ -1,0 +1,3 @@
+#include "cuda/attention/sm90/bwd_launch.cuh"
+
+template void pt::cuda::sm90_attention_bwd_dq_as<pt::ptx::bf16>(const AttentionBackward&, const Sm90Plan&, void*);

@@ -1,0 +1,293 @@
+// Attention backward on sm_90a in five GEMMs instead of seven: bwd_dkdv, of whose dS each block also makes its keys' part of
+// d_query, and adds it to a float32 copy. After FlashAttention-3 (Shah et al., 2024) and its bulk reductions.
+//
+// Blocks add in any order, so the last bits of d_query differ from run to run: for deterministic=False. d_key and d_value are sums of one
+// block.
+//
+// Two consumers of 64 keys each. dS goes to shared memory once, where both read it as an operand of dS K: of that a consumer makes 64
+// queries, or at 128 columns half the columns, 64 x 64 in any case. A warp of the producers, one for each consumer, adds what that consumer
+// leaves in shared memory to the copy, which has the accumulators' order: one bulk reduction of 16 KB, contiguous.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_dkdv.cuh"
+#include "cuda/tile/vectors.cuh"
+
+namespace pt::cuda {
+
+// Where the sums of a tile of queries begin. A tile is pieces of 64 queries, each as 128 threads have it in registers: their first four
+// elements one thread after the other, then their next four.
+template <class K>
+PT_DEVICE float* dq_accum(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
+  constexpr int kRows = sm90_fused_tile(K::head_dim).streamed;
+  const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
+  return g.dq_accum + (first + (PT_FAULT(added_to_another_tile) ? 0 : tile)) * kRows * K::head_dim;
+}
+
+template <class T, class K>
+struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
+  using Dkdv = Sm90BwdDkdvBlock<T, K>;
+  using Dkdv::args, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats, Dkdv::each_row_stat;
+  using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
+  using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream, typename Dkdv::RingQueries;
+  static constexpr int kPart = 64 * 64;            // elements of d_query that a consumer makes of a tile
+  static constexpr int kStored = 4;                // the named barrier of dS
+  static constexpr bool kUnderProducts = D == 64;  // whether there are registers to keep d_query's part under dP
+  static constexpr uint32_t kNotes = kSm90Notes / (128 * kConsumers);
+  using RingGradients = Ring<2, BM, BN / 64>;  // dS, rows of keys: without barriers of its own
+  using RingPart = Ring<1, kPart * 4 / kSwizzleRow, 1>;
+  static_assert(kPart * kConsumers == BN * D && 2 + kConsumers == 4);
+
+  RingGradients gradients;
+  uint32_t partials, part_barriers, notes;
+
+  PT_DEVICE RingPart part_of(int consumer) const {
+    return {partials + consumer * RingPart::kBufferBytes, part_barriers + consumer * RingPart::kBarrierBytes};
+  }
+
+  PT_DEVICE void begin() const {
+    Dkdv::begin();
+    for (int c = 0; c < kConsumers; ++c) part_of(c).init(4, 1, "part_full", "part_empty");
+  }
+
+  PT_DEVICE void produce() const {
+    const int warp = int(threadIdx.x) / 32;
+    if (warp >= 2) {
+      if (lane_id() == 0) add_parts(warp - 2);
+    } else {
+      Dkdv::produce();
+    }
+  }
+
+  // One thread: adds what a consumer has left in shared memory.
+  PT_DEVICE void add_parts(int consumer) const {
+    const AttentionProblem& p = args.g.p;
+    const RingPart part = part_of(consumer);
+    const Work w(p, args.order, int(blockIdx.x));
+    int stream_iter = 0;
+    w.for_each_stream_iter(p, [&](int h, int t) {
+      if (!PT_FAULT(a_part_not_awaited)) part.consumer_wait(stream_iter);
+      ptx::bulk_reduce_add_f32(dq_accum<K>(args.g, w.s, w.b, h, t) + consumer * kPart, part.buffer(stream_iter), kPart * 4);
+      ptx::bulk_commit();
+      if (!PT_FAULT(a_part_added_before_it_is_read)) ptx::bulk_wait_read<0>();
+      part.consumer_release(stream_iter++);
+    });
+  }
+
+  // Registers are scarce: what is seldom needed lies in shared memory, of each thread in a place of its own. The queries that see the
+  // lane's two keys, those that are kept, those that see all keys of the consumer; the tiles to be visited; how many iterations, and a
+  // zero.
+  PT_DEVICE uint32_t notes_of_thread() const { return notes + uint32_t(ptx::opaque(int(threadIdx.x)) - 128) * kNotes; }
+  PT_DEVICE void note_bounds(const Work& w) const {
+    const AttentionProblem& p = args.g.p;
+    const Range own[2] = {w.bounds(p, w.j0 + own_row(0)), w.bounds(p, w.j0 + own_row(1))}, keep = w.rows_to_keep(p);
+    const auto note = [](int x) { return ptx::bits_float(uint32_t(x)); };
+    ptx::st_shared_v4_f32(notes_of_thread(), note(own[0].lo), note(own[0].hi), note(own[1].lo), note(own[1].hi));
+    // Keys that are not there, or hidden, would weigh something too, and dS K adds them up.
+    const int first = w.j0 + consumer() * 64;
+    const bool begun = PT_FAULT(keys_before_the_first_weigh_something) || first >= w.s.first_k;
+    const bool there = PT_FAULT(keys_that_are_not_there_weigh_something) || first + 64 <= w.s.num_k,
+               padding_gaps = !PT_FAULT(tiles_with_padding_gaps_taken_whole_unordered) && w.s.padding_gaps;
+    const Range whole = begun && there && !padding_gaps ? w.whole(p) : Range{0, 0};
+    ptx::st_shared_v4_f32(notes_of_thread() + 16, note(keep.lo), note(keep.hi), note(whole.lo), note(whole.hi));
+    ptx::st_shared_v4_f32(notes_of_thread() + 32, note(w.range.first), note(w.range.last), note(w.range.count() * p.group), 0.0f);
+  }
+  PT_DEVICE Range noted(int i) const {
+    return {int(ptx::ld_shared_u32(notes_of_thread() + 8 * i)), int(ptx::ld_shared_u32(notes_of_thread() + 8 * i + 4))};
+  }
+
+  // This consumer's rows of dS; the swizzle being an exclusive or, two chunks on are 32 bytes away by that.
+  PT_DEVICE void store_gradients(int stream_iter, const uint32_t (&ds)[BN / 16][4]) const {
+    const int thread = ptx::opaque(int(threadIdx.x)) - 128;
+    const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
+    const uint32_t at = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
+                        (PT_FAULT(ds_not_swizzled) ? row * 128 + chunk * 16 : swizzle128(row, chunk));
+    PT_UNROLL
+    for (int i = 0; i < BN / 16; ++i)
+      ptx::stmatrix_x4((at ^ i % 4 * 32) + (PT_FAULT(ds_second_panel) ? 0 : i / 4 * RingGradients::kPanelBytes), ds[i]);
+    if (!PT_FAULT(ds_without_a_fence)) ptx::fence_proxy_async();
+  }
+
+  // This consumer's part of dS K, once both have stored their dS. Two buffers of that make one barrier enough: who stores again has passed
+  // the barrier that the other reaches after the product before. Rows of both operands are keys, so that both are read across them.
+  PT_DEVICE void multiply_part(float (&x)[kPart / 128], int stream_iter, const RingOwn& k) const {
+    static_assert(conforms(product_of_tiles(64, true, true)));
+    if (!PT_FAULT(ds_of_the_other_consumer_not_awaited)) ptx::bar_sync(kStored, 128 * kConsumers);
+    const uint32_t a = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
+                       (!PT_FAULT(the_first_queries_twice) && D == 64 ? consumer() * RingGradients::kPanelBytes : 0);
+    const uint32_t b = k.buffer(0) + (PT_FAULT(the_first_columns_twice) || D == 64 ? 0 : consumer() * RingOwn::kPanelBytes);
+    ptx::wgmma_fence();
+    PT_UNROLL
+    for (int i = 0; i < BM / 16; ++i)
+      ptx::wgmma_ss<T, 64, true, true>(x, swizzled(a + i * 2 * kSwizzleAtom), swizzled(b + i * 2 * kSwizzleAtom), i > 0);
+    ptx::wgmma_commit();
+  }
+
+  // Leaves it for the thread that adds it; its buffer has been awaited.
+  PT_DEVICE void hand_over(int stream_iter, const float (&x)[kPart / 128]) const {
+    const int thread = ptx::opaque(int(threadIdx.x)) - 128;
+    const RingPart part = part_of(thread / 128);
+    PT_UNROLL
+    for (int j = 0; j < kPart / 512; ++j)
+      ptx::st_shared_v4_f32(part.buffer(stream_iter) + (j * 128 + thread % 128) * 16, x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    if (!PT_FAULT(a_part_without_a_fence)) ptx::fence_proxy_async();
+    if (!PT_FAULT(a_part_committed_too_early)) ptx::syncwarp();
+    if (lane_id() == 0) part.producer_commit(stream_iter);
+  }
+
+  // The products of an iteration, and what is computed under each:
+  //
+  //   S          | dS K of the iteration before | dP            | P dO | dS Q
+  //   a barrier  | exp2                     | dS K is added | dS   | dS is stored
+  //
+  // Nothing is in flight between iterations, nor where paths meet: ptxas would wait there.
+  PT_DEVICE void consume() const {
+    const AttentionProblem& p = args.g.p;
+    const float scale_log2 = p.scale * kLog2e;
+    const Work w(p, args.order, int(blockIdx.x));
+    note_bounds(w);
+    float dk[D / 2], dv[D / 2], s[BN / 2], part[kPart / 128];
+    PT_UNROLL
+    for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.0f;
+
+    int stream_iter = 0, t = w.begin();
+    // Of a tile of queries: whether bounds cut it, and whether it is the block's first.
+    const auto take = [&](auto cut, auto first) {
+      // Kept in registers from iteration to iteration, descriptors of all steps of K and V would not leave enough.
+      const RingOwn own_k(uint32_t(ptx::opaque(int(k.buffer(0)))), 0), own_v(uint32_t(ptx::opaque(int(v.buffer(0)))), 0);
+      if (cut) {
+        // A tile that is whole has no such rows, for either consumer.
+        clear_rows<kConsumers>(q, stream_iter, t * BN, noted(2));
+        if (!PT_FAULT(gradients_that_see_nothing_kept_unordered)) clear_rows<kConsumers>(d_out, stream_iter, t * BN, noted(2));
+      }
+      q.consumer_wait(stream_iter);
+      multiply_rows<T, D>(s, own_k, 0, q, stream_iter, false);
+      if (!first) multiply_part(part, stream_iter - 1, own_k);
+      if (!PT_FAULT(scores_not_awaited_unordered)) ptx::wgmma_wait<first ? 0 : 1>();
+      each_row_stat(s, own_row_stats(stream_iter), [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
+      if (cut) {
+        PT_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          const Range bounds = noted(row);
+          each_element(s, t * BN, [&](float& e, int r, int column) {
+            e = PT_FAULT(scores_not_hidden_unordered) || r != row || bounds.has(column) ? e : 0.0f;
+          });
+        }
+      }
+      // dS is made from P while P is an operand, which nobody else may touch: from a copy.
+      uint32_t weights[BN / 16][4], ds[BN / 16][4];
+      if (PT_FAULT(weights_beyond_float16_unordered)) pack_weights<T>(weights, s);
+      else pack_recomputed<T>(weights, s);
+      PT_UNROLL
+      for (int i = 0; i < BN / 4; ++i) {
+        ds[i / 4][i % 4] = weights[i / 4][i % 4];
+        ptx::fence_operand(ds[i / 4][i % 4]);
+      }
+      if (!PT_FAULT(part_not_awaited_before_it_is_handed_over)) ptx::wgmma_wait<0>();
+      d_out.consumer_wait(stream_iter);
+      if (!PT_FAULT(a_part_stored_over_the_one_before) && !first) part_of(consumer()).producer_acquire(stream_iter - 1);
+      if (!first && !kUnderProducts) hand_over(stream_iter - 1, part);
+      multiply_rows<T, D>(s, own_v, 0, d_out, stream_iter, false);
+      multiply_weights<T>(dv, weights, d_out, stream_iter);
+      if (!first && kUnderProducts) hand_over(stream_iter - 1, part);
+      if (!PT_FAULT(dp_not_awaited)) ptx::wgmma_wait<1>();
+      each_row_stat(s, own_row_stats(stream_iter) + 4 * BN,
+                    [](float& x, float delta) { x = (x + (PT_FAULT(delta_forgotten_unordered) ? 0.0f : delta)) * kWeightUnit<T>; });
+      // A zero that the compiler does not know: else it would widen P to float32 as early as there is one, which takes registers.
+      const int zero = noted(5).hi;
+      PT_UNROLL
+      for (int i = 0; i < BN / 4; ++i) ds[i / 4][i % 4] ^= uint32_t(zero);
+      pack_gradients<T>(ds, ds, s);
+      multiply_weights<T>(dk, ds, q, stream_iter);
+      store_gradients(stream_iter, ds);
+      if (!PT_FAULT(queries_released_under_ds_q)) ptx::wgmma_wait<0>();
+      // A lane speaks for its warp's loads of row stats too.
+      ptx::syncwarp();
+      if (lane_id() == 0) q.consumer_release(stream_iter), d_out.consumer_release(stream_iter);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+
+    if (w.range.count() > 0) {
+      const Range keep = keys_to_keep(p, w.s);
+      k.consumer_wait(0);
+      v.consumer_wait(0);
+      if (w.s.padding_gaps) {
+        if (!PT_FAULT(keys_in_padding_gaps_kept_unordered)) clear_hidden_rows<kConsumers>(k, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
+        if (!PT_FAULT(values_in_padding_gaps_kept_unordered)) clear_hidden_rows<kConsumers>(v, 0, w.j0, keep, KeyPaddingBitmap(p, w.b));
+      } else {
+        if (!PT_FAULT(keys_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(k, 0, w.j0, keep);
+        if (!PT_FAULT(values_that_nobody_sees_kept_unordered)) clear_rows<kConsumers>(v, 0, w.j0, keep);
+      }
+      take(kYes, kYes);
+      while (++stream_iter < noted(5).lo) {
+        const Range range = noted(4), whole = noted(3);
+        t = t == range.lo ? range.hi - 1 : PT_FAULT(tiles_not_visited_all_round) ? range.lo : t - 1;
+        if (t * BN >= whole.lo && (t + 1) * BN <= whole.hi) take(kNo, kNo);
+        else take(kYes, kNo);
+      }
+      multiply_part(part, --stream_iter, k);
+      ptx::wgmma_wait<0>();
+      part_of(consumer()).producer_acquire(stream_iter);
+      hand_over(stream_iter, part);
+      consumer_release_warpgroup(k, 0);
+      consumer_release_warpgroup(v, 0);
+    }
+    Dkdv::finish(int(blockIdx.x), dk, dv);
+  }
+
+  static PT_DEVICE void run(const Sm90Backward& args) {
+    constexpr uint32_t kOwn = RingOwn::kBufferBytes, kOutAt = 2 * kOwn + RingQueries::kBufferBytes;
+    constexpr uint32_t kGradientsAt = kOutAt + RingStream::kBufferBytes, kPartsAt = kGradientsAt + RingGradients::kBufferBytes;
+    constexpr uint32_t kNotesAt = kPartsAt + kConsumers * RingPart::kBufferBytes, kRowStatsAt = kNotesAt + kSm90Notes;
+    constexpr uint32_t kBarriersAt = kRowStatsAt + (kTile.stages + K::more_queries) * Dkdv::kRowStatsBytes,
+                       kOwnBars = RingOwn::kBarrierBytes;
+    constexpr uint32_t kPartBars = 2 * kOwnBars + RingQueries::kBarrierBytes + RingStream::kBarrierBytes;
+    static_assert(kSm90Slack + kBarriersAt + kPartBars + kConsumers * RingPart::kBarrierBytes == sm90_fused_smem(kTile));
+    const uint32_t base = align_to_atom(ptx::dynamic_smem()), bars = base + kBarriersAt;
+    const Dkdv dkdv{args,
+                    RingOwn(base, bars),
+                    RingOwn(base + kOwn, bars + kOwnBars),
+                    RingQueries(base + 2 * kOwn, bars + 2 * kOwnBars),
+                    RingStream(base + kOutAt, bars + kPartBars - RingStream::kBarrierBytes),
+                    base + kRowStatsAt};
+    run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt, bars + kPartBars, base + kNotesAt});
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_fused_tile(K::head_dim).threads(), 1)
+    sm90_attention_bwd_fused_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
+#if PT_SM90A
+  Sm90FusedBlock<T, K>::run(args);
+#endif
+}
+
+// d_query from its sums: rounded, scaled, zero for queries that see nothing. A block has 64 queries.
+template <class T, class K>
+__global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_constant__ AttentionBackward g) {
+  constexpr int kRows = 64, kTile = sm90_fused_tile(K::head_dim).streamed;
+  const AttentionProblem& p = g.p;
+  const int blocks = (p.num_queries + kRows - 1) / kRows, i0 = int(blockIdx.x) % blocks * kRows, bh = int(blockIdx.x) / blocks;
+  const int b = bh / p.heads, h = bh % p.heads;
+  const Sequence s(p, b);
+  const int written = p.cu_queries ? s.num_q : p.num_queries;
+  if (i0 >= written) return;
+  float x[K::head_dim / 2], factor[2];
+  int64_t index[2];
+  const float* sums = dq_accum<K>(g, s, b, h, i0 / kTile) + (PT_FAULT(dq_accum_of_other_queries) ? 0 : i0 % kTile * K::head_dim);
+  PT_UNROLL
+  for (int j = 0; j < K::head_dim / 8; ++j) {
+    const ptx::Words4 words = ptx::ld_global_once(sums + (j * 128 + threadIdx.x) * 4);
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) x[4 * j + r] = ptx::bits_float(words.w[r]);
+  }
+  PT_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int i = i0 + int(threadIdx.x) / 32 * 16 + lane_id() / 4 + 8 * r;
+    factor[r] = i >= s.num_q || s.keys_of(p, i).empty() ? 0.0f : PT_FAULT(the_scale_of_d_query_unordered) ? 1.0f : p.scale;
+    index[r] = i < written ? s.row_q + i : -1;
+  }
+  store_wide<T>(g.dq, b, h, x, factor, index);
+}
+
+}  // namespace pt::cuda

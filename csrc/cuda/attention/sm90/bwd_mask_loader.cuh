@@ -1,0 +1,315 @@
+// Attention backward on sm_90a: masks, biases and segments, loaded pair by pair by warps of the producers that have nothing else to do.
+//
+// For each iteration they leave in shared memory which pairs of the tile are visible: a bit a pair, bounds included. Consumers load a word
+// for 32 columns of each of their two rows, whatever they loaded. Rows and columns are those of the accumulators, queries and keys, or in
+// bwd_dkdv the other way; memory is read along its rows either way: there a lane takes four keys of 32 queries. These buffers come and go
+// with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_tile.cuh"
+
+namespace pt::cuda {
+
+// The pairs that a lane's two rows see of a tile with so many columns: four bits for eight columns, as the accumulators have them, those
+// of columns 8 n on in byte n % 4.
+template <int Columns>
+struct VisiblePairs {
+  uint32_t words[(Columns + 63) / 64] = {};
+  PT_DEVICE void hide(int i, bool hidden) {
+    if (hidden) words[i / 32] &= ~(1u << (i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4));
+  }
+  PT_DEVICE bool has(int i) const { return words[i / 32] >> (i / 4 % 4 * 8 + i / 16 % 2 * 4 + i % 4) & 1; }
+
+  // The same bits, unpacked no earlier than here: that would take a register each.
+  PT_DEVICE VisiblePairs opaque() const {
+    VisiblePairs same;
+    PT_UNROLL
+    for (int w = 0; w < (Columns + 63) / 64; ++w) same.words[w] = uint32_t(ptx::opaque(int(words[w])));
+    return same;
+  }
+
+  // Columns 32 w to 32 w + 31; a bit for each of the lane's rows.
+  PT_DEVICE void put(int w, uint32_t upper, uint32_t lower) {
+    const int pair = 2 * (lane_id() % 4);
+    const int half = PT_FAULT(bits_of_other_columns_backward) ? 0 : w % 2;
+    words[w / 2] |= ((upper >> pair & 0x03030303u) | (lower >> pair & 0x03030303u) << 2) << 4 * half;
+  }
+};
+
+// x where it is visible, else 0.
+template <int R, class Visible>
+PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) x[i] = visible.has(i) ? x[i] : 0.0f;
+}
+
+// Bits of the columns below x, of 32.
+PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns : (1u << x) - 1; }
+// A bit for each byte, which is 0 or 1.
+PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
+  uint32_t bits = 0;
+  PT_UNROLL
+  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[PT_FAULT(bytes_of_a_mask_turned_round_backward) ? 3 - w : w] * 0x10204080u >> 28;
+  return bits;
+}
+
+// K without an elementwise mask: nothing.
+struct NoBackwardMaskLoader {
+  static constexpr uint32_t kBytes = 0;
+  static constexpr int kWriters = 0;
+  PT_DEVICE explicit NoBackwardMaskLoader(uint32_t = 0) {}
+};
+
+// Keys: of bwd_dkdv.
+template <class K, bool Keys>
+class BackwardMaskLoader {
+  static constexpr Sm90Tile kTile =
+      Keys ? sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, true) : sm90_bwd_dq_tile(K::head_dim, K::has_score_mod, true);
+  static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
+  static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
+  static constexpr int kRows = Keys ? 4 : 1, kPlaces = kTile.rows() / kRows;  // rows of a lane, and how many lanes have a word of all
+  // The lanes of a warp have the same columns, and tell at once where these are of one segment. With score_mod in bwd_dq there are no
+  // registers for that, and 64 keys are places for half a warp: there lanes beside each other have the words of a row.
+  static constexpr bool kDown = (Keys || !K::has_score_mod) && kPlaces % 32 == 0;
+
+ public:
+  static constexpr uint32_t kBytes = sm90_mask_loader_smem(kTile, Keys, K::has_score_mod);
+  static constexpr int kWriters = kWarps;
+
+  PT_DEVICE explicit BackwardMaskLoader(uint32_t base) : base_(base) {}
+  static PT_DEVICE bool has_warp(int warp) { return warp >= kFirstWarp; }
+
+  // By those warps: an iteration of query head h. The tile's first row is `own`, its first column `first`; bounds(row) are those of a row.
+  template <class R, class F>
+  PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int stream_iter, F bounds) const {
+    if (!PT_FAULT(bits_written_while_they_are_read)) ring.producer_acquire(stream_iter);
+    if constexpr (K::has_score_mod) copy_bias(p, b, h, Keys ? first : own, Keys ? own : first, stream_iter);
+    PT_NO_UNROLL
+    for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
+      const int row = (kDown ? x % kPlaces : x / kWords) * kRows, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
+      const uint32_t to = buffer(stream_iter) + 4 * (row * kPitch + word);
+      Bits<kRows> visible;
+      if (p.mask.data && p.mask.type == DenseType::boolean)
+        visible = shown<kRows>(p, ptx::opaque(b) * p.mask.batch + ptx::opaque(h) * p.mask.head, own + row, column);
+      if (p.query_segments) keep_segments(p, b, own + row, column, visible);
+      PT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        // Keys that are rows need no bit: results of hidden ones are not written.
+        if (!Keys && p.key_padding.data) {
+          const KeyPaddingBitmap keys(p, ptx::opaque(b));
+          const bool across = !PT_FAULT(padding_gaps_of_tiles_that_begin_within_a_word) && kColumns % 32;
+          const uint32_t unpadded =
+              across ? keys.across(column) : keys.from(PT_FAULT(padding_gaps_of_other_columns_in_dq) ? column & ~32 : column);
+          if (!PT_FAULT(padding_gaps_forgotten_in_dq)) visible.row[r] &= unpadded;
+        }
+        const Range visible_to = bounds(own + row + r);
+        const uint32_t within_bounds = bits_below(visible_to.hi - column) & ~bits_below(visible_to.lo - column);
+        ptx::st_shared_u32(to + 4 * kPitch * r, visible.row[r] & (PT_FAULT(bounds_left_out_backward) ? kAllColumns : within_bounds));
+      }
+    }
+    if (!PT_FAULT(a_bias_not_awaited) && K::has_score_mod) ptx::cp_async_wait<0>();
+    if (!PT_FAULT(bits_committed_too_early)) ptx::syncwarp();
+    if (lane_id() == 0) ring.producer_commit(stream_iter);
+  }
+
+  // By consumers, once the ring's buffer is full.
+  PT_DEVICE VisiblePairs<kColumns> visible(int stream_iter) const {
+    VisiblePairs<kColumns> visible;
+    const uint32_t at =
+        buffer(stream_iter) + 4 * kPitch * (!PT_FAULT(bits_of_other_keys_hdim256) && kTile.split ? own_row(0) % 64 : own_row(0));
+    PT_UNROLL
+    for (int w = 0; w < kWords; ++w) {
+      const int lower = PT_FAULT(bits_of_the_other_row_backward) ? w : 8 * kPitch + w;
+      visible.put(w, ptx::ld_shared_u32(at + 4 * w), ptx::ld_shared_u32(at + 4 * lower));
+    }
+    return visible;
+  }
+
+  // Adds the floating mask or bias to x, scores in natural units of 16 columns that begin with the eights c of the tile; what it hides
+  // leaves `visible`.
+  PT_DEVICE void add(const AttentionProblem& p, float (&x)[kPiece][4], int stream_iter, int c, VisiblePairs<kColumns>& visible) const {
+    const DenseType type = adds(p.mask) ? p.mask.type : adds(p.bias) ? p.bias.type : DenseType::boolean;
+    if (type == DenseType::boolean) return;
+    const int size = type == DenseType::f32 ? 4 : 2, row = own_row(0), column = 2 * (lane_id() % 4);
+    // Of the lane's elements in its first row and its first two columns, each shifted as its query's row is. in bwd_dq these are one
+    // row, and eight rows further as well; in bwd_dkdv eight queries further.
+    const auto at = [&](int e) {
+      const uint32_t element = Keys ? (8 * c + column + e) * kBiasPitch + row * size : row * kBiasPitch + (8 * c + column + e) * size;
+      if (PT_FAULT(rows_not_shifted)) return bias_tile(stream_iter) + element;
+      const int shifted = PT_FAULT(all_rows_shifted_like_the_first) ? 0 : Keys ? column + e : row % 8;
+      return bias_tile(stream_iter) + element + ptx::ld_shared_u32(shifts(stream_iter) + 4 * shifted);
+    };
+    const uint32_t first = at(0), second = !Keys ? first + size : PT_FAULT(queries_shifted_like_those_before) ? first + kBiasPitch : at(1);
+    const auto add = [&](auto read) {
+      each<kPiece>([&](int n, int r, uint32_t) {
+        const float term = read(n, r), sum = x[n][r] + term;
+        visible.hide(4 * (c + n) + r, !PT_FAULT(what_a_bias_hides_is_visible) && term == minus_infinity());
+        x[n][r] = sum < -kFloatMax ? -kFloatMax : sum;  // -finfo.max twice is still a number
+      });
+    };
+    const auto word = [&](int n, int r) {
+      const int half = (Keys ? PT_FAULT(a_bias_of_other_keys) : PT_FAULT(a_bias_of_other_rows)) ? 0 : r / 2 * 8;
+      const int rows = Keys ? 8 * n : half, columns = Keys ? half : 8 * n;
+      const uint32_t element = (r % 2 ? second : first) + rows * kBiasPitch + columns * size;
+      const uint32_t odd = PT_FAULT(the_first_of_two_halves) ? 0 : element & 2;
+      return type == DenseType::f32 ? ptx::ld_shared_u32(element) : ptx::ld_shared_u32(element & ~3u) >> 8 * odd;
+    };
+    if (type == DenseType::f32) add([&](int n, int r) { return ptx::bits_float(word(n, r)); });
+    else if (type == DenseType::bf16) add([&](int n, int r) { return ptx::widen(ptx::bf16{uint16_t(word(n, r))}); });
+    else add([&](int n, int r) { return ptx::widen(ptx::f16{uint16_t(word(n, r))}); });
+  }
+
+ private:
+  static constexpr int kBiasPitch = sm90_bias_pitch(kTile, Keys);
+  static constexpr int kQueries = Keys ? kColumns : kTile.rows(), kKeys = Keys ? kTile.rows() : kColumns;  // of a tile
+  static PT_DEVICE bool adds(const Dense& d) { return d.data && d.type != DenseType::boolean; }
+  PT_DEVICE uint32_t bias_tile(int stream_iter) const { return buffer(stream_iter) + 4 * kTile.rows() * kPitch; }
+  PT_DEVICE uint32_t shifts(int stream_iter) const { return bias_tile(stream_iter) + kQueries * kBiasPitch; }
+
+  // Starts to copy the floating mask or bias of this tile's queries and keys, as it is: `copied` says of which that can be done. What is
+  // copied begins at a multiple of 16 bytes, not always with the tile's first key: a row is shifted by the bytes before that, and the row
+  // eight further by as many. No copy goes beyond the row's last key.
+  template <int Size>  // of an element, in bytes
+  PT_DEVICE void copy_rows(const Dense& d, const AttentionProblem& p, int b, int h, int query, int key, int stream_iter) const {
+    constexpr int kPer = 16 / Size, kChunks = kKeys / kPer;
+    const auto head = [&] { return PT_FAULT(a_bias_of_another_head) ? 0 : ptx::opaque(h); };
+    const auto row = [&](int i) { return ptx::opaque(b) * d.batch + head() * d.head + (query + i) * d.query; };
+    const auto before = [&](int64_t row) { return int(uint32_t(row) + uint32_t(key)) & (kPer - 1); };  // elements
+    const auto copy = [&](int i, int c) {
+      const int64_t from = row(within(query + i, p.num_queries) - query);
+      const int j = key + c * kPer - before(from);
+      const auto left = [&] {
+        if (PT_FAULT(biases_of_keys_past_the_last) || (PT_FAULT(copied_beyond_the_last_key) && j < p.num_keys)) return kPer;
+        return p.num_keys - j;
+      };
+      const int there = j > -kPer ? max(0, min(kPer, left())) : 0;  // of none nothing is read, wherever it would be
+      ptx::cp_async_16(bias_tile(stream_iter) + i * kBiasPitch + c * 16, static_cast<const uint8_t*>(d.data) + (from + j) * Size,
+                       uint32_t(there * Size));
+    };
+    const int own = int(threadIdx.x) - 32 * kFirstWarp;
+    const int bytes = PT_FAULT(shifted_by_elements_not_bytes) ? 1 : Size;
+    if (own < 8) ptx::st_shared_u32(shifts(stream_iter) + 4 * own, uint32_t(before(row(own)) * bytes));
+    PT_NO_UNROLL
+    for (int x = own; x < kQueries * kChunks; x += 32 * kWarps) copy(x / kChunks, x % kChunks);
+    if (PT_FAULT(the_end_of_rows_left_out) || d.vector_width == kPer) return;
+    PT_NO_UNROLL
+    for (int i = own; i < kQueries; i += 32 * kWarps) copy(i, kChunks);
+  }
+  PT_DEVICE void copy_bias(const AttentionProblem& p, int b, int h, int query, int key, int stream_iter) const {
+    const auto copy = [&](const Dense& d) {
+      if (d.type == DenseType::f32) copy_rows<4>(d, p, b, h, query, key, stream_iter);
+      else copy_rows<2>(d, p, b, h, query, key, stream_iter);
+    };
+    if (adds(p.mask)) copy(p.mask);
+    else if (adds(p.bias)) copy(p.bias);
+    ptx::cp_async_commit();
+  }
+
+  PT_DEVICE uint32_t buffer(int stream_iter) const { return base_ + uint32_t(stream_iter % kTile.stages) * (kBytes / kTile.stages); }
+  static PT_DEVICE int within(int x, int count) { return max(0, min(x, count - 1)); }
+  static PT_DEVICE bool there(int x, int count) { return uint32_t(x) < uint32_t(count); }
+
+  // Of some rows and 32 columns.
+  template <int R>
+  struct Bits {
+    uint32_t row[R];
+    PT_DEVICE Bits() {
+      PT_UNROLL
+      for (int r = 0; r < R; ++r) row[r] = kAllColumns;
+    }
+  };
+
+  static PT_DEVICE const int64_t* segments(const AttentionProblem& p, int b, bool of_queries) {
+    b = ptx::opaque(b);  // addresses are not kept
+    return of_queries ? p.query_segments + int64_t(b) * p.num_queries : p.key_segments + int64_t(b) * p.num_keys;
+  }
+  // Leaves of rows from `row` on and 32 columns those pairs that are of one segment.
+  template <int R>
+  static PT_DEVICE void keep_segments(const AttentionProblem& p, int b, int row, int column, Bits<R>& visible) {
+    const int rows = Keys ? p.num_keys : p.num_queries, columns = Keys ? p.num_queries : p.num_keys;
+    int64_t one = 0;
+    const bool alike = kDown && one_segment<32>(segments(p, b, Keys), column, columns, one);
+    PT_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int64_t own = load_i64(segments(p, b, !Keys) + within(row + r, rows));
+      const bool of_one = PT_FAULT(another_segment_alike_backward) || own == one;
+      visible.row[r] &= alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
+    }
+  }
+  // Of 32 columns, those of a segment.
+  static PT_DEVICE uint32_t same_segment(int64_t segment, const int64_t* others, int column, int columns) {
+    constexpr int kLoads = 2;  // in flight together
+    uint32_t same = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < min(32, kColumns); c += kLoads) {
+      int64_t found[kLoads];
+      PT_UNROLL
+      for (int e = 0; e < kLoads; ++e) found[e] = load_i64(others + within(column + c + e, columns));
+      PT_UNROLL
+      for (int e = 0; e < kLoads; ++e) {
+        const bool equal = PT_FAULT(segments_of_32_bits_backward) ? int32_t(found[e]) == int32_t(segment) : found[e] == segment;
+        same |= uint32_t(equal) << (c + e);
+      }
+    }
+    return same;
+  }
+
+  // What a boolean mask, of which element `head` is the head's first, shows of rows from `row` on and 32 columns.
+  template <int R>
+  static PT_DEVICE Bits<R> shown(const AttentionProblem& p, int64_t head, int row, int column) {
+    const auto* mask = static_cast<const uint8_t*>(p.mask.data) + head;
+    Bits<R> shown;
+    if constexpr (Keys) show_to_keys(p, mask, row, column, shown.row);
+    else shown.row[0] = shown_to_query(p, mask + within(row, p.num_queries) * p.mask.query, column);
+    return shown;
+  }
+  static PT_DEVICE uint32_t shown_to_query(const AttentionProblem& p, const uint8_t* row, int key) {
+    if (PT_FAULT(sixteen_keys_where_fewer_are_aligned_backward) || p.mask.vector_width == 16) {
+      ptx::Words4 bytes[2];
+      PT_UNROLL
+      for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c, p.num_keys) ? ptx::ld_global_v4(row + key + 16 * c) : ptx::Words4{};
+      return bits_of_bytes(bytes[0]) | bits_of_bytes(bytes[1]) << 16;
+    }
+    uint32_t shown = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < 32; c += 2) {
+      PT_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int j = PT_FAULT(keys_of_a_mask_past_the_last_backward) ? key + c + e : within(key + c + e, p.num_keys);
+        shown |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (c + e);
+      }
+    }
+    return shown;
+  }
+  // A word that is loaded has a byte for each of the four keys.
+  static PT_DEVICE void show_to_keys(const AttentionProblem& p, const uint8_t* mask, int key, int query, uint32_t (&shown)[4]) {
+    const bool aligned = p.mask.vector_width >= 4, reads = there(key, p.num_keys);
+    PT_UNROLL
+    for (int r = 0; r < 4; ++r) shown[r] = 0;
+    PT_NO_UNROLL
+    for (int c = 0; c < min(32, kColumns); c += 8) {
+      const int from = ptx::opaque(query) + c;  // addresses are not kept
+      uint32_t eight = 0;
+      if (aligned) {
+        PT_UNROLL
+        for (int e = 0; e < 8; ++e) {
+          const int i = within(PT_FAULT(one_query_for_four_backward) ? from : from + e, p.num_queries);
+          eight |= (reads ? ptx::ld_global_u32(mask + i * p.mask.query + key) : 0) << e;
+        }
+      } else {
+        PT_NO_UNROLL
+        for (int e = 0; e < 32; ++e) {
+          const auto* row = mask + within(from + e / 4, p.num_queries) * p.mask.query;
+          const int j = within(PT_FAULT(one_key_for_four_backward) ? key : key + e % 4, p.num_keys);
+          eight |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (8 * (e % 4) + e / 4);
+        }
+      }
+      PT_UNROLL
+      for (int r = 0; r < 4; ++r) shown[r] |= (eight >> 8 * r & 255) << c;
+    }
+  }
+
+  uint32_t base_;
+};
+
+}  // namespace pt::cuda

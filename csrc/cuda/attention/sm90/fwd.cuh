@@ -1,0 +1,266 @@
+// Attention forward on sm_90a: as fwd.cuh, with products by warpgroups (wgmma) and copies by TMA.
+//
+// After Shah et al., "FlashAttention-3" (2024). A block has a producer warpgroup, one thread of which loads Q and rings of K and V, and
+// consumer warpgroups of 64 queries each. A consumer's scores of the next tile are computed while its weights are multiplied by this
+// tile's values; P stays in registers. Keys are visited from last to first, so that what bounds cut comes first.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention/recompute.cuh"
+#include "cuda/attention/sm90/mask_loader.cuh"
+
+namespace pt::cuda {
+
+struct Sm90Forward {
+  ptx::TensorMap q, k, v;  // (D, rows, heads, sequences)
+  AttentionForward f;
+  TileOrder order;
+};
+
+struct NoMaskLoader {
+  PT_DEVICE explicit NoMaskLoader(const AttentionProblem&) {}
+};
+
+template <class T, class K>
+struct Sm90ForwardBlock {
+  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::bounds_only);
+  static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
+  static constexpr int kConsumers = kTile.consumers;
+  static constexpr int kPiece =
+      K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;  // eights of columns that score_mod is applied to at a time
+  using RingQ = Ring<1, BM, kTile.panels()>;
+  using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
+
+  const Sm90Forward& args;
+  RingQ q;
+  RingKv k, v;
+
+  using Work = QueryWork<BM, BN>;
+
+  PT_DEVICE void begin() const {
+    ptx::prefetch_tensor_map(args.q);
+    ptx::prefetch_tensor_map(args.k);
+    ptx::prefetch_tensor_map(args.v);
+    q.init(1, kConsumers, "q_full", "q_empty");
+    k.init(1, kConsumers, "k_full", "k_empty");
+    v.init(1, kConsumers, "v_full", "v_empty");
+  }
+
+  PT_DEVICE void produce() const {
+    if (threadIdx.x != 0) return;
+    const AttentionProblem& p = args.f.p;
+    int stream_iter = 0, tile_iter = 0;
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
+      for (int t = w.range.last - 1; t >= w.range.first; --t, ++stream_iter) {
+        k.load(stream_iter, args.k, row + t * BN, w.h / p.group, batch);
+        if (t == w.range.last - 1) q.load(tile_iter++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
+        v.load(stream_iter, args.v, row + t * BN, PT_FAULT(values_of_another_head) ? 0 : w.h / p.group, batch);
+      }
+    });
+  }
+
+  // With ping_pong: whose turn it is to start products.
+  static PT_DEVICE void scheduler_barrier_sync() {
+    if constexpr (!kTile.ping_pong) return;
+    if (consumer() == 0) ptx::bar_sync(1, 256);
+    else ptx::bar_sync(2, 256);
+  }
+  static PT_DEVICE void scheduler_barrier_arrive() {
+    if constexpr (!kTile.ping_pong) return;
+    if (consumer() == 0) ptx::bar_arrive(2, 256);
+    else ptx::bar_arrive(1, 256);
+  }
+
+  struct Rows {  // the lane's two
+    float max[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {0.0f, 0.0f};  // this lane's share
+    float alpha[2];               // what older sums and outputs must be multiplied by
+  };
+
+  // s becomes the weights, relative to the rows' maxima.
+  static PT_DEVICE void softmax(float (&s)[BN / 2], Rows& rows, float scale_log2) {
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float row_max = rows.max[r];
+      PT_UNROLL
+      for (int j = 0; j < BN / 8; ++j) row_max = fmaxf(row_max, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      row_max = max_of_quad(row_max);
+      const float safe = row_max == minus_infinity() ? 0.0f : row_max;
+      rows.alpha[r] = ptx::exp2((rows.max[r] - safe) * scale_log2);
+      rows.max[r] = row_max;
+      float sum = PT_FAULT(no_alpha_for_the_sums) ? rows.sum[r] : rows.sum[r] * rows.alpha[r];
+      PT_UNROLL
+      for (int j = 0; j < BN / 8; ++j) {
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
+          x = ptx::exp2(K::has_score_mod ? (x - safe) * scale_log2 : ptx::fma_rn(x, scale_log2, -safe * scale_log2));
+          sum += x;
+        }
+      }
+      rows.sum[r] = sum;
+    }
+  }
+
+  // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
+  PT_DEVICE void finish(int n, const float (&o)[D / 2], const Rows& rows) const {
+    const AttentionForward& f = args.f;
+    const AttentionProblem& p = f.p;
+    const Work w(p, args.order, ptx::opaque(n));
+    const int written = p.cu_queries ? w.s.num_q : p.num_queries;
+    float factor[2];
+    int64_t index[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int i = w.i0 + own_row(r);
+      const float total = sum_of_quad(rows.sum[r]), sum = i < w.s.num_q ? total : 0.0f;
+      const bool dead = sum == 0.0f;
+      factor[r] = dead ? 0.0f : ptx::div_rn(p.keep_scale, sum);
+      index[r] = i < written ? w.s.row_q + i : -1;
+      if (lane_id() % 4 != 0 || index[r] < 0) continue;
+      const float row_max = PT_FAULT(lse_without_its_maximums_scale) || K::has_score_mod ? rows.max[r] : rows.max[r] * p.scale;
+      store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), dead ? minus_infinity() : ptx::fma_rn(ptx::log2(sum), kLn2, row_max));
+    }
+    if (!PT_FAULT(no_flag_set) && K::elementwise_mask && (PT_FAULT(a_flag_set_for_nothing) || not_finite(o, factor)))
+      flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_forward) ? 0 : w.h), w.i0);
+    store_wide<T>(f.out, w.b, w.h, o, factor, index);
+  }
+
+  // Kept in registers from iteration to iteration, descriptors of all steps of wide heads would not leave enough.
+  static PT_DEVICE RingQ own(const RingQ& ring) { return D > 128 ? RingQ(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring; }
+
+  PT_DEVICE void consume() const {
+    static_assert(!kTile.ping_pong || kConsumers == 2);
+    const AttentionProblem& p = args.f.p;
+    const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
+    int stream_iter = 0, tile_iter = 0;
+    if (!PT_FAULT(the_first_turn_not_passed) && consumer() == 1) scheduler_barrier_arrive();
+    for_each_tile(args.order, [&](int n) {
+      const Work w(p, args.order, n);
+      const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // not kept: a register
+      const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
+      const Range whole = w.whole(p), keep = w.rows_to_keep(p);
+      float s[BN / 2], o[D / 2];
+      uint32_t weights[BN / 16][4];
+      Rows rows;
+      [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
+      PT_UNROLL
+      for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
+
+      // Keys between the bounds that padding hides: found again where they are needed. The mask loader has them as bits.
+      const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
+      const auto key_padding_bitmap = [&] {
+        return KeyPaddingBitmap(p, PT_FAULT(hidden_keys_of_the_first_sequence) ? 0 : place_of(args.order, ptx::opaque(n)).head / p.heads);
+      };
+      const auto clear = [&](int first) {
+        if (!PT_FAULT(values_in_padding_gaps_kept) && padding_gaps)
+          clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
+        else clear_rows<kConsumers>(v, stream_iter, first, keep);
+      };
+      const auto load_mask = [&](int first) {
+        if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod); }
+      };
+      // Scores to weights; `first` is the tile's first key.
+      const auto weigh = [&](int first) {
+        if constexpr (K::has_score_mod)
+          in_pieces<kPiece>(s, row(), first, [&](float (&x)[kPiece][4], const Place& place, int c) {
+            float unused[kPiece][4];
+            score_mod.apply(x, unused, place, kAllColumns);
+            if constexpr (K::elementwise_mask) mask_loader.add(w, x, first, c);
+          });
+        if constexpr (K::elementwise_mask) {
+          mask_loader.hide(s);
+        } else if (first < whole.lo || first + BN > whole.hi) {
+          const auto hide_invisible = [&](const Work& of) {
+            const Range bounds[2] = {of.own_bounds(p, 0), of.own_bounds(p, 1)};
+            each_element(s, first, [&](float& x, int r, int column) { x = bounds[r].has(column) ? x : minus_infinity(); });
+          };
+          // Registers are scarce: with score_mod what bounds need is recomputed.
+          if constexpr (K::has_score_mod) hide_invisible(Work(p, args.order, ptx::opaque(n)));
+          else hide_invisible(w);
+          if (!PT_FAULT(padding_gaps_visible) && padding_gaps) hide_keys(s, first, key_padding_bitmap(), minus_infinity());
+        }
+        softmax(s, rows, scale_log2);
+      };
+      const auto pack = [&](int first) {
+        if constexpr (K::has_score_mod)
+          if (p.drop_threshold)
+            in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
+              const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
+              each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });
+            });
+        pack_weights<T>(weights, s);
+      };
+
+      if (w.range.count() > 0) {
+        int first = w.origin + (w.range.last - 1) * BN;
+        if (!PT_FAULT(queries_not_awaited)) q.consumer_wait(tile_iter);
+        k.consumer_wait(stream_iter);
+        scheduler_barrier_sync();
+        multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
+        scheduler_barrier_arrive();
+        if (!PT_FAULT(scores_not_hidden_in_the_first_tile)) load_mask(first);
+        ptx::wgmma_wait<0>();
+        consumer_release_warpgroup(k, stream_iter);
+        if (w.range.count() == 1) consumer_release_warpgroup(q, tile_iter);
+        weigh(first);
+        pack(first);
+
+        for (int t = w.range.last - 2; t >= w.range.first; --t, ++stream_iter) {
+          clear(first);
+          first -= BN;
+          if (!PT_FAULT(keys_not_awaited)) k.consumer_wait(stream_iter + 1);
+          scheduler_barrier_sync();
+          multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter + 1, false);
+          if (!PT_FAULT(values_not_awaited)) v.consumer_wait(stream_iter);
+          multiply_weights<T>(o, weights, v, stream_iter);
+          if (!PT_FAULT(a_turn_not_passed)) scheduler_barrier_arrive();
+          if (!PT_FAULT(bits_of_the_tile_before) || t % 2) load_mask(first);
+          if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
+          consumer_release_warpgroup(k, stream_iter + 1);
+          if (PT_FAULT(queries_released_in_every_stream_iter) || t == w.range.first) consumer_release_warpgroup(q, tile_iter);
+          weigh(first);
+          if (PT_FAULT(weights_written_under_their_product)) pack(first);
+          if (PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
+          ptx::wgmma_wait<0>();
+          if (!PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
+          PT_UNROLL
+          for (int i = 0; i < D / 2; ++i) o[i] *= PT_FAULT(no_alpha_for_the_outputs) ? 1.0f : rows.alpha[i / 2 % 2];
+          pack(first);
+        }
+
+        clear(first);
+        v.consumer_wait(stream_iter);
+        multiply_weights<T>(o, weights, v, stream_iter);
+        ptx::wgmma_wait<0>();
+        consumer_release_warpgroup(v, stream_iter);
+        ++stream_iter, ++tile_iter;
+      }
+      finish(n, o, rows);
+    });
+  }
+
+  static PT_DEVICE void run(const Sm90Forward& args) {
+    const uint32_t base = align_to_atom(ptx::dynamic_smem());
+    constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes, kBarriers = kValues + RingKv::kBufferBytes;
+    static_assert(kSm90Slack + kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes == sm90_forward_smem(kTile));
+    const uint32_t bars = base + kBarriers;
+    const Sm90ForwardBlock block{args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
+                                 RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes)};
+    run_block(block);
+  }
+};
+
+template <class T, class K>
+__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim, !K::bounds_only).threads(), 1)
+    sm90_attention_fwd_kernel([[maybe_unused]] const __grid_constant__ Sm90Forward args) {
+#if PT_SM90A
+  Sm90ForwardBlock<T, K>::run(args);
+#endif
+}
+
+}  // namespace pt::cuda

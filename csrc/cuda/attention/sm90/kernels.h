@@ -1,0 +1,29 @@
+// The launchers of the kernels for sm_90a, of problems that `plan` took. They run on the current device, in order with the stream, and
+// throw std::runtime_error.
+#pragma once
+
+#include "cuda/attention/sm90/plan.h"
+#include "cuda/ptx/platform.cuh"
+
+namespace pt::cuda {
+
+// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
+template <class F>
+void with_half(const AttentionProblem& p, F run) {
+  if (p.dtype == DType::bf16) run(ptx::bf16{});
+  else run(ptx::f16{});
+}
+
+// Of one dtype, each compiled in a file of its own: fwd_bf16.cu and so on.
+template <class T>
+void sm90_attention_forward_as(const AttentionForward& f, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_bwd_dq_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+template <class T>
+void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream);
+
+void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream);
+
+}  // namespace pt::cuda

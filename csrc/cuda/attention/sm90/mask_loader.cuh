@@ -1,0 +1,230 @@
+// What the mask loader loads pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments; and beside
+// them keys that padding hides.
+//
+// Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
+// for column e of its two in the eight columns j. Boolean masks come 16 keys a load where they are aligned, and the lanes of a row trade
+// bits; floating masks and biases come in pairs, of which a lane keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16
+// bits, half as many in float32. Others, and a second one, are loaded one by one.
+#pragma once
+
+#include "cuda/attention/sm90/tile.cuh"
+
+namespace pt::cuda {
+
+// Bits of the columns below the lane's first column + x.
+PT_DEVICE uint32_t columns_below(int x) {
+  const int count = x <= 0 ? 0 : x / 8 * 2 + min(PT_FAULT(a_column_too_many_below) ? x % 8 + 1 : x % 8, 2);
+  return count >= 32 ? kAllColumns : (1u << count) - 1;
+}
+
+// D: the class of head sizes.
+template <int D, int BN>
+class MaskLoader {
+  static_assert(BN % 64 == 0 && BN <= 128);
+  // As many as there are registers for: words of a paired bias; columns whose loads are in flight together.
+  static constexpr int kRawWords = D == 64 ? 32 : D == 128 ? 16 : 8, kPart = D == 64 ? 16 : 8;
+  static constexpr bool kEarly = D <= 128;  // whether there are any while the scores' product runs
+
+ public:
+  static constexpr int kPiece = kEarly ? 4 : 2;  // eights of columns that biases are added to at a time
+  uint32_t visible[2];
+
+  PT_DEVICE explicit MaskLoader(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
+
+  // Loads what the keys from `first` on need; `adds`: floating masks and biases too. Work: QueryWork.
+  template <class Work>
+  PT_DEVICE void load(const Work& w, int first, bool adds) {
+    const int column = first + 2 * (lane_id() % 4);
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const Range bounds = w.own_bounds(p_, r);
+      visible[r] = columns_below(bounds.hi - column) & ~(PT_FAULT(keys_before_a_rows_first) ? 0 : columns_below(bounds.lo - column));
+    }
+    if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
+    if (p_.mask.data && p_.mask.type == DenseType::boolean) {
+      if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || p_.mask.vector_width == 16) hide_chunks(w, first);
+      else hide_bytes(w, column);
+    }
+    if (p_.query_segments) hide_segments(w, column);
+    if (!PT_FAULT(padding_gaps_visible_to_the_mask_loader) && w.s.padding_gaps) hide_keys(w, column);
+  }
+
+  // Adds floating masks and biases to x, scores in natural units of columns that begin with the eights c of the tile, whose first is
+  // `first`; -inf where one of them hides. To be called for all of them in order.
+  template <class Work>
+  PT_DEVICE void add(const Work& w, float (&x)[kPiece][4], int first, int c) {
+    const int column = first + 2 * (lane_id() % 4);
+    if (paired_) {
+      const Dense& d = paired_ == 1 ? p_.mask : p_.bias;
+      if (d.type == DenseType::f32) {
+        if ((c > 0 || !kEarly) && c % (kRawWords / 4) == (PT_FAULT(the_second_half_of_float32_pairs) ? 1 : 0))
+          load_pairs(w, d, column, PT_FAULT(hdim256_pairs_of_other_columns) ? c / 4 * 4 : c);
+        add_each(x, [&](int n, int r) { return ptx::bits_float(raw_[(4 * (c + n) + r) % kRawWords]); });
+      } else {
+        if ((c > 0 || !kEarly) && c % (kRawWords / 2) == (PT_FAULT(the_second_half_of_pairs) ? 1 : 0))
+          load_pairs(w, d, column, PT_FAULT(hdim256_pairs_of_other_columns) ? c / 4 * 4 : c);
+        const auto pair = [&](int n, int r) {
+          return uint16_t(raw_[(2 * (c + n) + r / 2) % kRawWords] >> 16 * (PT_FAULT(a_pairs_first_twice) ? 0 : r % 2));
+        };
+        if (d.type == DenseType::bf16) add_each(x, [&](int n, int r) { return ptx::widen(ptx::bf16{pair(n, r)}); });
+        else add_each(x, [&](int n, int r) { return ptx::widen(ptx::f16{pair(n, r)}); });
+      }
+    }
+    PT_NO_UNROLL
+    for (int which = 1; which <= (PT_FAULT(the_second_term_left_out) ? 1 : 2); ++which) {
+      const Dense& d = which == 1 ? p_.mask : p_.bias;
+      if (!d.data || d.type == DenseType::boolean || (!PT_FAULT(the_paired_bias_added_twice) && which == paired_)) continue;
+      with_reader(d, [&](auto read) {
+        add_each(x, [&](int n, int r) {
+          return read(head(w, d) + int64_t(query(w, r / 2)) * d.query + clamped(column + 8 * (c + n) + r % 2) * d.key);
+        });
+      });
+    }
+  }
+
+  PT_DEVICE void hide(float (&s)[BN / 2]) const {
+    PT_UNROLL
+    for (int i = 0; i < BN / 2; ++i) s[i] = visible[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1 ? s[i] : minus_infinity();
+  }
+
+ private:
+  static PT_DEVICE bool paired(const Dense& d) {
+    return d.data && d.vector_width > 1 && (d.type == DenseType::f32 || d.type == DenseType::bf16 || d.type == DenseType::f16);
+  }
+  template <class Work>
+  static PT_DEVICE int64_t head(const Work& w, const Dense& d) {
+    return (PT_FAULT(a_mask_of_another_sequence) ? 0 : w.b) * d.batch + (PT_FAULT(a_mask_of_another_head) ? 0 : w.h) * d.head;
+  }
+  // Rows and keys that are not there are hidden by bounds, or not written: any other will do for them.
+  template <class Work>
+  PT_DEVICE int query(const Work& w, int r) const {
+    return PT_FAULT(queries_of_a_mask_past_the_last) ? w.i0 + own_row(r) : min(w.i0 + own_row(r), p_.num_queries - 1);
+  }
+  PT_DEVICE int clamped(int key) const { return max(0, PT_FAULT(keys_of_a_mask_past_the_last) ? key : min(key, p_.num_keys - 1)); }
+  PT_DEVICE bool there(int key) const { return PT_FAULT(pairs_past_the_last_key) || uint32_t(key) < uint32_t(p_.num_keys); }
+
+  // x + bias, -inf if one of them is; else no less than -finfo.max, which two large ones would go beyond.
+  template <class F>
+  static PT_DEVICE void add_each(float (&x)[kPiece][4], F term) {
+    each<kPiece>([&](int n, int r, uint32_t) {
+      const float t = term(n, r), sum = x[n][r] + t;
+      const bool hidden = t == minus_infinity() || (!PT_FAULT(a_bias_shows_what_another_hides) && x[n][r] == minus_infinity());
+      x[n][r] = hidden ? minus_infinity() : !PT_FAULT(large_biases_overflow) && sum < -kFloatMax ? -kFloatMax : sum;
+    });
+  }
+
+  // The lane's pairs of columns, whose first is `column`, from eights c on: as many as are kept.
+  template <class Work>
+  PT_DEVICE void load_pairs(const Work& w, const Dense& d, int column, int c) {
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int64_t at = head(w, d) + int64_t(query(w, r)) * d.query + column + 8 * c;
+      if (d.type == DenseType::f32) {
+        PT_UNROLL
+        for (int n = 0; n < kRawWords / 4; ++n) {
+          const uint64_t pair = there(column + 8 * (c + n)) ? ptx::ld_global_u64(static_cast<const float*>(d.data) + at + 8 * n) : 0;
+          raw_[4 * n + 2 * r] = uint32_t(pair), raw_[4 * n + 2 * r + 1] = uint32_t(pair >> 32);
+        }
+      } else {
+        PT_UNROLL
+        for (int n = 0; n < kRawWords / 2; ++n)
+          raw_[2 * n + r] = there(column + 8 * (c + n)) ? ptx::ld_global_u32(static_cast<const uint16_t*>(d.data) + at + 8 * n) : 0;
+      }
+    }
+  }
+
+  // A lane loads 16 of each 64 keys: 2 eights, which are also those of the three other lanes that have the row.
+  template <class Work>
+  PT_DEVICE void hide_chunks(const Work& w, int first) {
+    const int quarter = lane_id() % 4;
+    ptx::Words4 bytes[2][BN / 64];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      PT_UNROLL
+      for (int c = 0; c < BN / 64; ++c) {
+        const int key = first + 64 * c + 16 * (PT_FAULT(sixteen_other_keys) ? 3 - quarter : quarter);
+        const auto* row = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask) + int64_t(query(w, r)) * p_.mask.query;
+        bytes[r][c] = there(key) ? ptx::ld_global_v4(row + key) : ptx::Words4{};
+      }
+    }
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      uint32_t word = 0;  // bit 16 c + i: byte i, which is 0 or 1, of chunk c
+      PT_UNROLL
+      for (int c = BN / 64 - 1; c >= 0; --c) {
+        PT_UNROLL
+        for (int w = 3; w >= 0; --w)
+          word = word << 4 | bytes[r][c].w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w] * 0x10204080u >> 28;
+      }
+      uint32_t shown = 0;
+      PT_UNROLL
+      for (int x = 0; x < (PT_FAULT(a_lanes_bits_left_out) ? 3 : 4); ++x) {
+        const uint32_t theirs = (x ? ptx::shfl_xor_u32(word, x) : word) >> 2 * quarter & 0x03030303u;
+        shown |= ((theirs | theirs >> 6) & 0x000f000fu) << 4 * (PT_FAULT(bits_of_another_lanes_keys) ? quarter : quarter ^ x);
+      }
+      visible[r] &= shown;
+    }
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_keys(const Work& w, int column) {
+    const KeyPaddingBitmap keys(p_, w.b);
+    uint32_t shown = 0;
+    PT_UNROLL
+    for (int c = 0; c < BN / 32; ++c)  // bits 8 n + e of a word become 2 n + e
+      shown |= ((keys.from(PT_FAULT(padding_gaps_of_the_first_32_keys_in_the_mask_loader) ? column : column + 32 * c) & 0x03030303u) *
+                    (PT_FAULT(padding_gaps_of_other_columns_in_the_mask_loader) ? 0x01041080u : 0x01041040u) >>
+                24)
+               << 8 * c;
+    visible[0] &= shown, visible[1] &= shown;
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_bytes(const Work& w, int column) {
+    const auto* mask = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask);
+    const int64_t rows[2] = {int64_t(query(w, 0)) * p_.mask.query, int64_t(query(w, 1)) * p_.mask.query};
+    hide_each(
+        [&](int k) { return clamped(column + k) * p_.mask.key; },
+        [&](int64_t key, int r) { return ptx::ld_global_u8(mask + rows[PT_FAULT(a_masks_bytes_of_the_other_row) ? 0 : r] + key) != 0; });
+  }
+
+  template <class Work>
+  PT_DEVICE void hide_segments(const Work& w, int column) {
+    int64_t own[2];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) own[r] = load_i64(p_.query_segments + int64_t(w.b) * p_.num_queries + query(w, r));
+    const int64_t* const keys = p_.key_segments + int64_t(w.b) * p_.num_keys;
+    if (int64_t one; one_segment<BN>(keys, column - 2 * (lane_id() % 4), p_.num_keys, one)) {
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) visible[r] = PT_FAULT(another_segment_alike) || own[r] == one ? visible[r] : 0;
+      return;
+    }
+    hide_each([&](int k) { return load_i64(keys + clamped(column + k)); },
+              [&](int64_t segment, int r) {
+                if (PT_FAULT(segments_of_32_bits)) return int32_t(segment) == int32_t(own[r]);
+                return segment == own[PT_FAULT(a_segment_of_the_other_row) ? 0 : r];
+              });
+  }
+
+  // Leaves the pairs that show(key(k), r) is true for, k counted from the lane's first column. A loop: no more registers than a part needs.
+  template <class Key, class Show>
+  PT_DEVICE void hide_each(Key key, Show show) {
+    uint32_t shown[2] = {0, 0};
+    PT_NO_UNROLL
+    for (int part = 0; part < BN / 4; part += kPart) {
+      PT_UNROLL
+      for (int k = 0; k < kPart; ++k) {
+        const int64_t of_key = key(4 * part + k / 2 * 8 + k % 2);
+        PT_UNROLL
+        for (int r = 0; r < 2; ++r) shown[r] |= show(of_key, r) ? 1u << k << (PT_FAULT(the_part_of_a_set) ? 0 : part) : 0;
+      }
+    }
+    visible[0] &= shown[0], visible[1] &= shown[1];
+  }
+
+  const AttentionProblem& p_;
+  int paired_;  // what is loaded in pairs: 1 the mask, 2 the bias, 0 none
+  uint32_t raw_[kRawWords];
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,170 @@
+// Which problems the kernels for sm_90a take, and in what order their blocks go through the tiles: pure functions of the problem.
+#pragma once
+
+#include <initializer_list>
+
+#include "common/fault.h"
+#include "cuda/attention/problem.h"
+#include "cuda/attention/sm90/config.h"
+#include "cuda/tile/order.h"
+
+namespace pt::cuda {
+
+// Tiles in sections of some heads, whose keys and values the L2 cache holds; in a section from the last tile, which with causality sees
+// the most keys, to the first.
+struct TileOrder {
+  int tiles, heads, section;  // heads: of all sequences
+};
+// Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
+constexpr TilePlace place_of(const TileOrder& order, int n) {
+  const int first = n / (order.section * order.tiles) * order.section, left = order.heads - first;  // the section's first head
+  const int heads = left < order.section ? left : order.section, rest = n - first * order.tiles;
+  return {first + rest % heads, order.tiles - 1 - rest / heads};
+}
+constexpr bool covers_each_tile_once(const TileOrder& order) {
+  return each_once(order.heads * order.tiles, [&](int n) { return place_of(order, n).head * order.tiles + place_of(order, n).tile; });
+}
+static_assert(covers_each_tile_once({3, 7, 1}) && covers_each_tile_once({3, 7, 3}) && covers_each_tile_once({2, 5, 5}));
+
+struct Sm90Plan {
+  const char* why_not;  // null: the kernels take the problem
+  int head_class;
+  bool has_score_mod, elementwise_mask;  // see Hopper in config.h
+  TileOrder order;
+  int64_t blocks;
+};
+
+// 0: none. Of the wider of query and value: panels of 64 columns that a tensor has not are zeros, which TMA writes and reads nowhere.
+inline int sm90_class(const AttentionProblem& p) {
+  const int widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 256 ? 256 : 0;
+}
+
+inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list<const In*> inputs,
+                                std::initializer_list<const Out*> outputs) {
+  if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
+  if (!sm90_class(p)) return "head sizes to 256";
+  const auto aligned = [](const void* data, const HeadRows& s) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
+  };
+  // TMA wants strides that are not zero where a dimension is longer than one.
+  const auto moves = [](const HeadRows& s, int64_t sequences, int64_t heads, int64_t rows) {
+    return (sequences == 1 || s.batch) && (heads == 1 || s.head) && (rows == 1 || s.row);
+  };
+  const bool packed = p.cu_queries;
+  constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
+  if (packed && (p.total_queries > kMaxRows || p.total_keys > kMaxRows)) return "more than 2^31 packed rows";
+  for (const In* t : inputs) {
+    const bool keys = t == &p.k || t == &p.v;
+    const int64_t rows = packed ? (keys ? p.total_keys : p.total_queries) : keys ? p.num_keys : p.num_queries;
+    if (!aligned(t->data, t->stride)) return "an input is not aligned to 16 bytes";
+    if (!moves(t->stride, packed ? 1 : p.sequences, keys ? p.heads / p.group : p.heads, rows)) return "an input is expanded";
+  }
+  for (const Out* t : outputs)
+    if (t->data && (t->columns % 8 || !aligned(t->data, t->stride))) return "a result is not aligned to 16 bytes";
+  return nullptr;
+}
+
+// Tiles that take equally long go to persistent blocks, which load the next tile's operands while they finish this one; others to blocks
+// of their own, which start in order as others end.
+inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  const bool even =
+      !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_padding.data;
+  const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
+  const int64_t section = even ? 1 : kSectionBytes / bytes;
+  // So that the number of a block's next tile has 31 bits, where there is none too.
+  if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
+  plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads)};
+  plan.blocks = even && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
+}
+
+inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
+  const AttentionProblem& p = f.p;
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0};
+  if (!f.out.data) plan.why_not = "statistics alone are wanted";
+  if (plan.why_not) return plan;
+  const int rows = sm90_forward_tile(plan.head_class, !p.bounds_only()).rows();
+  order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
+  return plan;
+}
+
+// Whether the producers of the backward can copy the rows of a floating mask or bias, which begin anywhere: 16 aligned bytes at a time.
+inline bool copied(const Dense& d) { return d.type != DenseType::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
+
+inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int multiprocessors) {
+  const AttentionProblem& p = g.p;
+  const bool keys = pass == Pass::BwdDkdv;
+  const auto inputs = {&p.q, &p.k, &p.v, &g.d_out};
+  // Padding is bounds, and where it has gaps a bit a key. With a left window a query may see only padding gaps, and what it holds would
+  // reach d_key and d_value: kernels with an elementwise mask recompute that.
+  Sm90Plan plan{
+      keys ? sm90_why_not(p, inputs, {&g.dk, &g.dv}) : sm90_why_not(p, inputs, {&g.dq}),
+      sm90_class(p),
+      p.has_score_mod(),
+      p.elementwise_mask() || (!PT_FAULT(padding_gaps_beside_a_left_window_kept) && keys && p.key_padding.data && p.left < kUnbounded),
+      {},
+      0};
+  const bool mask_adds = p.mask.data && p.mask.type != DenseType::boolean;
+  if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
+    plan.why_not =
+        "the backward kernels copy floating masks and biases of 16 or 32 bits whose rows are contiguous and whose data is aligned";
+  if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
+  if (plan.head_class == 256 && plan.elementwise_mask && plan.has_score_mod)
+    plan.why_not = "floating masks and biases, and elementwise masks beside score_mod, are in the backward kernels to head size 128";
+  if (plan.why_not) return plan;
+  const Sm90Tile tile = keys ? sm90_bwd_dkdv_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask)
+                             : sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
+  // Dropout's groups of keys may begin before the first.
+  const int64_t length = keys ? p.num_keys + (plan.has_score_mod ? p.key_start % 32 : 0) : p.num_queries;
+  const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
+  order_tiles(plan, p, (length + tile.rows() - 1) / tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
+  if (!sm90_backward_persists(plan.head_class, !plan.has_score_mod && !plan.elementwise_mask))
+    plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
+  return plan;
+}
+
+// deterministic=False, where all three gradients are wanted.
+inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors) {
+  const AttentionProblem& p = g.p;
+  Sm90Plan plan = plan_sm90_backward(g, Pass::BwdDkdv, multiprocessors);
+  if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
+  if (plan.has_score_mod || plan.elementwise_mask)
+    plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the passes that add in order";
+  if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
+  plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
+  if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
+  return plan;
+}
+
+// A mask's or bias's gradient. Parts go to persistent blocks in order; those at the same time are of one head, whose operands L2 has.
+inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
+  const AttentionProblem& p = f.b.p;
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0};
+  if ((!PT_FAULT(a_sum_over_queries_taken) && f.sizes[2] != p.num_queries) ||
+      (!PT_FAULT(a_sum_over_keys_taken) && f.sizes[3] != p.num_keys))
+    plan.why_not = "the gradient is a sum over queries or keys";
+  if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
+  if (plan.why_not) return plan;
+  const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
+  const int columns = kSm90DbiasSpan * tile.streamed;
+  const int64_t tiles = int64_t(p.num_queries + tile.rows() - 1) / tile.rows() * ((p.num_keys + p.key_start % 32 + columns - 1) / columns);
+  const int64_t heads = int64_t(f.sizes[0]) * f.sizes[1];
+  if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
+  plan.order = {int(tiles), int(heads), 1};
+  plan.blocks = tiles * heads < multiprocessors ? tiles * heads : multiprocessors;
+  return plan;
+}
+
+// What blocks add d_query to: tiles of a head, and numbers in all. Packed sequences begin a tile, for which there is room if
+// each has one more than its rows' share.
+inline int64_t sm90_dq_accum_tiles(const AttentionProblem& p, int head_class) {
+  const int rows = sm90_fused_tile(head_class).streamed;
+  return p.cu_queries ? p.total_queries / rows + p.sequences : (p.num_queries + rows - 1) / rows;
+}
+inline int64_t sm90_dq_accum_size(const AttentionProblem& p, int head_class) {
+  const int64_t heads = int64_t(p.cu_queries ? 1 : p.sequences) * p.heads;
+  return heads * sm90_dq_accum_tiles(p, head_class) * sm90_fused_tile(head_class).streamed * head_class;
+}
+
+}  // namespace pt::cuda

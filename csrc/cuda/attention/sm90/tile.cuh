@@ -1,0 +1,210 @@
+// What the sm_90a kernels share: their tiles' order, products of a warpgroup with tiles that TMA has left in shared memory, and what
+// becomes of accumulators.
+//
+// A tile is panels of 64 columns, each with rows of 128 bytes, swizzled (ring.cuh). Accumulators x[N / 2] are 64 rows, 16 a warp, by N
+// columns: element i is x[i / 4 * 4 + i % 4], laid out as in fragments.cuh.
+#pragma once
+
+#include "cuda/attention/score_mod.cuh"
+#include "cuda/attention/sm90/plan.h"
+#include "cuda/tile/product_shapes.h"
+#include "cuda/tile/quad.cuh"
+#include "cuda/tile/ring.cuh"
+#include "cuda/tile/warpgroup.cuh"
+
+namespace pt::cuda {
+
+// ---- who does what
+
+// For f(n), n the number of each tile of this block; of its only one if blocks do not persist.
+template <bool Persists = true, class F>
+PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
+  if constexpr (Persists)
+    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::grid_size() + (PT_FAULT(the_tiles_of_another_block) ? 1 : 0))
+      f(n);
+  else f(int(blockIdx.x));
+}
+
+// `visible` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether visible.hi
+// is the tensor's end.
+PT_DEVICE Range range_to_keep(Range visible, bool end) {
+  return {visible.lo == 0 ? -kUnbounded : visible.lo, end ? kUnbounded : visible.hi};
+}
+// Of the keys that some query of the sequence sees.
+PT_DEVICE Range keys_to_keep(const AttentionProblem& p, const Sequence& s) {
+  const Range visible{s.keys_of(p, 0).lo, s.keys_of(p, s.num_q - 1).hi};
+  return range_to_keep(
+      visible, PT_FAULT(the_next_rows_of_memory_kept) || (p.cu_keys ? s.row_k + visible.hi == p.total_keys : visible.hi == p.num_keys));
+}
+
+// A tile of queries as consumers see it; tiles of keys are visited from the last to the first.
+template <int Rows, int Streamed>
+struct QueryWork : QueryTile<Rows, Streamed> {
+  using Base = QueryTile<Rows, Streamed>;
+  using Base::i0, Base::s;
+
+  using Base::Base;
+  PT_DEVICE QueryWork(const AttentionProblem& p, const TileOrder& order, int n) : Base(p, place_of(order, n)) {}
+  // The keys of the lane's row r; those that some row of the sequence sees, or TMA leaves as zeros; and those that all 64 rows of this
+  // consumer see.
+  PT_DEVICE Range own_bounds(const AttentionProblem& p, int r) const { return Base::bounds(p, i0 + own_row(r)); }
+  PT_DEVICE Range rows_to_keep(const AttentionProblem& p) const { return keys_to_keep(p, s); }
+  // None where keys between are hidden, told by a range that begins at kUnbounded.
+  PT_DEVICE Range whole(const AttentionProblem& p) const {
+    const int first = i0 + consumer() * 64;
+    if (!PT_FAULT(tiles_with_padding_gaps_taken_whole) && s.padding_gaps) return {kUnbounded, 0};
+    return {s.keys_of(p, PT_FAULT(a_tile_cut_for_the_last_rows_taken_whole) ? first : first + 63).lo,
+            s.keys_of(p, PT_FAULT(a_tile_cut_for_the_first_rows_taken_whole) ? first + 63 : first).hi};
+  }
+};
+
+// ---- segments
+
+// Whether `Count` segments from number `first` on are all the same, which is then left in `one`; numbers that are not there are taken for
+// the nearest that is. Documents are long: of most tiles so. Every lane of the warp calls it, for the same segments.
+template <int Count>
+PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t& one) {
+  static_assert(Count % 32 == 0);
+  const auto load = [&](int i) { return load_i64(segments + max(0, min(first + i, size - 1))); };
+  one = load(0);
+  uint32_t others = 0;
+  PT_UNROLL
+  for (int i = 0; i < Count; i += 32) {
+    const int64_t differs = load(PT_FAULT(the_first_segments_for_all) ? lane_id() : i + lane_id()) ^ one;
+    others |= uint32_t(differs) | (PT_FAULT(half_of_a_segment) ? 0 : uint32_t(differs >> 32));
+  }
+  PT_UNROLL
+  for (int d = 1; d < 32; d *= 2) others |= ptx::shfl_xor_u32(others, d);
+  return PT_FAULT(one_segment_for_all) || others == 0;
+}
+
+// ---- products
+
+// x (+)= A B^T; A is this consumer's 64 rows of a tile, or all of a tile of 64, B a tile of N rows, both K-major: a step of 16 columns is
+// 32 bytes inside the swizzle's rows.
+template <class T, int D, class RingA, class RingB, int R>
+PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
+  static_assert(conforms(product_of_tiles(2 * R)));
+  const int own = PT_FAULT(the_other_consumers_rows) ? 1 - consumer() : consumer();
+  const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
+  ptx::wgmma_fence();
+  PT_UNROLL
+  for (int i = 0; i < D / 16; ++i) {
+    const uint32_t panel = PT_FAULT(the_second_panel_of_rows) ? 0 : i / 4 * RingA::kPanelBytes;
+    const uint32_t step = i % 4 * (PT_FAULT(a_step_of_a_product_too_short) ? 16 : 32);
+    ptx::wgmma_ss<T, 2 * R, false>(x, swizzled(a + panel + i % 4 * 32), swizzled(b + i / 4 * RingB::kPanelBytes + step),
+                                   accumulate || i > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// x += W B; W in registers, B a tile, N-major: a step of 16 rows is two groups of eight.
+template <class T, class RingB, int R, int S>
+PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
+  static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
+  if (!PT_FAULT(no_fence_before_weights_are_multiplied)) ptx::wgmma_fence();
+  PT_UNROLL
+  for (int i = 0; i < S; ++i) {
+    const uint32_t rows = b_ring.buffer(b_use) + i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom;
+    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], swizzled(rows, PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes), true);
+  }
+  ptx::wgmma_commit();
+}
+
+// Two neighbouring groups of eight columns are one A fragment of 16.
+template <class T, int R>
+PT_DEVICE void pack_weights(uint32_t (&weights)[R / 8][4], const float (&x)[R]) {
+  PT_UNROLL
+  for (int i = 0; i < R / 2; ++i) weights[i / 4][i % 4] = Element<T>::pack(x[2 * i], x[2 * i + 1]);
+}
+
+// ---- elements
+
+// Calls f(x, place, c) on pieces of 8 N columns, of which the first is 8 c columns after `at`: x[n][r] is s[(c + n) * 4 + r].
+template <int N, int R, class F>
+PT_DEVICE void in_pieces(float (&s)[R], const Place& at, F f) {
+  static_assert(R % (4 * N) == 0);
+  PT_UNROLL
+  for (int c = 0; c < R / 4; c += N) {
+    float x[N][4];
+    each<N>([&](int n, int r, uint32_t) { x[n][r] = s[(c + n) * 4 + r]; });
+    f(x, at.after(PT_FAULT(score_mod_of_other_columns) ? 4 * c : 8 * c), c);
+    each<N>([&](int n, int r, uint32_t) { s[(c + n) * 4 + r] = x[n][r]; });
+  }
+}
+template <int N, int R, class F>
+PT_DEVICE void in_pieces(float (&s)[R], int row, int first, F f) {
+  in_pieces<N>(s, Place(row, first), f);
+}
+
+// Calls f(x[i], row, column) with the row (0 or 1) of the lane's two and the column, from `first` on.
+template <int R, class F>
+PT_DEVICE void each_element(float (&x)[R], int first, F f) {
+  const int column = first + 2 * (lane_id() % 4);
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) f(x[i], i / 2 % 2, column + i / 4 * 8 + i % 2);
+}
+
+// x becomes `hidden` in the columns of keys that padding hides; `first`: the tile's first key.
+template <int R>
+PT_DEVICE void hide_keys(float (&x)[R], int first, const KeyPaddingBitmap& keys, float hidden) {
+  PT_UNROLL
+  for (int c = 0; c < R; c += 16) {  // 32 columns, of one word where tiles are whole words
+    const int key = first + (PT_FAULT(padding_gaps_of_the_tiles_first_32_keys) ? 0 : 2 * c) + 2 * (lane_id() % 4);
+    const uint32_t word = R % 16 == 0 ? keys.from(key) : keys.across(key);
+    PT_UNROLL
+    for (int i = 0; i < (R - c < 16 ? R - c : 16); ++i)
+      x[c + i] = word >> (i / 4 * 8 + (PT_FAULT(padding_gaps_in_even_columns_alone) ? 0 : i % 2)) & 1 ? x[c + i] : hidden;
+  }
+}
+
+// Rows of a tile whose first is row `first` that keep(row) is false for are read as zero from here on, by all consumers, each of which
+// calls this: a weight of zero would not hide NaN. They wait for the tile.
+template <int Consumers, class R, class F>
+PT_DEVICE void clear_rows_but(const R& ring, int use, int first, F keep) {
+  constexpr int kClearBarrier = 3;  // 1 and 2 are the consumers' turns
+  if (!PT_FAULT(cleared_before_they_are_there)) ring.consumer_wait(use);
+  for (int x = int(threadIdx.x) - 128; x < int(R::kBytes / 16); x += 128 * Consumers)
+    if (!keep(first + x / 8 % R::kRows)) ptx::st_shared_v4_f32(ring.buffer(use) + x * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+  if (!PT_FAULT(cleared_without_a_fence)) ptx::fence_proxy_async();
+  if (!PT_FAULT(cleared_without_a_barrier)) ptx::bar_sync(kClearBarrier, 128 * Consumers);
+}
+// Those outside `keep`.
+template <int Consumers, class R>
+PT_DEVICE void clear_rows(const R& ring, int use, int first, const Range& keep) {
+  if (PT_FAULT(hidden_values_kept) || (first >= keep.lo && first + R::kRows <= keep.hi)) return;
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(PT_FAULT(one_value_too_many_cleared) ? 1 + row : row); });
+}
+// And keys that padding hides between them.
+template <int Consumers, class R>
+PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range& keep, const KeyPaddingBitmap& keys) {
+  clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
+}
+
+// ---- results
+
+// The lane's two rows of a result times `factor`, 16 bytes at a time; row_index in the tensor, not written if negative. Every lane of the
+// warp calls it.
+template <class T, int R>
+PT_DEVICE void store_wide(const Out& out, int b, int h, const float (&x)[R], const float (&factor)[2], const int64_t (&row_index)[2]) {
+  PT_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    T* row = static_cast<T*>(out.data) + b * out.stride.batch + h * out.stride.head + row_index[r] * out.stride.row;
+    PT_UNROLL
+    for (int d = 0; d < R / 4; d += 4) {
+      uint32_t words[4];
+      PT_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const float low = x[4 * (d + c) + 2 * r], high = x[4 * (d + c) + 2 * r + 1];
+        // A factor of zero is for rows that see nothing, whatever their sums hold.
+        words[c] = factor[r] == 0.0f ? 0u : Element<T>::pack(low * factor[r], high * factor[r]);
+      }
+      if (!PT_FAULT(results_not_exchanged)) transpose_quad(words);
+      const int column = 8 * (d + lane_id() % 4);
+      if (row_index[r] >= 0 && (PT_FAULT(columns_past_the_last_written) || column < out.columns))
+        ptx::st_global_v4(row + column, {{words[0], words[1], words[2], words[3]}});
+    }
+  }
+}
+
+}  // namespace pt::cuda

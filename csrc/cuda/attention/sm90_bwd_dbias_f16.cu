@@ -1,3 +1,0 @@
-#include "cuda/attention/sm90_bwd_dbias_launch.cuh"
-
-template void pt::cuda::sm90_attention_bwd_dbias_as<pt::ptx::f16>(const AttentionDbias&, const Sm90Plan&, void*);

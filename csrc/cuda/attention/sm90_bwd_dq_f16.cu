@@ -1,3 +1,0 @@
-#include "cuda/attention/sm90_bwd_launch.cuh"
-
-template void pt::cuda::sm90_attention_bwd_dq_as<pt::ptx::f16>(const AttentionBackward&, const Sm90Plan&, void*);

@@ -1,0 +1,159 @@
+// Cross entropy, forward. First stage: what a product's epilogue leaves of each row's logits in a tile of classes; no logit is stored.
+// Second: the parts of a row, in order, to lse and loss.
+#pragma once
+
+#include "cuda/cross_entropy/sm90/labels.cuh"
+#include "cuda/cross_entropy/sm90/plan.h"
+
+namespace pt::cuda {
+
+// Of a row's logits: the maximum, and the sum of exponentials about it.
+struct Exponentials {
+  float row_max, sum;
+
+  // What to subtract before exponentials: without any logit but -inf, nothing.
+  static PT_DEVICE float safe(float row_max) { return row_max == minus_infinity() ? 0.0f : row_max; }
+  PT_DEVICE void add(const Exponentials& b) {
+    const float larger = fmaxf(row_max, b.row_max), base = safe(larger);
+    const float alpha = PT_FAULT(a_sum_not_rescaled) ? 1.0f : ptx::exp2((row_max - base) * kLog2e);
+    sum = sum * alpha + b.sum * ptx::exp2((b.row_max - base) * kLog2e);
+    row_max = larger;
+  }
+};
+
+// Of the four lanes that have a row.
+PT_DEVICE float sum_over_quad(float x) {
+  x += ptx::shfl_xor(x, 1);
+  return PT_FAULT(the_sum_of_two_lanes) ? x : x + ptx::shfl_xor(x, 2);
+}
+PT_DEVICE float quad_max(float x) {
+  x = fmaxf(x, ptx::shfl_xor(x, 1));
+  return PT_FAULT(the_maximum_of_two_lanes) ? x : fmaxf(x, ptx::shfl_xor(x, 2));
+}
+
+// An epilogue (matmul.cuh).
+struct RowPartials {
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + RowStats::kBytes;
+  static constexpr int kPanels = 0;
+  Bias bias[1];
+  Labels labels;
+  float *partials, *picked;
+  int64_t tiles;  // of classes
+
+  PT_DEVICE void begin(const MatmulPlace& place) const {
+    uint32_t target = 0;
+    RowStats::each(place, [&](int, int64_t row) { target = uint32_t(clamped(target_of(labels, row), place.columns)); });
+    if (bias[0].data) TileBias<1>::bring(bias, place);                         // models of language seldom have one
+    else if (!PT_FAULT(targets_written_under_their_readers)) sync_consumer();  // targets of the tile before have been read
+    RowStats::each(place, [&](int i, int64_t) { targets(place).put(i, target); });
+  }
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const TileBias<1> biases(place);
+    const int64_t left = place.columns - place.column;
+    const int end = int(left < 2 * R ? left : 2 * R) - 2 * (lane_id() % 4);  // of the classes, from the lane's first column on
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float z[R / 2];  // in the registers of the sums
+      PT_UNROLL
+      for (int strip = 0; strip < R / 16; ++strip) {
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) z[8 * strip + c] = x[sum_at(strip, r ^ PT_FAULT(the_other_rows_logits), c)];
+      }
+      if (bias[0].data) {
+        PT_UNROLL
+        for (int strip = 0; strip < R / 16; ++strip) {
+          float b[8];
+          biases.load(b, 0, strip);
+          PT_UNROLL
+          for (int c = 0; c < 8; ++c) z[8 * strip + c] += b[c];
+        }
+      }
+      finish_row(place, z, end, r);
+    }
+  }
+
+ private:
+  static PT_DEVICE RowStats targets(const MatmulPlace& place) { return {place.scratch + TileBias<1>::kBytes}; }
+  // The column of the lane's element i, from its first on.
+  static PT_HOST_DEVICE constexpr int column_of(int i) { return i / 2 * 8 + i % 2; }
+
+  template <int N>
+  PT_DEVICE void finish_row(const MatmulPlace& place, float (&z)[N], int end, int r) const {
+    const int64_t row = place.own(r);
+    if (row < place.rows) pick(place, z, r);
+    float total = 0.0f;
+    if (labels.on_each > 0.0f) {
+      PT_UNROLL
+      for (int i = 0; i < N; ++i) total += column_of(i) < end ? z[i] : 0.0f;
+    }
+    if (end < 4 * N - 6) {  // some column is no class
+      PT_UNROLL
+      for (int i = 0; i < N; ++i) z[i] = column_of(i) < end || PT_FAULT(columns_past_the_last_class) ? z[i] : minus_infinity();
+    }
+    float row_max = minus_infinity(), sum = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < N; ++i) row_max = fmaxf(row_max, z[i]);
+    row_max = quad_max(row_max);
+    const float base = Exponentials::safe(row_max);
+    PT_UNROLL
+    for (int i = 0; i < N; ++i) sum += ptx::exp2((z[i] - base) * kLog2e);
+    sum = sum_over_quad(sum);
+    if (labels.on_each > 0.0f) total = sum_over_quad(total);
+    // Each number by a lane of its own.
+    const int kind = lane_id() % 4;
+    if (row < place.rows + PT_FAULT(partials_of_a_row_past_the_last) && kind < (labels.on_each > 0.0f ? 3 : 2)) {
+      float* const part = partials + (kind * tiles + (PT_FAULT(partials_of_the_first_tile) ? 0 : place.column / kClassTile)) * place.rows;
+      store_one(part + row, kind == 0 ? row_max : kind == 1 ? sum : total);
+    }
+  }
+
+  // Few rows have their target in a tile.
+  template <int N>
+  PT_DEVICE void pick(const MatmulPlace& place, const float (&z)[N], int r) const {
+    const int64_t at = int64_t(targets(place).get(r)) - (PT_FAULT(the_target_of_the_first_tile) ? 0 : place.column) - 2 * (lane_id() % 4);
+    if (at < 0 || at >= 4 * N || at % 8 > (PT_FAULT(odd_targets_left_out) ? 0 : 1)) return;
+    float found = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < N; ++i)
+      if (column_of(i) == int(at)) found = z[i];
+    store_one(picked + place.own(r), found);
+  }
+};
+
+// 32 rows a block: warp w adds the tiles w, w + 8, ..., then the first warp adds the warps.
+__global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(const __grid_constant__ LossProblem f) {
+  const int warp = int(threadIdx.x) / 32;
+  const int64_t row = int64_t(blockIdx.x) * 32 + lane_id();
+  const bool here = row < f.rows + PT_FAULT(the_loss_of_a_row_past_the_last), smooth = f.labels.on_each > 0.0f;
+  const uint32_t shared = ptx::dynamic_smem();
+  const auto at = [&](int kind, int of) { return shared + 4 * uint32_t((kind * kLossWarps + of) * 32 + lane_id()); };
+  Exponentials all{minus_infinity(), 0.0f};
+  float total = 0.0f;
+  if (here) {
+    for (int64_t tile = warp; tile < f.tiles - PT_FAULT(the_last_tile_left_out); tile += kLossWarps) {
+      const float* p = f.partials + tile * f.rows + row;
+      const int64_t kind = f.tiles * f.rows;
+      all.add({load_one(p), load_one(p + kind)});
+      if (smooth) total += load_one(p + 2 * kind);
+    }
+  }
+  ptx::st_shared_f32(at(0, warp), all.row_max);
+  ptx::st_shared_f32(at(1, warp), all.sum);
+  ptx::st_shared_f32(at(2, warp), total);
+  if (!PT_FAULT(no_barrier_in_the_losses_second_stage)) ptx::syncthreads();
+  if (warp != 0 || !here) return;
+  for (int w = 1; w < (PT_FAULT(warps_left_out) ? 2 : kLossWarps); ++w) {
+    all.add({ptx::ld_shared_f32(at(0, w)), ptx::ld_shared_f32(at(1, w))});
+    total += ptx::ld_shared_f32(at(2, w));
+  }
+  const float lse = ptx::fma_rn(ptx::log2(all.sum), PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2, all.row_max);
+  float loss = lse - (PT_FAULT(the_target_keeps_its_share) ? 1.0f : f.labels.on_target) * load_one(f.picked + row);
+  const float classes = float(PT_FAULT(the_mean_over_whole_tiles) ? f.tiles * kClassTile : f.classes);
+  if (smooth && !PT_FAULT(the_smoothing_left_out)) loss -= f.labels.on_each * (total / classes);
+  store_one(f.lse + row, lse);
+  store_one(f.loss + row, target_of(f.labels, row) == f.labels.ignore_index && !PT_FAULT(ignored_rows_count) ? 0.0f : loss);
+}
+
+}  // namespace pt::cuda

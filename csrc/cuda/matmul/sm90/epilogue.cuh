@@ -1,0 +1,161 @@
+// What epilogues share: columns of numbers, and results 16 bytes at a time.
+#pragma once
+
+#include "cuda/matmul/sm90/matmul.cuh"
+
+namespace pt::cuda {
+
+constexpr int kStripColumns = 32;  // at a time: four lanes that share a row then write 64 bytes of it
+
+// Which of a lane's sums is column 8 (c / 2) + 2 (lane % 4) + c % 2 of a strip in its row r.
+PT_HOST_DEVICE constexpr int sum_at(int strip, int r, int c) { return 16 * strip + c / 2 * 4 + 2 * r + c % 2; }
+
+// A tile's biases, of each product in turn for each half, or zeros: in a consumer's scratch since the tile's first products.
+template <int Products>
+class TileBias {
+ public:
+  static constexpr int kColumns = kHalfColumns / Products;  // of a product, in a half
+  static constexpr uint32_t kBytes = 2 * kHalfColumns * sizeof(float);
+
+  // By an epilogue's begin(). Every thread of the consumer.
+  static PT_DEVICE void bring(const Bias (&biases)[Products], const MatmulPlace& place) {
+    static_assert(kHalfColumns == 128);  // a thread has one of each half
+    const int mine = int(threadIdx.x) % 128;
+    const Bias& bias = biases[mine / kColumns];
+    float v[2] = {};
+    if (bias.data)
+      with_type(bias.dtype, [&](auto t) {
+        const auto* p = static_cast<const decltype(t)*>(bias.data);
+        PT_UNROLL
+        for (int h = 0; h < 2; ++h)
+          if (const int64_t column = place.column + h * kColumns + mine % kColumns; column < place.columns)
+            v[h] = load_one(p + column + PT_FAULT(a_bias_one_column_off));
+      });
+    if (!PT_FAULT(a_bias_written_under_its_readers)) sync_consumer();  // those of the tile before have been read
+    PT_UNROLL
+    for (int h = 0; h < 2; ++h) ptx::st_shared_f32(place.scratch + 4 * uint32_t(h * kHalfColumns + mine), v[h]);
+  }
+
+  // Every thread of the consumer.
+  PT_DEVICE explicit TileBias(const MatmulPlace& place) {
+    const int half = PT_FAULT(the_biases_of_the_first_half) ? 0 : place.half;
+    at_ = place.scratch + 4 * uint32_t(half * kHalfColumns);
+    if (!PT_FAULT(a_bias_read_before_it_is_there)) sync_consumer();
+  }
+
+  // Of the lane's eight columns of a strip: v[2 c + e] is column first(4 strip + c) + e.
+  PT_DEVICE void load(float (&v)[8], int product, int strip) const {
+    const int column = product * kColumns + strip * kStripColumns + 2 * (lane_id() % 4);
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) ptx::ld_shared_v2_f32(at_ + 4 * uint32_t(column + 8 * c), v[2 * c], v[2 * c + 1]);
+  }
+
+ private:
+  uint32_t at_;
+};
+
+// Where the lane writes a result: of each row of a strip, after an exchange in the quad, eight columns in a row. What it needs of that is
+// made once for half a tile.
+template <class T>
+class StripRows {
+ public:
+  PT_DEVICE StripRows(const MatrixOut& out, const MatmulPlace& place) {
+    const int64_t column = place.column + 8 * (lane_id() % 4), left = place.columns - column;
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      at_[r] = reinterpret_cast<uintptr_t>(out.data) + (place.own(r) * out.stride + column) * sizeof(T);
+      left_[r] = place.own(r) >= place.rows + PT_FAULT(a_results_row_past_the_last) ? 0 : left < kHalfColumns ? int(left) : kHalfColumns;
+    }
+  }
+  PT_DEVICE bool has(int strip, int r) const { return strip * kStripColumns < left_[r] + PT_FAULT(columns_past_the_last); }
+  PT_DEVICE T* at(int strip, int r) const { return reinterpret_cast<T*>(at_[r]) + strip * kStripColumns; }
+
+  // Rounds and writes the lane's eight columns of a strip in its row r. Every lane of the warp calls it.
+  PT_DEVICE void store(int strip, int r, const float (&v)[8]) const {
+    uint32_t words[4];
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) words[c] = Element<T>::pack(v[2 * c], v[2 * c + 1]);
+    if (!PT_FAULT(words_not_exchanged)) transpose_quad(words);
+    if (has(strip, r)) ptx::st_global_v4(at(strip, r), {{words[0], words[1], words[2], words[3]}});
+  }
+
+ private:
+  uintptr_t at_[2];
+  int left_[2];
+};
+
+// out = sums + bias.
+struct Linear {
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes;
+  static constexpr int kPanels = 0;
+  Bias bias[1];
+  MatrixOut out;
+
+  PT_DEVICE void begin(const MatmulPlace& place) const { TileBias<1>::bring(bias, place); }
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const TileBias<1> biases(place);
+    const StripRows<T> rows(out, place);
+    PT_UNROLL
+    for (int strip = 0; strip < R / 16; ++strip) {
+      float b[8];
+      biases.load(b, 0, strip);
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float v[8];
+        PT_UNROLL
+        for (int c = 0; c < 8; ++c) v[c] = x[sum_at(strip, r ^ PT_FAULT(a_result_of_the_lanes_other_row), c)] + b[c];
+        rows.store(strip, r, v);
+      }
+    }
+  }
+};
+
+// out (+)= sums, in float32.
+struct Sums {
+  static constexpr uint32_t kScratch = 0;
+  static constexpr int kPanels = 0;
+  MatrixOut out;
+  bool add;
+
+  PT_DEVICE void begin(const MatmulPlace&) const {}
+
+  template <class T, int R>
+  PT_DEVICE void finish(const MatmulPlace& place, const float (&x)[R], const MatmulPanels&) const {
+    const StripRows<float> rows(out, place);
+    PT_UNROLL
+    for (int strip = 0; strip < R / 16; ++strip) {
+      PT_UNROLL
+      for (int r = 0; r < 2; ++r) store(rows, strip, r, x);
+    }
+  }
+
+ private:
+  template <int R>
+  PT_DEVICE void store(const StripRows<float>& rows, int strip, int r, const float (&x)[R]) const {
+    const int first = PT_FAULT(even_and_odd_columns_exchanged);
+    uint32_t even[4], odd[4];  // columns; after the exchange eight neighbouring ones
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      even[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + first)]);
+      odd[c] = ptx::float_bits(x[sum_at(strip, r, 2 * c + 1 - first)]);
+    }
+    transpose_quad(even);
+    transpose_quad(odd);
+    if (!rows.has(strip, r)) return;
+    float* const to = rows.at(strip, r);
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      ptx::Words4 v{{even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]}};
+      if (add && !PT_FAULT(a_chunks_sums_forgotten)) {
+        const ptx::Words4 before = ptx::ld_global_v4(to + 4 * half);
+        PT_UNROLL
+        for (int i = 0; i < 4; ++i) v.w[i] = ptx::float_bits(ptx::bits_float(before.w[i]) + ptx::bits_float(v.w[i]));
+      }
+      ptx::st_global_v4(to + 4 * (half ^ PT_FAULT(neighbours_of_eight_columns_exchanged)), v);
+    }
+  }
+};
+
+}  // namespace pt::cuda

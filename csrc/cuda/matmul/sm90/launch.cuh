@@ -1,0 +1,51 @@
+// Launches of products by warpgroups, of problems that `plan` took.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/matmul/sm90/matmul.cuh"
+#include "cuda/tensor_map.cuh"
+
+namespace pt::cuda {
+
+// Boxes of 64 columns of `rows` rows.
+inline ptx::TensorMap map_matrix(const Matrix& m, DType dtype, int rows) {
+  return tensor_map({m.data, dtype, 2, {uint64_t(m.columns), uint64_t(m.rows)}, {1, uint64_t(m.stride)}}, uint32_t(rows));
+}
+
+// panels: those that the epilogue reads, (rows, columns) of the product.
+template <class T, class K, class E>
+void launch_matmul(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream, const Matrix* panels = nullptr) {
+  constexpr int kStep = kMatmulTile.step;
+  MatmulArgs<E> args{{}, {}, {}, epilogue, plan.grid, plan.halves, p.rows, p.columns, {}};
+  for (int i = 0; i < 2; ++i) {
+    if (p.a[i].data) {
+      args.a[i] = map_matrix(p.a[i], p.dtype, K::a_by_k ? kStep : kMatmulTile.rows());
+      args.steps[i] = int((p.a[i].width() + (PT_FAULT(a_step_left_out) ? 0 : kStep - 1)) / kStep);
+    }
+    const int products = PT_FAULT(boxes_of_a_gated_stage_too_high) ? 1 : K::products;
+    if (p.b[i].data) args.b[i] = map_matrix(p.b[i], p.dtype, K::b_by_k ? kStep : kHalfColumns / products);
+    if (i < E::kPanels) args.panels[i] = map_matrix(panels[i], p.dtype, kMatmulTile.rows());
+  }
+  launch(sm90_matmul_kernel<T, K, E>, dim3(unsigned(plan.blocks)), kMatmulTile.threads(), matmul_smem(kMatmulTile, E::kScratch), stream,
+         args);
+}
+
+// Calls run(T{}) for the type of the problem's elements, which have 16 bits.
+template <class F>
+void with_half(DType dtype, F run) {
+  if (dtype == DType::bf16) run(ptx::bf16{});
+  else run(ptx::f16{});
+}
+
+// A product that nothing but its epilogue knows: as its operands lie.
+template <class E>
+void launch_plain(const Product& p, const E& epilogue, const MatmulPlan& plan, void* stream) {
+  with_half(p.dtype, [&](auto t) {
+    using T = decltype(t);
+    if (p.a[0].transposed) launch_matmul<T, TN>(p, epilogue, plan, stream);
+    else if (p.b[0].transposed) launch_matmul<T, NT>(p, epilogue, plan, stream);
+    else launch_matmul<T, NN>(p, epilogue, plan, stream);
+  });
+}
+
+}  // namespace pt::cuda

@@ -1,0 +1,46 @@
+// Sums over the rows of what an epilogue makes, for the gradients of biases: of 64 rows each, in a fixed order.
+#pragma once
+
+#include "cuda/matmul/sm90/epilogue.cuh"
+
+namespace pt::cuda {
+
+// The lane's sums over its warp's 16 rows, of its column 8 (k / 2) + 2 (lane % 4) + k % 2 of 32, k = lane / 4: at each step half of the
+// columns go to the lane that has the other rows.
+PT_DEVICE float sum_over_rows(const float (&v)[8]) {
+  const bool upper = lane_id() & 16, middle = lane_id() & 8, odd = lane_id() & 4;
+  float four[4], two[2];
+  PT_UNROLL
+  for (int i = 0; i < 4; ++i) four[i] = (upper ? v[4 + i] : v[i]) + ptx::shfl_xor(upper ? v[i] : v[4 + i], 16);
+  PT_UNROLL
+  for (int i = 0; i < 2; ++i)
+    two[i] = (middle != PT_FAULT(columns_of_a_sum_exchanged) ? four[2 + i] : four[i]) + ptx::shfl_xor(middle ? four[i] : four[2 + i], 8);
+  return (odd ? two[1] : two[0]) + (PT_FAULT(half_the_rows_of_a_sum) ? 0.0f : ptx::shfl_xor(odd ? two[0] : two[1], 4));
+}
+
+// Of one bias, for a consumer: its warps' sums in shared memory, (4, 128), then their sum.
+struct BiasSums {
+  static constexpr int kColumns = kHalfColumns;
+  static constexpr uint32_t kBytes = 4 * kColumns * sizeof(float);
+  uint32_t at;
+
+  PT_DEVICE void put(int strip, const float (&v)[8]) const {
+    const int k = lane_id() / 4, column = strip * kStripColumns + 8 * (k / 2) + 2 * (lane_id() % 4) + k % 2;
+    ptx::st_shared_f32(at + 4 * uint32_t(warp_row() % 64 / 16 * kColumns + column), sum_over_rows(v));
+  }
+  // After a barrier of the consumer.
+  PT_DEVICE void store(float* partials, const MatmulPlace& place) const {
+    if (!partials || (place.row >= place.rows && !PT_FAULT(a_row_of_sums_past_the_last))) return;
+    static_assert(kColumns == 128);  // a thread has one
+    const int column = int(threadIdx.x) % 128;
+    if (place.column + column >= place.columns) return;
+    float sum = 0.0f;
+    PT_UNROLL
+    for (int warp = 0; warp < 4 - PT_FAULT(a_warps_sum_left_out); ++warp)
+      sum += ptx::ld_shared_f32(at + 4 * uint32_t(warp * kColumns + column));
+    const int of_a_part = PT_FAULT(sums_of_a_wrong_tile) ? 128 : kRowsOfAPart;
+    store_one(partials + place.row / of_a_part * place.columns + place.column + column, sum);
+  }
+};
+
+}  // namespace pt::cuda

@@ -1,9 +1,0 @@
-#include "cuda/matmul/epilogue.cuh"
-#include "cuda/matmul/kernels.h"
-#include "cuda/matmul/sm90_launch.cuh"
-
-namespace pt::cuda {
-
-void sm90_sums(const SumsProblem& s, const MatmulPlan& plan, void* stream) { launch_plain(s.product, Sums{s.out, s.add}, plan, stream); }
-
-}  // namespace pt::cuda
