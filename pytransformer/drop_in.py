@@ -28,7 +28,7 @@ from . import drop_in_nested
 from .ops import nested
 from .ops._core import lane
 from .ops._core.autograd import compiling_a_derivative
-from .ops._core.failures import DID_NOT_RUN
+from .ops._core.failures import is_broken
 from .ops._core.fallbacks import NotLaunched, record_fallback
 from .ops._core.registry import Op
 from .ops._core.tensors import FLOATING, shape_of
@@ -160,7 +160,7 @@ def _replacement(original: Any) -> Callable[..., torch.Tensor]:
             except NotLaunched as error:
                 reason = str(error)
         _check_lengths(key, value)
-        record_fallback(OP, reason, instead="PyTorch's own kernel", once=DID_NOT_RUN in reason)
+        record_fallback(OP, reason, instead="PyTorch's own kernel", once=is_broken(reason))
         return original.call_boxed(
             keyset, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -4,6 +4,7 @@ told."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -17,6 +18,9 @@ from pytransformer.testing.poison import poisoned
 
 skipped: Counter[str] = Counter()
 ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
+DECLINED = re.compile(
+    r"backend 'torch' was forced but (cannot do this: [^\n(]*|did not run: NotLaunched: PyTorch's kernels give no gradient)"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,6 +83,19 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(f"backend {request.param}: {reason}")
     return request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """The backend torch takes what PyTorch's kernels can do: a test of what it declines is skipped, with the reason. What it takes is
+    counted in tests/ops/test_attention_torch.py."""
+    try:
+        return (yield)
+    except Exception as error:  # of opcheck, and of a test's own process, it is another that quotes it
+        found = DECLINED.search(str(error))
+        if pyfuncitem.funcargs.get("backend") != "torch" or not found:
+            raise
+        pytest.skip(found[0])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -44,7 +44,7 @@ PYTEST = [
 ]
 REST = "cpu"
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
-OURS = ("reference", "cpu", "triton", "cuda")
+OURS = ("reference", "cpu", "triton", "cuda")  # not "torch", which in a benchmark is PyTorch's own function
 
 
 class Part(NamedTuple):

@@ -22,6 +22,7 @@ STEMS = {
 EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
 A_BACKEND_HAS = {
     "reference": (),
+    "torch": ("pytransformer/ops/_backends/torch/{}.py",),
     "cpu": ("csrc/cpu/{}.h", "csrc/cpu/{}.cpp", "csrc/cpu/{}_kernels.cpp"),
     "triton": ("kernels/{}/configs.py", "kernels/{}/fwd.py", "kernels/{}/bwd.py"),
     "cuda": ("csrc/cuda/{}/**/fwd*.cuh", "csrc/cuda/{}/**/bwd*.cuh"),

@@ -55,7 +55,7 @@ ROWS = (
         ),
     ),
     (
-        Box("reference", "plain PyTorch, the oracle", "pytransformer/reference", "tier"),
+        Box("reference, torch", "plain PyTorch; its fused kernels", "pytransformer/reference", "tier"),
         Box("_backends/cpu", "allocates, calls", "pytransformer/ops/_backends/cpu", "tier"),
         Box("_backends/triton", "allocates, calls", "pytransformer/ops/_backends/triton", "tier"),
         Box("_backends/cuda", "allocates, calls", "pytransformer/ops/_backends/cuda", "tier"),
@@ -77,6 +77,7 @@ BESIDE = Box("testing", "float64 oracle|error bounds|cases, fuzzer|poisoned memo
 WITHIN = {  # folders that a box stands for besides its own
     "pytransformer/ops/_backends",
     "pytransformer/ops/_backends/gpu",  # what triton and cuda share
+    "pytransformer/ops/_backends/torch",  # beside the reference
     "pytransformer/ops/_problem",
     "csrc/common",  # what cpu, cuda and the emulator share
     "csrc/lane",  # ops and ops/_core once more, for plain eager calls

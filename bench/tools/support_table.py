@@ -22,7 +22,7 @@ from pytransformer.testing.cases import cases
 README = Path(__file__).resolve().parents[2] / "README.md"
 START, END = "<!-- support table: start, written by bench/tools/support_table.py -->", "<!-- support table: end -->"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-DEVICE = {"reference": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
+DEVICE = {"reference": "cpu", "torch": "cpu", "cpu": "cpu", "triton": "cuda", "cuda": "cuda"}
 
 
 # A GPU backend asks for the device's compute capability; the table is for Hopper, and there may be no GPU here.
@@ -40,8 +40,11 @@ def supported(backend: str, case) -> str:
         return "–"
     found = []
     for dtype, name in DTYPES.items():
-        args, kwargs = case.make("cpu", dtype, seed=0)
+        args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
         a, _, _ = op.prepare(*args, **kwargs)
+        if DEVICE[backend] == "cpu":
+            found += [name] * (op.backends[backend].why_not(a) is None)
+            continue
         # Fake tensors: a backend's answer for a GPU can be had where there is none.
         meta = {n: t.to("meta") for n, t in a._asdict().items() if isinstance(t, torch.Tensor)}
         with FakeTensorMode() as fake:

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from ..reference.attention import attention_forward
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
+from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
 from ._core import lane
 from ._core.options import Alignment, AttentionOptions
@@ -42,7 +43,7 @@ float scale, float softcap, float dropout_p, bool deterministic""".replace("\n",
 ALIGNMENTS = (None, *get_args(Alignment))
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 # Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
-ORDER = ("triton", "cuda", "cpu", "reference")
+ORDER = ("triton", "cuda", "cpu", "torch", "reference")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +147,8 @@ def attention(
         return_lse: return (out, lse): the natural log of the softmax's denominator, float32, (B, Hq, Lq), differentiable.
         deterministic: bitwise equal gradients from run to run. False may be faster: on sm_90a the backend cuda adds d_query across
             blocks in any order, in a float32 copy; the last bits of d_query then differ from run to run. Elsewhere it does nothing.
-        backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"cuda"``, ``"triton"``, ``"cpu"``, ``"torch"`` (PyTorch's own fused kernels) or ``"reference"``; raises if that
+            cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -357,3 +359,4 @@ attention_op.add_reference(attention_forward, extra_bytes=_reference_bytes, chec
 attention_op.backend(cpu_attention.backend(attention_op, check_values))
 attention_op.backend(triton_attention.backend(attention_op, check_values))
 attention_op.backend(cuda_attention.backend(attention_op, check_values))
+attention_op.backend(torch_attention.backend(attention_op, check_values))

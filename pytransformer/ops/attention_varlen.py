@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from ..reference.attention import attention_varlen_forward
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
+from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
 from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
@@ -232,3 +233,4 @@ attention_varlen_op.add_reference(attention_varlen_forward, check_values=check_v
 attention_varlen_op.backend(cpu_attention.backend(attention_varlen_op, check_values))
 attention_varlen_op.backend(triton_attention.backend(attention_varlen_op, check_values))
 attention_varlen_op.backend(cuda_attention.backend(attention_varlen_op, check_values))
+attention_varlen_op.backend(torch_attention.backend(attention_varlen_op, check_values))

@@ -9,6 +9,7 @@ float32 inside for float32, bfloat16 and float16 inputs, float64 for float64. Di
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,27 +69,34 @@ def visible_pairs(a: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
     ``rows``: the absolute indices of the queries, if they are not consecutive.
     """
     batch, heads, num_queries, _ = a.query.shape
-    i, j, offset = indices(a, rows)
     visible = torch.ones(batch, heads, num_queries, a.key.shape[2], dtype=torch.bool, device=a.query.device)
-    if a.causal != "none":
+    for part in visible_parts(a, rows):
+        visible = visible & part
+    return visible
+
+
+def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = True) -> Iterator[torch.Tensor]:
+    """What hides pairs, each as a bool tensor of its own shape, broadcastable to (B, Hq, Lq, Lk): all must be true. Without ``causal``
+    what causality hides is left out."""
+    i, j, offset = indices(a, rows)
+    if a.causal != "none" and causal:
         below = j <= i + offset
         if a.prefix_lengths is not None:
             below = below | (j < _per_batch(a.prefix_lengths))
-        visible = visible & below
+        yield below
     if a.left >= 0:
-        visible = visible & (j >= i + offset - a.left)
+        yield j >= i + offset - a.left
     if a.right >= 0:
-        visible = visible & (j <= i + offset + a.right)
+        yield j <= i + offset + a.right
     if a.query_lengths is not None:
-        visible = visible & (i < _per_batch(a.query_lengths))
+        yield i < _per_batch(a.query_lengths)
     if a.key_lengths is not None:
-        visible = visible & (j < _per_batch(a.key_lengths))
+        yield j < _per_batch(a.key_lengths)
     if a.query_segments is not None:
-        visible = visible & (a.query_segments[:, None, :, None] == a.key_segments[:, None, None, :])
+        yield a.query_segments[:, None, :, None] == a.key_segments[:, None, None, :]
     for dense in (a.mask, a.bias):
         if dense is not None:
-            visible = visible & (dense if dense.dtype == torch.bool else dense.detach() != -math.inf)
-    return visible
+            yield dense if dense.dtype == torch.bool else dense.detach() != -math.inf
 
 
 def indices(a: Any, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:

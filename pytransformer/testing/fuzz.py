@@ -42,6 +42,7 @@ class Report:
 
     cases: int = 0
     failures: list[str] = field(default_factory=list)  # one reproducing line and its reasons each
+    declined: Counter[str] = field(default_factory=Counter)  # problems that each backend would not take
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     reached: dict[tuple[str, str, str], float] = field(default_factory=dict)  # (backend, dtype, result) -> share of the bound
@@ -85,6 +86,7 @@ def fuzz(
     for case in cases:
         problem, verdicts = OPS[op](seed, case, backends, case % REPEAT_EVERY == 0)
         report.add(problem, verdicts)
+        report.declined.update(backend for backend in backends if backend not in verdicts)
         for backend, (_, wrong) in verdicts.items():
             if wrong:
                 report.failures.append("\n    ".join([reproduce(op, seed, case, backend), str(problem), *wrong]))
@@ -152,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.table())
     print(
         f"{options.op} on {', '.join(backends)}: {report.cases} cases, {len(report.failures)} failures, "
-        f"seed {options.seed}, {report.seconds:.0f} s"
+        f"{sum(report.declined.values())} declined, seed {options.seed}, {report.seconds:.0f} s"
     )
     return int(bool(report.failures))
 

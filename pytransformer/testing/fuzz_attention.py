@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._core.fallbacks import BackendError
 from . import bounds, oracle
 from .draw_attention import Problem, draw
 from .guarded import place
@@ -152,7 +153,7 @@ def examine(
     seed: int, case: int, backends: list[str], repeat: bool
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
     """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and
-    compares bits."""
+    compares bits. Those that a backend declines have no verdict."""
     problem = draw(seed, case)
     solution = problem.solve()
     verdicts = {}
@@ -162,6 +163,8 @@ def examine(
             checks, wrong = judge(problem, solution, first, backend)
             if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")
+        except BackendError:
+            continue  # outside what the backend takes: the report counts them
         except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
             checks, wrong = [], [f"{type(error).__name__}: {error}"]
         verdicts[backend] = checks, wrong

@@ -77,7 +77,7 @@ def test_doctor_checks_every_op(cli):
     assert {line["op"] for line in report["self_check"]} == set(exact.ops())
     assert all(line["verdict"] == "ok" and line["bound_used"] <= 1 for line in report["self_check"])
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
-    assert set(tiers) == {"reference", "cpu", "triton", "cuda"}
+    assert set(tiers) == {"reference", "torch", "cpu", "triton", "cuda"}
     assert set(tiers["reference"]["works"]) == set(exact.ops())
     for tier in tiers.values():
         assert tier["works"] or tier["why_not"], f"{tier['tier']} neither works nor says why not"

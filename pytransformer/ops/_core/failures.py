@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import native
 from .fallbacks import BackendError, NotLaunched, failures, remember_failure
 
 # What the CUDA runtime and driver say of a launch that they refuse: the texts of cudaGetErrorString and cuGetErrorString, whole,
@@ -43,6 +44,13 @@ TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "th
 TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
 SHORT = 300
 DID_NOT_RUN = "did not run: "  # how the reason starts when a backend was tried and failed
+BROKEN = (DID_NOT_RUN, native.LIBRARY)
+
+
+def is_broken(why: str) -> bool:
+    """Whether a backend is left out because something is wrong with it here, and not because the problem is none of its own: a person
+    is told of that, whatever computes instead."""
+    return any(sign in why for sign in BROKEN)
 
 
 def step_down(op: str, backend: str, a: Any, error: Exception, *, forced: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[2]
 LIBRARY_NAME = "libpytransformer_cpu.so"
+LIBRARY = "the native library"  # how the reasons start that say it is not there
 OLDER = "rebuild it with make build"
 
 
@@ -27,7 +28,7 @@ def why_not(op: str) -> str | None:
     """None if the library is loaded and holds the raw op `op`, else the reason why it cannot be called."""
     if (reason := _why_not_loaded()) is not None:
         return reason
-    return None if hasattr(torch.ops.pytransformer_C, op) else f"the native library has no op {op}: {OLDER}"
+    return None if hasattr(torch.ops.pytransformer_C, op) else f"{LIBRARY} has no op {op}: {OLDER}"
 
 
 @functools.cache
@@ -36,11 +37,11 @@ def _why_not_loaded() -> str | None:
     if not path.exists():
         info = build_info()
         reason = info["cpu"]["reason"] if info else "this checkout was never built (make build)"
-        return f"the native library was not built: {reason}"
+        return f"{LIBRARY} was not built: {reason}"
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return f"the native library does not load: {error}"
+        return f"{LIBRARY} does not load: {error}"
     return _why_not_current(PACKAGE.parent / "csrc")
 
 
@@ -53,7 +54,7 @@ def _why_not_current(csrc: Path) -> str | None:
     built = raw.cpu_interface() if hasattr(raw, "cpu_interface") else None
     if built == runpy.run_path(str(csrc / "interface.py"))["digest"](csrc):
         return None
-    return f"the native library was built from other sources than this code: {OLDER}"
+    return f"{LIBRARY} was built from other sources than this code: {OLDER}"
 
 
 def why_not_nvidia() -> str | None:

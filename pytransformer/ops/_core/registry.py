@@ -42,13 +42,13 @@ from .autograd import (
     unwatched,
     vmap_by_loop,
 )
-from .failures import DID_NOT_RUN, failure, step_down
+from .failures import failure, is_broken, step_down
 from .fallbacks import BackendError, NotLaunched, failures, record_fallback
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
-BACKENDS = ("cuda", "triton", "cpu", "reference")  # order of preference, unless an op has one of its own
+BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # order of preference, unless an op has one of its own
 # The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
@@ -331,7 +331,7 @@ class Op:
                 if reason is None and failures:
                     reason = failure(self.name, name, a)
                 if reason is None:
-                    if failures and (why := joined(reasons)) and DID_NOT_RUN in why:
+                    if reasons and is_broken(why := joined(reasons)):
                         record_fallback(self.name, why, instead=f"the backend {name}", strict=strict, once=True)
                     return candidate
                 reasons[name] = reason
@@ -341,7 +341,7 @@ class Op:
             why = joined(reasons)
             if getattr(_thread, "fused", False):
                 raise NotLaunched(why)
-            record_fallback(self.name, why, instead="the reference", strict=strict, once=DID_NOT_RUN in why)
+            record_fallback(self.name, why, instead="the reference", strict=strict, once=is_broken(why))
         return self.backends["reference"]
 
     def fused(self, a: Any) -> tuple[torch.Tensor, ...]:
@@ -363,10 +363,14 @@ class Op:
         if _forced.get(self.name) is not None:
             return None
         device = a[0].device.type
-        reasons = {
-            name: b.why_not(a) or failure(self.name, name, a) for name, b in self.backends.items() if at_home(name, device)
-        }
-        return None if None in reasons.values() else joined(reasons) or f"no fused backend is for {device}"
+        reasons: dict[str, str] = {}
+        for name, candidate in self.backends.items():
+            if at_home(name, device):
+                reason = candidate.why_not(a) or failure(self.name, name, a)
+                if reason is None:
+                    return None
+                reasons[name] = reason
+        return joined(reasons) or f"no fused backend is for {device}"
 
     # ---- calls
 

@@ -1,0 +1,1 @@
+"""The tier ``torch``: PyTorch's own fused kernels, called by their aten ops."""
