@@ -143,7 +143,7 @@ def test_compiled_derivatives_are_right_or_refused() -> None:
 def test_compiles_whole_without_recompiling(variant: str) -> None:
     """One graph, no break, forward and backward; use_backend changes the backend without a recompilation."""
     leaves, keywords = problem(variant, torch.float32)
-    backends = [n for n, r in pt.explain("attention", *leaves[:3]).reasons.items() if r is None]
+    backends = [n for n, r in pt.explain("attention", *leaves[:3], **keywords(*leaves[3:])).reasons.items() if r is None]
     call = lambda *x: pt.attention(*x[:3], **keywords(*x[3:])).square().sum()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
