@@ -31,29 +31,12 @@ def drawn(one_thread: None) -> list[Problem]:
     return [draw(0, case) for case in range(600)]
 
 
-def test_every_keyword_and_every_pair_is_drawn(drawn: list[Problem]) -> None:
-    """Each keyword in at least a tenth of the cases, each pair of keywords that go together in some."""
-    for keyword in CHANCES:
-        share = sum(keyword in p.features for p in drawn) / len(drawn)
-        assert share >= 0.1, f"{keyword} is in {share:.1%} of the cases"
+def test_every_pair_is_drawn(drawn: list[Problem]) -> None:
+    """Each pair of keywords that go together in some case."""
     for pair in itertools.combinations(sorted(CHANCES), 2):
         assert any(p.features.issuperset(pair) for p in drawn), f"{pair} never come together"
     for pair in itertools.combinations(PACKED, 2):
         assert any(p.packed and p.features.issuperset(pair) for p in drawn), f"{pair} never come together in packed form"
-    features = set().union(*(p.features for p in drawn))
-    assert {
-        "alibi",
-        "t5",
-        "dense",
-        "bool_mask",
-        "float_mask",
-        "gqa",
-        "value_dim",
-        "varlen",
-        "strided",
-        "spoiled",
-        "lowest",
-    } <= features
 
 
 def test_every_layout_is_drawn(drawn: list[Problem]) -> None:

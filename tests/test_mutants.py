@@ -1,46 +1,52 @@
-"""The fuzzer finds every one of the known faults, and none in the faithful copy."""
+"""The fuzzers find every one of the known faults, and none in the faithful copies."""
 
 from __future__ import annotations
 
 import pytest
 
-from pytransformer.testing import fuzz_attention
-from pytransformer.testing.mutants import BACKWARD_FAULTS, FAULTS, mutant_backends
+from pytransformer.testing.faults import mutant_backends
+from pytransformer.testing.kits import kits
 
 CASES = 600
+FAITHFUL_CASES = 200
 SEED = 3
+MUTANTS = {stem: kit.mutants for stem, kit in kits().items() if kit.mutants}
+Found = dict[str, dict[str, tuple[int, str]]]
 
 
 @pytest.fixture(scope="module")
-def found(one_thread: None) -> dict[str, tuple[int, str]]:
+def found(one_thread: None) -> Found:
     """For each mutant that fails: the number of its first failing case, and how it failed."""
-    first: dict[str, tuple[int, str]] = {}
-    with mutant_backends() as names:
-        for case in range(CASES):
-            alive = [n for n in names if n not in first]
-            if alive == ["faithful"] and case >= 200:
-                break
-            if fuzz_attention.draw(SEED, case).packed:
-                continue  # mutants are backends of the padded op
-            _, verdicts = fuzz_attention.examine(SEED, case, alive, case % 8 == 0)
-            first |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
+    first: Found = {stem: {} for stem in MUTANTS}
+    for stem, mutants in MUTANTS.items():
+        fuzzer = kits()[stem].fuzzer
+        assert fuzzer is not None
+        with mutant_backends(mutants.ops, mutants.faults, mutants.backward_faults) as names:
+            for case in range(CASES):
+                alive = [n for n in names if n not in first[stem]]
+                if alive == ["faithful"] and case >= FAITHFUL_CASES:
+                    break
+                if mutants.applies(fuzzer.draw(SEED, case)):
+                    _, verdicts = fuzzer.examine(SEED, case, alive, case % 8 == 0)
+                    first[stem] |= {n: (case, wrong[0]) for n, (_, wrong) in verdicts.items() if wrong}
     return first
 
 
 def test_there_are_enough_mutants() -> None:
-    assert len(FAULTS) + len(BACKWARD_FAULTS) - 1 >= 25
+    counts = {stem: len(m.faults) + len(m.backward_faults) - 1 for stem, m in MUTANTS.items()}
+    assert min(counts.values()) >= 15 and max(counts.values()) >= 50, counts
 
 
-def test_the_faithful_copy_passes(found: dict[str, tuple[int, str]]) -> None:
-    assert "faithful" not in found, found.get("faithful")
+@pytest.mark.parametrize("stem", MUTANTS)
+def test_the_faithful_copy_passes(stem: str, found: Found) -> None:
+    assert "faithful" not in found[stem], found[stem].get("faithful")
 
 
-@pytest.mark.parametrize("mutant", [*(n for n in FAULTS if n != "faithful"), *BACKWARD_FAULTS])
-def test_the_fuzzer_finds(mutant: str, found: dict[str, tuple[int, str]]) -> None:
+@pytest.mark.parametrize(
+    ("stem", "mutant"), [(s, n) for s, m in MUTANTS.items() for n in (*m.faults, *m.backward_faults) if n != "faithful"]
+)
+def test_the_fuzzer_finds(stem: str, mutant: str, found: Found) -> None:
     """By a wrong number or unequal bits: a mutant that merely crashes would prove nothing."""
-    assert mutant in found, f"{mutant} survived {CASES} cases"
-    case, reason = found[mutant]
-    assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (
-        case,
-        reason,
-    )
+    assert mutant in found[stem], f"{mutant} survived {CASES} cases"
+    case, reason = found[stem][mutant]
+    assert "WRONG" in reason or "rows that take part in no pair" in reason or "two runs differ" in reason, (case, reason)

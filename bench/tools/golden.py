@@ -19,6 +19,7 @@ from pytransformer.cli.benchmark import check, exact, plan, report, results
 from pytransformer.cli.benchmark.runner import SEED
 from pytransformer.cli.providers import NAIVE, TORCH, Problem, Unsupported, providers
 from pytransformer.console import Console
+from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "accuracy-tables.md"
@@ -33,7 +34,7 @@ Errors = dict[str, float]
 
 def problems() -> Iterator[tuple[plan.Case, str]]:
     """Every case of every op, in each dtype."""
-    for op in exact.ops():
+    for op in plan.OPS:
         for case in plan.cases(op, "small"):
             for dtype in DTYPES:
                 yield plan.resized(case, DECODE if case.name == "decode" else SHAPE), dtype
@@ -83,7 +84,7 @@ def _norms(row: dict[str, Any], backend: str) -> str:
     found = row["errors"].get(backend)
     if not found:
         return "–"
-    outputs = exact.OUTPUTS[row["op"]]
+    outputs = OPS[row["op"]].returned
     halves = ([e for n, e in found.items() if (n in outputs) is out] for out in (True, False))
     return " / ".join(f"{max(half):.1e}" if half else "–" for half in halves)
 

@@ -9,14 +9,13 @@ that fails.
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from pytransformer.cli import providers
-from pytransformer.cli.benchmark import exact
+from pytransformer.ops._core.registry import OPS
+from pytransformer.testing import kits
 
 ROOT = Path(__file__).resolve().parents[2]
 # As in tests/run_parts.py: the empty path, under which kernels/ would be found, is taken off.
@@ -26,16 +25,16 @@ FUZZ_CASES = 300
 
 def stem_of(op: str) -> str:
     """The stem that has the op."""
-    for stem in providers._STEMS:
-        if op == stem or op in importlib.import_module(f"{providers.__name__}.{stem}").PROVIDERS:
-            return stem
-    raise SystemExit(f"verify: no op {op!r}; there are {', '.join(exact.ops())}")
+    for name, spec in OPS.items():
+        if op in (name, spec.stem):
+            return spec.stem
+    raise SystemExit(f"verify: no op {op!r}; there are {', '.join(kits.ops())}")
 
 
 def commands(op: str, more: list[str]) -> list[list[str]]:
     """The command of each step, in order."""
     stem = stem_of(op)
-    ops = [op] if op in exact.ops() else list(importlib.import_module(f"{providers.__name__}.{stem}").PROVIDERS)
+    ops = [op] if op in kits.ops() else [name for name in kits.ops() if OPS[name].stem == stem]
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "ops").glob(f"test_{stem}*.py"))
     fuzz = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_fuzz*.py"))), "-k", stem]
     pytest = [sys.executable, "-c", PYTEST, "-q", "-m", "not slow and not gpu", f"--fuzz-cases={FUZZ_CASES}"]

@@ -20,13 +20,13 @@ import torch
 
 import pytransformer
 from pytransformer.cli import OK, WRONG, UsageError, machine, providers
-from pytransformer.cli.benchmark import check, exact, results
+from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import lane
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
-from pytransformer.testing.cases import Case, case
+from pytransformer.testing.cases import Case, cases
 
 # What each optional library is for; none is needed to call an op.
 OPTIONAL = {
@@ -38,18 +38,6 @@ OPTIONAL = {
     "safetensors": "loading weights (extra `models`)",
     "numpy": "tests (extra `test`)",
 }
-
-# The problems of the self-check: each op once, attention with every feature at once.
-SELF_CHECK = (
-    "full",
-    "everything",
-    "varlen_t5",
-    "layer_norm",
-    "rms_norm",
-    "add_norm_dropout",
-    "feed_forward_swiglu",
-    "linear_cross_entropy",
-)
 
 NATIVE_COST = (
     "CPU tensors run on the reference: right, but no faster than plain PyTorch code, and with memory that grows "
@@ -136,7 +124,7 @@ def native() -> dict[str, Any]:
     module, _ = machine.introspection()
     info = cpu_library.build_info() or {}
     wanted = os.environ.get("PYTRANSFORMER_CPU_ISA")
-    reason, isa = cpu_library.why_not("attention_fwd"), None
+    reason, isa = cpu_library.why_not(f"{plan.OPS[0]}_fwd"), None
     if reason is None and module is not None:
         try:
             isa = module.default_isa()
@@ -162,11 +150,13 @@ def native() -> dict[str, Any]:
 def cuda() -> dict[str, Any]:
     """The CUDA library: built for what, which raw ops it holds, and why they cannot run here."""
     info = (cpu_library.build_info() or {}).get("cuda", {"built": False, "reason": "this copy was never built"})
-    why_not_loaded = cuda_library.why_not_loaded("layer_norm_fwd")
+    why_not_loaded = cuda_library.why_not_loaded(f"{plan.OPS[0]}_fwd")
     names = torch._C._dispatch_get_all_op_names() if why_not_loaded is None else []
     reason = why_not_loaded
     if reason is None and not (reason := gpu()["why_not"]):
-        reasons = [cuda_library.why_not("layer_norm_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        reasons = [
+            cuda_library.why_not(f"{plan.OPS[0]}_fwd", torch.device("cuda", i)) for i in range(torch.cuda.device_count())
+        ]
         reason = None if None in reasons else reasons[0]
     return {
         **info,
@@ -205,7 +195,7 @@ def tiers() -> list[dict[str, Any]]:
 def _tier(tier: str, device: str) -> dict[str, Any]:
     works: list[str] = []
     reasons: dict[str, list[str]] = {}
-    for op in exact.ops():
+    for op in plan.OPS:
         if tier not in OPS[op].backends:
             continue
         args, kwargs = next(c for c in _cases() if c.op == op).make(device, torch.float32, seed=0)
@@ -220,7 +210,8 @@ def _tier(tier: str, device: str) -> dict[str, Any]:
 
 
 def _cases() -> list[Case]:
-    return [c for c in (case(name, "small") for name in SELF_CHECK) if c.op in exact.ops()]
+    """The problems of the self-check: each op once, attention with every feature at once."""
+    return cases(size="small", tags={"self_check"})
 
 
 def self_check() -> list[dict[str, Any]]:

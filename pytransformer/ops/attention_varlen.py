@@ -52,6 +52,7 @@ attention_varlen_op = Op(
     empty_outputs=_empty_outputs,
     flops=_flops,
     order=ORDER,
+    stem="attention",
 )
 
 

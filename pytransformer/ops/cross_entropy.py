@@ -53,6 +53,7 @@ linear_cross_entropy_op = Op(
     flops=_flops,
     flops_backward=lambda a: (2 if _keeps(a) else 3) * _flops(a),  # for x, for weight, and the logits again
     order=ORDER,
+    stem="cross_entropy",
 )
 
 

@@ -65,6 +65,7 @@ rms_norm_op = Op(
     differentiable=("x", "weight"),
     saved=("rstd",),
     empty_outputs=_empty_rms_norm,
+    stem="layer_norm",
 )
 add_norm_op = Op(
     "add_norm",
@@ -77,6 +78,8 @@ add_norm_op = Op(
     differentiable=("x", "residual", "weight", "bias"),
     saved=("residual_out", "mean", "rstd"),
     empty_outputs=_empty_add_norm,
+    stem="layer_norm",
+    returned=2,
 )
 
 

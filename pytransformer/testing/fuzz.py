@@ -4,8 +4,7 @@
     python -m pytransformer.testing.fuzz attention --seed 1 --case 17 --backend cpu      # one problem, told
     in full
 
-Each failure prints the second kind of line, which reproduces it. Another op joins by a function with the
-signature of `fuzz_attention.examine`, added to OPS.
+Each failure prints the second kind of line, which reproduces it. A stem joins by the Fuzzer of its kit (ops/<stem>.py).
 """
 
 from __future__ import annotations
@@ -21,18 +20,9 @@ from typing import Any
 
 import torch
 
-from . import fuzz_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
-from .bounds import Check
+from .kit import Fuzzer, Verdicts
+from .kits import kits
 
-Verdicts = dict[str, tuple[list[Check], list[str]]]
-Examine = Callable[[int, int, list[str], bool], tuple[Any, Verdicts]]
-
-OPS: dict[str, Examine] = {
-    "attention": fuzz_attention.examine,
-    "layer_norm": fuzz_layer_norm.examine,
-    "feed_forward": fuzz_feed_forward.examine,
-    "cross_entropy": fuzz_cross_entropy.examine,
-}
 REPEAT_EVERY = 8  # one case in so many is run twice, for equal bits
 
 
@@ -67,6 +57,11 @@ class Report:
         return "\n".join(lines)
 
 
+def fuzzers() -> dict[str, Fuzzer]:
+    """By stem."""
+    return {stem: kit.fuzzer for stem, kit in kits().items() if kit.fuzzer is not None}
+
+
 def reproduce(op: str, seed: int, case: int, backend: str) -> str:
     """The command that runs one problem again."""
     return f"python -m pytransformer.testing.fuzz {op} --seed {seed} --case {case} --backend {backend}"
@@ -82,9 +77,9 @@ def fuzz(
     progress: Callable[[Report], None] | None = None,
 ) -> Report:
     """Examine the given cases; `stop_after` failures end the run early."""
-    report, started = Report(), time.monotonic()
+    report, started, examine = Report(), time.monotonic(), fuzzers()[op].examine
     for case in cases:
-        problem, verdicts = OPS[op](seed, case, backends, case % REPEAT_EVERY == 0)
+        problem, verdicts = examine(seed, case, backends, case % REPEAT_EVERY == 0)
         report.add(problem, verdicts)
         report.declined.update(backend for backend in backends if backend not in verdicts)
         for backend, (_, wrong) in verdicts.items():
@@ -116,7 +111,7 @@ def _progress(total: int) -> Callable[[Report], None] | None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m pytransformer.testing.fuzz", description=__doc__.split("\n")[0])
-    parser.add_argument("op", choices=sorted(OPS))
+    parser.add_argument("op", choices=list(fuzzers()))
     parser.add_argument("--backend", action="append", help="may be given several times (default: reference)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=500, help="how many problems (default 500)")
@@ -129,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     backends = options.backend or ["reference"]
 
     if options.case is not None:
-        problem, verdicts = OPS[options.op](options.seed, options.case, backends, True)
+        problem, verdicts = fuzzers()[options.op].examine(options.seed, options.case, backends, True)
         print(problem)
         for backend, (checks, wrong) in verdicts.items():
             print(

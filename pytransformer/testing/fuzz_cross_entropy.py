@@ -26,12 +26,15 @@ import torch
 from torch import Tensor
 
 from . import bounds, oracle
-from .cases import ARGUMENTS, Case
+from .case import Case, named
 from .guarded import place, random_layout
-from .poison import StrayWrite, poisoned
+from .judge import data_of, exact
+from .judge import judge as judge_run
+from .poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
+LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 6.0)}}
 
 
 @dataclass
@@ -100,7 +103,8 @@ def draw(seed: int, case: int) -> Problem:
 def of_case(case: Case, dtype: torch.dtype, **keywords: Any) -> Problem:
     """A shared case as a problem, with gradients of everything."""
     args, given = case.make("cpu", dtype, seed=0)
-    tensors = {n: t for n, t in {**dict(zip(ARGUMENTS[case.op], args)), **given}.items() if isinstance(t, Tensor)}
+    given = named(case.op, args, given)
+    tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
     keywords = {n: v for n, v in given.items() if n not in tensors} | keywords
     wanted = [n for n in tensors if n != "target"]
     shape = tensors["target"].shape if keywords.get("reduction") == "none" else ()
@@ -125,7 +129,7 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
     moved = summed + r * (z.abs() + lse.abs()[:, None])
     losses = torch.where(valid, lse - (q * z).sum(1), 0.0)
     # the loss is float32 whatever dtype is: in units of a 16-bit eps, whose c is 1, S takes over the c of float32
-    c = 1.0 if r == 1.0 else max(bounds.LIMITS_OF["linear_cross_entropy"][torch.float32]["any"])
+    c = 1.0 if r == 1.0 else max(LIMITS[torch.float32]["any"])
     sizes = c * torch.where(valid, summed.amax(1) + r * (losses.abs() + lse.abs() + (q * z).abs().sum(1)), 0.0)
     share = 1.0 / valid.sum().double() if reduction == "mean" else torch.ones(())
     stored = torch.float64 if dtype == torch.float64 else torch.float32
@@ -183,27 +187,18 @@ def judge(
     problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
 ) -> tuple[list[bounds.Check], list[str]]:
     """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
-    checks: list[bounds.Check] = []
-    try:
-        results, record = run(problem, backend, device)
-        solution = oracle.Solution(solve(problem), 1, torch.empty(0), torch.empty(0))
-        wrong = []
-        if solution.results["loss"].value.isnan().any():  # the mean over no target: no number to compare
-            loss = results.pop("loss")
-            wrong += [] if loss is not None and loss.isnan() else [f"loss = {loss}, the mean over no target is NaN: WRONG"]
-        # for float64 the exact result is float64 itself, and errs as much
-        data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-        checks = bounds.check(solution, results, problem.dtype, data, "linear_cross_entropy")
-        wrong += [str(c) for c in checks if not c.ok]
-        if {b for _, b in record} != {backend}:
-            wrong.append(f"ran {record}, {backend} was forced")
-        if repeat:
-            again, _ = run(problem, backend, device)
-            if differing := bounds.other_bits(results, again):
-                wrong.append(f"two runs differ in {', '.join(differing)}")
-    except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    return checks, wrong
+    return judge_run(
+        lambda: run(problem, backend, device), lambda results: exact(solve(problem)), backend, repeat,
+        dtype=problem.dtype, data=data_of(problem), limits=LIMITS, special=_mean_over_nothing,
+    )  # fmt: skip
+
+
+def _mean_over_nothing(solution: oracle.Solution, results: dict[str, Tensor | None]) -> list[str]:
+    """The mean over no target is NaN: no number to compare."""
+    if not solution.results["loss"].value.isnan().any():
+        return []
+    loss = results.pop("loss")
+    return [] if loss is not None and loss.isnan() else [f"loss = {loss}, the mean over no target is NaN: WRONG"]
 
 
 def examine(

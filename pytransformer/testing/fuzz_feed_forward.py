@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,19 @@ from torch import Tensor
 from . import bounds, oracle
 from .fuzz_layer_norm import column_keep
 from .guarded import place, random_layout
-from .poison import StrayWrite, poisoned
+from .judge import data_of, exact, judge
+from .poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 TAG = 0x80000002
 SLOPE = 1.13
+_HALF = {"zero_mean": (1.0, 1.0), "any": (1.0, 1.0)}
+LIMITS: bounds.Limits = {
+    **bounds.LIMITS,
+    **dict.fromkeys((torch.bfloat16, torch.float16), _HALF),
+    torch.float32: {"zero_mean": (1.0, 2.0), "any": (4.0, 2.0)},
+}
 
 
 @dataclass
@@ -209,24 +217,12 @@ def examine(
 ) -> tuple[Problem, dict[str, tuple[list[bounds.Check], list[str]]]]:
     """Draw one problem, solve it once in float64 and judge every backend on it; `repeat` runs each twice and compares bits."""
     problem = draw(seed, case)
-    solution = oracle.Solution(solve(problem), 1, torch.empty(0), torch.empty(0))
-    verdicts: dict[str, tuple[list[bounds.Check], list[str]]] = {}
-    for backend in backends:
-        checks: list[bounds.Check] = []
-        wrong: list[str] = []
-        try:
-            results, record = run(problem, backend)
-            # for float64 the exact result is float64 itself, and errs as much
-            data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-            checks = bounds.check(solution, results, problem.dtype, data, "feed_forward")
-            wrong = [str(c) for c in checks if not c.ok]
-            if {b for _, b in record} != {backend}:
-                wrong.append(f"ran {record}, {backend} was forced")
-            if repeat:
-                again, _ = run(problem, backend)
-                if differing := bounds.other_bits(results, again):
-                    wrong.append(f"two runs differ in {', '.join(differing)}")
-        except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
-            wrong = [f"{type(error).__name__}: {error}"]
-        verdicts[backend] = checks, wrong
+    solution = exact(solve(problem))
+    verdicts = {
+        backend: judge(
+            partial(run, problem, backend), lambda results: solution, backend, repeat,
+            dtype=problem.dtype, data=data_of(problem), limits=LIMITS,
+        )
+        for backend in backends
+    }  # fmt: skip
     return problem, verdicts

@@ -24,13 +24,16 @@ import torch
 from torch import Tensor
 
 from . import bounds, oracle
-from .cases import ARGUMENTS, Case
+from .case import Case, named
 from .guarded import place, random_layout
-from .poison import StrayWrite, poisoned
+from .judge import data_of, exact
+from .judge import judge as judge_run
+from .poison import poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("layer_norm", "rms_norm", "add_norm")
 TAG = 0x80000001
+LIMITS: bounds.Limits = {**bounds.LIMITS, torch.float32: {"zero_mean": (2.0, 4.0), "any": (4.0, 8.0)}}
 
 
 @dataclass
@@ -125,8 +128,9 @@ def draw(seed: int, case: int) -> Problem:
 def of_case(case: Case, dtype: torch.dtype) -> Problem:
     """A shared case as a problem, with gradients of everything and for every output."""
     args, keywords = case.make("cpu", dtype, seed=0)
-    tensors = {n: t for n, t in {**dict(zip(ARGUMENTS[case.op], args)), **keywords}.items() if isinstance(t, Tensor)}
-    keywords = {n: v for n, v in keywords.items() if n not in tensors}
+    given = named(case.op, args, keywords)
+    tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+    keywords = {n: v for n, v in given.items() if n not in tensors and n != "normalized_shape"}
     wanted = list(tensors)
     for grad in ("grad_out", "grad_residual_out")[: 1 + (case.op == "add_norm")]:
         tensors[grad] = torch.randn(tensors["x"].shape, dtype=torch.float64).to(dtype)
@@ -268,24 +272,11 @@ def judge(
     problem: Problem, backend: str, repeat: bool, device: str | torch.device = "cpu"
 ) -> tuple[list[bounds.Check], list[str]]:
     """How one backend does the problem, and what is wrong with it; `repeat` runs it twice and compares bits."""
-    checks: list[bounds.Check] = []
-    try:
-        results, record = run(problem, backend, device)
-        solution = oracle.Solution(solve(problem, results.get("residual_out")), 1, torch.empty(0), torch.empty(0))
-        coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
-        # for float64 the exact result is float64 itself, and errs as much
-        data = "zero_mean" if problem.data == "zero_mean" and problem.dtype != torch.float64 else "any"
-        checks = bounds.check(solution, results, coarse, data, problem.op)
-        wrong = [str(c) for c in checks if not c.ok]
-        if {b for _, b in record} != {backend}:
-            wrong.append(f"ran {record}, {backend} was forced")
-        if repeat:
-            again, _ = run(problem, backend, device)
-            if differing := bounds.other_bits(results, again):
-                wrong.append(f"two runs differ in {', '.join(differing)}")
-    except (StrayWrite, AssertionError, ValueError, TypeError, RuntimeError) as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    return checks, wrong
+    coarse = max(problem.dtype, problem.stream_dtype, key=lambda d: torch.finfo(d).eps)
+    return judge_run(
+        lambda: run(problem, backend, device), lambda results: exact(solve(problem, results.get("residual_out"))), backend, repeat,
+        dtype=coarse, data=data_of(problem), limits=LIMITS,
+    )  # fmt: skip
 
 
 def examine(

@@ -10,7 +10,7 @@ import pytest
 
 import pytransformer
 from pytransformer.cli import OK, USAGE, WRONG, doctor, main, providers
-from pytransformer.cli.benchmark import exact
+from pytransformer.cli.benchmark import plan
 
 
 def test_help_names_every_command(cli):
@@ -66,7 +66,7 @@ def test_errors_say_what_to_do(capsys, arguments, said):
 
 def test_an_error_ends_the_process_without_a_traceback(cli):
     done = cli("bench", "atention", expect=USAGE)
-    assert done.stderr == f"pytransformer: error: unknown op atention; the ops are {', '.join(exact.ops())}\n"
+    assert done.stderr == f"pytransformer: error: unknown op atention; the ops are {', '.join(plan.OPS)}\n"
 
 
 def test_doctor_checks_every_op(cli):
@@ -74,11 +74,11 @@ def test_doctor_checks_every_op(cli):
     for heading in ("Installation", "CPU", "Native CPU library", "GPU", "Tiers", "Optional libraries", "Self-check"):
         assert re.search(rf"^{heading}", text, re.MULTILINE)
     report = json.loads(cli("doctor", "--json").stdout)
-    assert {line["op"] for line in report["self_check"]} == set(exact.ops())
+    assert {line["op"] for line in report["self_check"]} == set(plan.OPS)
     assert all(line["verdict"] == "ok" and line["bound_used"] <= 1 for line in report["self_check"])
     tiers = {tier["tier"]: tier for tier in report["tiers"]}
     assert set(tiers) == {"reference", "torch", "cpu", "triton", "cuda"}
-    assert set(tiers["reference"]["works"]) == set(exact.ops())
+    assert set(tiers["reference"]["works"]) == set(plan.OPS)
     for tier in tiers.values():
         assert tier["works"] or tier["why_not"], f"{tier['tier']} neither works nor says why not"
 

@@ -12,11 +12,10 @@ from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds
-from pytransformer.testing.cases import ARGUMENTS
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
-CASES = [case for op in exact.ops() for case in plan.cases(op, "small") if "core" in case.tags]
+CASES = [case for op in plan.OPS for case in plan.cases(op, "small") if "core" in case.tags]
 
 
 def _found(case, dtype):
@@ -30,7 +29,7 @@ def _found(case, dtype):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
     problem, found, solution = _found(case, dtype)
-    assert set(found) == {*exact.OUTPUTS[case.op], *problem.leaves}
+    assert set(found) == {*OPS[case.op].returned, *problem.leaves}
     assert check.judge(problem, found, solution, peer=False).wrong is None
     # Spoil the largest element by some ten times what its bound allows.
     for name, value in found.items():
@@ -68,7 +67,7 @@ def test_the_bound_of_cross_entropy_holds_for_many_classes():
 
 
 def test_every_public_op_can_be_checked():
-    assert {op for op in OPS if op in ARGUMENTS} == set(exact.ops()) == set(ARGUMENTS)
+    assert set(plan.OPS) == set(OPS)
 
 
 def test_a_lost_gradient_is_found_in_a_peer():

@@ -84,5 +84,5 @@ def differences(problem: Problem, device: str = "cpu") -> list[str]:
         return [f"{type(error).__name__}: {error}"]
     solution = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     results = {n: None if r is None else r.detach().cpu() for n, r in results.items()}
-    checks = bounds.check(solution, results, problem.dtype, "zero_mean", "feed_forward")
+    checks = bounds.check(solution, results, problem.dtype, "zero_mean", fuzz_feed_forward.LIMITS)
     return [str(c) for c in checks if not c.ok] + [f"ran {record}"] * ({b for _, b in record} != {"cuda"})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.testing import bounds
+from pytransformer.testing import bounds, fuzz_feed_forward
 
 RAW_OP = "matmul"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -87,7 +87,7 @@ def compare(out: torch.Tensor, given: list[torch.Tensor], *terms: torch.Tensor |
             exact, size = exact + term.double(), size + term.double().abs()
     exact, size = exact.cpu(), size.cpu()
     S = exact.abs() + torch.finfo(F32).eps / torch.finfo(out.dtype).eps * size
-    allowed = bounds.limit(out.dtype, False, "zero_mean", op="feed_forward")
+    allowed = bounds.limit(out.dtype, False, "zero_mean", limits=fuzz_feed_forward.LIMITS)
     return bounds.compare("out", out, exact, S, 0.0, out.dtype, allowed)
 
 

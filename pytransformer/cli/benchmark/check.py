@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pytransformer.cli.benchmark import exact
 from pytransformer.cli.providers import Outputs, Prepared, Problem
+from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds, oracle
+from pytransformer.testing.kits import kit_of
 
 PEER_EPS = 16
 
@@ -45,17 +46,11 @@ def upstream(problem: Problem, seed: int) -> list[torch.Tensor]:
 
 
 def output_shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """The shape of each of exact.OUTPUTS."""
-    named = problem.named
-    match problem.case.op:
-        case "attention" | "attention_varlen":
-            return [(*named["query"].shape[:-1], named["value"].shape[-1])]
-        case "add_norm":
-            return [tuple(named["x"].shape)] * 2
-        case "linear_cross_entropy":
-            return [tuple(named["target"].shape) if named.get("reduction") == "none" else ()]
-        case _:
-            return [tuple(named["x"].shape)]
+    """The shapes of the outputs of the op, as its fake kernel has them."""
+    op = OPS[problem.case.op]
+    with torch.no_grad():
+        a, _, _ = op.prepare(*problem.args, **problem.kwargs)
+        return [tuple(t.shape) for t in op.empty_outputs(a)[: len(op.returned)]]
 
 
 def gradients(
@@ -73,7 +68,7 @@ def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | No
         outputs = prepared.forward()
         if grads is not None:
             found = dict(zip(problem.leaves, gradients(problem, outputs, grads), strict=True))
-    return {**dict(zip(exact.OUTPUTS[problem.case.op], (o.detach() for o in outputs), strict=True)), **found}
+    return {**dict(zip(OPS[problem.case.op].returned, (o.detach() for o in outputs), strict=True)), **found}
 
 
 def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: oracle.Solution, *, peer: bool) -> Verdict:
@@ -82,7 +77,7 @@ def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: 
     """
     if peer:  # a peer may return a loss in a narrower dtype than ours
         found = {name: t if t is None else t.to(solution.results[name].dtype) for name, t in found.items()}
-    checks = bounds.check(solution, dict(found), problem.dtype, op=problem.case.op)
+    checks = bounds.check(solution, dict(found), problem.dtype, limits=kit_of(problem.case.op).limits)
     errors, shares, wrong = {}, {}, []
     for check in checks:
         result = solution.results[check.name]

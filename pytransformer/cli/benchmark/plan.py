@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 import torch
 
 from pytransformer.cli import UsageError
-from pytransformer.cli.benchmark import exact
+from pytransformer.cli.benchmark.rows import MODES
+from pytransformer.cli.providers import of_stem
 from pytransformer.testing.cases import Case as Case
 from pytransformer.testing.cases import case as case
 from pytransformer.testing.cases import cases as cases
+from pytransformer.testing.kits import kits
+from pytransformer.testing.kits import ops as all_ops
 
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64,
     "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64,
 }  # fmt: skip
-OPS = exact.ops()
+OPS = all_ops()
 
 
 @dataclass(frozen=True)
@@ -46,39 +49,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Every op and every kind of mask and bias, small enough for a minute on two cores. (case, its shape, dtypes):
-# long enough that a quadratic cost shows, short enough that naive code's backward takes some tens of
-# milliseconds.
-_LONG = {"B": 1, "Hq": 2, "Lq": 1024, "Lk": 1024, "D": 64}
-_SHORT = {"B": 2, "Hq": 4, "Lq": 256, "Lk": 256, "D": 64}
-_ROWS = {"rows": 4096, "d": 512}
-QUICK: tuple[tuple[str, dict[str, int], tuple[str, ...]], ...] = (
-    ("full", _LONG, ("float32", "bfloat16")),
-    ("causal", _LONG, ("float32",)),
-    ("key_padding", _SHORT, ("float32",)),
-    ("window", _LONG, ("float32",)),
-    ("t5_bias", _SHORT, ("float32",)),
-    ("bias", _SHORT, ("float32",)),
-    ("dropout", _SHORT, ("float32",)),
-    ("gqa", {**_SHORT, "Hq": 8, "Hkv": 2}, ("float32",)),
-    ("decode", {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 64}, ("float32",)),
-    ("varlen", _SHORT, ("float32",)),
-    ("layer_norm", _ROWS, ("float32",)),
-    ("rms_norm", _ROWS, ("float32",)),
-    ("add_norm", _ROWS, ("float32", "bfloat16")),
-    ("feed_forward_gelu", {"rows": 256, "d": 512, "hidden": 2048}, ("float32", "bfloat16")),
-    ("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),
-)
-QUICK_MODES = ("fwd", "fwd+bwd")
+QUICK_MODES = MODES
 
 
 def quick(ops: Sequence[str], modes: Sequence[str]) -> list[Step]:
-    """The steps of `bench --quick`, of all ops or those named."""
+    """The steps of `bench --quick`, of all ops or those named: every kind of mask and bias, small enough for a minute on two cores, long
+    enough that a quadratic cost shows, short enough that naive code's backward takes some tens of milliseconds."""
+    rows = [row for stem in kits() for row in of_stem(stem, "QUICK", ())]
     return [
         Step(found, DTYPES[dtype], mode)
-        for name, shape, dtypes in QUICK
-        if (found := resized(case(name, "medium"), shape)).op in ops
-        for dtype in dtypes
+        for row in rows
+        if (found := resized(case(row.case, "medium"), dict(row.shape))).op in ops
+        for dtype in row.dtypes
         for mode in modes
     ]
 

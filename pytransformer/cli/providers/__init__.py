@@ -6,14 +6,15 @@ mask from lengths, the integer buckets of a relative bias) is made while prepari
 generous to the others, who need more of it. What a training step computes anew (gathering a bias from its
 table) is inside.
 
-To add an op: a file named by its stem with `PROVIDERS = {op: (provider, ...)}`, listed in `_STEMS`.
+The file of a stem, found by its name, may have `PROVIDERS`, the peers of each of its ops; `QUICK`, the rows of `bench --quick`;
+`SUITES`, those of each suite (cli/benchmark/rows.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,9 +25,9 @@ from typing import Any
 
 import torch
 
-from pytransformer.testing.cases import ARGUMENTS, Case, leaves
+from pytransformer.ops._core.registry import OPS
+from pytransformer.testing.case import Case, leaves, named
 
-_STEMS = ("attention", "layer_norm", "feed_forward", "cross_entropy")
 NAIVE, TORCH = "naive", "torch"
 VARIANTS = {"cuda_any_order": "the backend cuda with deterministic=False"}  # ours, with other arguments
 # These take part only where --providers names them: they take long to prepare, or repeat what "torch" shows.
@@ -71,7 +72,7 @@ class Problem:
     @cached_property
     def named(self) -> dict[str, Any]:
         """Every argument by its name."""
-        return {**dict(zip(ARGUMENTS[self.case.op], self.args, strict=False)), **self.kwargs}
+        return named(self.case.op, self.args, self.kwargs)
 
     @cached_property
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -138,8 +139,6 @@ def prepare_ours(backend: str, problem: Problem) -> Prepared:
 
 def ours(op: str) -> tuple[Provider, ...]:
     """The backends that the op has, whether or not they work here, best first."""
-    from pytransformer.ops._core.registry import OPS
-
     return tuple(Provider(name, partial(prepare_ours, name)) for name in OPS[op].backends)
 
 
@@ -174,10 +173,13 @@ def installed(package: str, module: str) -> Any:
 
 def providers(op: str) -> tuple[Provider, ...]:
     """Everyone who may compute `op`: our backends best first, then naive code, PyTorch, and the other peers."""
-    for stem in _STEMS:
-        peers = importlib.import_module(f"{__name__}.{stem}").PROVIDERS
-        if op in peers:
-            theirs = {peer.name for peer in peers[op]}
-            # The backend torch is what PyTorch's own function runs: in a benchmark that function stands for both.
-            return tuple(provider for provider in ours(op) if provider.name not in theirs) + peers[op]
-    raise KeyError(f"no provider file has the op {op!r}")
+    peers = of_stem(OPS[op].stem, "PROVIDERS", {}).get(op, ())
+    theirs = {peer.name for peer in peers}
+    # The backend torch is what PyTorch's own function runs: in a benchmark that function stands for both.
+    return tuple(provider for provider in ours(op) if provider.name not in theirs) + peers
+
+
+def of_stem(stem: str, name: str, default: Any) -> Any:
+    """What the stem's file has by this name, if there is one."""
+    path = f"{__name__}.{stem}"
+    return getattr(importlib.import_module(path), name, default) if importlib.util.find_spec(path) else default

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import (
     NAIVE,
     TORCH,
@@ -274,3 +275,47 @@ PROVIDERS = dict.fromkeys(
         Provider("cuda_any_order", prepare_any_order),
     ),
 )
+
+
+def _square(length: int, head_dim: int, batch: int, heads: int) -> dict[str, int]:
+    return {"B": batch, "Hq": heads, "Hkv": heads, "Lq": length, "Lk": length, "D": head_dim}
+
+
+_FP32 = ("float32",)
+_LONG = {"B": 1, "Hq": 2, "Lq": 1024, "Lk": 1024, "D": 64}
+_SHORT = {"B": 2, "Hq": 4, "Lq": 256, "Lk": 256, "D": 64}
+QUICK = (
+    Row("full", _LONG),
+    Row("causal", _LONG, _FP32),
+    Row("key_padding", _SHORT, _FP32),
+    Row("window", _LONG, _FP32),
+    Row("t5_bias", _SHORT, _FP32),
+    Row("bias", _SHORT, _FP32),
+    Row("dropout", _SHORT, _FP32),
+    Row("gqa", {**_SHORT, "Hq": 8, "Hkv": 2}, _FP32),
+    Row("decode", {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 64}, _FP32),
+    Row("varlen", _SHORT, _FP32),
+)
+_MASKED = ("key_padding", "window", "dropout", "bias", "t5_bias", "alibi", "segments", "bool_mask", "softcap")
+_MASKS = _square(1024, 64, 2, 2)
+_SUSTAINED = _square(2048, 64, 2, 4)  # where burst and sustained speed are measured
+_GRID = [_square(length, d, *size) for length in (512, 1024, 2048, 4096) for d in (64, 128) for size in ((1, 1), (2, 4))]
+SUITES = {
+    "aims": (
+        Row("full", _square(128, 64, 16, 8)),
+        *(Row(name, _MASKS) for name in _MASKED),
+        Row("gqa", {**_MASKS, "Hq": 8, "Hkv": 2}),
+        Row("varlen", _square(512, 64, 4, 4)),
+        Row("decode", {"B": 1, "Hq": 32, "Hkv": 32, "Lq": 1, "Lk": 8192, "D": 128}, modes=("fwd",), cold=True),
+        *(
+            Row(name, shape, sustained=2.0 if name == "full" and shape == _SUSTAINED else 0.0)
+            for shape in _GRID
+            for name in ("full", "causal")
+        ),
+    ),
+    "isa": (
+        Row("full", _square(1024, 64, 2, 4)),
+        Row("causal", _square(1024, 64, 2, 4)),
+        Row("full", _square(1024, 128, 2, 4)),
+    ),
+}

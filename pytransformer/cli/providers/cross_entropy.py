@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled
 
 
@@ -55,3 +56,6 @@ def prepare_torch(problem: Problem) -> Prepared:
 
 
 PROVIDERS = {"linear_cross_entropy": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}
+QUICK = (Row("linear_cross_entropy", {"rows": 256, "d": 256, "classes": 8192}, ("float32",)),)
+_LARGE = (Row("linear_cross_entropy", {"rows": 1024, "d": 512, "classes": 8192}),)
+SUITES = {"aims": _LARGE, "isa": _LARGE}

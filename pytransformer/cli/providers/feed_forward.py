@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, compiled
 
 Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
@@ -56,3 +57,14 @@ def prepare_torch(problem: Problem) -> Prepared:
 
 
 PROVIDERS = {"feed_forward": (Provider(NAIVE, prepare_naive), Provider(TORCH, prepare_torch), compiled(prepare_naive))}
+QUICK = (Row("feed_forward_gelu", {"rows": 256, "d": 512, "hidden": 2048}),)
+_GELU = Row("feed_forward_gelu", {"rows": 1024, "d": 512, "hidden": 2048})
+SUITES = {
+    "aims": (
+        _GELU,
+        Row("feed_forward_relu", {"rows": 2048, "d": 768, "hidden": 3072}),
+        Row("feed_forward_swiglu", {"rows": 1024, "d": 512, "hidden": 1376}),
+        Row("feed_forward_recompute", {"rows": 1024, "d": 512, "hidden": 2048}),
+    ),
+    "isa": (_GELU,),
+}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, Unsupported, compiled, installed
 
 
@@ -101,3 +102,10 @@ PROVIDERS = dict.fromkeys(
         Provider("quack", prepare_quack),
     ),
 )
+_ROWS = {"rows": 4096, "d": 512}
+QUICK = (Row("layer_norm", _ROWS, ("float32",)), Row("rms_norm", _ROWS, ("float32",)), Row("add_norm", _ROWS))
+_LARGE = {"rows": 8192, "d": 1024}
+SUITES = {
+    "aims": tuple(Row(name, _LARGE) for name in ("layer_norm", "rms_norm", "add_norm", "add_norm_dropout")),
+    "isa": (Row("add_norm", _LARGE),),
+}

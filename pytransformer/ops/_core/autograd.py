@@ -96,18 +96,8 @@ def vmap_by_loop(raw: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
 _Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
-def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
-    """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
-    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference. Last comes what both do in
-    backward, for the nodes of the C++ lane: the gradients of the differentiable arguments.
-
-    The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
-    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,
-    as one tuple, all else, since PyTorch looks at each input and asks a gradient of each.
-    """
-    fwd, bwd, name, positions = op.fwd, op.bwd, op.name, op.positions
-    num_args, num_tensors, num_grads = op.num_args, op.num_tensors, len(op.grad_names)
-    saved_places = tuple(op.outputs.index(n) for n in op.saved)
+def _backward_function(bwd: torch._ops.OpOverload, name: str) -> type[torch.autograd.Function]:
+    """The backward raw op as a Function, whose own backward goes through the reference."""
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -127,6 +117,25 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             inputs = tuple(other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others))
             return _second_order(name, inputs, cotangents)
+
+    Backward.__name__ = f"{name}_backward_function"
+    return Backward
+
+
+def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function], _Gradients]:
+    """The op's Function in two forms: one that transforms and torch.compile understand, and one for eager calls that are
+    :func:`unwatched`. The backward of both is a Function too, whose own backward goes through the reference. Last comes what both do in
+    backward, for the nodes of the C++ lane: the gradients of the differentiable arguments.
+
+    The methods of the first close over raw ops and constants only: torch.compile cannot trace a closure over an Op. The second
+    has no ``setup_context``: with one, PyTorch binds the arguments to a signature in every call, about 25 µs. It takes the tensors and,
+    as one tuple, all else, since PyTorch looks at each input and asks a gradient of each.
+    """
+    fwd, bwd, name, positions = op.fwd, op.bwd, op.name, op.positions
+    num_args, num_tensors, num_grads = op.num_args, op.num_tensors, len(op.grad_names)
+    saved_places = tuple(op.outputs.index(n) for n in op.saved)
+
+    Backward = _backward_function(bwd, name)
 
     def remember(ctx: Any, tensors: Sequence[Any], others: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.save_for_backward(*tensors, *[output[i] for i in saved_places])
@@ -185,7 +194,6 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in (*op.Arguments._fields, "backend", "strict")]
     )
     Forward.__name__ = Direct.__name__ = f"{name}_function"
-    Backward.__name__ = f"{name}_backward_function"
     return Forward, Direct, gradients
 
 

@@ -10,7 +10,11 @@ An :class:`Op` is declared once, in the file of its stem::
         differentiable=("x", "weight", "bias"),
         saved=("mean", "rstd"),              # outputs that backward gets back
         empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
-        flops=...)
+        flops=...,
+        stem="layer_norm",                   # what its files are called, if not as the op
+        returned=1)                          # the public function returns the first so many outputs
+
+This is the one place that names the op: tools and tests iterate over ``OPS``, and find what belongs to an op by its stem.
 
 From it come two raw ops of the library ``pytransformer``: ``layer_norm_fwd(arguments, backend, strict)`` and
 ``layer_norm_bwd(gradients of the differentiable outputs, arguments, saved, wanted, backend, strict)``, which returns one
@@ -24,10 +28,11 @@ in the body of the raw op, so torch.compile sees one op: no graph break, and no 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -42,20 +47,27 @@ from .autograd import (
     unwatched,
     vmap_by_loop,
 )
+from .backend import BACKENDS as BACKENDS
+from .backend import HOME as HOME
+from .backend import WRONG_DEVICE as WRONG_DEVICE
+from .backend import Backend as Backend
+from .backend import Backends
+from .backend import at_home as at_home
+from .choice import _forced as _forced
+from .choice import _observers as _observers
+from .choice import _traces as _traces
+from .choice import check_backend as check_backend
+from .choice import forced_backend as forced_backend
+from .choice import observing as observing
+from .choice import record
+from .choice import trace as trace
+from .choice import use_backend as use_backend
 from .failures import failure, is_broken, step_down
 from .fallbacks import BackendError, NotLaunched, failures, record_fallback
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
-BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # order of preference, unless an op has one of its own
-# The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
-HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
-
-# Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
-_forced: dict[str, str] = {}
-_traces: list[list[tuple[str, str]]] = []
-_observers: list[Callable[[Op, Any, str], None]] = []
 replaced: list[str] = []  # ops whose backends are not those they were declared with
 _thread = threading.local()  # a forward op runs in its caller's thread
 
@@ -68,49 +80,6 @@ class ArgumentsClass(Protocol):
     def __call__(self, *values: Any) -> Any: ...
 
     def _make(self, values: Iterable[Any], /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How one backend computes an op.
-
-    ``forward(a)`` gets the named tuple of the op's arguments and returns its outputs; ``backward(a, grads, saved, wanted)``
-    returns one tensor, or None, for each differentiable argument. ``extra_bytes(a)`` estimates the memory a call needs
-    beyond its inputs and outputs. ``infer(a)``, if there is one, is a cheaper ``forward`` for calls that need no gradient: it
-    returns the differentiable outputs alone.
-    """
-
-    name: str
-    forward: Callable[[Any], tuple[torch.Tensor, ...]]
-    backward: Callable[..., Sequence[torch.Tensor | None]]
-    why_not: Callable[[Any], str | None]
-    extra_bytes: Callable[[Any], int] = lambda a: 0
-    infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
-    note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
-
-
-class Backends(dict[str, Backend]):
-    """An op's backends by name, in the order of preference; ``changed`` is called after each change."""
-
-    def __init__(self, backends: Mapping[str, Backend], changed: Callable[[], None]) -> None:
-        super().__init__(backends)
-        self.changed = changed
-
-
-def _telling(name: str) -> Callable[..., Any]:
-    change = getattr(dict, name)
-
-    def method(self: Backends, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return change(self, *args, **kwargs)
-        finally:
-            self.changed()
-
-    return method
-
-
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(Backends, _name, _telling(_name))
 
 
 class Op:
@@ -132,9 +101,12 @@ class Op:
         flops: Callable[[Any], int] | None = None,
         flops_backward: Callable[[Any], int] | None = None,
         order: Sequence[str] = BACKENDS,
+        stem: str | None = None,
+        returned: int = 1,
     ) -> None:
-        self.order = tuple(order)
+        self.stem, self.order = stem or name, tuple(order)
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
+        self.returned = self.outputs[:returned]
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
         self._declared: dict[str, Backend] = {}
         self.backends = {}
@@ -166,6 +138,12 @@ class Op:
             self._count_flops(flops, flops_backward)
         self.function, self.direct_function, self.gradients = make_functions(self)
         OPS[name] = self
+
+    @functools.cached_property
+    def positional(self) -> tuple[str, ...]:
+        """The arguments that the public function takes by position, as ``prepare`` does."""
+        parameters = inspect.signature(self.prepare).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     # ---- registration
 
@@ -254,7 +232,7 @@ class Op:
     def run(self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True) -> tuple[torch.Tensor, ...]:
         """What the forward raw op does; with ``save=False`` it may leave out the outputs that only backward needs."""
         chosen = self.select(a, backend, strict)
-        _record(self._fwd_name, chosen.name)
+        record(self._fwd_name, chosen.name)
         for observer in _observers:
             observer(self, a, chosen.name)
         try:
@@ -274,7 +252,7 @@ class Op:
         """The body of the backward raw op, but that gradients not wanted are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
         chosen = self.select(a, *rest)
-        _record(self._bwd_name, chosen.name)
+        record(self._bwd_name, chosen.name)
         try:
             return chosen.backward(a, grads, saved, wanted)
         except Exception as error:
@@ -399,14 +377,6 @@ class Op:
         return False
 
 
-def at_home(backend: str, device: str) -> bool:
-    """Whether the backend is a fused one that is expected to compute what lies on this type of device."""
-    return HOME.get(backend, device) == device and backend != "reference"
-
-
-WRONG_DEVICE = "runs on "  # how the reason starts when a backend cannot take tensors of this device at all
-
-
 def _arguments_class(name: str, fields: Sequence[str]) -> ArgumentsClass:
     # The stubs take a named tuple whose fields are computed for any tuple.
     return cast(ArgumentsClass, namedtuple(name, fields))
@@ -424,70 +394,3 @@ def _autograd_inside() -> Iterator[None]:
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude - keys), torch.enable_grad():
         yield
-
-
-def _record(raw: str, backend: str) -> None:
-    for trace in _traces:
-        trace.append((raw, backend))
-
-
-# ---- public controls
-
-
-@contextlib.contextmanager
-def use_backend(**choice: str | None) -> Iterator[None]:
-    """Force backends by op, in the whole process: ``with use_backend(attention="cpu"): ...``.
-
-    Forced means forced: a call that the backend cannot do raises :class:`BackendError` with the reason. Takes effect
-    without recompiling a compiled function. ``None`` lifts an outer choice.
-
-    Raises:
-        ValueError: unknown op, or a backend that the op does not have.
-    """
-    for op, backend in choice.items():
-        if op not in OPS:
-            raise ValueError(f"use_backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
-        check_backend(op, backend)
-    saved = dict(_forced)
-    for op, backend in choice.items():
-        if backend is None:
-            _forced.pop(op, None)
-        else:
-            _forced[op] = backend
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(saved)
-
-
-def forced_backend(op: str) -> str | None:
-    """The backend that :func:`use_backend` forces for the op, or None."""
-    return _forced.get(op)
-
-
-def check_backend(op: str, backend: str | None) -> None:
-    """ValueError unless the op has this backend (None is always right)."""
-    if backend is not None and backend not in OPS[op].backends:
-        raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
-
-
-@contextlib.contextmanager
-def observing(observer: Callable[[Op, Any, str], None]) -> Iterator[None]:
-    """Call ``observer(op, arguments, backend)`` before each forward op that runs inside the block."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-@contextlib.contextmanager
-def trace() -> Iterator[list[tuple[str, str]]]:
-    """Record (raw op, backend) of every raw op that runs inside the block, in order."""
-    record: list[tuple[str, str]] = []
-    _traces.append(record)
-    try:
-        yield record
-    finally:
-        _traces[:] = [t for t in _traces if t is not record]  # by identity: nested traces may be equal

@@ -1,0 +1,71 @@
+"""What `pytransformer explain` knows of a stem, in the file of its name, found by it: `SHAPES`, what --shape means to each op;
+`call(arguments, tensor)`, the (args, kwargs) of the public op that the command line describes; perhaps `add_arguments(group)`.
+
+A stem without a file is explained by its first named case, whose dimensions --shape then gives in their order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pytransformer.cli import UsageError
+from pytransformer.cli.benchmark.plan import DTYPES, OPS, cases
+from pytransformer.ops._core.registry import OPS as SPECS
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Tensor = Callable[..., torch.Tensor]
+
+
+def stem_file(stem: str) -> ModuleType | None:
+    path = f"{__name__}.{stem}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) else None
+
+
+def shapes() -> dict[str, str]:
+    """What --shape means to each op."""
+    found = {}
+    for op in OPS:
+        file = stem_file(SPECS[op].stem)
+        found[op] = file.SHAPES[op] if file else ",".join(cases(op)[0].shape).upper()
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for stem in dict.fromkeys(SPECS[op].stem for op in OPS):
+        file = stem_file(stem)
+        if file and hasattr(file, "add_arguments"):
+            ops = [op for op in OPS if SPECS[op].stem == stem]
+            file.add_arguments(parser.add_argument_group(" and ".join([", ".join(ops[:-1]), ops[-1]] if ops[1:] else ops)))
+
+
+def call(arguments: argparse.Namespace) -> Arguments:
+    """(args, kwargs) of the public op that the command line describes, with undefined contents."""
+    dtype = DTYPES[arguments.dtype]
+
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device=arguments.device, requires_grad=arguments.grad and of.is_floating_point)
+
+    file = stem_file(SPECS[arguments.op].stem)
+    if file:
+        return file.call(arguments, tensor)
+    first = cases(arguments.op)[0]
+    check_length(arguments, len(first.shape))
+    resized = first.resize(**dict(zip(first.shape, arguments.shape)))
+    return resized.make(arguments.device, dtype, seed=0, requires_grad=arguments.grad)
+
+
+def check_length(arguments: argparse.Namespace, *lengths: int) -> None:
+    """UsageError unless --shape has so many numbers."""
+    if len(arguments.shape) not in lengths:
+        got = ",".join(map(str, arguments.shape))
+        raise UsageError(f"--shape of {arguments.op} is {shapes()[arguments.op]}, got {got}")
+
+
+def dropout(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"dropout_p": arguments.dropout, "dropout_seed": 0} if arguments.dropout else {}

@@ -1,0 +1,114 @@
+"""One named problem: an operation, a shape, a builder of its arguments, and the work it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops._core.registry import OPS
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Builder = Callable[["Draw"], Mapping[str, Any]]
+SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 1234}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a builder draws from. The generator lives on the CPU, so that a seed means one thing on every
+    device."""
+
+    shape: Mapping[str, int]
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def __getitem__(self, name: str) -> int:
+        return self.shape[name]
+
+    def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        x = torch.randn(*size, generator=self.generator, dtype=torch.float32) * scale
+        return x.to(device=self.device, dtype=dtype or self.dtype)
+
+    def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
+        """Uniform int64 in [low, high]."""
+        return torch.randint(low, high + 1, size, generator=self.generator).to(self.device)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a problem takes, (forward, backward): floating-point operations by the usual count, 2 per multiply-add of the matrix
+    products; elements, where every input is read once and every output written once."""
+
+    flops: tuple[float, float]
+    elements: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named problem. `work`: of a shape."""
+
+    name: str
+    op: str
+    shape: Mapping[str, int]
+    build: Builder
+    tags: frozenset[str]
+    work: Callable[[Mapping[str, int]], Work]
+
+    def resize(self, **shape: int) -> Case:
+        """The same problem at another shape; a change of Hq alone keeps the query heads per key head."""
+        new = {**self.shape, **shape}
+        if "Hq" in shape and "Hkv" not in shape and "Hkv" in self.shape:
+            new["Hkv"] = max(1, shape["Hq"] * self.shape["Hkv"] // self.shape["Hq"])
+        return dataclasses.replace(self, shape=new)
+
+    def make(self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False) -> Arguments:
+        """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
+        dtype, up to its rounding."""
+        generator = torch.Generator().manual_seed(seed)
+        values = dict(self.build(Draw(self.shape, torch.device(device), dtype, generator)))
+        given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))
+        args = tuple(values.pop(name) for name in given)
+        if requires_grad:
+            for leaf in leaves(self.op, args, values).values():
+                leaf.requires_grad_()
+        return args, values
+
+    def flops(self, direction: str = "fwd") -> float:
+        """Floating-point operations. direction: "fwd", "bwd" or "both"."""
+        return _of(self.work(self.shape).flops, direction)
+
+    def bytes(self, dtype: torch.dtype, direction: str = "fwd") -> int:
+        """Least memory traffic, everything being stored in `dtype`."""
+        return int(dtype.itemsize * _of(self.work(self.shape).elements, direction))
+
+
+def _of(both: tuple[float, float], direction: str) -> float:
+    return {"fwd": both[0], "bwd": both[1], "both": sum(both)}[direction]
+
+
+def named(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of a call of the public op by its name."""
+    return {**dict(zip(OPS[op].positional, args)), **kwargs}
+
+
+def leaves(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that take a gradient, by name; those inside a bias object are "slopes" and "table"."""
+    found = {}
+    for name, value in named(op, args, kwargs).items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                found[name] = value
+        elif name == "bias" and value is not None:
+            part = "slopes" if hasattr(value, "slopes") else "table"
+            found[part] = getattr(value, part)
+    return found
+
+
+def made(name: str, op: str, dims: str, size: Mapping[str, int], build: Builder, tags: str, work: Callable[..., Work]) -> Case:
+    """A case with those dimensions of a size that `dims` names."""
+    return Case(name, op, {k: size[k] for k in dims.split()}, build, frozenset(tags.split()), work)

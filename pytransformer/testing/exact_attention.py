@@ -1,0 +1,78 @@
+"""The exact answer to a named call of attention: of padded sequences, of packed ones, and of some rows of one too large."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..ops._core.registry import OPS
+from ..reference.attention import visible_pairs
+from . import oracle
+
+# Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
+PAIRS = 1 << 21
+# What a score depends on beside q and k may only be this, for the rows of the problem to be a problem of their own.
+ROWWISE = {"query", "key", "value", "causal", "window", "scale", "softcap", "key_lengths", "query_lengths"}
+
+
+def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> torch.Tensor | None:
+    """The query rows whose results are compared, of a problem too large to be solved in float64; None: all rows.
+
+    One row, drawn at random, of each of as many equal stretches, in every head. The upstream gradient is zero elsewhere, so that the
+    gradients of all keys and values are the exact ones of these rows, and those of the other queries are zero."""
+    if set(named) - ROWWISE:
+        return None
+    stretch = -(-shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] // PAIRS)
+    if stretch == 1:
+        return None
+    starts = torch.arange(0, shape["Lq"], stretch)
+    drawn = starts + torch.randint(stretch, starts.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.clamp(max=shape["Lq"] - 1)
+
+
+def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
+    """The answer of those query rows."""
+    query, key, value = (named[name] for name in ("query", "key", "value"))
+    visible = visible_pairs(OPS["attention"].prepare(**named)[0])
+    mask = visible.expand(*visible.shape[:2], query.shape[2], key.shape[2])[..., rows, :]
+    terms: dict[str, Any] = {name: named[name] for name in ("scale", "softcap") if name in named}
+    return oracle.solve(query[..., rows, :], key, value, *(g[..., rows, :] for g in grads or []), attn_mask=mask, **terms)
+
+
+def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
+    """Of `attention`."""
+    return oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
+
+
+def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
+    """Packed sequences are padded ones with lengths; what comes out is packed again."""
+    named = dict(named)
+    qkv = [named.pop(name) for name in ("query", "key", "value")]
+    cu_q, cu_k = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
+    longest_q, longest_k = named.pop("max_seqlen_q"), named.pop("max_seqlen_k")
+    spans = [(cu[:-1].tolist(), cu.diff().tolist(), longest) for cu, longest in ((cu_q, longest_q), (cu_k, longest_k))]
+
+    def pad(rows: torch.Tensor, side: int) -> torch.Tensor:
+        starts, lengths, longest = spans[side]
+        padded = rows.new_zeros(len(starts), rows.shape[1], longest, rows.shape[2])
+        for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            padded[b, :, :length] = rows[start : start + length].detach().transpose(0, 1)
+        return padded
+
+    def pack(padded: torch.Tensor, side: int) -> torch.Tensor:
+        lengths = spans[side][1]
+        return torch.cat([padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)])
+
+    sides = {"out": 0, "query": 0, "key": 1, "value": 1}
+    solution = oracle.solve(
+        pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *(pad(g, 0) for g in grads or []),
+        query_lengths=cu_q.diff(), key_lengths=cu_k.diff(), **named,
+    )  # fmt: skip
+    results = dict(solution.results)
+    for name, side in sides.items():
+        if (r := results.get(name)) is not None:
+            results[name] = dataclasses.replace(r, value=pack(r.value, side), S=pack(r.S, side), floor=pack(r.floor, side))
+    return dataclasses.replace(solution, results=results)

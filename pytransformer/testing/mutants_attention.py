@@ -1,0 +1,238 @@
+"""Wrong attentions; see `faults`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from .faults import BACKWARD_FAULTS as FAULTS_OF_ANY_BACKWARD
+from .faults import FAITHFUL, BackwardFault, Fault, Forward, Outputs, as_contiguous, patching, replacing, value_of
+
+# The module: `pytransformer.reference.attention` is also the name of the public function.
+source = importlib.import_module("pytransformer.reference.attention")
+_patching = partial(patching, source)
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(function: Fault) -> Fault:
+    FAULTS[function.__name__.strip("_")] = function
+    return function
+
+
+def _torch_with(**names: Callable[..., Any]) -> Fault:
+    """A fault that replaces functions of torch as the reference sees them."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return names.get(name) or getattr(torch, name)
+
+    def fault(a: Any, attend: Forward) -> Outputs:
+        with mock.patch.object(source, "torch", Torch()):
+            return attend(a)
+
+    return fault
+
+
+def _both(outer: Fault, inner: Fault) -> Fault:
+    return lambda a, attend: outer(a, lambda b: inner(b, attend))
+
+
+def _floating(t: Tensor | None) -> bool:
+    return t is not None and t.is_floating_point()
+
+
+def _if_floating(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda a: change(a.mask) if _floating(a.mask) else a.mask
+
+
+def _if_bool(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda a: a.mask if _floating(a.mask) else change(a.mask)
+
+
+# ---- scores
+
+FAULTS |= {
+    "faithful": FAITHFUL,
+    "scale_off_by_0.4_percent": replacing(scale=lambda a: a.scale * 1.004),
+    "scale_always_default": replacing(scale=lambda a: a.query.shape[-1] ** -0.5),
+    "scale_into_rounded_query": replacing(query=lambda a: a.query * a.scale, scale=lambda a: 1.0),
+    "softcap_ignored": replacing(softcap=lambda a: 0.0),
+    "softcap_without_derivative": _torch_with(tanh=lambda x: value_of(torch.tanh(x), x)),
+    "float_mask_rounded_to_half": replacing(mask=_if_floating(lambda m: value_of(m.half().to(m.dtype), m))),
+    "bias_of_first_head": replacing(bias=lambda a: a.bias[:, :1]),
+    "bias_detached": replacing(bias=lambda a: a.bias.detach()),
+    "mask_detached": replacing(mask=lambda a: a.mask.detach()),
+    "alibi_sign": replacing(slopes=lambda a: -a.slopes),
+    "alibi_gradient_of_next_head": replacing(slopes=lambda a: value_of(a.slopes, a.slopes.roll(1))),
+    "t5_direction": _patching(buckets_of=lambda f, relative, *x: f(-relative, *x)),
+    "t5_bucket_off_by_one": _patching(buckets_of=lambda f, relative, n, *x: (f(relative, n, *x) + 1).clamp(max=n - 1)),
+    "t5_max_distance_off": _patching(buckets_of=lambda f, relative, n, both, far: f(relative, n, both, far + far // 8)),
+    "t5_detached": replacing(table=lambda a: a.table.detach()),
+    "t5_gradient_of_next_head": replacing(table=lambda a: value_of(a.table, a.table.roll(1, 1))),
+    "distances_without_offset": _patching(
+        additive_terms=lambda f, a, *x: f(a._replace(causal="top_left" if a.causal == "bottom_right" else a.causal), *x)
+    ),
+}
+
+
+# ---- visibility
+
+
+def _hiding(extra: Callable[[Any, Tensor], Tensor]) -> Fault:
+    return _patching(visible_pairs=lambda f, a, *rows: extra(a, f(a, *rows)))
+
+
+def _diagonal(a: Any) -> Tensor:
+    i, j, offset = source.indices(a)
+    return j - i - offset == 0
+
+
+def _add_to_hide(visible: Tensor, x: Any, y: Any) -> Tensor:
+    if isinstance(y, float) and y == -math.inf:
+        return x + torch.where(visible, 0.0, y)
+    return torch.where(visible, x, y)
+
+
+def _select_rows_only(select: Callable[..., Tensor], where: Tensor, x: Tensor) -> Tensor:
+    return select(where, x) if where.shape[-1] == 1 else x
+
+
+def _round_up(lengths: Tensor, limit: int) -> Tensor:
+    return ((lengths + 7) // 8 * 8).clamp(max=limit)
+
+
+FAULTS |= {
+    "window_ignored": replacing(left=lambda a: -1, right=lambda a: -1),
+    "window_left_off_by_one": replacing(left=lambda a: a.left + (a.left >= 0)),
+    "window_right_ignored": replacing(right=lambda a: -1),
+    "alignments_swapped": replacing(
+        causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]
+    ),
+    "causal_without_diagonal": _hiding(lambda a, v: v & ~_diagonal(a) if a.causal != "none" else v),
+    "causal_ignored": replacing(causal=lambda a: "none"),
+    "offset_by_full_lengths": _patching(
+        indices=lambda f, a, *rows: (
+            *f(a, *rows)[:2],
+            a.key.shape[2] - a.query.shape[2] if a.causal == "bottom_right" else 0,
+        )
+    ),
+    "prefix_ignored": replacing(prefix_lengths=lambda a: torch.zeros_like(a.prefix_lengths)),
+    "segments_at_most": _patching(
+        visible_pairs=lambda f, a: (
+            f(a)
+            if a.query_segments is None
+            else (
+                f(a._replace(query_segments=None, key_segments=None))
+                & (a.query_segments[:, None, :, None] <= a.key_segments[:, None, None, :])
+            )
+        )
+    ),
+    "segments_of_first_sequence": replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
+    "key_lengths_rounded_up": replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.key.shape[2])),
+    "key_lengths_ignored": replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.key.shape[2])),
+    "query_lengths_ignored": replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
+    "last_key_of_a_tail_ignored": _hiding(
+        lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))
+    ),
+    "mask_bit_at_tile_end": replacing(mask=_if_bool(lambda m: m ^ (torch.arange(m.shape[-1]) % 64 == 63))),
+    "mask_of_first_head": replacing(mask=lambda a: a.mask[:, :1]),
+    "mask_of_first_sequence": replacing(mask=lambda a: a.mask[:1]),
+    "minus_infinity_as_lowest": replacing(
+        mask=_if_floating(lambda m: torch.where(m == -math.inf, torch.finfo(m.dtype).min, m))
+    ),
+    "lowest_as_minus_infinity": replacing(
+        mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))
+    ),
+    "hidden_by_addition": _both(_torch_with(where=_add_to_hide), _patching(_select=_select_rows_only)),
+    "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
+}
+
+
+# ---- dropout
+
+FAULTS |= {
+    "dropout_mask_shifted": _patching(keep_mask=lambda f, *x: f(*x).roll(1, -1)),
+    "dropout_scale_missing": _patching(keep_scale=lambda f, p: 1.0),
+    "dropout_same_in_all_sequences": _patching(
+        keep_mask=lambda f, seed, p, batch, *x: f(seed, p, 1, *x).expand(batch, -1, -1, -1)
+    ),
+    "dropout_same_in_all_heads": _patching(
+        keep_mask=lambda f, seed, p, batch, heads, *x: f(seed, p, batch, 1, *x).expand(-1, heads, -1, -1)
+    ),
+    "dropout_seed_in_32_bits": replacing(dropout_seed=lambda a: a.dropout_seed & 0xFFFFFFFF),
+    "dropout_probability_inverted": replacing(dropout_p=lambda a: a.dropout_p and 1 - a.dropout_p),
+}
+
+
+# ---- heads, results
+
+
+@_fault
+def heads_interleaved(a: Any, attend: Forward) -> Outputs:
+    """Query head h reads key head h % Hkv instead of h // group."""
+    group = a.query.shape[1] // a.key.shape[1]
+    return attend(a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1)))
+
+
+@_fault
+def lse_in_base_2(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    return out, lse / math.log(2)
+
+
+@_fault
+def lse_in_the_inputs_precision(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    return out, lse + (lse.bfloat16().to(lse.dtype) - lse).detach().nan_to_num(0.0)
+
+
+@_fault
+def lse_gradient_ignored(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    return out, lse.detach() + 0.0 * out.float().sum(-1)
+
+
+@_fault
+def dead_rows_mean_of_value(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
+    return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
+
+
+@_fault
+def dead_rows_lse_zero(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    return out, torch.where(lse == -math.inf, 0.0, lse)
+
+
+@_fault
+def different_every_time(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    return out, lse * (1 + 1e-7 * torch.rand(()).to(lse.dtype))
+
+
+@_fault
+def value_readas_contiguous(a: Any, attend: Forward) -> Outputs:
+    return attend(a._replace(value=value_of(as_contiguous(a.value), a.value)))
+
+
+BACKWARD_FAULTS: dict[str, BackwardFault] = {
+    **FAULTS_OF_ANY_BACKWARD,
+    "backward_not_causal": lambda a, grads: (a._replace(causal="none", prefix_lengths=None), grads),
+    "backward_without_scale": lambda a, grads: (
+        a._replace(query=value_of(a.query, a.query / a.scale if a.scale else a.query)),
+        grads,
+    ),
+    "key_gradient_misses_half_of_the_group": lambda a, grads: (
+        a._replace(key=value_of(a.key, a.key * (1 if a.query.shape[1] == a.key.shape[1] else 0.5))),
+        grads,
+    ),
+}

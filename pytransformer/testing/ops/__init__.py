@@ -1,0 +1,1 @@
+"""What tests and benchmarks need of each stem, a file each: `KIT`."""

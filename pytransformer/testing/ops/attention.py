@@ -1,0 +1,256 @@
+"""Attention: its named cases, and where its oracle, fuzzer, mutants and calibration are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import calibrate_attention, draw_attention, exact_attention, fuzz_attention, oracle
+from ..case import Builder, Case, Draw, Work, made
+from ..kit import Fuzzer, Kit, Mutants
+from ..mutants_attention import BACKWARD_FAULTS, FAULTS
+
+
+def _qkv(d: Draw) -> dict[str, Any]:
+    return {
+        "query": d.normal(d["B"], d["Hq"], d["Lq"], d["D"]),
+        "key": d.normal(d["B"], d["Hkv"], d["Lk"], d["D"]),
+        "value": d.normal(d["B"], d["Hkv"], d["Lk"], d.shape.get("Dv", d["D"])),
+    }
+
+
+def _attention(**fixed: Any) -> Builder:
+    """q, k, v and keywords; a keyword given as a function is called with the Draw."""
+    return lambda d: {**_qkv(d), **{k: v(d) if callable(v) else v for k, v in fixed.items()}}
+
+
+def _alibi(d: Draw) -> Any:
+    from pytransformer import AlibiBias
+
+    slopes = 2.0 ** (-8.0 * torch.arange(1, d["Hq"] + 1) / d["Hq"])
+    return AlibiBias(slopes.to(d.device))
+
+
+def _t5(bidirectional: bool) -> Callable[[Draw], Any]:
+    def build(d: Draw) -> Any:
+        from pytransformer import RelativePositionBias
+
+        return RelativePositionBias(d.normal(32, d["Hq"], dtype=torch.float32), bidirectional, 128)
+
+    return build
+
+
+def _spread(length: int, batch: int) -> list[int]:
+    """Lengths of a padded batch: from all of it down to half, evenly."""
+    return [length - (length // 2) * b // max(batch - 1, 1) for b in range(batch)]
+
+
+def _lengths(name: str) -> Callable[[Draw], torch.Tensor]:
+    return lambda d: torch.tensor(_spread(d[name], d["B"]), device=d.device)
+
+
+def _segments(name: str) -> Callable[[Draw], torch.Tensor]:
+    """Four documents of about equal size; equal lengths of query and key give equal boundaries."""
+    return lambda d: (torch.arange(d[name], device=d.device) * 4 // max(d[name], 1)).repeat(d["B"], 1)
+
+
+def _random_mask(d: Draw) -> torch.Tensor:
+    keep = torch.rand(d["B"], 1, d["Lq"], d["Lk"], generator=d.generator) > 0.2
+    keep[..., :1] = True
+    return keep.to(d.device)
+
+
+def _left_padding(d: Draw) -> torch.Tensor:
+    start = torch.randint(0, d["Lk"] // 2 + 1, (d["B"], 1), generator=d.generator)
+    start[:1] = 0
+    return (torch.arange(d["Lk"]) >= start)[:, None, None, :].to(d.device)
+
+
+def _offsets(length: int, batch: int) -> list[int]:
+    """Row offsets of `batch` packed sequences, each longer than the one before, of batch * length rows
+    together."""
+    total, parts = batch * length, batch * (batch + 1) // 2
+    return [total * (i * (i + 1) // 2) // parts for i in range(batch + 1)]
+
+
+def _packed(d: Draw) -> dict[str, Any]:
+    cu_q, cu_k = (torch.tensor(_offsets(d[name], d["B"])) for name in ("Lq", "Lk"))
+    return {
+        "query": d.normal(d["B"] * d["Lq"], d["Hq"], d["D"]),
+        "key": d.normal(d["B"] * d["Lk"], d["Hkv"], d["D"]),
+        "value": d.normal(d["B"] * d["Lk"], d["Hkv"], d.shape.get("Dv", d["D"])),
+        "cu_seqlens_q": cu_q.to(d.device),
+        "cu_seqlens_k": cu_k.to(d.device),
+        "max_seqlen_q": int(cu_q.diff().max()),
+        "max_seqlen_k": int(cu_k.diff().max()),
+    }
+
+
+def _varlen(**fixed: Any) -> Builder:
+    return lambda d: {**_packed(d), **{k: v(d) if callable(v) else v for k, v in fixed.items()}}
+
+
+def _prefix(d: Draw) -> torch.Tensor:
+    return d.integers(0, d["Lk"] // 2, d["B"])
+
+
+def _dense(*dims: str | int) -> Callable[[Draw], torch.Tensor]:
+    return lambda d: d.normal(*(d[n] if isinstance(n, str) else n for n in dims))
+
+
+WINDOW = 32  # keys on each side of the diagonal that the window cases see
+
+
+# Shares of the Lq * Lk pairs, for Case.flops.
+Share = Callable[[Mapping[str, int]], float]
+
+
+def _all(_: Mapping[str, int]) -> float:
+    return 1.0
+
+
+def _half(_: Mapping[str, int]) -> float:
+    return 0.5
+
+
+def _window_share(s: Mapping[str, int]) -> float:
+    return min(1.0, (WINDOW + 1) / max(s["Lk"], 1))
+
+
+def _padded_share(*names: str) -> Share:
+    def share(s: Mapping[str, int]) -> float:
+        rows = zip(*(_spread(s[n], s["B"]) for n in names))
+        return sum(math.prod(row) for row in rows) / max(s["B"] * math.prod(s[n] for n in names), 1)
+
+    return share
+
+
+def _packed_share(s: Mapping[str, int]) -> float:
+    """Of B * Lq * Lk, the pairs of the unequal sequences."""
+    q, k = _offsets(s["Lq"], s["B"]), _offsets(s["Lk"], s["B"])
+    pairs = sum((q[i + 1] - q[i]) * (k[i + 1] - k[i]) for i in range(s["B"]))
+    return pairs / max(s["B"] * s["Lq"] * s["Lk"], 1)
+
+
+def _packed_half(s: Mapping[str, int]) -> float:
+    return 0.5 * _packed_share(s)
+
+
+PADDED: dict[str, tuple[Builder, str, Share]] = {
+    "full": (_attention(), "core self_check", _all),
+    "causal": (_attention(causal="top_left"), "core causal", _half),
+    "causal_bottom_right": (_attention(causal="bottom_right"), "causal", _half),
+    "key_padding": (_attention(key_lengths=_lengths("Lk")), "core padding", _padded_share("Lk")),
+    "padding": (
+        _attention(query_lengths=_lengths("Lq"), key_lengths=_lengths("Lk")),
+        "padding",
+        _padded_share("Lq", "Lk"),
+    ),
+    "left_padding": (_attention(attn_mask=_left_padding, causal="top_left"), "padding mask causal", _half),
+    "window": (_attention(causal="top_left", window=(WINDOW, 0)), "core window causal", _window_share),
+    "segments": (
+        _attention(query_segments=_segments("Lq"), key_segments=_segments("Lk")),
+        "segments",
+        lambda s: 0.25,
+    ),
+    "prefix": (_attention(causal="top_left", prefix_lengths=_prefix), "prefix causal", _half),
+    "bool_mask": (_attention(attn_mask=_random_mask), "core mask", _all),
+    "float_mask": (_attention(attn_mask=_dense("B", 1, "Lq", "Lk")), "mask bias_grad", _all),
+    "bias": (_attention(bias=_dense(1, "Hq", "Lq", "Lk")), "core bias bias_grad", _all),
+    "alibi": (_attention(causal="top_left", bias=_alibi), "bias bias_grad causal", _half),
+    "t5_bias": (_attention(bias=_t5(True), scale=1.0), "core bias bias_grad", _all),
+    "t5_bias_causal": (
+        _attention(bias=_t5(False), scale=1.0, causal="top_left"),
+        "bias bias_grad causal",
+        _half,
+    ),
+    "softcap": (_attention(softcap=20.0, causal="top_left"), "softcap causal", _half),
+    "dropout": (_attention(dropout_p=0.1, dropout_seed=1234), "core dropout", _all),
+    "everything": (
+        _attention(
+            causal="bottom_right",
+            window=(WINDOW, 0),
+            key_lengths=_lengths("Lk"),
+            query_lengths=_lengths("Lq"),
+            attn_mask=_random_mask,
+            bias=_t5(False),
+            softcap=20.0,
+            dropout_p=0.1,
+            dropout_seed=1234,
+        ),
+        "causal window padding mask bias bias_grad softcap dropout self_check",
+        _window_share,
+    ),
+}
+
+VARLEN: dict[str, tuple[Builder, str, Share]] = {
+    "varlen": (_varlen(), "core varlen", _packed_share),
+    "varlen_causal": (_varlen(causal="bottom_right"), "varlen causal", _packed_half),
+    "varlen_alibi": (
+        _varlen(causal="bottom_right", bias=_alibi),
+        "varlen causal bias bias_grad",
+        _packed_half,
+    ),
+    "varlen_t5": (_varlen(bias=_t5(True)), "varlen bias bias_grad self_check", _packed_share),
+}
+
+
+DIMS = "B Hq Hkv Lq Lk D"
+
+
+def _work(share: Share, s: Mapping[str, int]) -> Work:
+    """4 B H Lq Lk D forward for the share of pairs that the usual count takes as computed, backward 2.5 times that."""
+    dv = s.get("Dv", s["D"])
+    flops = 2.0 * s["B"] * s["Hq"] * s["Lq"] * s["Lk"] * (s["D"] + dv) * share(s)
+    q, out = s["B"] * s["Hq"] * s["Lq"] * s["D"], s["B"] * s["Hq"] * s["Lq"] * dv
+    kv = s["B"] * s["Hkv"] * s["Lk"] * (s["D"] + dv)
+    return Work((flops, 2.5 * flops), (q + kv + out, 2 * q + 2 * kv + 2 * out))
+
+
+def _shaped(
+    size: Mapping[str, int], name: str, build: Builder, tags: str, share: Share = _all, op: str = "attention", **other: int
+) -> Case:
+    found = made(name, op, DIMS, size, build, tags, partial(_work, share))
+    return replace(found, shape={**found.shape, **other})
+
+
+def _cases(size: Mapping[str, int]) -> Iterator[Case]:
+    for name, (build, tags, share) in PADDED.items():
+        yield _shaped(size, name, build, tags, share)
+    longer, wider = 2 * size["Lk"] + 1, size["D"] // 2 * 3
+    yield _shaped(size, "gqa", _attention(causal="top_left"), "core gqa causal", _half, Hkv=max(1, size["Hq"] // 4))
+    yield _shaped(size, "cross", _attention(key_lengths=_lengths("Lk")), "padding cross", _padded_share("Lk"), Lk=longer)
+    yield _shaped(size, "decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * size["Lk"])
+    yield _shaped(size, "value_dim", _attention(), "value_dim", Dv=wider)
+    for name, (build, tags, share) in VARLEN.items():
+        yield _shaped(size, name, build, tags, share, op="attention_varlen")
+
+
+# ---- what else is needed of the stem
+
+
+def _solve(op: str, named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
+    return (exact_attention.padded if op == "attention" else exact_attention.packed)(named, grads)
+
+
+KIT = Kit(
+    cases=_cases,
+    solve=_solve,
+    fuzzer=Fuzzer(
+        draw_attention.draw,
+        fuzz_attention.examine,
+        features=tuple(draw_attention.CHANCES),
+        rare=(
+            *("alibi", "t5", "dense", "bool_mask", "float_mask", "gqa", "value_dim", "varlen", "strided", "spoiled", "lowest"),
+        ),
+    ),
+    mutants=Mutants(("attention",), FAULTS, BACKWARD_FAULTS, applies=lambda problem: not problem.packed),
+    calibration=calibrate_attention.CALIBRATION,
+    rows_of=exact_attention.rows_of,
+    solve_rows=exact_attention.some_rows,
+)

@@ -1,0 +1,107 @@
+"""linear_cross_entropy: named cases, exact answers, the fuzzer's features, PyTorch's kernels beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import fuzz_cross_entropy, oracle
+from ..calibration import plain_calibration, usual
+from ..case import Builder, Case, Draw, Work, made
+from ..faults import BACKWARD_FAULTS
+from ..judge import exact
+from ..kit import Fuzzer, Kit, Mutants
+from ..mutants_cross_entropy import FAULTS
+
+
+def _cross_entropy(**fixed: Any) -> Builder:
+    def build(d: Draw) -> dict[str, Any]:
+        target = d.integers(0, d["classes"] - 1, d["rows"])
+        target[::7] = -100
+        weight = d.normal(d["classes"], d["d"], scale=d["d"] ** -0.5)
+        return {"x": d.normal(d["rows"], d["d"]), "weight": weight, "target": target, **fixed}
+
+    return build
+
+
+CASES: dict[str, tuple[Builder, str]] = {
+    "linear_cross_entropy": (_cross_entropy(), "core self_check"),
+    "linear_cross_entropy_smooth": (_cross_entropy(label_smoothing=0.1), ""),
+}
+
+
+def _cases(size: Mapping[str, int]) -> Iterator[Case]:
+    for name, (build, tags) in CASES.items():
+        yield made(name, "linear_cross_entropy", "rows d classes", size, build, tags, _work)
+
+
+def _work(s: Mapping[str, int]) -> Work:
+    flops, inputs = 2.0 * s["rows"] * s["d"] * s["classes"], s["rows"] * s["d"] + s["classes"] * s["d"]
+    return Work((flops, 2.0 * flops), (inputs, 2 * inputs))
+
+
+def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
+    tensors = {name: named[name] for name in ("x", "weight", "target", "bias") if named.get(name) is not None}
+    tensors |= dict(zip(("grad_out",), grads or []))
+    keywords = {name: named[name] for name in ("ignore_index", "label_smoothing", "reduction") if name in named}
+    drawn = fuzz_cross_entropy.Problem(named["x"].dtype, "zero_mean", tensors, {}, keywords, [])
+    return exact(fuzz_cross_entropy.solve(drawn))
+
+
+def _plain(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor]) -> Tensor:
+    logits = F.linear(t["x"], t["weight"], t.get("bias")).reshape(-1, t["weight"].shape[0])
+    losses = F.cross_entropy(logits, t["target"].reshape(-1), **p.keywords)
+    losses = losses.view(t["target"].shape) if p.keywords["reduction"] == "none" else losses
+    # PyTorch's loss has the dtype of its logits, and is judged in its eps
+    return losses.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
+
+
+def _ours(p: fuzz_cross_entropy.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
+    import pytransformer as pt
+
+    return pt.linear_cross_entropy(
+        t["x"], t["weight"], t["target"], bias=t.get("bias"), **p.keywords, backend=backend, strict=True
+    )
+
+
+def _problem(seed: int, case: int) -> fuzz_cross_entropy.Problem | None:
+    p = usual(fuzz_cross_entropy.draw(seed, case), as_drawn=("target", "grad_out"))
+    if p is None or "ignored_nan" in p.features:
+        return None
+    over_nothing = p.keywords["reduction"] == "mean" and bool(
+        (p.tensors["target"] == p.keywords.get("ignore_index", -100)).all()
+    )
+    return None if over_nothing else p
+
+
+KIT = Kit(
+    cases=_cases,
+    solve=_solve,
+    limits=fuzz_cross_entropy.LIMITS,
+    fuzzer=Fuzzer(
+        fuzz_cross_entropy.draw,
+        fuzz_cross_entropy.examine,
+        features=(
+            *fuzz_cross_entropy.REDUCTIONS,
+            *("bias", "ignore_index", "ignored", "label_smoothing", "strided", "positive", "large"),
+        ),
+        rare=("ignored_nan",),
+    ),
+    mutants=Mutants(
+        ("linear_cross_entropy",),
+        FAULTS,
+        {n: f for n, f in BACKWARD_FAULTS.items() if "dropout" not in n},  # it has none
+    ),
+    calibration=plain_calibration(
+        _problem,
+        lambda p: exact(fuzz_cross_entropy.solve(p)),
+        _plain,
+        _ours,
+        ("loss", "x", "weight", "bias"),
+        fuzz_cross_entropy.LIMITS,
+    ),
+)
