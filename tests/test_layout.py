@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,7 @@ from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"build", "dist", "results", "__pycache__"}  # and everything whose name starts with a dot, but for .ci
-STEMS = {
-    "attention": {"attention", "attention_varlen"},
-    "layer_norm": {"layer_norm", "rms_norm", "add_norm"},
-    "feed_forward": {"feed_forward"},
-    "cross_entropy": {"linear_cross_entropy"},
-}
+STEMS = dict.fromkeys(op.stem for op in OPS.values())
 EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "docs/ops/{}.md", "tests/ops/test_{}*.py")
 A_BACKEND_HAS = {
     "reference": (),
@@ -27,7 +24,12 @@ A_BACKEND_HAS = {
     "triton": ("kernels/{}/configs.py", "kernels/{}/fwd.py", "kernels/{}/bwd.py"),
     "cuda": ("csrc/cuda/{}/**/fwd*.cuh", "csrc/cuda/{}/**/bwd*.cuh"),
 }
-MAX_LINES = {".py": 500, ".h": 600, ".cpp": 600, ".cuh": 600, ".cu": 600}
+LIMITS = {"lines of a function": 80, "parameters": 12, "lines of a file": 400}
+KERNEL_LINES = 150
+_spec = importlib.util.spec_from_file_location("sizes", ROOT / "bench" / "tools" / "sizes.py")
+assert _spec and _spec.loader
+sizes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sizes)
 TORCH_INCLUDE = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/")
 
 
@@ -49,15 +51,9 @@ def missing(patterns: tuple[str, ...], stem: str) -> list[str]:
     return [pattern for pattern in wanted if not any(ROOT.glob(pattern))]
 
 
-def test_every_op_belongs_to_a_stem() -> None:
-    assert set(OPS) <= set().union(*STEMS.values())
-
-
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_stem_has_its_files_in_every_tier_that_claims_it(stem: str) -> None:
-    ops = [OPS[name] for name in STEMS[stem] & set(OPS)]
-    assert ops, f"no op of the stem {stem} is registered"
-    backends = {backend for op in ops for backend in op.backends}
+    backends = {backend for op in OPS.values() if op.stem == stem for backend in op.backends}
     wanted = EVERY_OP_HAS + tuple(pattern for backend in sorted(backends) for pattern in A_BACKEND_HAS[backend])
     assert missing(wanted, stem) == []
 
@@ -68,9 +64,82 @@ def test_no_kernel_file_without_an_op() -> None:
     assert found <= set(STEMS)
 
 
-def test_files_are_short() -> None:
-    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in files(*MAX_LINES)}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES[Path(path).suffix]} == {}
+# ---- sizes
+
+
+def beyond_the_limits() -> dict[str, dict[str, int]]:
+    """What is larger than LIMITS, by kind; of functions of one name in a file, the largest. DESIGN fixes the public functions of ops, and
+    with them what checks their arguments; raw ops have their schema's parameters."""
+    found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
+
+    def see(kind: str, name: str, size: int, limit: int) -> None:
+        if size > limit:
+            found[kind][name] = max(size, found[kind].get(name, 0))
+
+    for path in files(".py", *sizes.CPP):
+        text = (ROOT / path).read_text()
+        fixed = set(re.findall(r"TORCH_BOX\(&(\w+)\)", text))
+        if path.parent == Path("pytransformer/ops"):
+            fixed |= {*OPS, *(op.prepare.__name__ for op in OPS.values())}
+        see("lines of a file", str(path), len(text.splitlines()), LIMITS["lines of a file"])
+        for function in sizes.functions(ROOT / path):
+            name = f"{path} {function.name}"
+            see(
+                "lines of a function", name, function.lines, KERNEL_LINES if function.kernel else LIMITS["lines of a function"]
+            )
+            if function.name not in fixed:
+                see("parameters", name, function.parameters, LIMITS["parameters"])
+    return found
+
+
+def test_functions_and_files_are_short() -> None:
+    """But for those of sizes.json, which may shrink and not grow; what is small enough leaves the list."""
+    left = json.loads((ROOT / "tests" / "sizes.json").read_text())
+    found = beyond_the_limits()
+    assert set(left) == set(LIMITS) and all(reason for entries in left.values() for _, reason in entries.values())
+    for kind, entries in left.items():
+        grew = {name: size for name, size in found[kind].items() if size > (entries[name][0] if name in entries else 0)}
+        assert grew == {}, f"{kind}: more than {LIMITS[kind]}, or than tests/sizes.json allows"
+        assert sorted(entries.keys() - found[kind].keys()) == [], (
+            f"{kind}: within {LIMITS[kind]} now, take it out of tests/sizes.json"
+        )
+
+
+PYTHON = """
+class A:
+    def method(self, a, *, b): return a
+
+@triton.jit
+def kernel(a, b): pass
+
+@overload
+def both(a): ...
+def both(a, b, c):
+    def inner(): pass
+"""
+CPP = """
+#define IGNORED(a, b) { if (a) b
+namespace pt { template <class T, int N>
+inline T plain(const T& a, std::array<T, 2> b) noexcept { // a { in a comment
+  if (a) { call("}", [&](int i, int j) -> int { return i; }); }
+  return a;
+}
+__global__ void kernel(Params p) {
+}
+struct S { S(int a, int b, int c) : x(a), y{b} {} void f(void) const; };
+int declared(int a);
+}
+"""
+
+
+def test_the_scanners_see_functions() -> None:
+    python = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_python(PYTHON)}
+    assert python == {"method": (1, 2, False), "kernel": (1, 0, True), "both": (2, 3, False), "inner": (1, 0, False)}
+    cpp = {f.name: (f.lines, f.parameters, f.kernel) for f in sizes.of_cpp(CPP)}
+    assert cpp == {"plain": (4, 2, False), "lambda": (1, 2, False), "kernel": (2, 0, True), "S": (1, 3, False)}
+
+
+# ---- the rest
 
 
 def test_nothing_puts_the_root_on_the_path() -> None:
