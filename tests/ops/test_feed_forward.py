@@ -114,7 +114,9 @@ def test_many_rows_pass_through_in_parts() -> None:
     problem = fuzz_feed_forward.Problem(torch.float32, "any", tensors, {}, {"activation": "relu"}, list(NAMES))
     exact = oracle.Solution(fuzz_feed_forward.solve(problem), 1, torch.empty(0), torch.empty(0))
     found = dict(zip(NAMES, torch.autograd.grad(y, t, tensors["grad_out"])))
-    assert not [str(c) for c in bounds.check(exact, {"out": y} | found, torch.float32, "any", fuzz_feed_forward.LIMITS) if not c.ok]
+    assert not [
+        str(c) for c in bounds.check(exact, {"out": y} | found, torch.float32, "any", fuzz_feed_forward.LIMITS) if not c.ok
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
