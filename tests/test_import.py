@@ -119,7 +119,7 @@ def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path: Path) ->
         path=tmp_path,
     )
     assert Path(origin).is_relative_to(tmp_path)
-    assert backend == "reference"
+    assert backend == "torch"
     assert "does not load" in reason
 
 
