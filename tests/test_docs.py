@@ -16,13 +16,14 @@ MAX_WORDS = 1500
 # Tables of results that commands write: their length is that of the results.
 GENERATED = {"accuracy-tables.md", "architectures.md", "performance.md"}
 TABLE = re.compile(r"<!-- [^>]*: start, written by .*?: end -->", re.S)  # a part of a page that a command writes
+CODE = re.compile(r"^```.*?^```$", re.S | re.M)
 VARIABLE = re.compile(r"PYTRANSFORMER_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
 SOURCES = ("pytransformer", "kernels", "csrc", "bench", "tests", "Makefile", "setup.py", ".ci", "examples")
 
 
 def links(page: Path) -> list[Path]:
     """The files of the tree that a page links to."""
-    targets = re.findall(r"\]\(([^)#\s]*)[^)]*\)|<img src=\"([^\"]+)\"", page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)#\s]*)[^)]*\)|<img src=\"([^\"]+)\"", CODE.sub("", page.read_text(encoding="utf-8")))
     named = [first or second for first, second in targets]
     return [(page.parent / name).resolve() for name in named if name and "://" not in name]
 

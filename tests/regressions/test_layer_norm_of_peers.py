@@ -47,7 +47,11 @@ def backends() -> list[str]:
 def test_parameter_gradients_summed_in_bfloat16(backends: list[str]) -> None:
     p = problem()
     exact = oracle.Solution(fuzz_layer_norm.solve(p, None), 1, torch.empty(0), torch.empty(0))
-    wrong = {c.name for c in bounds.check(exact, dict(parameter_gradients(p)), torch.bfloat16, p.data, fuzz_layer_norm.LIMITS) if not c.ok}
+    wrong = {
+        c.name
+        for c in bounds.check(exact, dict(parameter_gradients(p)), torch.bfloat16, p.data, fuzz_layer_norm.LIMITS)
+        if not c.ok
+    }
     assert wrong == {"weight", "bias"}
     assert {"reference", "cpu"} <= set(backends)
     for backend in backends:
