@@ -12,17 +12,17 @@ without dropout may have keys as rows, so that weights and dS are in place for i
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from pytransformer.ops._problem.attention import AttentionProblem
+
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
-from .fwd import programs
-from .problem import Problem, Rows, choose, dense_strides, describe, rows, sequences
+from .plan import Launch, plan_backward
+from .problem import Rows, at_tile, dense_strides, lower, rows
 from .tiles import (
     at_head,
     at_row_stats,
@@ -384,7 +384,7 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
 
 
 def backward(
-    a: Any,
+    a: AttentionProblem,
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     out: torch.Tensor,
@@ -392,67 +392,48 @@ def backward(
     wanted: dict[str, torch.Tensor],
 ) -> None:
     """Write the gradients that ``wanted`` has, by the names of the op's arguments. Last dimensions contiguous."""
-    device = a.query.device
+    device, plan, problem = a.query.device, plan_backward(a, wanted), lower(a)
     delta, row_max = torch.empty_like(lse), torch.empty_like(lse)
-    tile = choose("dq", a)
-    p, kind = describe(a, tile)
+    step = plan.dq
+    p, kind, warps, stages = at_tile(a, problem, step.tile), step.kind, step.tile.warps, step.tile.stages
     saved = Saved(grad_out, delta, row_max, torch.empty_like(lse) if kind.SPLIT_LSE else None)
     dq, dk, dv = (wanted.get(name) for name in ("query", "key", "value"))
     strides = BackwardStrides(
         *map(rows, (a.query, a.key, a.value, out, grad_out)),
         *(None if t is None else rows(t) for t in (dq, dk, dv)),
     )
-    count = programs(a, p, tile.BM)
     launch(
-        attention_backward_preprocess, count, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
-        warps=tile.warps, stages=1,
+        attention_backward_preprocess, step.programs, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
+        warps=warps, stages=1,
     )  # fmt: skip
     if not wanted.keys().isdisjoint(("query", "slopes", "table")):
-        slopes = _alloc_partials(a, count, p, 1) if "slopes" in wanted else None
-        table = _alloc_partials(a, count, p, kind.BUCKETS) if "table" in wanted else None
+        slopes = _alloc_partials(a, step, 1) if "slopes" in wanted else None
+        table = _alloc_partials(a, step, kind.BUCKETS) if "table" in wanted else None
         launch(
-            attention_backward_dq, count, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
-            warps=tile.warps, stages=tile.stages,
+            attention_backward_dq, step.programs, device, a.query, a.key, a.value, dq, slopes, table, saved, strides, p, kind,
+            warps=warps, stages=stages,
         )  # fmt: skip
         if slopes is not None:
             wanted["slopes"].copy_(slopes.sum((0, 2))[:, 0])
         if table is not None:
-            wanted["table"].copy_(table.sum((0, 2))[:, : a.table.shape[0]].t())
+            wanted["table"].copy_(table.sum((0, 2))[:, : a.buckets[0]].t())
     if dk is not None or dv is not None:
-        tile = choose("dropout dkdv" if a.dropout_p else "dkdv", a)
-        p, kind = describe(a, tile)
-        kind = dataclasses.replace(kind, KEYS_FIRST=not a.dropout_p and tile.BN >= 16 * tile.warps)
-        count = sequences(a) * (p.heads // p.group) * _key_tiles(p, tile.BN)
+        step = plan.dkdv
         launch(
-            attention_backward_dkdv, count, device, a.query, a.key, a.value, dk, dv, saved, strides, p, kind,
-            warps=tile.warps, stages=tile.stages,
+            attention_backward_dkdv, step.programs, device, a.query, a.key, a.value, dk, dv, saved, strides,
+            at_tile(a, problem, step.tile), step.kind, warps=step.tile.warps, stages=step.tile.stages,
         )  # fmt: skip
-    for name in ("mask", "bias"):
-        if name in wanted:
-            _backward_dbias(a, wanted[name], saved, strides)
+    for name in wanted.keys() & {"mask", "bias"}:
+        if name not in plan.dbias:
+            wanted[name].zero_()
+    for name, (step, shared) in plan.dbias.items():
+        gradient = BiasGradient(wanted[name], *dense_strides(wanted[name]), *shared)
+        launch(
+            attention_backward_dbias, step.programs, device, a.query, a.key, a.value, gradient, saved, strides,
+            at_tile(a, problem, step.tile), step.kind, warps=step.tile.warps, stages=step.tile.stages,
+        )  # fmt: skip
 
 
-def _backward_dbias(a: Any, grad: torch.Tensor, saved: Saved, strides: BackwardStrides) -> None:
-    tile = choose("dbias", a)
-    p, kind = describe(a, tile)
-    query_tiles, key_tiles = -(-p.num_queries // tile.BM), _key_tiles(p, tile.BN)
-    if 0 in (query_tiles, key_tiles):
-        grad.zero_()
-        return
-    counts = (a.query.shape[0], p.heads, query_tiles, key_tiles)  # of everything
-    shared = [n if size == 1 else 1 for n, size in zip(counts, grad.shape)]  # summed by one program
-    kind = dataclasses.replace(kind, SUM_QUERIES=grad.shape[2] == 1, SUM_KEYS=grad.shape[3] == 1)
-    count = math.prod(1 if size == 1 else n for n, size in zip(counts, grad.shape))
-    launch(
-        attention_backward_dbias, count, a.query.device, a.query, a.key, a.value, BiasGradient(grad, *dense_strides(grad), *shared),
-        saved, strides, p, kind, warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
-
-
-def _alloc_partials(a: Any, count: int, p: Problem, width: int) -> torch.Tensor:
+def _alloc_partials(a: AttentionProblem, step: Launch, width: int) -> torch.Tensor:
     """(sequences, heads, tiles of queries, width) float32: what each program adds to a sum over all of them."""
-    return torch.empty((sequences(a), p.heads, count // max(1, sequences(a) * p.heads), width), device=a.query.device)
-
-
-def _key_tiles(p: Problem, block: int) -> int:
-    return -(-(p.num_keys + p.key_start % 32) // block)
+    return torch.empty((a.sequences, a.heads, -(-a.num_queries // step.tile.BM), width), device=a.query.device)

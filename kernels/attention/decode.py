@@ -4,7 +4,7 @@
 
 A sequence is decoded if its rows, queries times the heads that share a key head, are at most ``max_rows``. Its visible keys
 are divided into equal runs of at least ``min_tiles`` tiles, at most ``max_splits`` runs. Both depend on the sequence's own
-lengths alone, so that a sequence gives the same bits whatever else is in the batch. Where the host does not know all
+lengths alone (plan.py), so that a sequence gives the same bits whatever else is in the batch. Where the host does not know all
 lengths, both forms are launched, and each leaves to the other what is not its own.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
@@ -12,14 +12,15 @@ Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .._lang import kernel
-from .problem import Kind, Problem, SplitKV, choose, choose_split, padded, sequences
+from .plan import ForwardPlan
+from .problem import Kind
 from .tiles import finish, power, sequence, tile_rows
 
 
@@ -34,56 +35,11 @@ class Partials(NamedTuple):
 # ---- host
 
 
-def plan(a: Any) -> tuple[bool, SplitKV | None]:
-    """(whether some sequence may have too many queries to be decoded, how the others are split, if there may be any)."""
-    packed = hasattr(a, "cu_seqlens_q")
-    num_queries, num_keys = (a.max_seqlen_q, a.max_seqlen_k) if packed else (a.query.shape[2], a.key.shape[2])
-    limits = choose_split(a)
-    tile = choose("decode", a)
-    right = 0 if a.causal != "none" and getattr(a, "prefix_lengths", None) is None else a.right
-    window = a.left + right if a.left >= 0 and right >= 0 else None
-    return plan_of(
-        num_queries, num_keys, a.query.shape[1] // a.key.shape[1], window, packed or a.query_lengths is not None,
-        max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,
-    )  # fmt: skip
-
-
-def plan_of(
-    num_queries: int,
-    num_keys: int,
-    group: int,
-    window: int | None,
-    ragged: bool,
-    *,
-    max_rows: int,
-    tile: int,
-    min_keys: int,
-    max_splits: int,
-) -> tuple[bool, SplitKV | None]:
-    """``plan`` of the longest sequence's sizes; ragged: others may be shorter. window: left + right of a bounded one."""
-    rows = num_queries * group
-    if rows > max_rows and (not ragged or group > max_rows):
-        return True, None
-    span = num_keys if window is None else min(num_keys, window + 1 + num_queries)
-    tiles = max(1, min_keys // tile)
-    splits = min(max_splits, -(-(-(-span // tile) + 1) // tiles))
-    return rows > max_rows, SplitKV(max_rows, min(rows, max_rows), splits, tiles, max_splits)
-
-
-def alloc_partials(a: Any, p: Problem, kind: Kind) -> Partials:
+def alloc_partials(plan: ForwardPlan, kind: Kind, device: torch.device) -> Partials:
     """Memory for what the splits leave."""
-    rows = sequences(a) * (p.heads // p.group) * p.split_kv.splits * -(-p.split_kv.rows // kind.BM) * kind.BM
-    m, l = torch.empty((2, rows), dtype=torch.float32, device=a.query.device)
-    return Partials(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=a.query.device))
-
-
-def extra_bytes(a: Any) -> int:
-    """Of the memory for what the splits leave."""
-    split_kv = plan(a)[1]
-    if split_kv is None or split_kv.splits == 1:
-        return 0
-    heads = a.key.shape[1] * sequences(a)
-    return 4 * heads * split_kv.splits * (-(-split_kv.rows // 16) * 16) * (padded(a.value.shape[-1]) + 2)
+    rows = plan.partial_rows
+    m, l = torch.empty((2, rows), dtype=torch.float32, device=device)
+    return Partials(m, l, torch.empty((rows, kind.BDV), dtype=torch.float32, device=device))
 
 
 # ---- device

@@ -13,15 +13,15 @@ and o of its own; ``attention_combine`` joins them. See decode.py.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 import triton.language as tl
 
+from pytransformer.ops._problem.attention import AttentionProblem
+
 from .._lang import dot, kernel, launch, narrow
-from .decode import SplitKV, alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row, plan
-from .problem import ForwardStrides, choose, describe, rows, sequences
+from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
+from .plan import plan_forward
+from .problem import ForwardStrides, at_tile, lower, rows
 from .tiles import (
     at_head,
     column,
@@ -102,49 +102,22 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C)
 
 
-def forward(a: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the op's arguments; last dimensions contiguous."""
+    plan, p, device = plan_forward(a), lower(a), a.query.device
+    p = p._replace(split_kv=plan.split_kv)
     strides = ForwardStrides(rows(a.query), rows(a.key), rows(a.value), rows(out))
-    prefill, split_kv = plan(a)
-    if prefill:
-        tile = choose("forward", a)
-        p, kind = describe(a, tile)
-        p, kind = p._replace(split_kv=split_kv), dataclasses.replace(kind, DECODE_APART=split_kv is not None)
+    partials = None if plan.combine is None else alloc_partials(plan, plan.combine.kind, device)
+    # Decoded sequences come after the others, whose launch leaves zeros where these have no queries.
+    for step in (plan.prefill, plan.decode):
+        if step is not None:
+            launch(
+                attention_forward, step.programs, device, a.query, a.key, a.value, out, lse,
+                partials if step.kind.SPLIT_KV else None, strides, at_tile(a, p, step.tile), step.kind,
+                warps=step.tile.warps, stages=step.tile.stages,
+            )  # fmt: skip
+    if plan.combine is not None:
         launch(
-            attention_forward, programs(a, p, tile.BM), a.query.device, a.query, a.key, a.value, out, lse, None, strides, p,
-            kind, warps=tile.warps, stages=tile.stages,
+            attention_combine, plan.combine.programs, device, out, lse, partials, strides, at_tile(a, p, plan.combine.tile),
+            plan.combine.kind, plan.combine.tile.BM, p.split_kv.max_splits, warps=4, stages=1,
         )  # fmt: skip
-    if split_kv is not None:
-        _forward_decode(a, out, lse, strides, split_kv, apart=prefill)
-
-
-def _forward_decode(
-    a: Any, out: torch.Tensor, lse: torch.Tensor, strides: ForwardStrides, split_kv: SplitKV, *, apart: bool
-) -> None:
-    """Decoded sequences: after the others', whose launch leaves zeros where these have no queries."""
-    tile = choose("decode", a)
-    p, kind = describe(a, tile)
-    p = p._replace(split_kv=split_kv)
-    kind = dataclasses.replace(
-        kind,
-        PACK_GQA=True,
-        SPLIT_KV=split_kv.splits > 1,
-        DECODE_APART=apart,
-        KEY_MASK=kind.KEY_MASK and (a.mask.shape[1] == 1 or p.group == 1),
-    )
-    heads = sequences(a) * (p.heads // p.group)
-    partials = alloc_partials(a, p, kind) if kind.SPLIT_KV else None
-    launch(
-        attention_forward, heads * -(-split_kv.rows // tile.BM) * split_kv.splits, a.query.device, a.query, a.key, a.value, out,
-        lse, partials, strides, p, kind, warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
-    if partials is not None:
-        launch(
-            attention_combine, heads * split_kv.rows, a.query.device, out, lse, partials, strides, p,
-            dataclasses.replace(kind, BM=1), tile.BM, split_kv.max_splits, warps=4, stages=1,
-        )  # fmt: skip
-
-
-def programs(a: Any, p: Any, block: int) -> int:
-    """Tiles of queries in all sequences and heads."""
-    return sequences(a) * p.heads * -(-p.num_queries // block)

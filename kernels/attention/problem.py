@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from pytransformer.ops._problem.attention import AttentionProblem
 from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
 from .. import tuned
 from .._lang import INTERPRETED, precision
-from .configs import INTERPRETER, Config, Split, config, split
+from .configs import INTERPRETER, Config, config
 
 UNBOUNDED = 1 << 29
 
@@ -138,40 +139,17 @@ def capability(device: torch.device) -> int:
     return INTERPRETER if INTERPRETED else 10 * torch.cuda.get_device_capability(device)[0]
 
 
-def choose(kernel: str, a: Any) -> Config:
+def choose(kernel: str, a: AttentionProblem) -> Config:
     """The tile for a kernel and the op's arguments."""
-    widest = padded(max(a.query.shape[-1], a.value.shape[-1]))
-    mask = getattr(a, "mask", None)
-    dense = (
-        None if hides_keys(mask) else mask,
-        getattr(a, "bias", None),
-        a.slopes,
-        a.table,
-        getattr(a, "query_segments", None),
-    )
-    score_mods = sum(t is not None for t in dense) + bool(a.softcap) + bool(a.dropout_p)
     return config(
-        kernel, capability(a.query.device), widest, a.query.element_size(), score_mods=score_mods,
+        kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
-
-
-def hides_keys(mask: torch.Tensor | None) -> bool:
-    """Whether the mask hides keys from every query alike: then it is no work per element."""
-    return mask is not None and mask.dtype == torch.bool and mask.shape[2] == 1
-
-
-def choose_split(a: Any) -> Split:
-    return split(capability(a.query.device))
 
 
 def padded(n: int) -> int:
     """The next power of two, at least 16: what a tile's side has to be."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-def sequences(a: Any) -> int:
-    return a.cu_seqlens_q.shape[0] - 1 if hasattr(a, "cu_seqlens_q") else a.query.shape[0]
 
 
 def rows(t: torch.Tensor) -> Rows:
@@ -185,66 +163,74 @@ def strides(t: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride()))
 
 
-def describe(a: Any, tile: Config) -> tuple[Problem, Kind]:
-    """The problem of the op's arguments, and what to compile for it with this tile."""
-    packed = hasattr(a, "cu_seqlens_q")
-    bias = None if packed else a.bias
-    mask = None if packed else a.mask
-    floating = [t for t in (mask, bias) if t is not None and t.dtype != torch.bool]
-    base2 = not (floating or a.softcap or a.slopes is not None or a.table is not None)
-    t = threshold(a.dropout_p)
-    key_start = 0 if packed else a.key_start
-    problem = Problem(
-        heads=a.query.shape[1],
-        group=a.query.shape[1] // a.key.shape[1],
-        num_queries=a.max_seqlen_q if packed else a.query.shape[2],
-        num_keys=a.max_seqlen_k if packed else a.key.shape[2],
+def lower(a: AttentionProblem) -> Problem:
+    """The kernels' view of the op's arguments; of T5's bias only at_tile knows."""
+    mask = a.key_padding
+    return Problem(
+        heads=a.heads,
+        group=a.group,
+        num_queries=a.num_queries,
+        num_keys=a.num_keys,
         total_queries=a.query.shape[0],
         total_keys=a.key.shape[0],
-        query_start=0 if packed else a.query_start,
-        key_start=key_start,
+        query_start=a.query_start,
+        key_start=a.key_start,
         left=min(a.left, UNBOUNDED) if a.left >= 0 else UNBOUNDED,
         right=min(a.right, UNBOUNDED) if a.right >= 0 else UNBOUNDED,
-        **{name: getattr(a, name, None) for name in LENGTHS},
-        cu_queries=getattr(a, "cu_seqlens_q", None),
-        cu_keys=getattr(a, "cu_seqlens_k", None),
-        mask=_dense(mask),
-        bias=_dense(bias),
+        query_lengths=a.query_lengths,
+        key_lengths=a.key_lengths,
+        prefix_lengths=a.prefix_lengths,
+        query_segments=a.query_segments,
+        key_segments=a.key_segments,
+        cu_queries=a.cu_seqlens_q,
+        cu_keys=a.cu_seqlens_k,
+        mask=_dense(a.mask if mask is None else mask),
+        bias=_dense(a.bias),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
-        diagonals=None if a.table is None else _diagonals(a, tile),
+        diagonals=None,
         split_kv=None,
         seed=a.dropout_seed,
-        threshold=t,
+        threshold=threshold(a.dropout_p),
         keep_scale=keep_scale(a.dropout_p),
         scale=a.scale,
-        score_scale=a.scale * (math.log2(math.e) if base2 else 1.0),
+        score_scale=a.scale * (math.log2(math.e) if _base2(a) else 1.0),
         softcap=a.softcap,
     )
-    kind = Kind(
-        D=a.query.shape[-1],
-        DV=a.value.shape[-1],
-        BD=padded(a.query.shape[-1]),
-        BDV=padded(a.value.shape[-1]),
-        BM=tile.BM,
-        BN=tile.BN,
+
+
+def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
+    """The problem for a kernel with this tile, over which a row of T5's bias has to reach."""
+    return p if a.table is None else p._replace(diagonals=_diagonals(a, a.table, tile))
+
+
+def kind_of(a: AttentionProblem) -> Kind:
+    """What to compile for the op's arguments, but for the tile: BM and BN are 0."""
+    return Kind(
+        D=a.head_dim,
+        DV=a.value_dim,
+        BD=padded(a.head_dim),
+        BDV=padded(a.value_dim),
+        BM=0,
+        BN=0,
         CAUSAL=a.causal != "none",
         BOTTOM_RIGHT=a.causal == "bottom_right",
         LEFT=a.left >= 0,
         RIGHT=a.right >= 0,
-        GROUPED=a.query.shape[1] > a.key.shape[1],
-        ALIGNED=key_start % 32 == 0,
-        KEY_MASK=hides_keys(mask),
+        GROUPED=a.heads > a.key_heads,
+        ALIGNED=a.key_start % 32 == 0,
+        KEY_MASK=a.key_padding is not None,
         SOFTCAP=bool(a.softcap),
-        DROPOUT=0 < t < 65536,
-        BASE2=base2,
-        SPLIT_LSE=bool(floating),
+        DROPOUT=0 < threshold(a.dropout_p) < 65536,
+        BASE2=_base2(a),
+        SPLIT_LSE=bool(a.added),
         PRECISION=precision(a.query.dtype),
         BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
     )
-    return problem, kind
 
 
-LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+def _base2(a: AttentionProblem) -> bool:
+    """Nothing is added to scores, nor is their size limited."""
+    return not (a.added or a.softcap or a.slopes is not None or a.table is not None)
 
 
 def _dense(t: torch.Tensor | None) -> Dense | None:
@@ -259,11 +245,11 @@ def dense_strides(t: torch.Tensor) -> tuple[int, int, int, int | None]:
     return batch, head, query, None if key == 1 else key
 
 
-def _diagonals(a: Any, tile: Config) -> Diagonals:
+def _diagonals(a: AttentionProblem, table: torch.Tensor, tile: Config) -> Diagonals:
     pad = tile.BM + tile.BN
-    bucket, before, after = bucket_row(a.table.shape[0], a.bidirectional, a.max_distance, pad, a.table.device)
+    bucket, before, after = bucket_row(*a.buckets, pad, table.device)
     return Diagonals(
-        bias=a.table.float().t()[:, bucket].contiguous(),
+        bias=table.float().t()[:, bucket].contiguous(),
         bucket=bucket,
         width=bucket.shape[0],
         zero=before + pad,

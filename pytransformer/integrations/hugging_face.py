@@ -194,8 +194,6 @@ def _mask_terms(
 ) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None]:
     """attn_mask, causal and window for our op."""
     if not isinstance(mask, Mask):
-        if mask is not None and mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
-            mask = mask[:, :, :1]  # every query has the same row: key padding
         return mask, None, None
     lengths = mask.shape[2:]
     if lengths != (q_length, k_length):

@@ -30,6 +30,7 @@ from ._core.tensors import (
     empty_in_order,
     shape_of,
 )
+from ._problem.attention import PaddedAttention
 from .masks import AlibiBias, RelativePositionBias
 
 # query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
@@ -70,6 +71,7 @@ attention_op = Op(
     empty_outputs=_empty_outputs,
     flops=_flops,
     order=ORDER,
+    problem=PaddedAttention,
 )
 
 

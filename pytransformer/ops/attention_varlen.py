@@ -16,6 +16,7 @@ from ._backends.triton import attention as triton_attention
 from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._problem.attention import PackedAttention
 from .attention import ORDER, biases, positions
 from .masks import AlibiBias, RelativePositionBias
 
@@ -52,6 +53,7 @@ attention_varlen_op = Op(
     empty_outputs=_empty_outputs,
     flops=_flops,
     order=ORDER,
+    problem=PackedAttention,
     stem="attention",
 )
 

@@ -12,7 +12,7 @@ from kernel_mutants import mutated
 import pytransformer as pt
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention.configs import SPLIT, SPLIT_INTERPRETED
-from pytransformer.kernels.attention.decode import plan_of
+from pytransformer.kernels.attention.plan import plan_of
 from pytransformer.testing import bounds
 from pytransformer.testing.attention_check import check_attention
 

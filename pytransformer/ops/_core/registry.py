@@ -9,6 +9,7 @@ An :class:`Op` is declared once, in the file of its stem::
         differentiable_outputs=1,            # the first n of them carry gradients
         differentiable=("x", "weight", "bias"),
         saved=("mean", "rstd"),              # outputs that backward gets back
+        problem=...,                         # properties for the arguments' class: what the backends ask of them
         empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
         flops=...,
         stem="layer_norm",                   # what its files are called, if not as the op
@@ -101,6 +102,7 @@ class Op:
         flops: Callable[[Any], int] | None = None,
         flops_backward: Callable[[Any], int] | None = None,
         order: Sequence[str] = BACKENDS,
+        problem: type | None = None,
         stem: str | None = None,
         returned: int = 1,
     ) -> None:
@@ -111,7 +113,7 @@ class Op:
         self._declared: dict[str, Backend] = {}
         self.backends = {}
         names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
-        self.Arguments = _arguments_class(f"{name}_arguments", names)
+        self.Arguments = _arguments_class(f"{name}_arguments", names, problem)
         self.positions = tuple(names.index(n) for n in differentiable)
         is_tensor = [a.split()[0].startswith("Tensor") for a in arguments.split(",")]
         self.num_args, self.num_tensors = len(names), sum(is_tensor)
@@ -377,9 +379,10 @@ class Op:
         return False
 
 
-def _arguments_class(name: str, fields: Sequence[str]) -> ArgumentsClass:
-    # The stubs take a named tuple whose fields are computed for any tuple.
-    return cast(ArgumentsClass, namedtuple(name, fields))
+def _arguments_class(name: str, fields: Sequence[str], problem: type | None) -> ArgumentsClass:
+    # The stubs take a named tuple whose fields are computed for any tuple. Its __new__ has to stay: torch.compile knows no other.
+    made = cast(type, namedtuple(name, fields))
+    return cast(ArgumentsClass, made if problem is None else type(name, (made, problem), {"__slots__": ()}))
 
 
 def joined(reasons: Mapping[str, str | None]) -> str:

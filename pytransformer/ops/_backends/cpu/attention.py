@@ -10,27 +10,26 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import last_contiguous
+from ..._problem.attention import ALIGN, AttentionProblem
 from ...masks import bucket_starts
 
-ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 MAX_HEAD_DIM = 512
 NONE, NOTHING = frozenset((None,)), (None,) * 13  # all that the raw op can take beside query, key, value and the outputs
 
 
-def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
     """The backend for an op with attention's argument names; packed ones also have cu_seqlens and longest lengths."""
 
-    def why_not(a: Any) -> str | None:
+    def why_not(a: AttentionProblem) -> str | None:
         if a.query.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and query is on {a.query.device}"
         if (reason := native.why_not("attention_fwd") or native.why_not("attention_bwd")) is not None:
             return reason
-        head_dim, value_dim = a.query.shape[-1], a.value.shape[-1]
-        if max(head_dim, value_dim) > MAX_HEAD_DIM:
-            return f"head sizes up to {MAX_HEAD_DIM}, got {head_dim} and {value_dim}"
+        if max(a.head_dim, a.value_dim) > MAX_HEAD_DIM:
+            return f"head sizes up to {MAX_HEAD_DIM}, got {a.head_dim} and {a.value_dim}"
         return None
 
-    def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         check_values(a)
         out, lse = op.empty_outputs(a)
         tensors, numbers = _native_arguments(a)
@@ -51,7 +50,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         return out, lse
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+        a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         out, lse = saved
         grad_out, grad_lse = grads
@@ -61,11 +60,10 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
             grad_out = grad_out.to(out.dtype)
         grad_out = last_contiguous(grad_out)
         results = op.empty_gradients(a, wanted)
-        work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
         # Gradients of terms that are added to scores are summed in float32 whatever their dtype: the kernel adds into zeros.
-        sums = [None if r is None else torch.zeros(r.shape, dtype=work) for r in results[3:]]
+        sums = [None if r is None else torch.zeros(r.shape, dtype=a.work) for r in results[3:]]
         tensors, numbers = _native_arguments(a)
-        dense = [] if hasattr(a, "mask") else [None, None]  # packed problems have no mask and no dense bias
+        dense = [None, None] if a.packed else []  # packed problems have no mask and no dense bias
         torch.ops.pytransformer_C.attention_bwd.default(
             grad_out, grad_lse, *tensors[:3], last_contiguous(out), lse, *tensors[3:], *numbers, *results[:3], *dense, *sums
         )
@@ -74,33 +72,22 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)
 
 
-def _native_arguments(a: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
+def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], list[Any]]:
     """The tensors after (query, key, value, and the outputs), and the numbers, of the raw C++ ops."""
-    work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
-    mask, bias, lengths, packed = _optional(a)
-    starts = None
-    if a.table is not None:
-        starts = torch.tensor(bucket_starts(a.table.shape[0], a.bidirectional, a.max_distance))
     tensors = [
-        last_contiguous(a.query), last_contiguous(a.key), last_contiguous(a.value), mask, bias,
-        None if a.slopes is None else a.slopes.to(work).contiguous(), None if a.table is None else a.table.to(work).contiguous(),
-        starts, *lengths, *packed[:2], a.dropout_seed,
+        last_contiguous(a.query), last_contiguous(a.key), last_contiguous(a.value), a.mask, a.bias,
+        None if a.slopes is None else a.slopes.to(a.work).contiguous(), None if a.table is None else a.table.to(a.work).contiguous(),
+        None if a.table is None else torch.tensor(bucket_starts(*a.buckets)),
+        *a.lengths, a.cu_seqlens_q, a.cu_seqlens_k, a.dropout_seed,
     ]  # fmt: skip
     numbers = [
-        a.bidirectional, ALIGN[a.causal], a.left, a.right, *packed[2:], a.scale, a.softcap, a.dropout_p
+        a.bidirectional, a.align, a.left, a.right, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap,
+        a.dropout_p,
     ]  # fmt: skip
     return tensors, numbers
 
 
-def _optional(a: Any) -> tuple[Any, Any, list[Any], list[Any]]:
-    """(mask, bias, lengths and segments, [cu_q, cu_k, starts, longest]) of a padded or packed problem."""
-    if hasattr(a, "cu_seqlens_q"):
-        return None, None, [None] * 5, [a.cu_seqlens_q, a.cu_seqlens_k, 0, 0, a.max_seqlen_q, a.max_seqlen_k]
-    lengths = [a.query_lengths, a.key_lengths, a.prefix_lengths, a.query_segments, a.key_segments]
-    return a.mask, a.bias, lengths, [None, None, a.query_start, a.key_start, a.query.shape[2], a.key.shape[2]]
-
-
-def _extra_bytes(a: Any) -> int:
+def _extra_bytes(a: AttentionProblem) -> int:
     """Packed operands of a group of heads (at most about 64 MB) and a tile for each thread (about 1 MB)."""
     packed = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value))
     return min(2 * packed, 64 << 20) + torch.get_num_threads() * (1 << 20)

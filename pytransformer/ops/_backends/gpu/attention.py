@@ -4,48 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ..._core.registry import Op
 from ..._core.tensors import looks_at_values
+from ..._problem.attention import AttentionProblem
 
 MAX_HEAD_DIM = 256
 LARGEST_POSITION = 1 << 28  # sums of four positions stay in 32 bits
 
 
-def outputs(op: Op, a: Any, check_values: Callable[[Any], None]) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(
+    op: Op, a: AttentionProblem, check_values: Callable[[AttentionProblem], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse for the kernels to write. Packed rows of no sequence are never visited: they see nothing from the start."""
     if looks_at_values(a.query.device):
         check_values(a)
     out, lse = op.empty_outputs(a)
-    if hasattr(a, "cu_seqlens_q"):
+    if a.packed:
         out.zero_()
         lse.fill_(-math.inf)
     return out, lse
 
 
-def gradients(op: Op, a: Any, wanted: Sequence[bool]) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+def gradients(
+    op: Op, a: AttentionProblem, wanted: Sequence[bool]
+) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
     """The results of backward for the kernels to write, one for each differentiable argument, and those wanted by name."""
     results = op.empty_gradients(a, wanted)
     by_name = {name: r for name, r in zip(op.differentiable, results) if r is not None}
-    if hasattr(a, "cu_seqlens_q"):
+    if a.packed:
         for name in by_name.keys() & {"query", "key", "value"}:
             by_name[name].zero_()
     return results, by_name
 
 
-def longest(a: Any) -> tuple[int, int]:
-    """The most queries and the most keys that a sequence has."""
-    return (a.max_seqlen_q, a.max_seqlen_k) if hasattr(a, "cu_seqlens_q") else (a.query.shape[2], a.key.shape[2])
-
-
-def why_not_sizes(a: Any) -> str | None:
+def why_not_sizes(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do a problem of this size, or None."""
-    if (widest := max(a.query.shape[-1], a.value.shape[-1])) > MAX_HEAD_DIM:
+    if (widest := max(a.head_dim, a.value_dim)) > MAX_HEAD_DIM:
         return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
-    rows = max(longest(a))
-    if rows + max(getattr(a, "query_start", 0), getattr(a, "key_start", 0)) >= LARGEST_POSITION:
+    rows = max(a.num_queries, a.num_keys)
+    if rows + max(a.query_start, a.key_start) >= LARGEST_POSITION:
         return f"positions below {LARGEST_POSITION:,}, got {rows:,} rows"
     return None

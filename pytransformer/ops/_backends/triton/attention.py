@@ -9,16 +9,17 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import last_contiguous
+from ..._problem.attention import AttentionProblem
 from ..gpu.attention import gradients, outputs, why_not_sizes
 from . import availability
 
 WIDE_SHARED = 102400  # bytes of shared memory that the keys kernel takes in float32 with head sizes above 128
 
 
-def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
     """The backend for an op with attention's argument names."""
 
-    def forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         from pytransformer.kernels.attention.fwd import forward as run
 
         out, lse = outputs(op, a, check_values)
@@ -26,7 +27,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         return out, lse
 
     def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
+        a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         from pytransformer.kernels.attention.bwd import backward as run
 
@@ -38,10 +39,10 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         run(_contiguous(a), grad_out, grad_lse, last_contiguous(out), lse.contiguous(), by_name)
         return results
 
-    return Backend("triton", forward, backward, why_not, _extra_bytes)
+    return Backend("triton", forward, backward, why_not, _extra_bytes, note=_note)
 
 
-def why_not(a: Any) -> str | None:
+def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
     return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
 
@@ -57,13 +58,20 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
     return f"float32 with head sizes above 128 wants {WIDE_SHARED:,} bytes of shared memory in backward, this GPU has {has:,}"
 
 
-def _extra_bytes(a: Any) -> int:
+def _extra_bytes(a: AttentionProblem) -> int:
     """What splits of the keys leave in forward, or three float32 numbers for each row in backward: delta, maximum, and with
     a dense term the log of the sum."""
-    from pytransformer.kernels.attention.decode import extra_bytes
+    from pytransformer.kernels.attention.plan import plan_forward
 
-    return max(extra_bytes(a), 12 * a.query.numel() // a.query.shape[-1])
+    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim)
 
 
-def _contiguous(a: Any) -> Any:
+def _note(a: AttentionProblem) -> str | None:
+    """By which form of the kernel forward is computed."""
+    from pytransformer.kernels.attention.plan import plan_forward
+
+    return None if a.empty else plan_forward(a).note
+
+
+def _contiguous(a: AttentionProblem) -> AttentionProblem:
     return a._replace(query=last_contiguous(a.query), key=last_contiguous(a.key), value=last_contiguous(a.value))

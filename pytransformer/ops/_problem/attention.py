@@ -1,0 +1,209 @@
+"""What backends and kernels ask of attention's arguments, padded or packed: answered here, once, and read everywhere.
+
+The arguments of ``attention`` and ``attention_varlen`` are named tuples, whose classes have these properties too. A packed problem has
+every field that a padded one has: those that sequences without padding cannot have are None, or 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from typing_extensions import Self
+
+ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
+
+
+class AttentionProblem:
+    """The arguments of a call, lowered. See pytransformer/ops/attention.py, ARGUMENTS."""
+
+    __slots__ = ()
+    packed: ClassVar[bool]
+
+    if TYPE_CHECKING:
+        query: torch.Tensor
+        key: torch.Tensor
+        value: torch.Tensor
+        mask: torch.Tensor | None
+        bias: torch.Tensor | None
+        slopes: torch.Tensor | None
+        table: torch.Tensor | None
+        query_lengths: torch.Tensor | None
+        key_lengths: torch.Tensor | None
+        prefix_lengths: torch.Tensor | None
+        query_segments: torch.Tensor | None
+        key_segments: torch.Tensor | None
+        cu_seqlens_q: torch.Tensor | None
+        cu_seqlens_k: torch.Tensor | None
+        dropout_seed: torch.Tensor | None
+        bidirectional: bool
+        max_distance: int
+        causal: str
+        left: int
+        right: int
+        query_start: int
+        key_start: int
+        scale: float
+        softcap: float
+        dropout_p: float
+        deterministic: bool
+
+        def _replace(self, **changes: Any) -> Self: ...
+
+    # ---- sizes
+
+    @property
+    def sequences(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def num_queries(self) -> int:
+        """Of every sequence, or of the longest."""
+        raise NotImplementedError
+
+    @property
+    def num_keys(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def key_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[-1]
+
+    @property
+    def empty(self) -> bool:
+        """No query, or no key: out is 0 and lse -inf."""
+        return self.query.numel() == 0 or self.key.numel() == 0 or 0 in (self.num_queries, self.num_keys)
+
+    @property
+    def ragged(self) -> bool:
+        """Sequences may have fewer queries than ``num_queries``."""
+        return self.packed or self.query_lengths is not None
+
+    # ---- which pairs are visible
+
+    @property
+    def align(self) -> int:
+        """``causal`` as kernels get it."""
+        return ALIGN[self.causal]
+
+    @property
+    def bounded(self) -> bool:
+        """Not every query sees every key of its sequence, or sequences differ in length; masks apart."""
+        lengths = (self.query_lengths, self.key_lengths, self.cu_seqlens_q)
+        return self.causal != "none" or self.left >= 0 or self.right >= 0 or any(t is not None for t in lengths)
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """Lengths and segments, in the order of every raw op."""
+        return self.query_lengths, self.key_lengths, self.prefix_lengths, self.query_segments, self.key_segments
+
+    @property
+    def key_padding(self) -> torch.Tensor | None:
+        """The mask if it is boolean and alike for all queries, whatever its shape says: as a view of (B, Hq, 1, Lk), 1 where it is
+        broadcast. Kernels ask it once a key; csrc reads the same of strides, which are 0 there."""
+        mask = self.mask
+        if mask is None or mask.dtype != torch.bool or (mask.shape[2] != 1 and mask.stride(2) != 0):
+            return None
+        for d in (0, 1, 2):
+            if mask.stride(d) == 0:
+                mask = mask.narrow(d, 0, min(1, mask.shape[d]))
+        return mask
+
+    @property
+    def mask_by_pair(self) -> torch.Tensor | None:
+        """The mask if it must be read for each pair of query and key."""
+        return None if self.key_padding is not None else self.mask
+
+    # ---- what happens to scores besides scale
+
+    @property
+    def added(self) -> dict[str, torch.Tensor]:
+        """Floating mask and bias, by name: values that are added, whose -inf hides. lse may lose the log of such a row's sum."""
+        both = (("mask", self.mask), ("bias", self.bias))
+        return {name: t for name, t in both if t is not None and t.is_floating_point()}
+
+    @property
+    def has_score_mod(self) -> bool:
+        """Softcap, ALiBi, T5 or dropout; without what is added in dense form."""
+        return bool(self.slopes is not None or self.table is not None or self.softcap or self.dropout_p)
+
+    @property
+    def by_pair(self) -> int:
+        """How many things cost work for each pair of query and key."""
+        tensors = (self.mask_by_pair, self.bias, self.slopes, self.table, self.query_segments)
+        return sum(t is not None for t in tensors) + bool(self.softcap) + bool(self.dropout_p)
+
+    @property
+    def buckets(self) -> tuple[int, bool, int]:
+        """Of T5's table, as masks.bucket_starts takes them."""
+        assert self.table is not None
+        return self.table.shape[0], self.bidirectional, self.max_distance
+
+    @property
+    def work(self) -> torch.dtype:
+        """In which scores and statistics are computed."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+
+class PaddedAttention(AttentionProblem):
+    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)."""
+
+    __slots__ = ()
+    packed = False
+    cu_seqlens_q = cu_seqlens_k = None
+
+    @property
+    def sequences(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.shape[2]
+
+
+class PackedAttention(AttentionProblem):
+    """query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), offsets (B + 1,)."""
+
+    __slots__ = ()
+    packed = True
+    mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = None
+    query_start = key_start = 0
+
+    if TYPE_CHECKING:
+        cu_seqlens_q: torch.Tensor
+        cu_seqlens_k: torch.Tensor
+        max_seqlen_q: int
+        max_seqlen_k: int
+
+    @property
+    def sequences(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def num_queries(self) -> int:
+        return self.max_seqlen_q
+
+    @property
+    def num_keys(self) -> int:
+        return self.max_seqlen_k
