@@ -50,8 +50,7 @@ linear_cross_entropy_op = Op(
     differentiable=("x", "weight", "bias"),
     saved=("lse", "product"),
     empty_outputs=_empty,
-    flops=_flops,
-    flops_backward=lambda a: (2 if _keeps(a) else 3) * _flops(a),  # for x, for weight, and the logits again
+    flops=(_flops, lambda a: (2 if _keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
     order=ORDER,
     stem="cross_entropy",
 )

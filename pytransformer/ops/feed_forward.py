@@ -48,8 +48,7 @@ feed_forward_op = Op(
     differentiable=("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias"),
     saved=("pre", "gate"),
     empty_outputs=_empty,
-    flops=_flops,
-    flops_backward=lambda a: 2 * _flops(a) + (0 if a.save else _flops_in(a)),
+    flops=(_flops, lambda a: 2 * _flops(a) + (0 if a.save else _flops_in(a))),
     order=ORDER,
 )
 

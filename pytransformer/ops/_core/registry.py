@@ -11,7 +11,7 @@ An :class:`Op` is declared once, in the file of its stem::
         saved=("mean", "rstd"),              # outputs that backward gets back
         problem=...,                         # properties for the arguments' class: what the backends ask of them
         empty_outputs=...,                   # the outputs, uninitialised: also the fake kernel
-        flops=...,
+        flops=...,                           # of forward; or a pair, where backward's are not 5/2 of them
         stem="layer_norm",                   # what its files are called, if not as the op
         returned=1)                          # the public function returns the first so many outputs
 
@@ -73,6 +73,9 @@ replaced: list[str] = []  # ops whose backends are not those they were declared 
 _thread = threading.local()  # a forward op runs in its caller's thread
 
 
+Flops = Callable[[Any], int]
+
+
 class ArgumentsClass(Protocol):
     """The named-tuple class of an op's arguments. Its fields are the names in the op's schema, so checkers know none of them."""
 
@@ -99,8 +102,7 @@ class Op:
         differentiable: Sequence[str],
         saved: Sequence[str],
         empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
-        flops: Callable[[Any], int] | None = None,
-        flops_backward: Callable[[Any], int] | None = None,
+        flops: Flops | tuple[Flops, Flops] | None = None,
         order: Sequence[str] = BACKENDS,
         problem: type | None = None,
         stem: str | None = None,
@@ -137,7 +139,8 @@ class Op:
             self._backward_fake,
         )
         if flops is not None:
-            self._count_flops(flops, flops_backward)
+            # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
+            self._count_flops(*(flops if isinstance(flops, tuple) else (flops, lambda a: flops(a) * 5 // 2)))
         self.function, self.direct_function, self.gradients = make_functions(self)
         OPS[name] = self
 
@@ -157,12 +160,10 @@ class Op:
         register_vmap(f"pytransformer::{name}", vmap_by_loop(raw), lib=LIBRARY)
         return raw
 
-    def _count_flops(self, flops: Callable[[Any], int], flops_backward: Callable[[Any], int] | None) -> None:
+    def _count_flops(self, flops: Flops, backward: Flops) -> None:
         from torch.utils.flop_counter import register_flop_formula
 
         n, skip = self.num_args, len(self.grad_names)
-        # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
-        backward = flops_backward or (lambda a: flops(a) * 5 // 2)
         register_flop_formula(self.fwd._overloadpacket, get_raw=True)(lambda *a, **_: flops(self.Arguments(*a[:n])))
         register_flop_formula(self.bwd._overloadpacket, get_raw=True)(
             lambda *a, **_: backward(self.Arguments(*a[skip : skip + n]))

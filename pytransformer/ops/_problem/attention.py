@@ -14,6 +14,14 @@ from typing_extensions import Self
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 
 
+def compact(t: torch.Tensor) -> torch.Tensor:
+    """Of a dimension that an expanded view repeats, one place."""
+    for d, stride in enumerate(t.stride()):
+        if stride == 0 and t.shape[d] > 1:
+            t = t.narrow(d, 0, 1)
+    return t
+
+
 class AttentionProblem:
     """The arguments of a call, lowered. See pytransformer/ops/attention.py, ARGUMENTS."""
 
@@ -118,13 +126,8 @@ class AttentionProblem:
     def key_padding(self) -> torch.Tensor | None:
         """The mask if it is boolean and alike for all queries, whatever its shape says: as a view of (B, Hq, 1, Lk), 1 where it is
         broadcast. Kernels ask it once a key; csrc reads the same of strides, which are 0 there."""
-        mask = self.mask
-        if mask is None or mask.dtype != torch.bool or (mask.shape[2] != 1 and mask.stride(2) != 0):
-            return None
-        for d in (0, 1, 2):
-            if mask.stride(d) == 0:
-                mask = mask.narrow(d, 0, min(1, mask.shape[d]))
-        return mask
+        mask = None if self.mask is None or self.mask.dtype != torch.bool else compact(self.mask)
+        return None if mask is None or mask.shape[2] != 1 else mask
 
     @property
     def mask_by_pair(self) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         check_values(a)
         out, lse = op.empty_outputs(a)
         with as_written(a.query.device):
-            if not hasattr(a, "cu_seqlens_q"):
+            if not a.packed:
                 _attend(a, out, lse)
                 return out, lse
             out.zero_()
@@ -55,7 +55,7 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
         results = op.empty_gradients(a, wanted)
         with as_written(a.query.device):
-            if not hasattr(a, "cu_seqlens_q"):
+            if not a.packed:
                 _differentiate(a, grad_out, grad_lse, out, lse, results[:3])
                 return results
             for result in results[:3]:
@@ -90,8 +90,7 @@ def why_not(a: Any) -> str | None:
         return "PyTorch's kernels have no ALiBi and no T5 bias"
     if a.scale <= 0.0:
         return "PyTorch's kernels hide by -inf before they scale: the scale must be positive"
-    packed = hasattr(a, "cu_seqlens_q")
-    if (reason := _why_not_packed(a) if packed else why_not_lowered(a)) is not None:
+    if (reason := _why_not_packed(a) if a.packed else why_not_lowered(a)) is not None:
         return reason
     return None if device == "cpu" or 0 in a.query.shape or 0 in a.key.shape else _why_not_on_gpu(a)
 
@@ -139,7 +138,7 @@ def _kernel(
 def _extra_bytes(a: Any) -> int:
     """Copies of query, key and value where rows of them are read as zero, and the mask as numbers."""
     size = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value))
-    masks = [t for t in (getattr(a, "mask", None), getattr(a, "bias", None)) if t is not None]
+    masks = [t for t in (a.mask, a.bias) if t is not None]
     return size + max((13 * t.numel() for t in masks), default=0)
 
 

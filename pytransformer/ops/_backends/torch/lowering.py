@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from ....reference.attention import additive_terms, visible_parts
 from ..._core.fallbacks import NotLaunched
 from ..._core.tensors import last_contiguous
+from ..._problem.attention import compact
 
 # Terms this large swallow the log of the sum in float32, and with it the gradient of a row that sees nothing else: PyTorch's kernels
 # keep only the sum of both.
@@ -48,7 +49,7 @@ def why_not_lowered(a: Any) -> str | None:
     """Why PyTorch's kernels cannot be given a padded problem, by its shapes alone, or None."""
     if a.query_start or a.key_start:
         return "needs query_start and key_start to be 0"
-    dense = [_compact(t) for t in (a.mask, a.bias) if t is not None]
+    dense = [compact(t) for t in (a.mask, a.bias) if t is not None]
     floating = [t for t in dense if t.dtype != torch.bool]
     num_queries, num_keys = a.query.shape[2], a.key.shape[2]
     if floating and a.query.device.type != "cpu":
@@ -101,7 +102,7 @@ def lower(a: Any) -> Lowered:
         NotLaunched: a row's terms are so large that PyTorch's kernels would lose the log of its sum.
     """
     n = SimpleNamespace(**a._asdict()) if hasattr(a, "_asdict") else a
-    n.mask, n.bias = (None if t is None else _compact(t) for t in (n.mask, n.bias))
+    n.mask, n.bias = (None if t is None else compact(t) for t in (n.mask, n.bias))
     # On the CPU their lse of 16-bit inputs errs by 5e-5, as their exponential of those is a short polynomial.
     work = torch.float32 if n.query.device.type == "cpu" and n.query.element_size() == 2 else None
     is_causal = kernels_causal(n)
@@ -170,14 +171,6 @@ def _has_pairs(shape: Sequence[int]) -> bool:
 
 def _four(t: torch.Tensor) -> torch.Tensor:
     return t[(None,) * (4 - t.dim())]
-
-
-def _compact(t: torch.Tensor) -> torch.Tensor:
-    """Of a dimension that an expanded view repeats, one place."""
-    for d, stride in enumerate(t.stride()):
-        if stride == 0 and t.shape[d] > 1:
-            t = t.narrow(d, 0, 1)
-    return t
 
 
 def _of_key_heads(n: Any, unseen: torch.Tensor | None) -> torch.Tensor | None:
