@@ -93,8 +93,7 @@ def _multihead(self: nn.MultiheadAttention, query: Any, key: Any, value: Any, **
     """The module's output, projections and all, on packed rows."""
     packed = {id(t): nested.pack(name, t) for name, t in (("query", query), ("key", key), ("value", value))}
     q, k, v = (packed[id(t)] for t in (query, key, value))
-    if k is not v and not torch.equal(k.offsets, v.offsets):
-        raise ValueError("nn.MultiheadAttention: key and value must have the same length in every sequence")
+    nested.check_same_lengths("nn.MultiheadAttention", k, v)
     stacked = self.in_proj_weight
     weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if stacked is None else stacked.chunk(3)
     biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

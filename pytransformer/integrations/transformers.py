@@ -24,7 +24,8 @@ def register(name: str = NAME) -> None:
         found = f"this is {transformers.__version__}"
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        from . import hugging_face, hugging_face_models
+        from . import hugging_face
+        from .hugging_face import models
     except ImportError as error:
         raise ImportError(
             f"pytransformer: attn_implementation={name!r} needs transformers >= 5.17, and {found}: "
@@ -32,7 +33,7 @@ def register(name: str = NAME) -> None:
         ) from error
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
-    hugging_face_models.watch(hugging_face.attention_forward)
+    models.watch(hugging_face.attention_forward)
 
 
 def switch(model: Any, name: str = NAME) -> None:
@@ -46,11 +47,12 @@ def switch(model: Any, name: str = NAME) -> None:
     from transformers import PreTrainedModel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from . import hugging_face, hugging_face_models
+    from . import hugging_face
+    from .hugging_face import models
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if ALL_ATTENTION_FUNCTIONS.get(name) is hugging_face.attention_forward:
         for part in parts:
-            hugging_face_models.check(part)
+            models.check(part)
     for part in parts:
         part.set_attn_implementation(name)

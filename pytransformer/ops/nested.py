@@ -42,8 +42,7 @@ def lower(
                 f"{OP}: query, key and value must be nested tensors of one layout, all three or none; {name} is not"
             )
     q, k, v = (pack(name, t) for name, t in operands)
-    if k.offsets is not v.offsets and not torch.equal(k.offsets, v.offsets):
-        raise ValueError(f"{OP}: key and value must have the same length in every sequence")
+    check_same_lengths(OP, k, v)
     if not enable_gqa and q.rows.shape[1] != k.rows.shape[1]:
         raise ValueError(f"{OP}: query has {q.rows.shape[1]} heads and key {k.rows.shape[1]}; enable_gqa=True groups them")
     a, _, _ = attention_varlen_op.prepare(
@@ -51,6 +50,18 @@ def lower(
         scale=scale, dropout_p=dropout_p,
     )  # fmt: skip
     return a, lambda rows: like(query, q, rows)
+
+
+def check_same_lengths(op: str, key: Packed, value: Packed) -> None:
+    """Raises ValueError; in a compiled call RuntimeError, when it runs: the graph cannot look at offsets that do not share a tensor."""
+    message = f"{op}: key and value must have the same length in every sequence"
+    if key.offsets is value.offsets:
+        return
+    alike = key.offsets.shape == value.offsets.shape
+    if alike and torch.compiler.is_compiling():
+        torch._assert_async((key.offsets == value.offsets).all(), message)
+    elif not (alike and torch.equal(key.offsets, value.offsets)):
+        raise ValueError(message)
 
 
 def pack(name: str, t: torch.Tensor) -> Packed:

@@ -1,4 +1,7 @@
-"""SeamlessM4T-v2's speech encoder, padded on the left: what a query that sees nothing gives decides the gradients of its LayerNorms."""
+"""What a query that sees nothing gives: zeros with us, a mean of everything in PyTorch. Where models padded on the left show it.
+
+SeamlessM4T-v2's speech encoder: in the gradients of its LayerNorms. MiniMax-M3: in its logits.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+from pytransformer.testing.hugging_face import distance, model_distance_limit
 
 MASK = torch.ones(2, 23, dtype=torch.int64)
 MASK[1, :9] = 0
@@ -34,9 +39,8 @@ def gradients(hugging_face: ModuleType, one_thread: None) -> Any:
     return run
 
 
-def test_large_gradients_are_those_of_rows_of_zeros(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm divides a gradient by sqrt(eps)
-    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same gradients."""
+def give_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's attention gives zeros to a query that sees nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -46,8 +50,14 @@ def test_large_gradients_are_those_of_rows_of_zeros(gradients: Any, monkeypatch:
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > torch.finfo(out.dtype).min / 2
         return out * seen.any(-1)[:, 0, :, None, None], weights
 
-    want = gradients("sdpa", 2)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_zeros)
+
+
+def test_large_gradients_are_those_of_rows_of_zeros(gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding that see no key are zeros with us, a mean of everything in PyTorch. LayerNorm divides a gradient by sqrt(eps)
+    = 1/316 there, layer after layer: PyTorch's own attention, made to give zeros, has the same gradients."""
+    want = gradients("sdpa", 2)
+    give_zeros(monkeypatch)
     zeros, ours = gradients("sdpa", 2), gradients("pytransformer", 2)
     assert ours.norm() > 1e6 * want.norm()
     assert (ours - zeros).norm() < 1e-12 * zeros.norm()
@@ -57,3 +67,27 @@ def test_a_loss_on_real_rows_has_pytorchs_gradients(gradients: Any) -> None:
     want, ours = gradients("sdpa", 1), gradients("pytransformer", 1)
     assert want.norm() < 1e4
     assert (ours - want).norm() < 1e-12 * want.norm()
+
+
+def test_minimax_m3_scores_its_padding(hugging_face: ModuleType, one_thread: None) -> None:
+    """Its indexer scores the keys at padding too, so that they decide which blocks of keys a real query keeps. What stands there is what
+    the layer before made of queries that see nothing: zeros with us and sdpa, a mean in eager code. Both keep other blocks."""
+    from pytransformer.testing.sweep.subjects import subjects
+
+    subject = subjects("minimax_m3_vl_text")[0]
+    ids = torch.arange(3, 25).view(2, 11)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    kept: list[torch.Tensor] = []
+    outs = []
+    for implementation in ("eager", "sdpa", "pytransformer"):
+        model = subject.build(implementation)
+        (indexer,) = (m.indexer for m in model.modules() if getattr(m, "indexer", None) is not None)
+        indexer.register_forward_hook(lambda module, inputs, blocks: kept.append(blocks.sort(-1).values.transpose(1, 2)))
+        with torch.no_grad():
+            outs.append(model(ids, attention_mask=mask).logits)
+    (eager_kept, sdpa_kept, our_kept), (eager, sdpa, ours) = ([t[mask.bool()] for t in found] for found in (kept, outs))
+    assert torch.equal(our_kept, sdpa_kept) and not torch.equal(our_kept, eager_kept)
+    limit = model_distance_limit(torch.float32)
+    assert distance(ours, sdpa) < limit < distance(ours, eager)
+    assert distance(ours[:11], eager[:11]) < limit  # the sequence without padding

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
+from collections import defaultdict
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -170,6 +174,53 @@ def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
     with pytest.raises(ValueError, match="SimpleNamespace hands its attention the keyword 'kept_keys'"):
         call(ours, kept_keys=torch.zeros(1))
     assert call(ours, s_aux=None, cache=None, kept_keys=None, position_ids=torch.arange(4))[1] is None
+
+
+def read_by_eager_code(folder: Path) -> dict[str, set[str]]:
+    """What the attention functions in transformers' models read of their keywords, by name, and the model's folders."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in folder.glob("models/*/modeling_*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or "attention_forward" not in function.name:
+                continue
+            given = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
+            for node in (n for statement in function.body for n in ast.walk(statement)):
+                if isinstance(node, ast.Name) and node.id in given:
+                    found[node.id].add(path.parent.name)
+                elif isinstance(node, (ast.Call, ast.Subscript)) and ast.unparse(node).startswith("kwargs"):
+                    found[ast.unparse(node.args[0] if isinstance(node, ast.Call) else node.slice).strip("'")].add(
+                        path.parent.name
+                    )
+    return found
+
+
+def test_eager_code_reads_no_harmless_keyword(hugging_face: ModuleType) -> None:
+    """Nor one that we do not know: what it reads, our attention takes or honours."""
+    from pytransformer.integrations.hugging_face import keywords
+
+    read = read_by_eager_code(Path(hugging_face.__file__).parent)
+    assert read.keys() >= {"query", "softcap", "position_bias"}
+    assert not read.keys() & keywords.HARMLESS.keys()
+    named = set(inspect.signature(pt.integrations.hugging_face.attention_forward).parameters)
+    others = {"query_states": "query", "key_states": "key", "value_states": "value"}  # by position
+    assert {others.get(name, name) for name in read} <= named | keywords.HONOURED
+
+
+def test_generates_options_are_not_for_attention(ours: ModuleType) -> None:
+    """Models with a generate of their own hand them all on (Parakeet)."""
+    options = dict(max_new_tokens=5, num_beams=1, return_dict_in_generate=True, output_logits=True, logits_to_keep=1)
+    assert torch.equal(call(ours, **options)[0], call(ours)[0])
+
+
+def test_a_mask_that_the_model_extends_is_eager_codes(ours: ModuleType, masking: ModuleType) -> None:
+    """DeepSeek V4 adds columns to a tensor, and leaves what is none as it is."""
+    config = SimpleNamespace(model_type="deepseek_v4")
+    arguments: dict[str, Any] = dict(
+        attention_mask=torch.tensor([[False, True, True, True]]), dtype=torch.float32, config=config
+    )
+    mask = ours.attention_mask(1, 4, 4, **arguments)
+    assert torch.equal(mask, masking.eager_mask(1, 4, 4, **arguments))
+    assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4))[..., 1:, :], (mask == 0)[..., 1:, :])
 
 
 def test_indices_keep_keys_that_the_mask_shows(ours: ModuleType) -> None:

@@ -26,7 +26,8 @@ SAMPLE = {
     "a table of its own by the implementation's name": ("falcon", "gptj", "gpt_neo", "data2vec-vision"),
     "a selection of keys by keyword": ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),
     "sinks": ("gpt_oss",),
-    "works on its mask": ("doge",),
+    "works on its mask": ("doge", "deepseek_v4"),
+    "hands on what its caller gave": ("parakeet_ctc", "llava_onevision", "lfm3_vl"),
     "a bias of positions": ("t5", "mt5"),
     "text beside images or sound": ("clip", "llava", "whisper"),
 }

@@ -1,7 +1,7 @@
 """Encoders of Hugging Face transformers that leave padding out: kind ``"padding"``, which :func:`.convert` does only when asked to.
 
 The real tokens of a batch padded at the end of its sequences go through the layers as one row, (1, total, d), with the starts of
-the sequences for a mask (:class:`..hugging_face_mask.Packed`), and come back with zeros at the padding. Eager code has
+the sequences for a mask (:class:`..hugging_face.mask.Packed`), and come back with zeros at the padding. Eager code has
 other values there, which is why one must ask.
 """
 
@@ -25,7 +25,7 @@ class PackedEncoder:
             packing = _packing(self, hidden_states, attention_mask, kwargs)
         if packing is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
-        from ..hugging_face_mask import Packed
+        from ..hugging_face.mask import Packed
 
         packed = Packed(packing.offsets)
         out = super().forward(packing.pack(hidden_states)[None], packed, **kwargs)  # type: ignore[misc]
@@ -36,7 +36,7 @@ class PackedEncoder:
 def _packing(encoder: Any, x: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> Packing | None:
     """None unless the mask is key padding at the end, there is enough of it, our attention runs, and nobody looks inside."""
     from ..hugging_face import collected, weights_wanted
-    from ..hugging_face_mask import Mask
+    from ..hugging_face.mask import Mask
     from .t5_rules import runs_on_ours
 
     if (

@@ -2,7 +2,7 @@
 
 A tensor of some dtype could be read as another thing: added to scores, a bool mask hides nothing, and ``None`` says "nothing
 hidden" to one reader and "causal" to the next. A :class:`Mask` is no tensor. Models pass it on from layer to layer, through
-checkpointing, hooks and compiled graphs, as they do with flex attention's ``BlockMask``; :func:`.hugging_face.attention_forward`
+checkpointing, hooks and compiled graphs, as they do with flex attention's ``BlockMask``; :func:`.attention.attention_forward`
 takes it apart. It answers for its shape and device. Whatever else touches it (adds, indexes, converts, compares, hands it to a
 torch function) gets the additive mask that the model's eager code would have got, and so does what eager code does. Writing into
 it is refused: our attention would not see what was written.
@@ -19,8 +19,8 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import masking_utils as masking
 
-from ..ops._core.options import Alignment
-from .hugging_face_models import described
+from ...ops._core.options import Alignment
+from .models import described
 
 # By model type: code that takes its mask for True where a key is visible, whatever its dtype. Nemotron ASR hides where logical_not says
 # True; the additive mask, 0 where a key is visible, hides the reverse, and its eager outputs are NaN.

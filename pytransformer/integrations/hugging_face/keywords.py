@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from .hugging_face_mask import Mask
+from .mask import Mask
 
 HONOURED = frozenset({"softcap", "output_attentions", "s_aux", "sinks", "indices", "block_indices"})
 
@@ -23,6 +24,11 @@ HARMLESS = {
     "output_router_logits": "the model reads it",
     "return_dict": "the model reads it",
     "num_items_in_batch": "the loss reads it",
+    "logits_to_keep": "the head reads it (LLaVA-OneVision hands it on)",
+    "grid_thw": "the convolutions of LFM3-VL's vision model read it; its attention gets one frame a call",
+    **dict.fromkeys(
+        vars(GenerationConfig()), "generate reads it (CTC models hand all its options on: Parakeet, LASR, Granite Speech 5)"
+    ),
     "deterministic": "concerns flash attention's backward pass; ours is deterministic where it says so",
 }
 

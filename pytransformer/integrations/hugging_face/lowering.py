@@ -1,0 +1,118 @@
+"""The mask of one forward pass, lowered: what transformers asks of a registered mask function.
+
+Key padding, causality and causal sliding windows stay B x Lk bytes or nothing at all; every pattern that is not one of
+transformers' own plain functions is built densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import masking_utils as masking
+
+from .mask import Mask, dense_mask
+
+# By model type: code that looks whether its mask is a tensor before it adds columns to it, and leaves any other as it is. DeepSeek V4
+# adds one for each compressed key.
+EXTENDED = frozenset({"deepseek_v4"})
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking.causal_mask_function,
+    attention_mask: torch.Tensor | Mask | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Mask | torch.Tensor | None:
+    """The mask of one forward pass; None where eager code gets None, a bidirectional mask that hides nothing. Eager code's own tensor
+    for the models of :data:`EXTENDED`.
+
+    Args: those of ``transformers.masking_utils.sdpa_mask``. ``attention_mask`` is the (B, seen) padding mask, or what this function
+    has returned before (``generate`` asks ahead of the model); key j and query i stand at ``j + kv_offset`` and ``i + q_offset``.
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    arguments = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
+    )  # fmt: skip
+    if getattr(arguments.get("config"), "model_type", None) in EXTENDED:
+        additive: torch.Tensor = masking.eager_mask(**arguments)
+        return additive
+    bidirectional = mask_function is masking.bidirectional_mask_function
+    window = None if bidirectional else causal_window(mask_function)
+    recognised = bidirectional or window is not None or mask_function is masking.causal_mask_function
+    plain_padding = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.dtype == torch.bool)
+    # A tensor offset (static caches) is not read, as that would synchronise and break graphs.
+    aligned = not isinstance(q_offset, torch.Tensor) and q_offset - kv_offset == kv_length - q_length
+    if not recognised or not plain_padding or not (bidirectional or aligned):
+        dense = dense_mask(
+            arguments, allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
+        )
+        # None is sdpa's word for plain causality from the first key on, where the model allows that; else nothing is hidden.
+        left_out = dense is None and allow_is_causal_skip and q_length > 1
+        return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
+    padding = _key_padding(attention_mask, kv_length, kv_offset)
+    padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
+    if bidirectional and padding is None and allow_is_bidirectional_skip:
+        return None  # as eager code gets it, which takes that for what it is; so does attention_forward
+    if bidirectional or (q_length == 1 and (window is None or window >= kv_length)):
+        return Mask(arguments, padding)
+    return Mask(arguments, padding, "bottom_right", None if window is None or window >= kv_length else window)
+
+
+def _window_codes() -> tuple[Any, Any]:
+    """Code objects of transformers' causal sliding-window mask, or Nones unless W means the last W keys, one's own included."""
+    width = 3
+    example = masking.sliding_window_causal_mask_function(width)
+    queries, keys = torch.arange(9)[:, None], torch.arange(9)[None, :]
+    seen = example(torch.tensor(0), torch.tensor(0), queries, keys)
+    expected = (keys <= queries) & (queries - keys < width)
+    overlay = masking.sliding_window_overlay(width)
+    cells = [[type(c.cell_contents) for c in f.__closure__ or ()] for f in (example, overlay)]
+    if not torch.equal(seen, expected) or cells != [[tuple], [int]]:
+        return None, None
+    return example.__code__, overlay.__code__
+
+
+_AND_CODE, _OVERLAY_CODE = _window_codes()
+
+
+def causal_window(mask_function: Callable[..., Any]) -> int | None:
+    """The W of ``masking_utils.sliding_window_causal_mask_function(W)``, or None if the function is any other.
+
+    Recognised by its code and what that closes over; :func:`_window_codes` has checked what the code computes.
+    """
+    # A compiler's trace has no closures to look into.
+    if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND_CODE:
+        return None
+    (cell,) = mask_function.__closure__ or ()  # as _window_codes has seen
+    parts = cell.cell_contents
+    if len(parts) != 2 or parts[1] is not masking.causal_mask_function:
+        return None
+    if getattr(parts[0], "__code__", None) is not _OVERLAY_CODE:
+        return None
+    window = parts[0].__closure__[0].cell_contents
+    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
+
+
+def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> torch.Tensor | None:
+    """The (B, 1, 1, kv_length) part of a (B, seen) padding mask, or None where it hides nothing. Keys past it are hidden."""
+    if mask is None:
+        return None
+    missing = kv_length + kv_offset - mask.shape[-1]
+    if missing > 0:
+        mask = torch.nn.functional.pad(mask, (0, missing))
+    mask = mask[:, kv_offset : kv_offset + kv_length]
+    # Looking costs one read in eager mode and pays in every layer; under a trace it would break the graph.
+    if not masking.is_tracing(mask) and bool(mask.all()):
+        return None
+    return mask[:, None, None, :]
