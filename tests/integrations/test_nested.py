@@ -23,6 +23,12 @@ LENGTHS, KEYS = (3, 5, 1), (2, 6, 4)
 BOTH_LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()  # activate() warns where something is
+
+
 def sequences(lengths: tuple[int, ...], *shape: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(len(lengths) + sum(shape) + lengths[0])
     return [torch.randn(n, *shape, generator=generator, requires_grad=True) for n in lengths]
@@ -95,12 +101,6 @@ def test_compiled(name: str) -> None:
     assert "attention_varlen_bwd" in {op for op, _ in ran}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()  # activate() warns where something is
-
-
 def one_graph(call: Callable[..., torch.Tensor]) -> None:
     """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself takes no strided ones."""
     compiled = torch.compile(lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True)
@@ -126,42 +126,6 @@ def test_compiled_calls_check_lengths_as_they_run() -> None:
     compiled(q, k, v)
     with pytest.raises(RuntimeError, match="key and value must have the same length in every sequence"):
         compiled(q, k, other)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()  # activate() warns where something is
-
-
-def one_graph(call: Callable[..., torch.Tensor]) -> None:
-    """Jagged ones in one graph, gradients too, for other lengths as well. torch.compile itself takes no strided ones."""
-    compiled = torch.compile(lambda *x: call(*(t.transpose(1, 2) for t in x)), backend="aot_eager", fullgraph=True)
-    for lengths, keys in ((LENGTHS, KEYS), ((4, 4, 9), (1, 8, 3))):
-        parts = [sequences(n, 4, 8) for n in (lengths, keys, keys)]
-        leaves = [p for group in parts for p in group]
-        got = compiled(*(nest(group, torch.jagged) for group in parts))
-        alone = [call(*(t.transpose(0, 1)[None] for t in group))[0] for group in zip(*parts)]
-        losses = [sum((p * torch.linspace(-1, 1, 8)).sum() for p in result) for result in (got.unbind(), alone)]
-        for mine, theirs in zip(got.unbind(), alone, strict=True):
-            assert_same_elements(mine, theirs)
-        grads = [torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True) for loss in losses]
-        for mine, theirs in zip(*grads, strict=True):
-            assert_same_elements(mine, theirs, gradient=True)
-
-
-def test_compiled_calls_check_lengths_as_they_run() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(pt.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
-    q, k, v, other = (
-        nest(sequences(n, 4, 8), torch.jagged).detach().transpose(1, 2) for n in (LENGTHS, KEYS, KEYS, KEYS[::-1])
-    )
-    compiled(q, k, v)
-    with pytest.raises(RuntimeError, match="key and value must have the same length in every sequence"):
-        compiled(q, k, other)
-    two = nest(sequences((2, 6), 4, 8), torch.jagged).detach().transpose(1, 2)
-    with pytest.raises(ValueError, match="key and value must have the same length in every sequence"):
-        compiled(q, k, two)
 
 
 @BOTH_LAYOUTS

@@ -134,6 +134,26 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     assert {name: kinds(found[name]) for name in built} == {name: kinds(committed[name]) for name in built}
 
 
+def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has rows is not tried again; what it adds is there at once."""
+    from pytransformer.testing.sweep import __main__ as command
+
+    file, row = tmp_path / "rows.json", {"verdict": "ours"}
+    file.write_text(json.dumps({"bert/BertForMaskedLM": row}))
+
+    def cut(types: list[str], jobs: int) -> Any:
+        assert types == ["gpt2", "llama"]
+        yield "gpt2", {"gpt2/GPT2LMHeadModel": row}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "sweep", cut)
+    monkeypatch.setattr(sys, "argv", ["sweep", "bert", "gpt2", "llama", "--json", str(file), "--resume"])
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    assert json.loads(file.read_text()) == {"bert/BertForMaskedLM": row, "gpt2/GPT2LMHeadModel": row}
+    assert list(tmp_path.iterdir()) == [file]
+
+
 # ---- faults in the interface that the sample must find
 
 

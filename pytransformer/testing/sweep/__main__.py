@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("types", nargs="*", metavar="type", help="model types, as in config.json (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="model types at a time (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, as they come")
+    parser.add_argument("--resume", action="store_true", help="leave out the model types whose rows FILE has already")
     parser.add_argument(
         "--write", action="store_true", help=f"put them into {report.RESULTS.name}, and write docs/{report.DOC.name}"
     )
@@ -27,15 +28,18 @@ def main() -> int:
     known = model_types()
     if unknown := set(arguments.types) - set(known):
         parser.error(f"no such model type: {', '.join(sorted(unknown))}")
-    chosen = arguments.types or known
     rows: Rows = {}
+    if arguments.resume and arguments.json and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text())
+    had = {name.partition("/")[0] for name in rows}
+    chosen = [model_type for model_type in arguments.types or known if model_type not in had]
     console = Console(sys.stderr)
     with console.progress(len(chosen)) as progress:
         progress.step("importing transformers")
         for model_type, found in sweep(chosen, arguments.jobs):
             rows |= found
             if arguments.json:
-                arguments.json.write_text(json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
+                put(arguments.json, json.dumps(report.clean(rows), indent=1, ensure_ascii=False))
             progress.advance()
             progress.step(f"{model_type}: {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}")
     if arguments.write:
@@ -46,6 +50,13 @@ def main() -> int:
     console.table(("class", "verdict", "differs"), [(name, row["verdict"], told(row)) for name, row in rows.items()])
     console.print(", ".join(f"{verdict} {count}" for verdict, count in report.counts(rows).items()))
     return 1 if report.counts(rows)["wrong"] else 0
+
+
+def put(path: Path, text: str) -> None:
+    """Whole or not at all: a run that is cut leaves the rows before it."""
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(text)
+    whole.replace(path)
 
 
 def told(row: dict) -> str:  # type: ignore[type-arg]
