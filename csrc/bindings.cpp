@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
-#include "cpu/isa.h"
+#include "cpu/core/isa.h"
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/sm90/plan.h"
 #include "cuda/cross_entropy/sm90/plan.h"

@@ -1,5 +1,5 @@
 """What the Python code and a library must agree on, as one word: a digest of the edges, the sources that register the raw ops and
-read their arguments; of the C++ lane, of all its sources. The build puts it into the library (csrc/cpu/library.cpp) or beside it
+read their arguments; of the C++ lane, of all its sources. The build puts it into the library (csrc/cpu/core/library.cpp) or beside it
 (lane_build.py); a checkout compares it when it loads the library."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ CSRC = Path(__file__).resolve().parent
 
 
 def edges(csrc: Path = CSRC) -> list[Path]:
-    return sorted(path for path in csrc.glob("cpu/*.cpp") if not path.stem.endswith("_kernels"))
+    return sorted(path for path in csrc.glob("cpu/**/*.cpp") if path.stem != "kernels")
 
 
 def digest(csrc: Path = CSRC, part: str = "cpu") -> str:

@@ -68,7 +68,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set the CPU kernels are compiled for; csrc/cpu/isa.cpp holds the matching run-time test."""
+    """An instruction set the CPU kernels are compiled for; csrc/cpu/core/isa.cpp holds the matching run-time test."""
 
     name: str
     machines: tuple[str, ...] = ()  # of platform.machine(); empty = any
@@ -315,9 +315,9 @@ def _choose_isas(plan: Plan) -> None:
 def _usable(plan: Plan) -> list[str]:
     """Those of the plan's instruction sets that this CPU runs, best first, as the library's own test says."""
     program = plan.directory / f"usable-{os.getpid()}"
-    main = '#include <cstdio>\n#include "cpu/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
+    main = '#include <cstdio>\n#include "cpu/core/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
     main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
-    sources = ["-I", str(CSRC), str(CSRC / "cpu" / "isa.cpp"), "-x", "c++", "-"]
+    sources = ["-I", str(CSRC), str(CSRC / "cpu" / "core" / "isa.cpp"), "-x", "c++", "-"]
     command = [*plan.compiler, *COMMON_FLAGS, _isa_macro(plan), *sources]
     try:
         subprocess.run([*command, "-o", str(program)], input=main, text=True, check=True)
@@ -396,15 +396,15 @@ def _ninja_text(plan: Plan) -> str:
     if plan.why_not_cuda is None:
         cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
     for source in sorted(
-        [*CSRC.glob("cpu/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (not p.stem.endswith("_kernels"), p)
+        [*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)
     ):
-        if source.stem.endswith("_kernels"):
+        if source.stem == "kernels":
             for isa in plan.isas:
                 flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]
-                objects[source.stem, isa.name] = ninja.compile(source, flags, isa.name)
+                objects[source, isa.name] = ninja.compile(source, flags, isa.name)
         else:
             told = [f'-DPT_INTERFACE="{interface.digest()}"'] if source.stem == "library" else []
-            objects[source.stem, ""] = ninja.compile(source, [*edge, *told])
+            objects[source, ""] = ninja.compile(source, [*edge, *told])
     # An undefined symbol is an error here rather than at load time; a sanitizer's run time is found only at load.
     defined = [] if "-fsanitize" in " ".join(plan.link_flags) else ["-Wl,-z,defs"]
     torch_libraries = ["-L", str(plan.torch / "lib"), "-ltorch_cpu"]
@@ -424,7 +424,7 @@ def _ninja_text(plan: Plan) -> str:
         headers = (pybind11.get_include(), sysconfig.get_paths()["include"])
         includes = [*(option for path in headers for option in ("-isystem", path)), "-I", str(plan.directory)]
         bindings = ninja.compile(CSRC / "bindings.cpp", [*base, _isa_macro(plan), *includes], tag)
-        ninja.link(plan.bindings, [bindings, objects["isa", ""]], plan.link_flags)
+        ninja.link(plan.bindings, [bindings, objects[CSRC / "cpu" / "core" / "isa.cpp", ""]], plan.link_flags)
     return ninja.text()
 
 

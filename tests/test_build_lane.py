@@ -26,7 +26,7 @@ def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     if module.find_compiler() is None or module.find_ninja() is None:
         pytest.skip("needs a C++ compiler and ninja")
-    for name, text in (("cpu/isa.cpp", "int nothing;\n"), ("lane/unit.cpp", MODULE), ("bindings.cpp", "int other;\n")):
+    for name, text in (("cpu/core/isa.cpp", "int nothing;\n"), ("lane/unit.cpp", MODULE), ("bindings.cpp", "int other;\n")):
         path = tmp_path / "csrc" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -20,7 +20,7 @@ EVERY_OP_HAS = ("pytransformer/ops/{}.py", "pytransformer/reference/{}.py", "doc
 A_BACKEND_HAS = {
     "reference": (),
     "torch": ("pytransformer/ops/_backends/torch/{}.py",),
-    "cpu": ("csrc/cpu/{}.h", "csrc/cpu/{}.cpp", "csrc/cpu/{}_kernels.cpp"),
+    "cpu": ("csrc/cpu/{0}/problem.h", "csrc/cpu/{0}/{0}.cpp", "csrc/cpu/{0}/kernels.cpp"),
     "triton": ("kernels/{}/configs.py", "kernels/{}/fwd.py", "kernels/{}/bwd.py"),
     "cuda": ("csrc/cuda/{}/**/fwd*.cuh", "csrc/cuda/{}/**/bwd*.cuh"),
 }
@@ -59,7 +59,7 @@ def test_a_stem_has_its_files_in_every_tier_that_claims_it(stem: str) -> None:
 
 
 def test_no_kernel_file_without_an_op() -> None:
-    found = {path.name.removesuffix("_kernels.cpp") for path in ROOT.glob("csrc/cpu/*_kernels.cpp")}
+    found = {path.parent.name for path in ROOT.glob("csrc/cpu/*/kernels.cpp")}
     found |= {path.parent.name for path in ROOT.glob("kernels/*/fwd.py")}
     assert found <= set(STEMS)
 

@@ -16,7 +16,7 @@ import torch
 from pytransformer.ops._core import native
 
 ROOT = Path(__file__).resolve().parent.parent
-OBJECTS = sorted((ROOT / "build" / "native-release").glob("cpu/*_kernels.cpp.*.o"))
+OBJECTS = sorted((ROOT / "build" / "native-release").glob("cpu/*/kernels.cpp.*.o"))
 C = torch.ops.pytransformer_C
 
 pytestmark = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
         ROOT / "csrc", tmp_path / "csrc", ignore=lambda _, names: [n for n in names if n in ("cuda", "emulator")]
     )
     assert native._why_not_current(csrc) is None
-    edge = csrc / "cpu" / "attention.cpp"
+    edge = csrc / "cpu" / "attention" / "attention.cpp"
     edge.write_text(edge.read_text().replace("Tensor? mask, Tensor? bias", "Tensor? bias, Tensor? mask"))
     assert "rebuild it with make build" in str(native._why_not_current(csrc))
     assert native._why_not_current(tmp_path) is None  # installed: no sources to compare with

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "cpu/attention.h"
+#include "cpu/attention/problem.h"
 #include "thread_pool.h"
 
 namespace pt {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/feed_forward.h"
+#include "cpu/feed_forward/problem.h"
 #include "thread_pool.h"
 
 namespace pt {

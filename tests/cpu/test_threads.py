@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 FLAGS = ["-std=c++17", "-I", str(CSRC), "-DPT_ISA=generic", "-fno-math-errno", "-Wno-psabi"]
-KERNELS = sorted(CSRC.glob("cpu/*_kernels.cpp"))
+KERNELS = sorted(CSRC.glob("cpu/*/kernels.cpp"))
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,8 +42,8 @@ def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "threads_test"
     sources = [
         ROOT / "tests" / "cpu" / f"{op}_threads_test.cpp",
-        CSRC / "cpu" / f"{op}_kernels.cpp",
-        CSRC / "cpu" / "arena.cpp",
+        CSRC / "cpu" / op / "kernels.cpp",
+        CSRC / "cpu" / "core" / "arena.cpp",
     ]
     options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
     run([compiler, *options, *FLAGS, *map(str, sources), "-o", str(program)])
@@ -52,7 +52,7 @@ def test_on_four_threads(op: str, sanitizer: str, tmp_path: Path) -> None:
     run([*fixed, str(program)])
 
 
-@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.parent.name)
 def test_compiles_for_aarch64(source: Path, tmp_path: Path) -> None:
     """The generic set of every op, and the set's vectors as NEON registers."""
     compiler = shutil.which("aarch64-linux-gnu-g++")

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/attention.h"
+#include "cpu/attention/problem.h"
 
 namespace pt {
 

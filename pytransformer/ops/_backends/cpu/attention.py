@@ -1,4 +1,4 @@
-"""The backend ``cpu`` of attention and attention_varlen: csrc/cpu/attention.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of attention and attention_varlen: csrc/cpu/attention/attention.cpp called with tensors allocated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend ``cpu`` of feed_forward: csrc/cpu/feed_forward.cpp called with tensors allocated here."""
+"""The backend ``cpu`` of feed_forward: csrc/cpu/feed_forward/feed_forward.cpp called with tensors allocated here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
-ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # enum Activation of csrc/cpu/feed_forward.h
+ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # enum Activation of csrc/cpu/feed_forward/problem.h
 HIDDEN_BYTES = 16 << 20  # forward keeps about so much of hidden at a time ...
 LEAST_ROWS = 1536  # ... but as many rows as it takes to make packing the weights cheap
 HELD_BYTES = 64 << 20  # scratch of backward up to this size stays for the next call: fresh pages took 6 to 20 % of the time

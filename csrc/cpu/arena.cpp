@@ -1,7 +1,0 @@
-#include "arena.h"
-
-namespace pt {
-
-int64_t arena_bytes = 0;
-
-}  // namespace pt

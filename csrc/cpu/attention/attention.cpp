@@ -1,0 +1,268 @@
+// Torch edge of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "common/edge.h"
+#include "cpu/attention/problem.h"
+#include "cpu/core/isa.h"
+#include "cpu/core/parallel.h"
+
+PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
+
+namespace {
+
+using pt::ScalarType;
+using pt::Tensor;
+using Maybe = pt::MaybeTensor;
+
+// Messages that start so become ValueError in Python.
+#define CHECK_VALUE(condition, ...) STD_TORCH_CHECK(condition, "ValueError: ", __VA_ARGS__)
+
+void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
+  bool same = t.dim() == int64_t(shape.size());
+  int64_t d = 0;
+  for (int64_t size : shape) same = same && t.size(d++) == size;
+  STD_TORCH_CHECK(same, name, " has the wrong shape");
+}
+
+const int64_t* integers(const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
+  if (!t) return nullptr;
+  check_shape(*t, name, shape);
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name, " is not a contiguous int64 tensor");
+  return static_cast<const int64_t*>(t->data_ptr());
+}
+
+const void* statistics(const Maybe& t, const char* name, ScalarType work, std::initializer_list<int64_t> shape) {
+  if (!t) return nullptr;
+  check_shape(*t, name, shape);
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  return t->data_ptr();
+}
+
+// (B, H, L, D), or packed (total, H, D)
+pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
+  const int64_t n = t.dim();
+  STD_TORCH_CHECK(n == (packed ? 3 : 4), name, " has ", n, " dimensions; wanted ", packed ? 3 : 4);
+  // contiguous() of an empty tensor keeps any strides
+  STD_TORCH_CHECK(t.size(n - 1) <= 1 || t.stride(n - 1) == 1 || t.numel() == 0, name, " has a last stride of ", t.stride(n - 1),
+                  "; wanted 1");
+  return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
+}
+
+pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p) {
+  pt::Dense d;
+  if (!t) return d;
+  STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; wanted 4");
+  const int64_t full[4] = {p.B, p.Hq, p.Lq, p.Lk};
+  int64_t stride[4];
+  for (int i = 0; i < 4; i++) {
+    STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, name, " has size ", t->size(i), " in dimension ", i, "; wanted ", full[i],
+                    " or 1");
+    stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
+  }
+  d.data = t->data_ptr();
+  d.stride = {stride[0], stride[1], stride[2], stride[3]};
+  d.boolean = t->scalar_type() == ScalarType::Bool;
+  if (!d.boolean) d.dtype = dtype_of(*t, name, pt::Float64::taken);
+  return d;
+}
+
+void check_lengths(const int64_t* lengths, const char* name, int64_t n, int64_t most) {
+  for (int64_t b = 0; lengths && b < n; b++)
+    CHECK_VALUE(lengths[b] >= 0 && lengths[b] <= most, name, "[", b, "] is ", lengths[b], "; wanted between 0 and ", most,
+                " (start + length)");
+}
+
+void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64_t total, int64_t longest) {
+  CHECK_VALUE(cu[0] == 0, name, "[0] is ", cu[0], "; wanted 0");
+  for (int64_t b = 0; b < sequences; b++) {
+    CHECK_VALUE(cu[b + 1] >= cu[b], name, " falls from ", cu[b], " to ", cu[b + 1], " at sequence ", b, "; wanted non-decreasing offsets");
+    CHECK_VALUE(cu[b + 1] - cu[b] <= longest, name, " gives sequence ", b, " ", cu[b + 1] - cu[b], " rows, but the longest was said to be ",
+                longest);
+  }
+  CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
+}
+
+// The arguments that forward and backward share, after the outputs of each.
+#define ATTENTION_PARAMETERS                                                                                                            \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths, \
+      Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, int64_t align,          \
+      int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,  \
+      double dropout_p
+#define ATTENTION_ARGUMENTS                                                                                                       \
+  mask, bias, slopes, table, bucket_starts, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
+      dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
+#define ATTENTION_SCHEMA                                                                                                           \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? query_lengths, Tensor? key_lengths, " \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "       \
+  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "        \
+  "float softcap, float dropout_p"
+
+// The tensors must outlive the problem.
+pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                             ATTENTION_PARAMETERS) {
+  pt::AttentionProblem p{};
+  const bool packed = cu_q.has_value();
+  STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
+  p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
+  p.os = strides_of(out, "out", packed);
+  p.dtype = dtype_of(query, "query", pt::Float64::taken);
+  for (const Tensor& t : {key, value, out})
+    STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
+  constexpr int head = 1;
+  const int length = packed ? 0 : 2, last = packed ? 2 : 3;
+  p.B = packed ? cu_q->numel() - 1 : query.size(0);
+  p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
+  p.Lq = packed ? max_q : query.size(length), p.Lk = packed ? max_k : key.size(length);
+  const int64_t q_rows = query.size(length), k_rows = key.size(length);
+  constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
+  STD_TORCH_CHECK(p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted at most ", kMaxHead);
+  STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
+  if (packed) {
+    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}),
+        check_shape(out, "out", {q_rows, p.Hq, p.Dv});
+    check_shape(lse, "lse", {p.Hq, q_rows});
+    p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
+    STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
+  } else {
+    check_shape(key, "key", {p.B, p.Hkv, k_rows, p.D}), check_shape(value, "value", {p.B, p.Hkv, k_rows, p.Dv});
+    check_shape(out, "out", {p.B, p.Hq, q_rows, p.Dv}), check_shape(lse, "lse", {p.B, p.Hq, q_rows});
+    p.lse_s = {lse.stride(0), lse.stride(1), lse.stride(2), 1};
+  }
+  const ScalarType work = p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(lse.scalar_type() == work, "lse is not of the dtype scores are computed in");
+  p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
+
+  p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
+  p.slopes = statistics(slopes, "slopes", work, {p.Hq});
+  p.bidirectional = bidirectional;
+  if (table) {
+    p.buckets = table->size(0);
+    p.table = statistics(table, "table", work, {p.buckets, p.Hq});
+    p.bucket_starts = integers(bucket_starts, "bucket_starts", {bidirectional ? p.buckets / 2 : p.buckets});
+    STD_TORCH_CHECK(p.bucket_starts && p.buckets >= (bidirectional ? 2 : 1),
+                    "table needs bucket_starts and at least one bucket a direction");
+  }
+
+  p.query_lengths = integers(query_lengths, "query_lengths", {p.B}), p.key_lengths = integers(key_lengths, "key_lengths", {p.B});
+  p.prefix_lengths = integers(prefix_lengths, "prefix_lengths", {p.B});
+  check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq),
+      check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
+  check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
+  p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
+  p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
+  STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
+  p.cu_q = integers(cu_q, "cu_seqlens_q", {p.B + 1}), p.cu_k = integers(cu_k, "cu_seqlens_k", {p.B + 1});
+  if (packed) {
+    check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq), check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
+    STD_TORCH_CHECK(!mask && !bias && !query_segments, "packed sequences take no dense mask or bias and no segments");
+  }
+
+  STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
+  p.align = pt::Align(align);
+  p.left = left, p.right = right, p.query_start = query_start, p.key_start = key_start;
+  p.scale = scale, p.softcap = softcap;
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  if (p.drop_threshold > 0) {
+    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,
+                    "dropout_seed is not one int64");
+    p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
+  }
+  p.threads = pt::pool_threads();
+  return p;
+}
+
+// Rows of packed outputs behind the last sequence.
+template <class Lse>
+void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
+  const int64_t element = size_of(p.dtype);
+  for (int64_t i = p.cu_q[p.B]; i < rows; i++)
+    for (int64_t h = 0; h < p.Hq; h++) {
+      std::memset(static_cast<char*>(p.out) + (i * p.os.l + h * p.os.h) * element, 0, p.Dv * element);
+      static_cast<Lse*>(p.lse)[h * p.lse_s.h + i * p.lse_s.l] = -Lse(INFINITY);
+    }
+}
+
+void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
+  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0));
+  else if (p.cu_q) clear_rest<float>(p, query.size(0));
+  PT_SELECT(attention_kernels).forward(p);
+}
+
+// ---- backward
+
+// The gradient `t` of `of`: its address and strides.
+void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, pt::Strides* strides) {
+  if (!t) return nullptr;
+  *strides = strides_of(*t, name, packed);
+  bool same = t->scalar_type() == of.scalar_type();
+  for (int64_t i = 0; same && i < of.dim(); i++) same = t->size(i) == of.size(i);
+  STD_TORCH_CHECK(same, name, " differs in shape or dtype from the tensor it is the gradient of");
+  return t->data_ptr();
+}
+
+pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, ScalarType work) {
+  pt::DenseGrad g;
+  if (!t) return g;
+  STD_TORCH_CHECK(of && of->scalar_type() != ScalarType::Bool, name, " without a floating-point tensor that it is the gradient of");
+  STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
+  check_shape(*t, name, {of->size(0), of->size(1), of->size(2), of->size(3)});
+  int64_t stride[4];
+  for (int i = 0; i < 4; i++) stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
+  g.data = t->data_ptr(), g.stride = {stride[0], stride[1], stride[2], stride[3]};
+  return g;
+}
+
+// Rows of a packed gradient behind the last sequence.
+void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, int64_t heads, int64_t bytes, int64_t element) {
+  for (int64_t i = first; data && i < rows; i++)
+    for (int64_t h = 0; h < heads; h++) std::memset(static_cast<char*>(data) + (i * s.l + h * s.h) * element, 0, bytes);
+}
+
+void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
+                   Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable) {
+  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  const bool packed = p.cu_q;
+  const ScalarType work = lse.scalar_type();
+  pt::AttentionGrads g{};
+  g.d_out = gradient(grad_out, "grad_out", out, packed, &g.dos);
+  if (grad_lse) {
+    bool same = grad_lse->scalar_type() == work && grad_lse->dim() == lse.dim();
+    for (int64_t i = 0; same && i < lse.dim(); i++) same = grad_lse->size(i) == lse.size(i);
+    STD_TORCH_CHECK(same, "grad_lse differs in shape or dtype from lse");
+    g.d_lse = grad_lse->data_ptr();
+    g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1}
+                       : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
+  }
+  g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks),
+  g.dv = gradient(dv, "dv", value, packed, &g.dvs);
+  g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
+  STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table), "dslopes or dtable without slopes or table");
+  g.d_slopes = const_cast<void*>(statistics(dslopes, "dslopes", work, {p.Hq}));
+  g.d_table = const_cast<void*>(statistics(dtable, "dtable", work, {p.buckets, p.Hq}));
+  if (packed) {
+    const int64_t element = query.element_size();
+    clear_rest(g.dq, g.dqs, p.cu_q[p.B], query.size(0), p.Hq, p.D * element, element);
+    clear_rest(g.dk, g.dks, p.cu_k[p.B], key.size(0), p.Hkv, p.D * element, element);
+    clear_rest(g.dv, g.dvs, p.cu_k[p.B], key.size(0), p.Hkv, p.Dv * element, element);
+  }
+  PT_SELECT(attention_kernels).backward(p, g);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
+  m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
+        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable) "
+        "-> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
+  m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+  m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+}

@@ -1,0 +1,307 @@
+// Backward of one tile: a block of queries against a block of keys.
+//
+//   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta), and then dV += P^T dO, dK += dS^T Q, dQ += dS K
+//
+// Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q,
+// where the left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a
+// unit being one column of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order that
+// matrix tiles read.
+#pragma once
+
+#include "cpu/attention/bwd_terms.h"
+#include "cpu/attention/scores.h"
+#include "cpu/core/arena.h"
+#include "cpu/core/gemm.h"
+#include "cpu/core/philox.h"
+
+namespace pt {
+namespace PT_ISA {
+namespace bwd {
+
+struct BackwardSizes {
+  int64_t BQ, BK;              // rows of a block of queries, of keys
+  int64_t du, dvu;             // units of a row of q, of v, in whole steps of the micro-kernel
+  int64_t dw, dvw;             // columns of dQ and dK, of dV: D and Dv rounded up to whole vectors
+  bool dq, dk, dv, terms, ds;  // wanted; ds: any but dv
+  bool dropout, softcap, table;
+  int64_t query_start;
+  double scale, keep_scale;  // keep_scale: 1 / (1 - p)
+};
+
+// The packed query rows of a block. To be summed over queries, q and d_out are panels [panel][row][its columns], or with pairs columns
+// [column][pair].
+template <class T>
+struct QueryBlock {
+  int64_t q0, rows;                         // first local row, how many
+  const Range* seen;                        // the keys each row may see
+  const typename T::unit *Q, *G, *Qs, *Gs;  // q and d_out as rows of units, and as operands that are summed over queries
+  const typename T::acc *m, *l, *delta;     // l is 0 unless lse is too large to hold the log of the sum
+  bool extreme;                             // some row has an l
+};
+
+// The packed keys of a block and what is summed for them.
+template <class T>
+struct KeyBlock {
+  int64_t k0, n;                         // first local key, and how many up to the last that any query may see
+  const typename T::unit *Kt, *Vt, *Kj;  // transposed panels of k and v, joined panels of k
+  typename T::acc *dK, *dV;              // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
+};
+
+template <class T>
+class BackwardTile {
+ public:
+  using acc = typename T::acc;
+  using opnd = typename T::opnd;
+  using unit = typename T::unit;
+  using vec = typename T::vec;
+  static constexpr bool kPairs = T::pack > 1;
+  static constexpr int64_t kGroup = kRows<T>;           // rows of a call of the micro-kernel
+  static constexpr int64_t kStep = T::pack * T::width;  // columns of a step of the pointwise pass
+  static constexpr int64_t kRowStep = kPairs ? 32 : 1;  // rows of a block are padded with zeros to this
+  static int64_t padded(int64_t rows) { return round_up(rows, kRowStep); }
+
+  BackwardTile(const BackwardSizes& sizes, Arena& arena) : z(sizes) {
+    S = arena.take<acc>(z.BQ * z.BK), dP = arena.take<acc>(z.BQ * z.BK);
+    factor = arena.take<acc>(T::pack * z.BK), diagonals = arena.take<acc>(Scores<T>::diagonal_size(z.BQ, z.BK));
+    bits = arena.take<uint32_t>(T::pack * KeepBits::words(z.BK));
+    lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ), ghi = arena.take<int>(z.BQ);
+    if constexpr (kPairs) {
+      const int64_t units = z.BQ / T::pack * z.BK;
+      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<unit>(units), dSs = arena.take<unit>(units);
+    } else {
+      dS = dP, Ps = S, dSs = dP;
+    }
+  }
+  static size_t bytes(const BackwardSizes& z) {
+    const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
+    return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) +
+           Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) + Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) +
+           4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
+  }
+
+  // Adds the tile of head h to k.dK, k.dV, the terms and dQ [BQ][dw] (which is stored the first time). False: no pair is visible, nothing
+  // was done.
+  bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
+           TileTerms<T>* terms) {
+    if (!find_visible(q, k)) return false;
+    score_products(scores, h, q, k);
+    if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
+    const bool general = q.extreme || !scores.plain();
+    if (general && z.table) scores.diagonals(h, q.q0, q.rows, k.k0, k.n, diagonals);
+    const Context c{scores, h, q, k, keep, terms};
+    if (z.dropout) general ? pointwise<true, true>(c) : pointwise<false, true>(c);
+    else general ? pointwise<true, false>(c) : pointwise<false, false>(c);
+    if (terms) terms->end();
+    if (z.dv) key_product(q, Ps, q.Gs, z.dvw, k.dV);
+    if (z.dk) key_product(q, dSs, q.Qs, z.dw, k.dK);
+    if (z.dq) query_product(q, k, dQ, first);
+    return true;
+  }
+
+ private:
+  struct Context {
+    const Scores<T>& scores;
+    int64_t h;
+    const QueryBlock<T>& q;
+    const KeyBlock<T>& k;
+    const KeepBits* keep;  // null: everything is dropped
+    TileTerms<T>* terms;
+  };
+
+  // Columns that each row sees (none: 0, 0), those that a group of kRows rows reads, in whole steps, and those of all groups.
+  bool find_visible(const QueryBlock<T>& q, const KeyBlock<T>& k) {
+    clo = z.BK, chi = 0, seen = 0;
+    for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
+      int64_t first = z.BK, last = 0;
+      for (int64_t i = r; i < least(r + kGroup, q.rows); i++) {
+        const int64_t a = most<int64_t>(q.seen[i].lo - k.k0, 0), e = least(q.seen[i].hi - k.k0, k.n);
+        lo[i] = hi[i] = 0;
+        if (a < e) lo[i] = int(a), hi[i] = int(e), first = least(first, a), last = most(last, e);
+      }
+      glo[g] = last ? int(first / kStep * kStep) : 0, ghi[g] = int(round_up(last, kStep));
+      if (last) clo = least<int64_t>(clo, glo[g]), chi = most<int64_t>(chi, ghi[g]), seen = most(seen, last);
+    }
+    return chi > 0;
+  }
+
+  // S = Q K^T and dP = dO V^T; a panel of keys stays in the first cache over all rows.
+  void score_products(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
+    constexpr int64_t panel = kPanel<T>;
+    const bool plain = scores.plain();
+    for (int64_t j = clo / panel * panel; j < chi; j += panel)
+      for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
+        if (glo[g] >= j + panel || ghi[g] <= j) continue;
+        const int64_t rows = least(kGroup, q.rows - r);
+        for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, least(panel, k.n - j));
+        const auto f = pick<T>(rows, panel, kStore);
+        f(z.du, q.Q + r * z.du, z.du, 1, k.Kt + j * z.du, S + r * z.BK + j, z.BK, nullptr);
+        if (z.ds) f(z.dvu, q.G + r * z.dvu, z.dvu, 1, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK, nullptr);
+      }
+  }
+
+  template <bool GENERAL, bool DROPOUT>
+  void pointwise(const Context& x) {
+    const int64_t rows = x.q.rows, end = padded(rows);
+    for (int64_t i = rows; i < end; i++) lo[i] = hi[i] = 0;
+    for (int64_t r = 0; r < end; r += T::pack) {
+      const int64_t c0 = r < rows ? glo[r / kGroup] : 0, c1 = r < rows ? ghi[r / kGroup] : 0;
+      if (c0 < c1) softmax_rows<GENERAL, DROPOUT>(x, r, c0, c1);
+      if constexpr (kPairs) {
+        constexpr int64_t panel = kPanel<T>;
+        fill_units(r, clo / panel * panel, c0), fill_units(r, most(c1, clo / panel * panel), round_up(chi, panel));
+      } else {
+        fill(S + r * z.BK, clo, c0), fill(S + r * z.BK, most(c1, clo), chi);
+        fill(dP + r * z.BK, clo, c0), fill(dP + r * z.BK, most(c1, clo), chi);
+      }
+    }
+  }
+
+  // T::pack rows from r, columns [c0, c1): S becomes P and dP becomes dS, zero at invisible pairs, whatever stood there.
+  template <bool GENERAL, bool DROPOUT>
+  void softmax_rows(const Context& x, int64_t r, int64_t c0, int64_t c1) {
+    constexpr int n = T::pack;
+    const QueryBlock<T>& q = x.q;
+    vec m[n], l[n], delta[n];
+    int64_t from = 0, to = c1;  // where all of the rows see everything
+    UNROLL for (int i = 0; i < n; i++) {
+      const bool padding = r + i >= q.rows;
+      m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]);
+      delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
+      from = most<int64_t>(from, lo[r + i]), to = least<int64_t>(to, hi[r + i]);
+      if (padding) continue;
+      const int64_t row = q.q0 + r + i;
+      if constexpr (GENERAL) {
+        const acc* diagonal = z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
+        x.scores.row(x.h, row, x.k.k0 + c0, least(c1, x.k.n) - c0, q.seen[r + i], diagonal, S + (r + i) * z.BK + c0,
+                     z.softcap ? factor + i * z.BK + c0 : nullptr);
+      }
+      if constexpr (DROPOUT)
+        if (x.keep) x.keep->row(uint32_t(row + z.query_start), bits + i * KeepBits::words(z.BK));
+    }
+    const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), none = set1<vec>(-kInfinity<acc>);
+    const vec keep_scale = set1<vec>(acc(z.keep_scale));
+    const auto step = [&](int64_t c, auto masked) {
+      vec p[n][n], ds[n][n];
+      UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < n; j++) {
+        const int64_t at = c + j * T::width, e = (r + i) * z.BK + at;
+        const vec t = load(S + e), d = load(dP + e);
+        vec w = exp2v<T::exp_degree>(GENERAL ? fma(vmin(vec{}, t - m[i]), scale, -l[i]) : fma(t, scale, -m[i])), g;
+        mask on = mask_n<vec>(T::width);
+        if constexpr (decltype(masked)::value) on = mask_range<vec>(lo[r + i] - at, hi[r + i] - at);
+        if constexpr (GENERAL) on &= to_mask(t != none);
+        if constexpr (DROPOUT) {
+          const mask keep = x.keep ? bits_at(bits + i * KeepBits::words(z.BK), x.keep->offset() + at) : mask(0);
+          g = w * fma(select(keep, d, vec{}), keep_scale, -delta[i]);
+          w = select(mask(keep & on), w, vec{});
+        } else {
+          g = w * (d - delta[i]);
+          if constexpr (GENERAL || decltype(masked)::value) w = select(on, w, vec{});
+        }
+        if constexpr (GENERAL || decltype(masked)::value) g = select(on, g, vec{});
+        if (kPairs && x.terms) store(dP + e, g);
+        if constexpr (GENERAL)
+          if (kPairs && z.softcap) g = select(on, vec(g * load(factor + i * z.BK + at)), vec{});  // no factor where no key is
+        p[i][j] = w, ds[i][j] = g;
+      }
+      if constexpr (kPairs) {
+        store_units(r, c, T::pair(p[0][0], p[0][1]), T::pair(p[1][0], p[1][1]), Ps);
+        if (!z.ds) return;
+        const auto d0 = T::pair(ds[0][0], ds[0][1]), d1 = T::pair(ds[1][0], ds[1][1]);
+        store_units(r, c, d0, d1, dSs);
+        put(dS + r * z.BK + c, d0), put(dS + (r + 1) * z.BK + c, d1);
+      } else {
+        store(S + r * z.BK + c, p[0][0]), store(dP + r * z.BK + c, ds[0][0]);
+      }
+    };
+    int64_t c = c0;
+    for (; c < from && c < c1; c += kStep) step(c, std::true_type());
+    for (; c + kStep <= to; c += kStep) step(c, std::false_type());
+    for (; c < c1; c += kStep) step(c, std::true_type());
+    for (int64_t i = r; x.terms && i < least(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
+    if constexpr (GENERAL && !kPairs)
+      for (c = c0; z.softcap && c < c1; c += T::width) {
+        const vec g = load(dP + r * z.BK + c);
+        store(dP + r * z.BK + c, select(to_mask(g != vec{}), vec(g * load(factor + c)), g));  // no factor where no key is
+      }
+  }
+
+  static void fill(acc* row, int64_t c, int64_t end) {
+    for (; c < end; c += T::width) store(row + c, vec{});
+  }
+  static INLINE void put(void* p, typename T::uvec v) { *static_cast<typename T::uvec*>(p) = v; }
+  // Where column c of rows r and r + 1 lies in a panel of units.
+  int64_t unit_at(int64_t r, int64_t c) const {
+    constexpr int64_t panel = kPanel<T>;
+    return (c / panel * (z.BQ / T::pack) + r / T::pack) * panel + c % panel;
+  }
+  // kStep columns of two rows, joined.
+  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, unit* to) const {
+    typename T::uvec a, b;
+    interleave(row0, row1, &a, &b);
+    to += unit_at(r, c);
+    put(to, a), put(to + T::width, b);
+  }
+  void fill_units(int64_t r, int64_t c, int64_t end) const {
+    for (; c < end; c += T::width) put(Ps + unit_at(r, c), typename T::uvec{}), put(dSs + unit_at(r, c), typename T::uvec{});
+  }
+
+  // The rows [lo, hi) of the groups that see any of the columns [c, end).
+  Range rows_that_see(int64_t rows, int64_t c, int64_t end) const {
+    const auto sees = [&](int64_t g) { return glo[g] < end && ghi[g] > c; };
+    int64_t a = 0, e = ceil_div(rows, kGroup);
+    while (a < e && !sees(a)) a++;
+    while (a < e && !sees(e - 1)) e--;
+    return {a * kGroup, least(e * kGroup, rows)};
+  }
+
+  // out += A^T B over queries, A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T += dO^T P, dK^T += Q^T dS
+  void key_product(const QueryBlock<T>& q, const unit* A, const unit* B, int64_t columns, acc* out) {
+    constexpr int64_t panel = kPanel<T>;
+    if constexpr (kPairs) {
+      const int64_t ld = padded(q.rows) / T::pack;
+      for (int64_t c = clo / panel * panel; c < chi; c += panel) {
+        const Range r = rows_that_see(q.rows, c, c + panel);
+        const int64_t a = r.lo / kRowStep * kRowStep / T::pack, n = padded(r.hi) / T::pack - a;
+        for (int64_t d = 0; d < columns && r.size() > 0; d += kGroup)
+          pick<T>(least(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(T::pack * a, c), out + d * z.BK + c, z.BK,
+                                                           nullptr);
+      }
+    } else {
+      for (int64_t col = 0; col < columns; col += panel) {
+        const int64_t w = least(panel, columns - col);
+        for (int64_t c = clo; c < seen; c += kGroup) {
+          const Range r = rows_that_see(q.rows, c, c + kGroup);
+          if (r.size() > 0)
+            pick<T>(least(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w,
+                                                      out + c * columns + col, columns, nullptr);
+        }
+      }
+    }
+  }
+
+  // dQ += dS K, over the keys that any of a group's queries sees.
+  void query_product(const QueryBlock<T>& q, const KeyBlock<T>& k, acc* dQ, bool first) {
+    for (int64_t col = 0; col < z.dw; col += kPanel<T>) {
+      const int64_t w = least<int64_t>(kPanel<T>, z.dw - col);
+      for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
+        const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : least<int64_t>(ghi[g], seen)) / T::pack - a;
+        if (n > 0 || first)
+          pick<T>(least(kGroup, q.rows - r), w, first ? kStore : kAdd)(
+              most<int64_t>(n, 0), reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
+              k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
+      }
+    }
+  }
+
+  const BackwardSizes& z;
+  acc *S, *dP, *factor, *diagonals;
+  opnd* dS;
+  unit *Ps, *dSs;  // P and dS as summed over queries
+  uint32_t* bits;
+  int *lo, *hi, *glo, *ghi;            // visible columns of each row; columns that each group of rows works on
+  int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in whole steps, and the last visible
+};
+
+}  // namespace bwd
+}  // namespace PT_ISA
+}  // namespace pt

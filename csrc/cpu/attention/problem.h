@@ -1,0 +1,76 @@
+// Attention on the CPU: the problem as plain data. No torch header here or below; csrc/cpu/attention/attention.cpp fills it in.
+#pragma once
+
+#include <cstdint>
+
+#include "common/strides.h"
+
+namespace pt {
+
+// A dense additive term or boolean mask, broadcastable to (B, Hq, Lq, Lk); d is the stride along keys.
+struct Dense {
+  const void* data = nullptr;
+  Strides stride;
+  DType dtype = DType::f32;
+  bool boolean = false;  // true: uint8, nonzero = attend; else added to the score, -inf = invisible
+};
+
+// One gradient of a Dense term, in float (double for f64 problems), contiguous over the term's own broadcast shape:
+// stride 0 where the term was broadcast, so the kernel sums there. Zero-filled by the caller.
+struct DenseGrad {
+  void* data = nullptr;
+  Strides stride;
+};
+
+enum class Align : int { none = 0, top_left = 1, bottom_right = 2 };  // "causal" of the public op
+
+struct AttentionProblem {
+  DType dtype;                        // of q, k, v, out and their gradients
+  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;  // packed: B sequences, Lq and Lk the longest of them
+  const void *q, *k, *v;              // (B, H, L, D), last stride 1
+  Strides qs, ks, vs;                 // packed: b = 0, rows start at cu_q[b], cu_k[b]
+  void* out;                          // forward: written; backward: read
+  Strides os;
+  void* lse;      // (B, Hq, Lq) float (double for f64), natural log, before dropout; strides:
+  Strides lse_s;  // b, h, l
+
+  Dense mask, bias;              // each may be absent (data == nullptr); both may be additive
+  const void* slopes;            // (Hq,) float (double for f64) or null: bias -slope * |j - i - offset|
+  const void* table;             // (buckets, Hq) float (double for f64), contiguous, or null: T5 relative bias
+  const int64_t* bucket_starts;  // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0
+  int64_t buckets;               // rows of table; n = buckets / 2 if bidirectional, else buckets
+  bool bidirectional;
+
+  const int64_t *query_lengths, *key_lengths, *prefix_lengths;  // (B,) absolute counts, or null
+  const int64_t *query_segments, *key_segments;                 // (B, Lq), (B, Lk) contiguous, or null
+  const int64_t *cu_q, *cu_k;                                   // (B + 1,) row offsets of packed sequences, or null
+
+  Align align;
+  int64_t left, right;             // window, -1 = unbounded
+  int64_t query_start, key_start;  // absolute index of row 0
+  double scale, softcap;           // softcap 0 = none
+  uint64_t seed;                   // dropout
+  uint32_t drop_threshold;         // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+
+  int threads;
+};
+
+struct AttentionGrads {
+  const void* d_out;  // (B, Hq, Lq, Dv), last stride 1
+  Strides dos;
+  const void* d_lse;  // (B, Hq, Lq) float (double for f64) or null
+  Strides d_lse_s;
+  void *dq, *dk, *dv;  // null where not wanted
+  Strides dqs, dks, dvs;
+  DenseGrad d_mask, d_bias;  // data null where not wanted
+  void* d_slopes;            // (Hq,), float (double for f64), or null
+  void* d_table;             // (buckets, Hq), float (double for f64), or null
+};
+
+// What each instruction set offers: pt::PT_ISA::attention_kernels.
+struct AttentionKernels {
+  void (*forward)(const AttentionProblem&);
+  void (*backward)(const AttentionProblem&, const AttentionGrads&);
+};
+
+}  // namespace pt

@@ -1,0 +1,67 @@
+// Scratch memory: one grow-only buffer per thread, on huge pages (a fresh 4 KB page costs about as much as computing on it).
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "cpu/core/vec.h"
+
+namespace pt {
+
+extern int64_t arena_bytes;  // held by all arenas now (arena.cpp); updated atomically
+
+namespace PT_ISA {
+
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() { release(); }
+
+  // Forgets what was taken and makes room for `bytes`: the sum of bytes_for() over the takes to come.
+  void reset(size_t bytes) {
+    used_ = 0;
+    if (bytes <= size_) return;
+    release();
+    const size_t size = (bytes + kHuge - 1) / kHuge * kHuge;
+    base_ = static_cast<char*>(std::aligned_alloc(kHuge, size));
+    if (!base_) throw std::bad_alloc();
+    size_ = size;
+    madvise(base_, size_, MADV_HUGEPAGE);
+    __atomic_fetch_add(&arena_bytes, int64_t(size_), __ATOMIC_RELAXED);
+  }
+  template <class T>
+  T* take(int64_t n) {
+    char* p = base_ + used_;
+    used_ += bytes_for<T>(n);
+    if (used_ > size_) std::abort();  // a wrong sum in reset(): never run over the buffer
+    return reinterpret_cast<T*>(p);
+  }
+  // Multiples of a cache line, and an odd number of them between buffers, so that their rows fall into different sets.
+  template <class T>
+  static size_t bytes_for(int64_t n) {
+    return (n * sizeof(T) + 63) / 64 * 64 + 64 * 5;
+  }
+
+ private:
+  static constexpr size_t kHuge = size_t(2) << 20;
+  void release() {
+    std::free(base_);
+    __atomic_fetch_sub(&arena_bytes, int64_t(size_), __ATOMIC_RELAXED);
+    base_ = nullptr, size_ = 0;
+  }
+  char* base_ = nullptr;
+  size_t size_ = 0, used_ = 0;
+};
+
+inline thread_local Arena setup_arena;   // of the calling thread: what describes a call
+inline thread_local Arena shared_arena;  // of the calling thread: packed operands that all threads read
+inline thread_local Arena local_arena;   // of each worker: the tile it works on
+
+}  // namespace PT_ISA
+}  // namespace pt

@@ -1,0 +1,76 @@
+// Packed operands of the micro-kernel.
+#pragma once
+
+#include "cpu/core/gemm.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// In all of these, rows at or past n and rows with live[row] == 0 (live may be null) are zero in dst and not read.
+
+// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over `units`, by default ceil(d / pack).
+template <class T>
+void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst,
+                     const uint8_t* live = nullptr, int64_t panel = kPanel<T>, int64_t units = 0) {
+  using uvec = typename T::uvec;
+  const int64_t du = units ? units : ceil_div(d, T::pack);
+  for (int64_t row = 0; row < panel; row += T::width)
+    for (int64_t u = 0; u < du; u += T::width) {
+      typename T::vec r[T::width];
+      UNROLL for (int i = 0; i < T::width; i++) r[i] =
+          row + i < n && (!live || live[row + i]) ? (typename T::vec)T::load_units(src + (row + i) * stride + u * T::pack, d - u * T::pack)
+                                                  : typename T::vec{};
+      transpose(r);
+      UNROLL for (int i = 0; i < T::width; i++) if (u + i < du) * reinterpret_cast<uvec*>(dst + (u + i) * panel + row) = (uvec)r[i];
+    }
+}
+
+// Rows [0, n_pad) of a d-column matrix, neighbours along rows joined in units, in panels of up to kPanel<T> columns:
+// dst[panel][row / pack][width of the panel], each panel ld_rows / pack long.
+template <class T>
+void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::unit* dst,
+               const uint8_t* live = nullptr) {
+  using uvec = typename T::uvec;
+  const int64_t dw = round_up(d, T::width);
+  const auto put = [](typename T::unit* p, uvec v) { *reinterpret_cast<uvec*>(p) = v; };
+  for (int64_t col = 0; col < dw; col += kPanel<T>) {
+    const int64_t w = least<int64_t>(kPanel<T>, dw - col);
+    auto* out = dst + col * (ld_rows / T::pack);
+    for (int64_t i = 0; i < n_pad; i += T::pack, out += w)
+      for (int64_t c = 0; c < w; c += T::width * T::pack) {
+        const auto row = [&](int64_t r) {
+          return r < n && (!live || live[r]) ? T::load_units(src + r * stride + col + c, d - col - c) : uvec{};
+        };
+        if constexpr (T::pack == 1) {
+          put(out + c, row(i));
+        } else {
+          uvec lo, hi;
+          interleave(row(i), row(i + 1), &lo, &hi);
+          put(out + c, lo);
+          if (c + T::width < w) put(out + c + T::width, hi);
+        }
+      }
+  }
+}
+
+// Plain rows: dst[n_pad][units], by default ceil(d / pack)
+template <class T>
+void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::unit* dst,
+               const uint8_t* live = nullptr, int64_t units = 0) {
+  const int64_t du = units ? units : ceil_div(d, T::pack);
+  typedef typename T::uvec any __attribute__((aligned(4)));
+  for (int64_t i = 0; i < n_pad; i++, dst += du) {
+    int64_t u = 0;
+    const auto row = [&] {
+      return i < n && (!live || live[i]) ? T::load_units(src + i * stride + u * T::pack, d - u * T::pack) : typename T::uvec{};
+    };
+    for (; u + T::width <= du; u += T::width) *reinterpret_cast<any*>(dst + u) = row();
+    if (u < du) {
+      const typename T::uvec tail = row();
+      for (int64_t k = 0; u + k < du; k++) dst[u + k] = tail[k];
+    }
+  }
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

@@ -1,0 +1,41 @@
+// Tasks over torch's own thread pool, without a torch header.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/core/gemm.h"
+
+namespace pt {
+
+// Calls fn(ctx) `workers` times, on as many threads as the pool gives at once: perhaps one after the other (nested regions),
+// so no call may wait for another. Exceptions of fn reach the caller. parallel.cpp.
+void run_workers(int64_t workers, void (*fn)(void*), void* ctx);
+int pool_threads();
+
+namespace PT_ISA {
+
+// f(task) for task in [0, n), taken in rising order by up to `threads` threads.
+template <class F>
+void for_each_task(int64_t n, int threads, const F& f) {
+  if (n <= 0) return;
+  if (n == 1 || threads <= 1) {
+    const WorkerState state;
+    for (int64_t i = 0; i < n; i++) f(i);
+    return;
+  }
+  struct Queue {
+    const F& f;
+    int64_t n, next;
+  } queue{f, n, 0};
+  run_workers(
+      least<int64_t>(n, threads),
+      [](void* p) {
+        const WorkerState state;
+        Queue& q = *static_cast<Queue*>(p);
+        for (int64_t i; (i = __atomic_fetch_add(&q.next, 1, __ATOMIC_RELAXED)) < q.n;) q.f(i);
+      },
+      &queue);
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

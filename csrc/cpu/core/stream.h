@@ -1,0 +1,47 @@
+// Stores past the caches, for results that are larger than they: a plain store first reads the line that it will overwrite.
+#pragma once
+
+#include "cpu/core/vec.h"
+
+namespace pt {
+namespace PT_ISA {
+
+constexpr int64_t kStreamBytes = int64_t(4) << 20;  // results from this size on leave the caches before anyone reads them
+
+// One vector's bytes to an address that is a multiple of kVecBytes. They may become visible late: StreamFence before others read.
+INLINE void stream(void* p, vi32 v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif defined(__AVX__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#else
+  *reinterpret_cast<vi32*>(p) = v;
+#endif
+}
+INLINE void stream_fence() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
+// out[0, n) = row[0, n), aligned and padded to whole vectors, converted. streaming: out is a multiple of kVecBytes.
+template <class T>
+INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n, bool streaming = false) {
+  int64_t j = 0;
+  if (streaming) {
+    constexpr int64_t step = kVecBytes / int64_t(sizeof(typename T::elem));
+    [[maybe_unused]] alignas(kVecBytes) typename T::elem line[step];
+    for (; j + step <= n; j += step) {
+      if constexpr (T::pack == 2) {
+        stream(out + j, T::pair(load(row + j), load(row + j + T::width)));
+      } else {
+        UNROLL for (int64_t i = 0; i < step; i += T::width) T::store(line + i, T::width, load(row + j + i));
+        stream(out + j, *reinterpret_cast<const vi32*>(line));
+      }
+    }
+  }
+  for (; j < n; j += T::width) T::store(out + j, n - j, load(row + j));
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

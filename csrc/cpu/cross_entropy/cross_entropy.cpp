@@ -1,0 +1,75 @@
+// Linear cross entropy on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
+//
+// x and weight arrive contiguous, of one dtype and not empty; vectors in float32 (float64 for float64): see
+// pytransformer/ops/_backends/cpu/cross_entropy.py.
+#include "cpu/cross_entropy/problem.h"
+
+#include "cpu/core/edge.h"
+
+PT_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels);
+
+namespace {
+
+using pt::MaybeTensor;
+using pt::Tensor;
+using pt::edge::Edge;
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
+                                   int64_t ignore_index, double label_smoothing) {
+  pt::CrossEntropyProblem p{};
+  const Edge edge(kOp, x);
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
+  p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
+  p.rows = x.size(0), p.depth = x.size(1), p.classes = weight.size(0);
+  STD_TORCH_CHECK(p.rows > 0 && p.depth > 0 && p.classes > 0, kOp, ": nothing to multiply");
+  p.x = edge.matrix(x, "x", p.rows, p.depth);
+  p.weight = edge.matrix(weight, "weight", p.classes, p.depth);
+  p.bias = edge.vector(bias, "bias", p.classes);
+  p.target = static_cast<const int64_t*>(edge.integers(target, "target", p.rows));
+  p.ignore_index = ignore_index, p.label_smoothing = label_smoothing;
+  for (int64_t r = 0; r < p.rows; r++)
+    STD_TORCH_CHECK(p.target[r] == ignore_index || (p.target[r] >= 0 && p.target[r] < p.classes), kOp, ": target ", p.target[r],
+                    " is not between 0 and ", p.classes - 1);
+  p.threads = pt::pool_threads();
+  return p;
+}
+
+void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor lse, MaybeTensor product,
+                              int64_t ignore_index, double label_smoothing) {
+  const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
+  const Edge edge(kOp, x);
+  PT_SELECT(cross_entropy_kernels)
+      .forward(p,
+               {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), edge.vector(product, "product", p.rows * p.classes)});
+}
+
+void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse, MaybeTensor product,
+                              MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index, double label_smoothing) {
+  const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
+  const Edge edge(kOp, x);
+  pt::CrossEntropyBackward f;
+  f.lse = edge.vector(lse, "lse", p.rows);
+  f.product = edge.vector(product, "product", p.rows * p.classes);
+  f.upstream = edge.vector(upstream, "upstream", p.rows);
+  f.dx = edge.target(dx, "dx", p.rows, p.depth);
+  f.dweight = edge.target(dweight, "dweight", p.classes, p.depth);
+  f.dbias = edge.vector(dbias, "dbias", p.classes);
+  PT_SELECT(cross_entropy_kernels).backward(p, f);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def(
+      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) lse, "
+      "Tensor(c!)? product, int ignore_index, float label_smoothing) -> ()");
+  m.def(
+      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+      "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
+  m.impl("linear_cross_entropy_fwd", TORCH_BOX(&linear_cross_entropy_fwd));
+  m.impl("linear_cross_entropy_bwd", TORCH_BOX(&linear_cross_entropy_bwd));
+}

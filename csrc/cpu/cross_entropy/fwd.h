@@ -1,0 +1,167 @@
+// Linear cross entropy, forward. A tile of logits turns, while it is in cache, into the maximum and the sum of exponentials of each of
+// its rows; these are merged panel by panel in order. No logit is stored but those of the targets, unless backward wants them kept.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/core/matmul_epilogues.h"
+#include "cpu/cross_entropy/problem.h"
+
+namespace pt {
+namespace PT_ISA {
+
+inline thread_local Arena entropy_arena;  // of the calling thread: what rows have gathered so far
+
+constexpr int64_t kBlockPanels = 32;                     // panels of classes between two merges
+constexpr int64_t kChunkElements = int64_t(1) << 19;     // of x that pass the classes together, about
+constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
+
+// Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
+INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
+  return least(p.rows, clamp(kChunkElements / most<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
+}
+
+// What the rows of a chunk know after some of the classes: arrays of `size` numbers, a multiple of the vector.
+template <class T>
+struct RowSums {
+  using acc = typename T::acc;
+  int64_t size;
+  acc *maximum, *sum, *logits;  // of exp(z - maximum), of z; over classes, or per panel
+  static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
+  RowSums(int64_t n, Arena& arena) : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
+};
+
+template <class V>
+INLINE V exp_of(V x) {
+  return exp2v<5>(V(x * set1<V>(scalar_of<V>(kLog2e))));
+}
+
+// z of a tile -> maximum, sum of exponentials, sum of each row; and z of the target.
+template <class T>
+struct LogitEpilogue {
+  using acc = typename T::acc;
+  using vec = typename T::vec;
+  const CrossEntropyProblem& p;
+  const RowSums<T>& panels;  // panel's rows at panel * rows
+  int64_t first_row, rows, first_class;
+  acc* picked;   // (rows,)
+  acc* product;  // (rows, classes), or null
+
+  size_t scratch_bytes() const { return 0; }
+  void fetch(int64_t m0, int64_t count, int64_t n0, int64_t n) const {
+    if (product) fetch_rows(product + m0 * p.classes + first_class + n0, p.classes, count, n);
+  }
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t count, int64_t n0, int64_t n, Arena&) const {
+    const int64_t c0 = first_class + n0;
+    if (n == kPanel<T> && p.label_smoothing == 0)
+      summarize<true>(tiles[0], ld, m0, count, n0, std::integral_constant<int64_t, kPanel<T>>());
+    else summarize<false>(tiles[0], ld, m0, count, n0, n);
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t c = p.target[first_row + m0 + r] - c0;
+      if (p.target[first_row + m0 + r] != p.ignore_index && c >= 0 && c < n) picked[m0 + r] = tiles[0][r * ld + c];
+    }
+  }
+
+ private:
+  // The tile's rows to their places in panels. PLAIN: a whole panel, and the sums of the logits are not needed.
+  template <bool PLAIN, class Columns>
+  INLINE void summarize(acc* tile, int64_t ld, int64_t m0, int64_t count, int64_t n0, Columns n) const {
+    constexpr int64_t vectors = kPanel<T> / T::width;
+    const int64_t c0 = first_class + n0;
+    const Bias<T> bias(p.bias, c0, n);
+    const vec lowest = set1<vec>(-kInfinity<acc>);
+    acc* at[3] = {panels.maximum, panels.sum, panels.logits};
+    for (acc*& a : at) a += n0 / kPanel<T> * panels_rows() + m0;
+    for (int64_t r0 = 0; r0 < count; r0 += T::width) {
+      vec top[T::width], sum[T::width], plain[T::width];
+      for (int i = 0; i < T::width; i++) {  // rows at or past count hold what an earlier tile left, and are not stored
+        acc* row = tile + (r0 + i) * ld;
+        acc* kept = product && r0 + i < count ? product + (m0 + r0 + i) * p.classes + c0 : nullptr;
+        top[i] = lowest, plain[i] = vec{};
+        for (int64_t j = 0; j < vectors; j++) {
+          const vec xw = load(row + j * T::width);
+          vec z = xw + bias.at(j * T::width);
+          if (kept) VectorOf<T>::store(kept + j * T::width, n - j * T::width, xw);
+          if constexpr (!PLAIN) {
+            const mask in = mask_n<vec>(n - j * T::width);
+            plain[i] = plain[i] + select(in, z, vec{});
+            z = select(in, z, lowest);
+          }
+          store(row + j * T::width, z);
+          top[i] = vmax(top[i], z);
+        }
+      }
+      const vec m = reduce_rows(top, op_max);
+      const vec base = m > lowest ? m : vec{};  // all -inf: exp(-inf - 0) = 0; NaN: the sum is NaN all the same
+      for (int i = 0; i < T::width; i++) {
+        const acc* row = tile + (r0 + i) * ld;
+        sum[i] = vec{};
+        for (int64_t j = 0; j < vectors; j++) sum[i] = sum[i] + exp_of(vec(load(row + j * T::width) - set1<vec>(base[i])));
+      }
+      VectorOf<T>::store(at[0] + r0, count - r0, m);
+      VectorOf<T>::store(at[1] + r0, count - r0, reduce_rows(sum, op_add));
+      if constexpr (!PLAIN) VectorOf<T>::store(at[2] + r0, count - r0, reduce_rows(plain, op_add));
+    }
+  }
+  int64_t panels_rows() const { return round_up(rows, T::width); }
+};
+
+// The sums of `count` panels onto those of the rows, in order.
+template <class T>
+void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int threads) {
+  using vec = typename T::vec;
+  const vec lowest = set1<vec>(-kInfinity<typename T::acc>);
+  for_each_task(ceil_div(rows.size, 16 * T::width), threads, [&](int64_t task) {
+    for (int64_t r = task * 16 * T::width; r < least(rows.size, (task + 1) * 16 * T::width); r += T::width) {
+      vec m = load(rows.maximum + r), s = load(rows.sum + r), z = load(rows.logits + r);
+      for (int64_t panel = 0; panel < count; panel++) {
+        const int64_t at = panel * rows.size + r;
+        const vec other = load(panels.maximum + at), top = vmax(m, other), base = top > lowest ? top : vec{};
+        s = s * exp_of(vec(m - base)) + load(panels.sum + at) * exp_of(vec(other - base));
+        z = z + load(panels.logits + at);
+        m = top;
+      }
+      store(rows.maximum + r, m), store(rows.sum + r, s), store(rows.logits + r, z);
+    }
+  });
+}
+
+// Rows [first, first + count): loss and lse.
+template <class T>
+void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward& f, int64_t first, int64_t count) {
+  using acc = typename T::acc;
+  const int64_t size = round_up(count, T::width), step = kBlockPanels * kPanel<T>;
+  entropy_arena.reset(RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) + Arena::bytes_for<acc>(size));
+  const RowSums<T> rows(size, entropy_arena), panels(kBlockPanels * size, entropy_arena);
+  acc* picked = entropy_arena.take<acc>(size);
+  acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
+  for (int64_t r = 0; r < size; r++) rows.maximum[r] = -kInfinity<acc>, rows.sum[r] = 0, rows.logits[r] = 0, picked[r] = 0;
+  for (int64_t i = 0; i < panels.size; i++) panels.maximum[i] = -kInfinity<acc>, panels.sum[i] = 0, panels.logits[i] = 0;
+
+  const auto x = rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false);
+  for (int64_t c = 0; c < p.classes; c += step) {
+    const int64_t n = least(step, p.classes - c);
+    const Product<T> logits[1] = {{x, rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
+    Matmul<T, 1, false>(logits, count, n, p.depth, p.threads).run(LogitEpilogue<T>{p, panels, first, count, c, picked, product});
+    merge<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
+  }
+
+  const double smoothing = p.label_smoothing;
+  acc *loss = static_cast<acc*>(f.loss) + first, *lse = static_cast<acc*>(f.lse) + first;
+  for (int64_t r = 0; r < count; r++) {
+    const double all = double(rows.maximum[r]) + std::log(double(rows.sum[r]));
+    lse[r] = acc(all);
+    double value = all - (1 - smoothing) * double(picked[r]);
+    if (smoothing > 0) value -= smoothing * (double(rows.logits[r]) / double(p.classes));
+    loss[r] = p.target[first + r] == p.ignore_index ? acc(0) : acc(value);
+  }
+}
+
+template <class T>
+void cross_entropy_forward(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
+  const int64_t step = chunk_rows(p);
+  for (int64_t first = 0; first < p.rows; first += step) cross_entropy_chunk<T>(p, f, first, least(step, p.rows - first));
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

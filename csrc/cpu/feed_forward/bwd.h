@@ -1,0 +1,89 @@
+// Feed-forward, backward. The product dh = dy w2 turns, tile by tile, into the gradients of pre and gate and into hidden, which
+// forward does not keep; then come the products with those.
+#pragma once
+
+#include "cpu/core/column_sums.h"
+#include "cpu/feed_forward/fwd.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// dh of a tile -> h, dpre and dgate. dpre and dgate may lie where pre and gate do.
+template <class T, bool GATED>
+struct HiddenGradient {
+  using acc = typename T::acc;
+  using vec = typename T::vec;
+  const FeedForwardProblem& p;
+  const FeedForwardBackward& f;
+
+  size_t scratch_bytes() const { return TileDropout<T>::bytes() + 2 * Arena::bytes_for<acc>(kPanel<T>); }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    const int64_t at = m0 * p.hidden + n0;
+    for (const void* read : {f.pre, f.gate})
+      if (read) fetch_rows(elements<T>(read) + at, p.hidden, rows, n);
+    for (void* written : {f.h, f.dpre, f.dgate})
+      if (written && written != f.pre && written != f.gate) fetch_rows(elements<T>(written) + at, p.hidden, rows, n);
+  }
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
+    TileDropout<T> dropout(p, n0, arena);
+    acc *h = arena.take<acc>(kPanel<T>), *second = arena.take<acc>(kPanel<T>);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t row = m0 + r, at = row * p.hidden + n0;
+      acc* dh = tiles[0] + r * ld;
+      dropout.apply(row, dh, n);
+      with_activation(p.activation, [&](auto act) {
+        for (int64_t j = 0; j < n; j += T::width) {
+          const vec pre = T::load(elements<T>(f.pre) + at + j, n - j), d = load(dh + j);
+          if constexpr (GATED) {
+            const auto g = act(T::load(elements<T>(f.gate) + at + j, n - j));
+            store(h + j, vec(g.value * pre)), store(dh + j, vec(d * g.value)), store(second + j, vec(d * pre * g.slope));
+          } else {
+            const auto a = act(pre);
+            store(h + j, a.value), store(dh + j, vec(d * a.slope));
+          }
+        }
+      });
+      dropout.apply(row, h, n);
+      write_row<T>(elements<T>(f.h) + at, h, n);
+      write_row<T>(elements<T>(f.dpre) + at, dh, n);
+      if constexpr (GATED) write_row<T>(elements<T>(f.dgate) + at, second, n);
+    }
+  }
+};
+
+// out (m, n) = a^T b of the contiguous matrices a (rows, m) and b (rows, n).
+template <class T>
+void transposed_product(const void* a, int64_t m, const void* b, int64_t n, int64_t rows, int threads, void* out) {
+  const Product<T> product[1] = {{rows_of<T>(a, m, true), rows_of<T>(b, n, true)}};
+  Matmul<T, 1, false>(product, m, n, rows, threads).run(StoreEpilogue<T>(elements<T>(out), m, n));
+}
+
+template <class T>
+void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
+  using acc = typename T::acc;
+  const Product<T> dh[1] = {{rows_of<T>(f.dy, p.out, false), rows_of<T>(p.w2, p.hidden, true)}};
+  Matmul<T, 1, false> hidden(dh, p.rows, p.hidden, p.out, p.threads);
+  if (p.gate_weight) hidden.run(HiddenGradient<T, true>{p, f});
+  else hidden.run(HiddenGradient<T, false>{p, f});
+
+  if (f.dx) {
+    const StoreEpilogue<T> to_dx(elements<T>(f.dx), p.rows, p.in);
+    const Product<T> by_pre{rows_of<T>(f.dpre, p.hidden, false), rows_of<T>(p.w1, p.in, true)};
+    if (p.gate_weight) {
+      const Product<T> both[2] = {by_pre, {rows_of<T>(f.dgate, p.hidden, false), rows_of<T>(p.gate_weight, p.in, true)}};
+      Matmul<T, 2, true>(both, p.rows, p.in, p.hidden, p.threads).run(to_dx);
+    } else {
+      const Product<T> one[1] = {by_pre};
+      Matmul<T, 1, true>(one, p.rows, p.in, p.hidden, p.threads).run(to_dx);
+    }
+  }
+  if (f.dw2) transposed_product<T>(f.dy, p.out, f.h, p.hidden, p.rows, p.threads, f.dw2);
+  if (f.dw1) transposed_product<T>(f.dpre, p.hidden, p.x, p.in, p.rows, p.threads, f.dw1);
+  if (f.dgate_weight) transposed_product<T>(f.dgate, p.hidden, p.x, p.in, p.rows, p.threads, f.dgate_weight);
+  if (f.db2) column_sums<T>(elements<T>(f.dy), p.rows, p.out, p.threads, static_cast<acc*>(f.db2));
+  if (f.db1) column_sums<T>(elements<T>(f.dpre), p.rows, p.hidden, p.threads, static_cast<acc*>(f.db1));
+  if (f.dgate_bias) column_sums<T>(elements<T>(f.dgate), p.rows, p.hidden, p.threads, static_cast<acc*>(f.dgate_bias));
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

@@ -1,0 +1,96 @@
+// Feed-forward on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
+//
+// Matrices arrive contiguous, of one dtype and not empty; biases and their gradients in float32 (float64 for float64): see
+// pytransformer/ops/_backends/cpu/feed_forward.py.
+#include "cpu/feed_forward/problem.h"
+
+#include "cpu/core/edge.h"
+
+PT_DECLARE_KERNELS(FeedForwardKernels, feed_forward_kernels);
+
+namespace {
+
+using pt::MaybeTensor;
+using pt::ScalarType;
+using pt::Tensor;
+
+pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
+                                  const MaybeTensor& seed, int64_t activation, double dropout_p) {
+  pt::FeedForwardProblem p{};
+  STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
+  const pt::edge::Edge edge("feed_forward", x);
+  p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
+  p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
+  p.x = edge.matrix(x, "x", p.rows, p.in);
+  p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
+  p.gate_weight = edge.matrix(gate_weight, "gate_weight", p.hidden, p.in);
+  p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
+  STD_TORCH_CHECK(activation >= 0 && activation <= int64_t(pt::Activation::silu), "feed_forward: unknown activation ", activation);
+  p.activation = pt::Activation(activation);
+  p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  if (p.drop_threshold) {
+    STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
+    p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());
+  }
+  p.threads = pt::pool_threads();
+  return p;
+}
+
+void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight, MaybeTensor gate_bias, Tensor w2, MaybeTensor b2,
+                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t hidden_rows, int64_t activation,
+                      double dropout_p) {
+  pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
+  const pt::edge::Edge edge("feed_forward", x);
+  p.b1 = edge.vector(b1, "b1", p.hidden);
+  p.gate_bias = edge.vector(gate_bias, "gate_bias", p.hidden);
+  p.b2 = edge.vector(b2, "b2", p.out);
+  pt::FeedForwardForward f;
+  f.pre = edge.target(pre, "pre", p.rows, p.hidden);
+  f.gate = edge.target(gate, "gate", p.rows, p.hidden);
+  f.h_rows = hidden_rows;
+  f.y = edge.target(out, "out", p.rows, p.out);
+  STD_TORCH_CHECK(f.h_rows > 0, "feed_forward: hidden_rows must be positive, got ", f.h_rows);
+  PT_SELECT(feed_forward_kernels).forward(p, f);
+}
+
+void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
+                      MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
+                      MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
+                      int64_t activation, double dropout_p) {
+  const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
+  const pt::edge::Edge edge("feed_forward", x);
+  pt::FeedForwardBackward f;
+  f.dy = edge.matrix(d_out, "d_out", p.rows, p.out);
+  f.pre = edge.matrix(pre, "pre", p.rows, p.hidden);
+  f.gate = edge.matrix(gate, "gate", p.rows, p.hidden);
+  f.h = edge.target(hidden, "hidden", p.rows, p.hidden);
+  f.dpre = edge.target(d_pre, "d_pre", p.rows, p.hidden);
+  f.dgate = edge.target(d_gate, "d_gate", p.rows, p.hidden);
+  STD_TORCH_CHECK(!gate_weight || (f.gate && f.dgate), "feed_forward: gate and d_gate are missing");
+  f.dx = edge.target(dx, "dx", p.rows, p.in);
+  f.dw1 = edge.target(dw1, "dw1", p.hidden, p.in);
+  f.dgate_weight = edge.target(dgate_weight, "dgate_weight", p.hidden, p.in);
+  f.dw2 = edge.target(dw2, "dw2", p.out, p.hidden);
+  f.db1 = edge.vector(db1, "db1", p.hidden);
+  f.dgate_bias = edge.vector(dgate_bias, "dgate_bias", p.hidden);
+  f.db2 = edge.vector(db2, "db2", p.out);
+  PT_SELECT(feed_forward_kernels).backward(p, f);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
+  m.def(
+      "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, Tensor w2, Tensor? b2, "
+      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int hidden_rows, int activation, "
+      "float dropout_p) -> ()");
+  m.def(
+      "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor pre, Tensor? gate, "
+      "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? dx, Tensor(e!)? dw1, "
+      "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, "
+      "float dropout_p) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
+  m.impl("feed_forward_fwd", TORCH_BOX(&feed_forward_fwd));
+  m.impl("feed_forward_bwd", TORCH_BOX(&feed_forward_bwd));
+}

@@ -1,0 +1,105 @@
+// Feed-forward, forward: two matrix products; bias, activation, gate and dropout happen on each tile while it is in cache.
+#pragma once
+
+#include "cpu/core/column_dropout.h"
+#include "cpu/core/matmul_epilogues.h"
+#include "cpu/feed_forward/activations.h"
+#include "cpu/feed_forward/problem.h"
+
+namespace pt {
+namespace PT_ISA {
+
+inline thread_local Arena hidden_arena;  // of the calling thread: rows of hidden between the two products
+
+// Dropout of a tile's rows.
+template <class T>
+class TileDropout {
+ public:
+  static size_t bytes() { return ColumnKeep::bytes(kPanel<T>); }
+  TileDropout(const FeedForwardProblem& p, int64_t n0, Arena& arena)
+      : active_(p.drop_threshold > 0), scale_(typename T::acc(keep_scale(p.drop_threshold))),
+        keep_(p.seed, p.drop_threshold, kTagFeedForward, n0, kPanel<T>, arena) {}
+  INLINE void apply(int64_t row, typename T::acc* values, int64_t n) {
+    using vec = typename T::vec;
+    if (!active_) return;
+    keep_.row(uint64_t(row));
+    update_row<T>(values, n, [&](int64_t j, vec v) { return select(keep_.at(j), V(v * set1<vec>(scale_)), vec{}); });
+  }
+
+ private:
+  using V = typename T::vec;
+  bool active_;
+  typename T::acc scale_;
+  ColumnKeep keep_;
+};
+
+// pre (and gate) of a tile, stored where wanted; then hidden.
+template <class T, bool GATED>
+struct HiddenEpilogue {
+  using acc = typename T::acc;
+  using vec = typename T::vec;
+  const FeedForwardProblem& p;
+  const FeedForwardForward& f;
+  typename T::elem* h;  // rows of hidden, from first_row on
+  int64_t first_row;
+
+  size_t scratch_bytes() const { return TileDropout<T>::bytes(); }
+  void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
+    const int64_t at = (first_row + m0) * p.hidden + n0;
+    if (f.y) fetch_rows(h + m0 * p.hidden + n0, p.hidden, rows, n);
+    for (void* kept : {f.pre, f.gate})
+      if (kept) fetch_rows(elements<T>(kept) + at, p.hidden, rows, n);
+  }
+  void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
+    TileDropout<T> dropout(p, n0, arena);
+    const Bias<T> b1(p.b1, n0, n), bg(p.gate_bias, n0, n);
+    with_activation(p.activation, [&](auto act) {
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = first_row + m0 + r, at = row * p.hidden + n0;
+        acc *pre = tiles[0] + r * ld, *gate = GATED ? tiles[GATED] + r * ld : nullptr;
+        for (int64_t j = 0; j < n; j += T::width) {
+          const vec v = load(pre + j) + b1.at(j);
+          if (f.pre) T::store(elements<T>(f.pre) + at + j, n - j, v);
+          if constexpr (GATED) {
+            const vec g = load(gate + j) + bg.at(j);
+            if (f.gate) T::store(elements<T>(f.gate) + at + j, n - j, g);
+            store(pre + j, vec(act(g).value * v));
+          } else {
+            store(pre + j, act(v).value);
+          }
+        }
+        if (!f.y) continue;
+        dropout.apply(row, pre, n);
+        write_row<T>(h + (m0 + r) * p.hidden + n0, pre, n);
+      }
+    });
+  }
+};
+
+template <class T>
+void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward& f) {
+  using elem = typename T::elem;
+  elem* h = nullptr;
+  if (f.y) {
+    hidden_arena.reset(Arena::bytes_for<elem>(f.h_rows * p.hidden));
+    h = hidden_arena.take<elem>(f.h_rows * p.hidden);
+  }
+  for (int64_t first = 0; first < p.rows; first += f.h_rows) {
+    const int64_t rows = least(f.h_rows, p.rows - first);
+    const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
+    const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
+    if (p.gate_weight) {
+      const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
+      Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, true>{p, f, h, first});
+    } else {
+      const Product<T> one[1] = {up};
+      Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, false>{p, f, h, first});
+    }
+    if (!f.y) continue;
+    const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
+    Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads).run(StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
+  }
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

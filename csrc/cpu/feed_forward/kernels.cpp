@@ -1,0 +1,33 @@
+// Feed-forward for one instruction set: picks the template for the dtype. Compiled once per instruction set with PT_ISA defined.
+#include "cpu/feed_forward/bwd.h"
+#include "cpu/feed_forward/fwd.h"
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+void forward(const FeedForwardProblem& p, const FeedForwardForward& f) {
+  switch (p.dtype) {
+    case DType::f32: return feed_forward_forward<Float<float>>(p, f);
+    case DType::bf16: return feed_forward_forward<Bf16>(p, f);
+    case DType::f16: return feed_forward_forward<Float<f16>>(p, f);
+    case DType::f64: return feed_forward_forward<Double>(p, f);
+  }
+}
+
+void backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
+  switch (p.dtype) {
+    case DType::f32: return feed_forward_backward<Float<float>>(p, f);
+    case DType::bf16: return feed_forward_backward<Bf16>(p, f);
+    case DType::f16: return feed_forward_backward<Float<f16>>(p, f);
+    case DType::f64: return feed_forward_backward<Double>(p, f);
+  }
+}
+
+}  // namespace
+
+extern const FeedForwardKernels feed_forward_kernels;
+const FeedForwardKernels feed_forward_kernels = {forward, backward};
+
+}  // namespace PT_ISA
+}  // namespace pt

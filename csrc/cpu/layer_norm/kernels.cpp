@@ -1,0 +1,42 @@
+// Layer norm for one instruction set: picks the template for the dtypes. Compiled once per instruction set with PT_ISA defined.
+#include "cpu/layer_norm/bwd.h"
+#include "cpu/layer_norm/fwd.h"
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+// f(traits of x, traits of the residual stream)
+template <class F>
+void for_dtypes(DType x, DType residual, const F& f) {
+  const auto with = [&](auto first) {
+    switch (residual) {
+      case DType::bf16: return f(first, Float<bf16>());
+      case DType::f16: return f(first, Float<f16>());
+      default: return f(first, Float<float>());
+    }
+  };
+  switch (x) {
+    case DType::f64: return f(Double(), Double());
+    case DType::bf16: return with(Float<bf16>());
+    case DType::f16: return with(Float<f16>());
+    case DType::f32: return with(Float<float>());
+  }
+}
+
+void forward(const NormProblem& p, const NormForward& f) {
+  for_dtypes(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype,
+             [&](auto x, auto r) { norm_forward<decltype(x), decltype(r)>(p, f); });
+}
+
+void backward(const NormProblem& p, const NormBackward& f) {
+  for_dtypes(f.d_out.dtype, f.h.dtype, [&](auto x, auto r) { norm_backward<decltype(x), decltype(r)>(p, f); });
+}
+
+}  // namespace
+
+extern const NormKernels norm_kernels;
+const NormKernels norm_kernels = {forward, backward};
+
+}  // namespace PT_ISA
+}  // namespace pt
