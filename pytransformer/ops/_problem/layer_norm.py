@@ -1,4 +1,5 @@
-"""What the backends of layer_norm, rms_norm and add_norm share: the three ops as one, and tensors of rows as kernels see them.
+"""What the backends of layer_norm, rms_norm and add_norm share: the three ops as one, lowered once, and tensors of
+rows as kernels see them.
 
 Every tensor of rows is (outer, inner, columns) with contiguous columns. Two strides for the rows are enough for a (B, L, C) view
 of (L, B, C) memory, so that is not copied.
@@ -7,10 +8,14 @@ of (L, B, C) memory, so that is not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from .._core.registry import Op
+
+Maybe = TypeVar("Maybe", torch.Tensor, torch.Tensor | None)
 
 
 class NormSpec(NamedTuple):
@@ -58,14 +63,14 @@ class Grid:
     def shape(self) -> tuple[int, int, int]:
         return self.outer, math.prod(self.inner), self.columns
 
-    def rows(self, t: torch.Tensor | None) -> torch.Tensor | None:
+    def rows(self, t: Maybe) -> Maybe:
         """A view where the strides allow it, else a copy."""
         if t is None or t.is_contiguous():
             return t
         t = t.reshape(self.shape)
         return t if t.stride(2) == 1 or self.columns <= 1 else t.contiguous()
 
-    def target(self, t: torch.Tensor | None) -> torch.Tensor | None:
+    def target(self, t: Maybe) -> Maybe:
         """The view to write t through, or where its strides allow none, a new tensor for copy_back to read."""
         if t is None or t.is_contiguous():
             return t
@@ -82,3 +87,121 @@ def copy_back(source: torch.Tensor | None, t: torch.Tensor | None) -> None:
         return
     if source.data_ptr() != t.data_ptr():
         t.copy_(source.view(t.shape))
+
+
+def ready(t: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Whether kernels can take t, a vector or a vector's gradient, as it is. They want it in ``dtype``, or take any if None."""
+    return t is None or (dtype in (None, t.dtype) and t.is_contiguous())
+
+
+def _vector(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    return t if t is None or ready(t, dtype) else t.to(dtype or t.dtype).contiguous()
+
+
+def _sums(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """Where kernels write a vector's gradient: there, or where copy_back finds it."""
+    return t if t is None or ready(t, dtype) else t.new_empty(t.shape, dtype=dtype)
+
+
+# ---- a call, lowered
+
+
+class NormForward(NamedTuple):
+    """h = residual + dropout(x); out = norm(h). Tensors of rows as the grid has them, outputs to be written."""
+
+    grid: Grid
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    seed: torch.Tensor | None
+    out: torch.Tensor
+    residual_out: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    eps: float
+    dropout_p: float
+    rms: bool
+
+
+class NormBackward(NamedTuple):
+    """Gradients of NormForward, None where not wanted; h is residual_out, or x in a plain norm."""
+
+    grid: Grid
+    d_out: torch.Tensor
+    d_residual_out: torch.Tensor | None
+    h: torch.Tensor
+    weight: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    seed: torch.Tensor | None
+    dx: torch.Tensor | None
+    d_residual: torch.Tensor | None
+    d_weight: torch.Tensor | None
+    d_bias: torch.Tensor | None
+    dropout_p: float
+    rms: bool
+
+
+def any_dtype(x: torch.Tensor) -> None:
+    """Of vectors, by kernels that take all."""
+
+
+def lowered_forward(
+    op: Op, run: Callable[[NormForward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
+) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    """A backend's forward from what launches its kernel. ``vector_dtype``: that of weight and bias for this x, None for any."""
+    spec = NORM_SPECS[op.name]
+
+    def forward(a: Any) -> tuple[torch.Tensor, ...]:
+        outputs = op.empty_outputs(a)
+        if a.x.numel() == 0:
+            return outputs
+        out, residual_out, mean, rstd = spec.outputs(*outputs)
+        residual, bias, seed, p, rms = spec.optional(a)
+        grid, dtype = Grid(a.x, a.dims), vector_dtype(a.x)
+        targets = (grid.target(out), grid.target(residual_out))
+        run(
+            NormForward(
+                grid, grid.rows(a.x), grid.rows(residual), _vector(a.weight, dtype), _vector(bias, dtype), seed, *targets,
+                None if rms else mean, rstd, a.eps, p, rms,
+            )
+        )  # fmt: skip
+        for target, result in zip(targets, (out, residual_out)):
+            copy_back(target, result)
+        return outputs
+
+    return forward
+
+
+def lowered_backward(
+    op: Op, run: Callable[[NormBackward], None], vector_dtype: Callable[[torch.Tensor], torch.dtype | None] = any_dtype
+) -> Callable[..., list[torch.Tensor | None]]:
+    """A backend's backward likewise; the gradients of weight and bias are written in ``vector_dtype``."""
+    spec, plain = NORM_SPECS[op.name], op.name != "add_norm"
+
+    def backward(
+        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        results = op.empty_gradients(a, wanted)
+        if a.x.numel() == 0:
+            return [None if r is None else r.zero_() for r in results]
+        h, mean, rstd = spec.saved(a, *saved)
+        dx, d_residual, d_weight, d_bias = spec.gradients(*results)
+        _, _, seed, p, rms = spec.optional(a)
+        grid, dtype = Grid(h, a.dims), vector_dtype(a.x)
+        d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
+        d_residual_out = None if plain or grads[1] is None else grads[1].to(h.dtype)
+        rows = (grid.target(dx), grid.target(d_residual))
+        sums = (_sums(d_weight, dtype), _sums(d_bias, dtype))
+        run(
+            NormBackward(
+                grid, grid.rows(d_out), grid.rows(d_residual_out), grid.rows(h), _vector(a.weight, dtype),
+                None if rms else _vector(mean, None), rstd.contiguous(), seed, *rows, *sums, p, rms,
+            )
+        )  # fmt: skip
+        for target, result in zip((*rows, *sums), (dx, d_residual, d_weight, d_bias)):
+            copy_back(target, result)
+        return results
+
+    return backward

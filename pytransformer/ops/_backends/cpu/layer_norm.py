@@ -1,4 +1,4 @@
-"""The backend ``cpu`` of layer_norm, rms_norm and add_norm: csrc/cpu/layer_norm.cpp called with tensors allocated here.
+"""The backend ``cpu`` of layer_norm, rms_norm and add_norm: csrc/cpu/layer_norm/layer_norm.cpp called with tensors allocated here.
 
 How the kernels see tensors of rows is in ops/_problem/layer_norm.py; a contiguous tensor goes there as it is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import empty_in_order
-from ..._problem.layer_norm import NORM_SPECS, Grid, copy_back
+from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowered_backward, lowered_forward, ready
 
 BLOCK_BYTES = 32 << 20  # partial sums of dweight and dbias are kept below about this
 
@@ -34,21 +34,7 @@ def backend(op: Op) -> Backend:
             return f"x and residual both float64 or neither, got {a.x.dtype} and {residual.dtype}"
         return None
 
-    def forward(a: Any) -> tuple[torch.Tensor, ...]:
-        outputs = op.empty_outputs(a)
-        if a.x.numel() == 0:
-            return outputs
-        out, residual_out, mean, rstd = spec.outputs(*outputs)
-        residual, bias, seed, p, rms = spec.optional(a)
-        grid, work = Grid(a.x, a.dims), work_dtype(a.x)
-        to, stream = grid.target(out), grid.target(residual_out)
-        raw("layer_norm_fwd")(
-            grid.rows(a.x), grid.rows(residual), vector(a.weight, work), vector(bias, work), seed,
-            to, stream, None if rms else mean, rstd, grid.outer, grid.columns, a.eps, p, rms,
-        )  # fmt: skip
-        copy_back(to, out)
-        copy_back(stream, residual_out)
-        return outputs
+    forward = lowered_forward(op, _launch_forward, work_dtype)
 
     def infer(a: Any) -> tuple[torch.Tensor, ...]:
         """Without statistics and, where nothing has to be rearranged or converted, without looking for how."""
@@ -62,29 +48,21 @@ def backend(op: Op) -> Backend:
         raw("layer_norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
         return (out,) if stream is None else (out, stream)
 
-    def backward(
-        a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        results = op.empty_gradients(a, wanted)
-        if a.x.numel() == 0:
-            return [None if r is None else r.zero_() for r in results]
-        h, mean, rstd = spec.saved(a, *saved)
-        dx, dresidual, dweight, dbias = spec.gradients(*results)
-        _, _, seed, p, rms = spec.optional(a)
-        grid, work = Grid(h, a.dims), work_dtype(a.x)
-        d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
-        d_stream = None if plain or grads[1] is None else grads[1].to(h.dtype)
-        rows = [grid.target(t) for t in (dx, dresidual)]
-        sums = [t if ready(t, work) else t.new_empty(t.shape, dtype=work) for t in (dweight, dbias)]
-        raw("layer_norm_bwd")(
-            grid.rows(d_out), grid.rows(d_stream), grid.rows(h), vector(a.weight, work), None if rms else mean, rstd, seed,
-            *rows, *sums, grid.outer, grid.columns, p, rms,
-        )  # fmt: skip
-        for source, result in zip((*rows, *sums), (dx, dresidual, dweight, dbias)):
-            copy_back(source, result)
-        return results
+    return Backend("cpu", forward, lowered_backward(op, _launch_backward, work_dtype), why_not, _extra_bytes, infer)
 
-    return Backend("cpu", forward, backward, why_not, _extra_bytes, infer)
+
+def _launch_forward(f: NormForward) -> None:
+    raw("layer_norm_fwd")(
+        f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer, f.grid.columns, f.eps,
+        f.dropout_p, f.rms,
+    )  # fmt: skip
+
+
+def _launch_backward(f: NormBackward) -> None:
+    raw("layer_norm_bwd")(
+        f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual, f.d_weight, f.d_bias, f.grid.outer,
+        f.grid.columns, f.dropout_p, f.rms,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -95,15 +73,6 @@ def raw(name: str) -> Callable[..., None]:
 
 def work_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def ready(t: torch.Tensor | None, work: torch.dtype) -> bool:
-    """Whether the kernels can take t, a vector or a vector's gradient, as it is."""
-    return t is None or (t.dtype == work and t.is_contiguous())
-
-
-def vector(t: torch.Tensor | None, work: torch.dtype) -> torch.Tensor | None:
-    return t if t is None or ready(t, work) else t.to(work).contiguous()
 
 
 def _extra_bytes(a: Any) -> int:
