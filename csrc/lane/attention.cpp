@@ -1,12 +1,15 @@
-// pt.attention: the lowering of ops/attention.py and ops/_backends/cpu/attention.py, for arguments that need none of their conversions.
+// pt.attention and pt.attention_varlen: the lowering of ops/attention.py, ops/attention_varlen.py and ops/_backends/cpu/attention.py, for
+// arguments that need none of their conversions.
 #include "attention.h"
 
-#include <ATen/autocast_mode.h>
-#include <ATen/ops/randint.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cmath>
+#include <map>
+#include <tuple>
 
 namespace pt::lane {
 namespace {
@@ -16,129 +19,194 @@ namespace {
       const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments, const Maybe &key_segments, const Maybe &cu_q, \
       const Maybe &cu_k, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t query_start,        \
       int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
-using Forward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
-using Backward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-                      const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv, const Maybe& dmask,
-                      const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable);
+using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
+using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
+                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable);
 #undef TERMS
 
 // The arguments that forward and backward share.
-template <class F>
-void with_terms(const Attention::Inputs& t, const Attention::Numbers& n, const F& f) {
-  using A = Attention;
-  const Maybe none;
-  f(maybe(t[A::kMask]), maybe(t[A::kBias]), none, none, none, maybe(t[A::kQueryLengths]), maybe(t[A::kKeyLengths]),
-    maybe(t[A::kPrefixLengths]), maybe(t[A::kQuerySegments]), maybe(t[A::kKeySegments]), none, none, maybe(t[A::kSeed]), false, n.align,
-    n.left, n.right, 0, 0, t[A::kQuery].size(2), t[A::kKey].size(2), n.scale, n.softcap, n.dropout_p);
+template <class A, class F>
+void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F& f) {
+  const auto work = work_dtype(t[A::kQuery]);
+  const auto term = [](const Tensor& given) { return maybe(given); };
+  constexpr bool packed = A::kDim == 3;
+  const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2), max_k = packed ? n.max_k : t[A::kKey].size(2);
+  f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
+    term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)),
+    term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), term(t[A::kSeed]), n.bidirectional, n.align, n.left,
+    n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
 
-Attention::Outputs Attention::forward(const Inputs& t, const Numbers& n, bool) {
-  static const auto raw = raw_op<Forward>("pytransformer_C::attention_fwd");
-  const Tensor &query = t[kQuery], &value = t[kValue];
-  const Tensor out = empty_in_order(query, {query.size(0), query.size(1), query.size(2), value.size(3)});
-  const Tensor lse = empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(work_dtype(query)));
-  const Tensor q = last_contiguous(query), k = last_contiguous(t[kKey]), v = last_contiguous(value);
-  with_terms(t, n, [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
+template <class W>
+typename AttentionOp<W>::Outputs AttentionOp<W>::forward(const Inputs& t, const Numbers& n, bool) {
+  static const auto raw = raw_op<AttentionForward>("pytransformer_C::attention_fwd");
+  const Tensor &query = t[W::kQuery], &value = t[W::kValue];
+  c10::DimVector shape(query.sizes());
+  shape.back() = value.size(-1);
+  const Tensor out = empty_in_order(query, shape);
+  shape.pop_back();
+  if (W::kDim == 3) std::swap(shape[0], shape[1]);
+  const Tensor lse = empty(shape, query.options().dtype(work_dtype(query)));
+  const Tensor q = last_contiguous(query), k = last_contiguous(t[W::kKey]), v = last_contiguous(value);
+  with_terms<AttentionOp>(t, n, [&](const auto&... terms) { raw.call(q, k, v, out, lse, terms...); });
   return {out, lse};
 }
 
-variable_list Attention::backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
-                                  const std::vector<bool>& wanted) {
-  static const auto raw = raw_op<Backward>("pytransformer_C::attention_bwd");
+template <class W>
+variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
+                                       const std::vector<bool>& wanted) {
+  static const auto raw = raw_op<AttentionBackward>("pytransformer_C::attention_bwd");
   const auto& [out, lse] = saved;
   const Tensor grad_out = grads[0].defined() ? last_contiguous(grads[0]) : at::zeros_like(out);
-  const Tensor q = last_contiguous(t[kQuery]), k = last_contiguous(t[kKey]), v = last_contiguous(t[kValue]), o = last_contiguous(out);
+  const Tensor q = last_contiguous(t[W::kQuery]), k = last_contiguous(t[W::kKey]), v = last_contiguous(t[W::kValue]),
+               o = last_contiguous(out);
   // Gradients of terms that are added to scores are summed in float32, whatever their dtype: the kernel adds into zeros.
-  variable_list results(kDifferentiable), sums(kDifferentiable);
-  for (size_t i = 0; i < kDifferentiable; i++) {
+  variable_list results(W::kDifferentiable);
+  for (size_t i = 0; i < W::kDifferentiable; i++) {
     if (!wanted[i]) continue;
-    if (i < kMask) results[i] = empty_in_order(t[i]);
-    else sums[i] = at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
+    results[i] = i <= W::kValue ? empty_in_order(t[i]) : at::zeros(t[i].sizes(), t[i].options().dtype(lse.scalar_type()));
   }
-  with_terms(t, n, [&](const auto&... terms) {
-    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[kQuery]), maybe(results[kKey]), maybe(results[kValue]),
-             maybe(sums[kMask]), maybe(sums[kBias]), Maybe(), Maybe());
+  with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
+    raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]), maybe(results[W::kKey]),
+             maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]),
+             maybe(results[W::kTable]));
   });
-  for (size_t i = kMask; i < kDifferentiable; i++) {
-    if (!wanted[i]) continue;
-    const bool ready = sums[i].scalar_type() == t[i].scalar_type() && t[i].is_contiguous();
-    results[i] = ready ? sums[i] : empty_in_order(t[i]).copy_(sums[i]);
-  }
+  for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
+    if (wanted[i]) results[i] = deliver(results[i], t[i]);
   return results;
 }
 
-variable_list Attention::tensors(const Inputs& t) {
-  variable_list all(t.begin(), t.end());
-  all.insert(all.begin() + kBias + 1, 2, Tensor());  // slopes, table
-  return all;
+template <class W>
+variable_list AttentionOp<W>::tensors(const Inputs& t) {
+  if constexpr (W::kDim == 3)
+    return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSeed]};
+  else return {t.begin(), t.begin() + W::kStarts};
 }
 
-py::tuple Attention::others(const Numbers& n) {
+template <class W>
+py::tuple AttentionOp<W>::others(const Numbers& n) {
   static constexpr const char* kCausal[] = {"none", "top_left", "bottom_right"};
-  return py::make_tuple(false, 0, kCausal[n.align], n.left, n.right, 0, 0, n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(),
-                        false);
+  const auto all = [&](auto... between) {
+    return py::make_tuple(between..., n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(), false);
+  };
+  const char* causal = kCausal[n.align];
+  if constexpr (W::kDim == 3) return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right);
+  else return all(n.bidirectional, n.max_distance, causal, n.left, n.right, 0, 0);
 }
 
-bool Attention::fits(Inputs& t, Numbers& n) {
-  const Tensor &query = t[kQuery], &key = t[kKey], &value = t[kValue];
-  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || key.size(1) == 0) return false;
+template <class W>
+bool AttentionOp<W>::fits(Inputs& t, Numbers& n) {
+  const Tensor &query = t[W::kQuery], &key = t[W::kKey], &value = t[W::kValue], &prefix = pick<W::kPrefixLengths>(t);
+  if (query.dim() != W::kDim || key.dim() != W::kDim || value.dim() != W::kDim || key.size(1) == 0) return false;
   constexpr int64_t kMaxHead = 512;  // of the kernels: found out here, before a seed is drawn
-  for (int64_t size : {query.size(3), value.size(3)})
+  for (int64_t size : {query.size(-1), value.size(-1)})
     if (size == 0 || size > kMaxHead) return false;
-  if (t[kBias].defined() && t[kBias].scalar_type() == at::kBool) return false;
-  if (!(n.dropout_p >= 0 && n.dropout_p <= 1) || (t[kPrefixLengths].defined() && !n.align)) return false;
-  const auto dtype = query.scalar_type();
-  if (at::autocast::is_autocast_enabled(at::kCPU) && dtype != at::kDouble && dtype != at::autocast::get_autocast_dtype(at::kCPU))
-    return false;
-  for (Tensor* term : {&t[kMask], &t[kBias]})
-    while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
-  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(3)), -0.5);
-  if (n.dropout_p > 0 && !t[kSeed].defined()) t[kSeed] = at::randint(INT64_MIN, INT64_MAX, {}, at::kLong);
+  if (!(n.dropout_p >= 0 && n.dropout_p <= 1) || (prefix.defined() && !n.align) || autocast_casts(query)) return false;
+  if (!floating(t[W::kSlopes]) || !floating(t[W::kTable])) return false;
+  if constexpr (W::kDim == 4) {
+    if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
+    for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
+      while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
+  }
+  if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);
+  t[W::kSeed] = drawn(t[W::kSeed], n.dropout_p);
   return true;
 }
 
-PyObject* attention_entry(PyObject*, PyObject* const* a, Py_ssize_t count) {
+template struct AttentionOp<Padded>;
+template struct AttentionOp<Packed>;
+
+namespace {
+
+// (bucket starts, as ops/masks.py has them) of a table's rows, its direction and its distance. The caller has the GIL.
+Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) {
+  static std::map<std::tuple<int64_t, bool, int64_t>, Tensor> known;
+  const auto key = std::make_tuple(buckets, bidirectional, max_distance);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (known.size() >= 64) known.clear();
+  const auto starts = py::cast<std::vector<int64_t>>(
+      py::handle(fact("bucket_starts"))(py::int_(buckets), py::bool_(bidirectional), py::int_(max_distance)));
+  const c10::InferenceMode usual(false);
+  return known[key] = at::tensor(starts, at::kLong);
+}
+
+// A bias that is a value with a tensor in it, AlibiBias or RelativePositionBias.
+template <class A>
+void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumbers& n) {
+  const py::handle bias(o), type(reinterpret_cast<PyObject*>(Py_TYPE(o)));
+  if (!read || o == Py_None) return;
+  if (type.ptr() == fact("AlibiBias")) {
+    t[A::kSlopes] = read.tensor(py::object(bias.attr("slopes")).ptr());
+    return;
+  }
+  read.require(type.ptr() == fact("RelativePositionBias"));
+  if (!read) return;
+  Tensor& table = t[A::kTable];
+  table = read.tensor(py::object(bias.attr("table")).ptr());
+  n.bidirectional = read.boolean(py::object(bias.attr("bidirectional")).ptr());
+  n.max_distance = read.natural(py::object(bias.attr("max_distance")).ptr());
+  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) && !(n.bidirectional && table.size(0) % 2));
+  read.require(read && table.size(0) / (n.bidirectional ? 4 : 2) < n.max_distance && n.max_distance < int64_t(1) << 31);
+  if (read) t[A::kStarts] = bucket_starts(table.size(0), n.bidirectional, n.max_distance);
+}
+
+void read_positions(Reader& read, PyObject* causal, PyObject* window, AttentionNumbers& n) {
+  if (causal != Py_None) n.align = 1 + read.choice(causal, {"top_left", "bottom_right"});
+  if (window == Py_None) return;
+  read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
+  for (int side : {0, 1}) {
+    PyObject* given = read ? PyTuple_GET_ITEM(window, side) : Py_None;
+    if (given != Py_None) (side ? n.right : n.left) = read.natural(given);
+  }
+}
+
+// From softcap to strict, the last nine of both ops.
+template <class A>
+PyObject* finish_attention(Reader& read, PyObject* const* a, typename A::Inputs& t, AttentionNumbers& n) {
+  if (a[0] != Py_None) n.softcap = read.number(a[0]), read.require(n.softcap > 0);
+  if (a[1] != Py_None) n.scale = read.number(a[1]);
+  n.dropout_p = read.number(a[2]);
+  t[A::kSeed] = read.seed(a[3], n.dropout_p);
+  const size_t outputs = read.boolean(a[4]) ? 2 : 1;
+  n.deterministic = read.boolean(a[5]);
+  read.no_other_backend(a[6]);
+  read.boolean(a[7]);  // strict: what runs here is no fallback
+  return finish<A>(read, t, n, outputs, outputs);
+}
+
+}  // namespace
+
+LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
   if (count != 20 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
-  A::Inputs t;
-  A::Numbers n;
-  t[A::kQuery] = read.tensor(a[0]), t[A::kKey] = read.tensor(a[1]), t[A::kValue] = read.tensor(a[2]);
-  t[A::kMask] = read.tensor_or_none(a[3]);
-  if (a[4] != Py_None) {
-    n.align = PyUnicode_Check(a[4]) ? 1 + !PyUnicode_CompareWithASCIIString(a[4], "bottom_right") : 0;
-    read.require(n.align == 2 || (n.align == 1 && !PyUnicode_CompareWithASCIIString(a[4], "top_left")));
-  }
-  if (a[5] != Py_None) {
-    read.require(PyTuple_CheckExact(a[5]) && PyTuple_GET_SIZE(a[5]) == 2);
-    for (int side : {0, 1}) {
-      PyObject* given = read ? PyTuple_GET_ITEM(a[5], side) : Py_None;
-      if (given != Py_None) (side ? n.right : n.left) = read.natural(given);
-    }
-  }
-  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.tensor_or_none(a[6 + i]);
-  t[A::kBias] = read.tensor_or_none(a[11]);
-  if (a[12] != Py_None) n.softcap = read.number(a[12]), read.require(n.softcap > 0);
-  if (a[13] != Py_None) n.scale = read.number(a[13]);
-  n.dropout_p = read.number(a[14]);
-  if (n.dropout_p != 0) t[A::kSeed] = read.tensor_or_none(a[15]), read.require(!t[A::kSeed].defined() || t[A::kSeed].dim() == 0);
-  const bool return_lse = read.boolean(a[16]);
-  n.deterministic = read.boolean(a[17]);
-  read.no_other_backend(a[18]);
-  read.boolean(a[19]);  // strict: what runs here is no fallback
-  if (!read) Py_RETURN_NOTIMPLEMENTED;
-  std::optional<A::Outputs> outputs;
-  {
-    const WithoutGil others_run;
-    if (A::fits(t, n)) outputs = run<A>(t, n, return_lse ? 2 : 1);
-  }
-  if (!outputs) Py_RETURN_NOTIMPLEMENTED;
-  auto& [out, lse] = *outputs;
-  if (!return_lse) return THPVariable_Wrap(std::move(out));
-  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move(out)), THPVariable_Wrap(std::move(lse)));
+  AttentionNumbers n;
+  A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
+  read_positions(read, a[4], a[5], n);
+  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[6 + i]);
+  if (THPVariable_Check(a[11])) t[A::kBias] = read.tensor(a[11]);
+  else read_bias<A>(read, a[11], t, n);
+  return finish_attention<A>(read, a + 12, t, n);
+  END_HANDLE_TH_ERRORS
+}
+
+LANE_ENTRY(attention_varlen) {
+  HANDLE_TH_ERRORS
+  using A = AttentionVarlen;
+  if (count != 18 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  Reader read;
+  AttentionNumbers n;
+  A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
+  t[A::kCuQ] = read.integers_or_none(a[3]), t[A::kCuK] = read.integers_or_none(a[4]);
+  read.require(a[3] != Py_None && a[4] != Py_None);
+  n.max_q = read.natural(a[5]), n.max_k = read.natural(a[6]);
+  read_positions(read, a[7], a[8], n);
+  read_bias<A>(read, a[9], t, n);
+  return finish_attention<A>(read, a + 10, t, n);
   END_HANDLE_TH_ERRORS
 }
 

@@ -6,8 +6,10 @@
 //   Numbers             all else; collect(f) shows each to f
 //   Outputs, Saved      tensors; the last kSaved of the outputs are kept for backward
 //   kGrads              how many outputs may have gradients
+//   fits                whether a call is for the lane; fills in what it leaves open
 //   forward, backward   lower them to the raw ops of pytransformer_C, below autograd
 //   tensors, others     the arguments of the Python op
+// Ops that share a lowering number their inputs by one set of names, -1 for what an op does not have: pick().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +36,14 @@ using torch::autograd::variable_list;
 
 inline Maybe maybe(const Tensor& t) { return t.defined() ? Maybe(t) : std::nullopt; }
 
+// The tensor of this number, undefined if there is none.
+template <int number, class Tensors>
+const Tensor& pick(const Tensors& all) {
+  static const Tensor none;
+  if constexpr (number < 0) return none;
+  else return all[number];
+}
+
 // ---- who watches (watch.cpp)
 
 // Whether nothing stands between the caller and the kernel that would have to see the raw op: unwatched() of ops/_core/autograd.py, and
@@ -47,10 +57,15 @@ void record(const char* op, const char* direction);
 bool plain(const Tensor& t);
 bool plain(PyObject* tensor);  // its Python type too
 
-// From Python, see ops/_core/lane.py: a tuple of the dicts and lists that are empty where nobody watches; the list of traces; and the way
-// back into Python's backward, backward(op, grads, tensors, others, saved, wanted) -> one gradient or None for each differentiable input
-// of the lane.
-void connect(PyObject* watchers, PyObject* traces, PyObject* backward);
+// From Python, see ops/_core/lane.py: a tuple of the dicts and lists that are empty where nobody watches; the list of traces; the way back
+// into Python's backward, backward(op, grads, tensors, others, saved, wanted) -> one gradient or None for each differentiable input; and
+// what the ops' own files know, by name.
+void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
+PyObject* fact(const char* name);  // borrowed; the caller has the GIL
+struct Limits {
+  int64_t kept_bytes = 0, hidden_bytes = 0, least_rows = 0, held_bytes = 0;
+};
+extern Limits limits;  // those of the facts that are numbers
 
 variable_list backward_in_python(const char* op, const variable_list& grads, const variable_list& tensors, const variable_list& saved,
                                  const std::vector<bool>& wanted, py::tuple (*others)(const void* numbers), const void* numbers);
@@ -67,6 +82,25 @@ Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape);
 inline Tensor empty_in_order(const Tensor& like) { return empty_in_order(like, like.sizes()); }
 Tensor last_contiguous(const Tensor& t);
 inline at::ScalarType work_dtype(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// Of a dtype that the kernels know, or not given.
+bool floating(const Tensor& t);
+// Whether autocast would cast it.
+bool autocast_casts(const Tensor& t);
+// As a contiguous vector of the dtype that the kernels compute in.
+Maybe vector(const Tensor& t, at::ScalarType work);
+// The same numbers as (rows, columns).
+Tensor matrix(const Tensor& t);
+Maybe maybe_matrix(const Tensor& t);
+// Where a kernel writes the gradient of a vector, or of a matrix, t; deliver() then gives it t's dtype and memory order.
+Tensor vector_target(const Tensor& t, at::ScalarType work);
+Tensor matrix_target(const Tensor& t);
+Tensor deliver(const Tensor& written, const Tensor& t);
+Tensor filled(int64_t value);  // a number
+// The seed of a call that drops something: drawn if none is given, as dropout_arguments of ops/_core/tensors.py draws it.
+Tensor drawn(const Tensor& seed, double dropout_p);
+// Stands for an output that an op leaves out.
+const Tensor& nothing();
 
 template <class Signature>
 auto raw_op(const char* name) {
@@ -140,8 +174,11 @@ class OpNode final : public torch::autograd::Node {
  private:
   variable_list python(const variable_list& grads, const typename Op::Inputs& given, const typename Op::Saved& saved,
                        const std::vector<bool>& wanted) const {
+    variable_list kept(saved.begin(), saved.end());
+    for (Tensor& t : kept)
+      if (!t.defined()) t = nothing();
     const auto others = [](const void* n) { return Op::others(*static_cast<const typename Op::Numbers*>(n)); };
-    return backward_in_python(Op::kName, grads, Op::tensors(given), {saved.begin(), saved.end()}, wanted, others, &numbers);
+    return backward_in_python(Op::kName, grads, Op::tensors(given), kept, wanted, others, &numbers);
   }
 
   std::array<SavedVariable, std::tuple_size_v<typename Op::Inputs>> inputs;
@@ -203,16 +240,48 @@ class Reader {
     require(value - value == 0);
     return value;
   }
-  int64_t natural(PyObject* o) {
+  int64_t integer(PyObject* o) {
     require(PyLong_CheckExact(o));
     int overflow = 0;
     const int64_t value = mine_ ? PyLong_AsLongLongAndOverflow(o, &overflow) : 0;
-    require(!overflow && value >= 0);
+    require(!overflow);
+    return value;
+  }
+  int64_t natural(PyObject* o) {
+    const int64_t value = integer(o);
+    require(value >= 0);
     return value;
   }
   bool boolean(PyObject* o) {
     require(PyBool_Check(o));
     return o == Py_True;
+  }
+  int64_t choice(PyObject* o, std::initializer_list<const char*> names) {
+    int64_t found = 0;
+    for (const char* name : names) {
+      if (PyUnicode_CheckExact(o) && !PyUnicode_CompareWithASCIIString(o, name)) return found;
+      found++;
+    }
+    require(false);
+    return 0;
+  }
+  // Lengths, segments, offsets.
+  Tensor integers_or_none(PyObject* o) {
+    Tensor t = tensor_or_none(o);
+    require(!t.defined() || at::isIntegralType(t.scalar_type(), false));
+    return mine_ && t.defined() ? t.to(at::kLong).contiguous() : t;
+  }
+  // Undefined where none is given, or nothing is dropped.
+  Tensor seed(PyObject* o, double dropout_p) {
+    require(dropout_p >= 0 && dropout_p <= 1);
+    if (!mine_ || dropout_p == 0 || o == Py_None) return {};
+    if (THPVariable_Check(o)) {
+      const Tensor t = tensor(o);
+      require(mine_ && t.dim() == 0 && t.scalar_type() == at::kLong);
+      return t;
+    }
+    const int64_t value = integer(o);
+    return mine_ ? filled(value) : Tensor();
   }
   void no_other_backend(PyObject* o) { require(o == Py_None || (PyUnicode_CheckExact(o) && !PyUnicode_CompareWithASCIIString(o, "cpu"))); }
 
@@ -230,10 +299,32 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// ---- entries: each returns NotImplemented where the call is for Python
+// ---- entries: each gets all arguments of the public function by position, and returns NotImplemented where the call is for Python
 
-PyObject* attention_entry(PyObject*, PyObject* const* arguments, Py_ssize_t n);
-PyObject* layer_norm_entry(PyObject*, PyObject* const* arguments, Py_ssize_t n);
+// Runs the op, if it fits; the first `returned` outputs.
+template <class Op>
+PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Numbers& n, size_t differentiable, size_t returned) {
+  if (!read) Py_RETURN_NOTIMPLEMENTED;
+  std::optional<typename Op::Outputs> outputs;
+  {
+    const WithoutGil others_run;
+    if (Op::fits(t, n)) outputs = run<Op>(t, n, differentiable);
+  }
+  if (!outputs) Py_RETURN_NOTIMPLEMENTED;
+  if (returned == 1) return THPVariable_Wrap(std::move((*outputs)[0]));
+  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move((*outputs)[0])), THPVariable_Wrap(std::move((*outputs)[1])));
+}
+
+#define LANE_ENTRY(name) PyObject* name##_entry(PyObject*, PyObject* const* a, Py_ssize_t count)
+LANE_ENTRY(attention);
+LANE_ENTRY(attention_varlen);
+LANE_ENTRY(layer_norm);
+LANE_ENTRY(rms_norm);
+LANE_ENTRY(add_norm);
+LANE_ENTRY(feed_forward);
+LANE_ENTRY(linear_cross_entropy);
+LANE_ENTRY(scaled_dot_product_attention);
+
 PyObject* activate(PyObject*, PyObject* replacement);
 PyObject* deactivate(PyObject*, PyObject*);
 

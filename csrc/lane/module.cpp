@@ -4,14 +4,14 @@ namespace pt::lane {
 namespace {
 
 PyObject* connect_entry(PyObject*, PyObject* const* a, Py_ssize_t n) {
-  bool right = n == 3 && PyTuple_Check(a[0]) && PyList_Check(a[1]) && PyCallable_Check(a[2]);
+  bool right = n == 4 && PyTuple_Check(a[0]) && PyList_Check(a[1]) && PyCallable_Check(a[2]) && PyDict_Check(a[3]);
   for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(a[0]); i++)
     right = PyDict_Check(PyTuple_GET_ITEM(a[0], i)) || PyList_Check(PyTuple_GET_ITEM(a[0], i));
   if (!right) {
-    PyErr_SetString(PyExc_TypeError, "connect(watchers: tuple of dicts and lists, traces: list, backward)");
+    PyErr_SetString(PyExc_TypeError, "connect(watchers: tuple of dicts and lists, traces: list, backward, facts: dict)");
     return nullptr;
   }
-  connect(a[0], a[1], a[2]);
+  connect(a[0], a[1], a[2], a[3]);
   Py_RETURN_NONE;
 }
 
@@ -21,10 +21,17 @@ PyObject* replace_memory_entry(PyObject*, PyObject* function) {
 }
 
 #define FAST(f) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)), METH_FASTCALL
+#define OP(name) {#name, FAST(name##_entry), "pytransformer." #name " with all arguments by position, or NotImplemented"}
 PyMethodDef methods[] = {
-    {"connect", FAST(connect_entry), "connect(watchers, traces, backward): see lane.h"},
-    {"attention", FAST(attention_entry), "pytransformer.attention with all arguments by position, or NotImplemented"},
-    {"layer_norm", FAST(layer_norm_entry), "pytransformer.layer_norm with all arguments by position, or NotImplemented"},
+    {"connect", FAST(connect_entry), "connect(watchers, traces, backward, facts): see lane.h"},
+    OP(attention),
+    OP(attention_varlen),
+    OP(layer_norm),
+    OP(rms_norm),
+    OP(add_norm),
+    OP(feed_forward),
+    OP(linear_cross_entropy),
+    OP(scaled_dot_product_attention),
     {"activate", activate, METH_O, "activate(replacement): override aten::scaled_dot_product_attention"},
     {"deactivate", deactivate, METH_NOARGS, "end the override"},
     {"replace_memory", replace_memory_entry, METH_O, "replace_memory(function or None): what takes the place of each new tensor"},

@@ -17,11 +17,16 @@ bool of_no_subclass(const Tensor& t) {
   return !object || THPVariable_CheckExact(object);
 }
 
+// Whether ops/scaled_dot_product.py would hand these to attention as they are.
+bool as_attention(const Attention::Inputs& t, bool enable_gqa) {
+  const Tensor &query = t[Attention::kQuery], &key = t[Attention::kKey];
+  return query.dim() == 4 && key.dim() == 4 && query.size(0) == key.size(0) && (enable_gqa || query.size(1) == key.size(1));
+}
+
 bool mine(const Attention::Inputs& t, bool enable_gqa) {
   for (const Tensor& i : t)
     if (!plain(i) || !of_no_subclass(i)) return false;
-  const Tensor &query = t[Attention::kQuery], &key = t[Attention::kKey];
-  return query.dim() == 4 && key.dim() == 4 && query.size(0) == key.size(0) && (enable_gqa || query.size(1) == key.size(1));
+  return as_attention(t, enable_gqa);
 }
 
 Tensor in_python(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value, const Maybe& mask, double dropout_p,
@@ -36,7 +41,7 @@ Tensor scaled_dot_product_attention(c10::DispatchKeySet keys, const Tensor& quer
                                     const Maybe& mask, double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   Attention::Inputs t{query, key, value, mask ? *mask : Tensor()};
   if (unwatched() && mine(t, enable_gqa) && std::isfinite(scale.value_or(1))) {
-    Attention::Numbers n;
+    AttentionNumbers n;
     n.align = is_causal, n.dropout_p = dropout_p;
     if (scale) n.scale = *scale;
     if (Attention::fits(t, n))
@@ -46,6 +51,22 @@ Tensor scaled_dot_product_attention(c10::DispatchKeySet keys, const Tensor& quer
 }
 
 }  // namespace
+
+LANE_ENTRY(scaled_dot_product_attention) {
+  HANDLE_TH_ERRORS
+  using A = Attention;
+  if (count != 8 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  Reader read;
+  AttentionNumbers n;
+  A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
+  n.dropout_p = read.number(a[4]);
+  n.align = read.boolean(a[5]);
+  if (a[6] != Py_None) n.scale = read.number(a[6]);
+  const bool enable_gqa = read.boolean(a[7]);
+  read.require(read && as_attention(t, enable_gqa));
+  return finish<A>(read, t, n, 1, 1);
+  END_HANDLE_TH_ERRORS
+}
 
 PyObject* activate(PyObject*, PyObject* function) {
   HANDLE_TH_ERRORS

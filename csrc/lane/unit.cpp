@@ -1,5 +1,7 @@
 // The whole module as one unit: most of the time goes into torch's headers.
 #include "attention.cpp"
+#include "cross_entropy.cpp"
+#include "feed_forward.cpp"
 #include "layer_norm.cpp"
 #include "memory.cpp"
 #include "module.cpp"

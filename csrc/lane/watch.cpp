@@ -25,7 +25,7 @@ const KeySets& plain_keys() {
 }
 
 // Owned until the process ends.
-PyObject *traces = nullptr, *backward = nullptr;
+PyObject *traces = nullptr, *backward = nullptr, *facts = nullptr;
 std::vector<PyObject*> watchers;
 
 // Read without the GIL: one aligned word, which may change before or after, as a call in another thread may come before or after.
@@ -38,10 +38,21 @@ bool has_tangent(const Tensor& t) { return torch::autograd::isFwGradDefined(t); 
 
 }  // namespace
 
-void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_) {
+Limits limits;
+
+PyObject* fact(const char* name) {
+  PyObject* found = PyDict_GetItemString(facts, name);
+  TORCH_CHECK(found, "the lane was not told ", name);
+  return found;
+}
+
+void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObject* facts_) {
   watchers.clear();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers_); i++) watchers.push_back(Py_NewRef(PyTuple_GET_ITEM(watchers_, i)));
-  traces = Py_NewRef(traces_), backward = Py_NewRef(backward_);
+  traces = Py_NewRef(traces_), backward = Py_NewRef(backward_), facts = Py_NewRef(facts_);
+  for (auto [name, number] : {std::pair("kept_bytes", &limits.kept_bytes), std::pair("hidden_bytes", &limits.hidden_bytes),
+                              std::pair("least_rows", &limits.least_rows), std::pair("held_bytes", &limits.held_bytes)})
+    *number = PyLong_AsLongLong(fact(name));
 }
 
 bool unwatched() {

@@ -13,6 +13,7 @@ from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
 from ._backends.triton import attention as triton_attention
+from ._core import lane
 from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
@@ -132,6 +133,13 @@ def attention_varlen(
     Returns:
         (total_q, Hq, Dv), with return_lse also lse (Hq, total_q).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.attention_varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, bias, softcap, scale, dropout_p,
+            dropout_seed, return_lse, deterministic, backend, strict,
+        )  # fmt: skip
+        if found is not NotImplemented:
+            return found
     a, backend, strict = _prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, bias=bias,
         softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,

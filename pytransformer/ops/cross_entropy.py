@@ -11,6 +11,7 @@ from ..reference.cross_entropy import cross_entropy_forward
 from ._backends.cpu import cross_entropy as cpu
 from ._backends.cuda import cross_entropy as cuda
 from ._backends.triton import cross_entropy as triton
+from ._core import lane
 from ._core.autograd import needs_gradient
 from ._core.options import Reduction
 from ._core.registry import Op, check_backend
@@ -88,6 +89,12 @@ def linear_cross_entropy(
         TypeError, ValueError: what is wrong with which argument.
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
+    if not torch.compiler.is_compiling():
+        found = lane.linear_cross_entropy(
+            x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict
+        )
+        if found is not NotImplemented:
+            return found
     prepared = _prepare(
         x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
         backend=backend, strict=strict,
@@ -143,6 +150,7 @@ def _prepare(
 
 
 linear_cross_entropy_op.prepare = _prepare
+lane.facts["kept_bytes"] = KEPT_BYTES
 
 
 def _check_values(a: Any) -> None:

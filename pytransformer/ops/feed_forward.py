@@ -11,6 +11,7 @@ from ..reference.feed_forward import ACTIVATIONS, feed_forward_forward
 from ._backends.cpu import feed_forward as cpu
 from ._backends.cuda import feed_forward as cuda
 from ._backends.triton import feed_forward as triton
+from ._core import lane
 from ._core.autograd import needs_gradient
 from ._core.options import ActivationName
 from ._core.registry import Op, check_backend
@@ -101,6 +102,12 @@ def feed_forward(
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.3; gates: Shazeer, "GLU Variants Improve
     Transformer" (2020).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.feed_forward(
+            x, w1, b1, w2, b2, activation, gate_weight, gate_bias, dropout_p, dropout_seed, recompute, backend, strict
+        )
+        if found is not NotImplemented:
+            return found
     prepared = _prepare(
         x, w1, b1, w2, b2, activation=activation, gate_weight=gate_weight, gate_bias=gate_bias, dropout_p=dropout_p,
         dropout_seed=dropout_seed, recompute=recompute, backend=backend, strict=strict,
@@ -165,6 +172,7 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
+lane.facts |= {"hidden_bytes": cpu.HIDDEN_BYTES, "least_rows": cpu.LEAST_ROWS, "held_bytes": cpu.HELD_BYTES}
 
 
 # ---- backends

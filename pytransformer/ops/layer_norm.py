@@ -137,6 +137,10 @@ def rms_norm(
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.rms_norm(x, normalized_shape, weight, eps, backend, strict)
+        if found is not NotImplemented:
+            return found
     return rms_norm_op(*_prepare_rms_norm(x, normalized_shape, weight, eps, backend=backend, strict=strict))[0]
 
 
@@ -175,6 +179,10 @@ def add_norm(
         TypeError, ValueError: what is wrong with which argument.
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
+    if not torch.compiler.is_compiling():
+        found = lane.add_norm(x, residual, weight, bias, eps, dropout_p, dropout_seed, kind, backend, strict)
+        if found is not NotImplemented:
+            return found
     prepared = _prepare_add_norm(
         x,
         residual,

@@ -7,6 +7,7 @@ import math
 import torch
 
 from . import nested
+from ._core import lane
 from ._core.tensors import check_tensor, shape_of
 from .attention import attention
 
@@ -28,6 +29,12 @@ def scaled_dot_product_attention(
     masks need not have query's dtype. Nested tensors of either layout, (B, H, L*, D) or (B, L*, D), run as packed sequences and
     give one of query's layout; they take no mask.
     """
+    if not torch.compiler.is_compiling():
+        found = lane.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if found is not NotImplemented:
+            return found
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (query, key, value)):
         return nested.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v, mask, lead = four_dimensional(query, key, value, attn_mask, enable_gqa)

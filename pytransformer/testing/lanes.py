@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,20 +17,43 @@ import pytransformer as pt
 from pytransformer.ops._core import lane
 
 needs_lane = pytest.mark.skipif(lane.why_not() is not None, reason=f"no C++ lane: {lane.why_not()}")
-OPTIONS = (
-    "attn_mask causal window query_lengths key_lengths prefix_lengths query_segments key_segments bias softcap scale dropout_p "
-    "dropout_seed return_lse deterministic backend strict"
-).split()
-DEFAULTS = dict.fromkeys(OPTIONS) | {"dropout_p": 0.0, "return_lse": False, "deterministic": True, "strict": False}
 
 
-def taken(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
-    """Whether the C++ lane itself does the call."""
-    return lane.attention(query, key, value, *(DEFAULTS | options).values()) is not NotImplemented
+def taken_by(op: str, *args: Any, **kwargs: Any) -> bool:
+    """Whether the C++ lane itself does this call of ``pt.<op>``."""
+    call = inspect.signature(getattr(pt, op)).bind(*args, **kwargs)
+    call.apply_defaults()
+    return getattr(lane, op)(*call.arguments.values()) is not NotImplemented
 
 
-def norm_taken(x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None) -> bool:
-    return lane.layer_norm(x, shape, weight, bias, 1e-5, None, False) is not NotImplemented
+taken = functools.partial(taken_by, "attention")
+norm_taken = functools.partial(taken_by, "layer_norm")
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[tuple[str, bool]]]:
+    """How often each op's entry of the lane was asked, and whether it did the call: (op, done) -> calls."""
+    counts: Counter[tuple[str, bool]] = Counter()
+
+    def counted(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            found = entry(*arguments)
+            counts[name, found is not NotImplemented] += 1
+            return found
+
+        return ask
+
+    before = {name: getattr(lane, name) for name in lane.ENTRIES}
+    vars(lane).update({name: counted(name, entry) for name, entry in before.items()})
+    try:
+        yield counts
+    finally:
+        vars(lane).update(before)
+
+
+def bits(t: Tensor) -> Tensor:
+    """The tensor's numbers as integers, NaN and all."""
+    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def qkv(
@@ -54,7 +80,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b):
         assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
-        assert torch.equal(x, y), (x - y).abs().max()
+        assert torch.equal(bits(x), bits(y)), (x - y).abs().max()
 
 
 def same_in_both(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[Tensor], **options: Any) -> None:

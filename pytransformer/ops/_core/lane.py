@@ -19,13 +19,29 @@ from typing import Any
 
 import torch
 
+from ..masks import AlibiBias, RelativePositionBias, bucket_starts
 from . import native, registry
 from .fallbacks import failures
 from .registry import OPS
 
 MODULE = "_lane" + importlib.machinery.EXTENSION_SUFFIXES[0]
-ENTRIES = ("attention", "layer_norm")
+ENTRIES = (
+    "attention",
+    "attention_varlen",
+    "layer_norm",
+    "rms_norm",
+    "add_norm",
+    "feed_forward",
+    "linear_cross_entropy",
+    "scaled_dot_product_attention",
+)
 _off: list[str] = []
+# What the lane does as the ops' own files say, by name. Those add their numbers to it.
+facts: dict[str, Any] = {
+    "AlibiBias": AlibiBias,
+    "RelativePositionBias": RelativePositionBias,
+    "bucket_starts": bucket_starts,
+}
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -43,7 +59,15 @@ def _refuse(*_: Any) -> Any:
 
 
 # Each takes all arguments of the public function, by position.
-attention, layer_norm = map(_entry, ENTRIES)
+attention: Callable[..., Any]
+attention_varlen: Callable[..., Any]
+layer_norm: Callable[..., Any]
+rms_norm: Callable[..., Any]
+add_norm: Callable[..., Any]
+feed_forward: Callable[..., Any]
+linear_cross_entropy: Callable[..., Any]
+scaled_dot_product_attention: Callable[..., Any]
+globals().update({name: _entry(name) for name in ENTRIES})
 
 
 @functools.cache
@@ -58,7 +82,7 @@ def why_not() -> str | None:
             reason = f"not loadable: {error}"
     if module is not None:
         watchers = (registry._forced, registry._observers, registry.replaced, failures, _off)
-        module.connect(watchers, registry._traces, _backward)
+        module.connect(watchers, registry._traces, _backward, facts)
     globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
     return reason
 
@@ -120,6 +144,5 @@ def _call(name: str, *arguments: Any) -> bool:
 def _backward(op: str, grads: Any, tensors: Any, others: Any, saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
     """The backward of a node of the lane that is watched or differentiated again."""
     target = OPS[op]
-    unknown = [False] * (len(target.positions) - len(wanted))  # the lane has the first of the differentiable arguments
-    results = target.gradients(grads, (*tensors, *saved), others, [*wanted, *unknown], target.backward)
+    results = target.gradients(grads, (*tensors, *saved), others, list(wanted), target.backward)
     return [result if want else None for result, want in zip(results, wanted)]
