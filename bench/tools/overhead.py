@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.cli.benchmark import results
 from pytransformer.ops._core import lane
+from pytransformer.ops.masks import buckets_of
 
 Function = Callable[..., torch.Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -38,6 +39,7 @@ class Problem(NamedTuple):
     leaves: list[torch.Tensor]
     ours: Function
     theirs: Function
+    their_leaves: list[torch.Tensor] | None = None  # where PyTorch needs another form
 
 
 class Way(NamedTuple):
@@ -55,65 +57,138 @@ def attention(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Probl
     return Problem([q, k, v, *more], lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options), theirs)
 
 
-def problems() -> dict[str, Problem]:
+def alibi() -> Problem:
+    """PyTorch adds the bias as a dense one, which gets no gradient here: that is given to the slopes by a product more."""
+    q, k, v, slopes = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.rand(2)
+    distance = -(torch.arange(8)[:, None] - torch.arange(8)).abs().float()
+    return Problem(
+        [q, k, v, slopes],
+        lambda q, k, v, slopes: pt.attention(q, k, v, bias=pt.AlibiBias(slopes)),
+        lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, slopes[:, None, None] * distance),
+    )
+
+
+def t5() -> Problem:
+    q, k, v, table = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.randn(8, 2)
+    buckets = buckets_of(torch.arange(8) - torch.arange(8)[:, None], 8, True, 32)
+    return Problem(
+        [q, k, v, table],
+        lambda q, k, v, table: pt.attention(q, k, v, bias=pt.RelativePositionBias(table, True, 32)),
+        lambda q, k, v, table: F.scaled_dot_product_attention(q, k, v, F.embedding(buckets, table).permute(2, 0, 1)[None]),
+    )
+
+
+def varlen() -> Problem:
+    """Two sequences of 8 and 5 rows; PyTorch's nested tensors take several times as long, so it gets the padded ones with a mask."""
+    q, k, v = torch.randn(3, 13, 2, 16).unbind()
+    offsets = torch.tensor([0, 8, 13], dtype=torch.int32)
+    padded, mask = torch.randn(2, 2, 8, 16), (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None]
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
+
+    return Problem([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])
+
+
+def feed_forward(gated: bool = False, **options: float) -> Problem:
+    x, w1, b1, w2, b2 = torch.randn(2, 16), torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)
+
+    def theirs(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
+        hidden = F.linear(x, w1, b1)
+        hidden = F.relu(hidden) if gate is None else F.silu(F.linear(x, gate)) * hidden
+        return F.linear(F.dropout(hidden, options["dropout_p"]) if options else hidden, w2, b2)
+
+    def ours(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
+        return pt.feed_forward(x, w1, b1, w2, b2, activation="relu" if gate is None else "silu", gate_weight=gate, **options)
+
+    return Problem([x, w1, b1, w2, b2, *([torch.randn(32, 16)] if gated else [])], ours, theirs)
+
+
+def norms() -> dict[str, Problem]:
     x, r, w, b = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64), torch.randn(64)
-    w1, b1, w2, b2 = torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)
+    return {
+        "layer_norm": Problem(
+            [x, w, b], lambda x, w, b: pt.layer_norm(x, 64, w, b), lambda x, w, b: F.layer_norm(x, (64,), w, b)
+        ),
+        "rms_norm": Problem([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
+        "add_norm": Problem(
+            [x, r, w, b], lambda x, r, w, b: pt.add_norm(x, r, w, b)[0], lambda x, r, w, b: F.layer_norm(x + r, (64,), w, b)
+        ),
+        "add_norm, dropout": Problem(
+            [x, r, w, b],
+            lambda x, r, w, b: pt.add_norm(x, r, w, b, dropout_p=0.1)[0],
+            lambda x, r, w, b: F.layer_norm(F.dropout(x, 0.1) + r, (64,), w, b),
+        ),
+        "add_norm, rms": Problem(
+            [x, r, w],
+            lambda x, r, w: pt.add_norm(x, r, w, kind="rms")[0],
+            lambda x, r, w: F.rms_norm(x + r, (64,), w),
+        ),
+    }
+
+
+def problems() -> dict[str, Problem]:
+    target = torch.tensor([3, 7])
     return {
         "attention": attention(),
         "attention, bool mask": attention(torch.rand(1, 1, 8, 8) > 0.3),
         "attention, bias": attention(torch.randn(1, 2, 8, 8)),
         "attention, GQA": attention(kv_heads=1),
         "attention, dropout": attention(dropout_p=0.1),
-        "layer_norm": Problem(
-            [x, w, b],
-            lambda x, w, b: pt.layer_norm(x, 64, w, b),
-            lambda x, w, b: F.layer_norm(x, (64,), w, b),
-        ),
-        "rms_norm": Problem([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
-        "add_norm": Problem(
-            [x, r, w, b],
-            lambda x, r, w, b: pt.add_norm(x, r, w, b)[0],
-            lambda x, r, w, b: F.layer_norm(x + r, (64,), w, b),
-        ),
-        "feed_forward": Problem(
-            [x[:, :16].contiguous(), w1, b1, w2, b2],
-            lambda x, w1, b1, w2, b2: pt.feed_forward(x, w1, b1, w2, b2),
-            lambda x, w1, b1, w2, b2: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2),
+        "ALiBi": alibi(),
+        "T5 bias": t5(),
+        "attention_varlen": varlen(),
+        "pt.scaled_dot_product": attention()._replace(ours=pt.scaled_dot_product_attention),
+        **norms(),
+        "feed_forward": feed_forward(),
+        "feed_forward, gated": feed_forward(gated=True),
+        "feed_forward, dropout": feed_forward(dropout_p=0.1),
+        "linear_cross_entropy": Problem(
+            [torch.randn(2, 16), torch.randn(32, 16), torch.randn(32)],
+            lambda x, w, b: pt.linear_cross_entropy(x, w, target, bias=b),
+            lambda x, w, b: F.cross_entropy(F.linear(x, w, b), target),
         ),
     }
 
 
 def modes(op: str) -> tuple[str, ...]:
-    drop_in = ("fwd, activate()", "fwd+bwd, activate()") if op.startswith("attention") else ()
-    return ("fwd", "fwd+bwd", *drop_in)
+    drop_in = ("fwd, activate()", "fwd+bwd, activate()") if op.split(",")[0] == "attention" else ()
+    return ("fwd", "fwd, inference", "fwd+bwd", *drop_in)
 
 
 def ways(op: str, mode: str) -> list[Way]:
     """Ours, ours by way of Python, PyTorch's. Leaves need a gradient in every mode, as parameters do."""
-    leaves, ours, theirs = problems()[op]
-    wanted = [t.requires_grad_() for t in leaves if t.is_floating_point()]
-    grad = torch.randn_like(theirs(*leaves))
+    leaves, ours, theirs, others = problems()[op]
+    without_gradient = torch.inference_mode if mode == "fwd, inference" else torch.no_grad
 
-    def forward(function: Function) -> object:
-        with torch.no_grad():
-            return function(*leaves)
+    def runner(function: Function, leaves: list[torch.Tensor]) -> Callable[[], object]:
+        wanted = [t.requires_grad_() for t in leaves if t.is_floating_point()]
+        grad = torch.randn_like(function(*leaves))
 
-    def both(function: Function) -> object:
-        return torch.autograd.grad(function(*leaves), wanted, grad)
+        def forward() -> object:
+            with without_gradient():
+                return function(*leaves)
+
+        def both() -> object:
+            return torch.autograd.grad(function(*leaves), wanted, grad)
+
+        return both if mode.startswith("fwd+bwd") else forward
 
     @contextlib.contextmanager
     def without_lane():
         with lane.off(), inside():
             yield
 
-    run = both if mode.startswith("fwd+bwd") else forward
     active = mode.endswith("activate()")
     inside = pt.activate if active else contextlib.nullcontext
-    mine = partial(run, theirs if active else ours)
+    mine = runner(theirs if active else ours, leaves)
     return [
         Way("ours", inside, mine),
         Way("python", without_lane, mine),
-        Way("torch", contextlib.nullcontext, partial(run, theirs)),
+        Way("torch", contextlib.nullcontext, runner(theirs, others or leaves)),
     ]
 
 
@@ -141,6 +216,7 @@ def measure(op: str, mode: str, rounds: int, repeat: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--only", default="", metavar="TEXT", help="ops whose name has this text")
     parser.add_argument("--repeat", type=int, default=10, help="calls a round")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--profile", metavar="OP:MODE", help="where the time of one of them goes, instead")
@@ -158,7 +234,7 @@ def main() -> None:
     print(
         f"C++ lane: {lane.why_not() or 'loaded'}\n{'op':22}{'mode':22}{'ours µs':>9}{'python µs':>11}{'torch µs':>10}{'ratio':>8}"
     )
-    for op in problems():
+    for op in (name for name in problems() if options.only in name):
         for mode in modes(op):
             row = measure(op, mode, options.rounds, options.repeat)
             ours, python, theirs = (row[f"{name}_us"] for name in ("ours", "python", "torch"))

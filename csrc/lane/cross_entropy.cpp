@@ -1,6 +1,5 @@
 // pt.linear_cross_entropy: the lowering of ops/cross_entropy.py and ops/_backends/cpu/cross_entropy.py.
-#include <ATen/ops/full.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
 
 #include <algorithm>
 
@@ -48,6 +47,24 @@ struct CrossEntropy {
     return double(target.numel() - std::count(first, first + target.numel(), ignore_index));
   }
 
+  static double value(const Tensor& number) {
+    return number.scalar_type() == at::kDouble ? *number.const_data_ptr<double>() : *number.const_data_ptr<float>();
+  }
+  static void fill(const Tensor& t, double value) {
+    if (t.scalar_type() == at::kDouble) std::fill_n(t.mutable_data_ptr<double>(), t.numel(), value);
+    else std::fill_n(t.mutable_data_ptr<float>(), t.numel(), float(value));
+  }
+
+  // losses.double().sum(), in ATen's order, with one call of it instead of three.
+  static double sum(const Tensor& losses) {
+    Tensor wide = losses;
+    if (losses.scalar_type() != at::kDouble) {
+      wide = empty(losses.sizes(), losses.options().dtype(at::kDouble));
+      std::copy_n(losses.const_data_ptr<float>(), losses.numel(), wide.mutable_data_ptr<double>());
+    }
+    return *at::cpu::sum(wide, at::IntArrayRef()).const_data_ptr<double>();
+  }
+
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient) {
     static const auto raw = raw_op<Forward>("pytransformer_C::linear_cross_entropy_fwd");
     const Tensor &x = t[kX], &weight = t[kWeight], target = t[kTarget].contiguous();
@@ -68,11 +85,10 @@ struct CrossEntropy {
       results[0] = losses;
       return results;
     }
-    double total = at::sum(losses, at::kDouble).item<double>();
+    double total = sum(losses);
     if (n.reduction == kMean) total /= valid(target, n.ignore_index);
     results[0] = empty({}, options);
-    if (work == at::kDouble) *results[0].mutable_data_ptr<double>() = total;
-    else *results[0].mutable_data_ptr<float>() = float(total);
+    fill(results[0], total);
     return results;
   }
 
@@ -85,9 +101,10 @@ struct CrossEntropy {
     if (n.reduction == kNone) {
       upstream = grads[0].contiguous();
     } else {
-      double each = grads[0].item<double>();
+      double each = value(grads[0]);
       if (n.reduction == kMean) each /= valid(target, n.ignore_index);
-      upstream = at::full(lse.sizes(), each, lse.options());
+      upstream = empty(lse.sizes(), lse.options());
+      fill(upstream, each);
     }
     variable_list results(kDifferentiable);
     std::array<Maybe, kDifferentiable> targets;

@@ -90,9 +90,7 @@ def linear_cross_entropy(
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
-        found = lane.linear_cross_entropy(
-            x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict
-        )
+        found = lane.linear_cross_entropy(x, weight, target, bias, ignore_index, label_smoothing, reduction, backend, strict)
         if found is not NotImplemented:
             return found
     prepared = _prepare(

@@ -30,9 +30,7 @@ def scaled_dot_product_attention(
     give one of query's layout; they take no mask.
     """
     if not torch.compiler.is_compiling():
-        found = lane.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
+        found = lane.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if found is not NotImplemented:
             return found
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (query, key, value)):

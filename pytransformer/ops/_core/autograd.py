@@ -208,7 +208,7 @@ def _second_order(
     asked = {i: c for i, c, want in zip(op.positions, cotangents, wanted) if want and c is not None}
     if not asked:
         return tuple(result)
-    live = [i for i in op.positions if isinstance(args[i], torch.Tensor)]
+    live = [i for i in op.positions if isinstance(args[i], torch.Tensor) and args[i].is_floating_point()]  # a mask may be bool
     given = [i for i, g in enumerate(grads) if g is not None]
 
     def first_order(*primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
