@@ -70,6 +70,18 @@ PARTS = (
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
+# Run again in another way; of what --full does whole.
+WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
+SAMPLES = (
+    Part(
+        "lane-off",
+        "a sample of the ops without the C++ lane",
+        1.5,
+        ("ops/test_[acfl]*.py",),
+        WITHOUT_LANE,
+        ("-k", "cpu and not fuzz"),
+    ),
+)
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
@@ -78,9 +90,7 @@ SANITIZE, BENCH = "sanitize", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 FULL_PARTS = (
     *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), NO_REFERENCE) for isa in ISAS),
-    Part(
-        "python-lane", "ops without the C++ lane", 0, ("ops",), (("PYTRANSFORMER_LANE", "0"),), ("-k", "cpu or not reference")
-    ),
+    Part("python-lane", "ops without the C++ lane", 0, ("ops",), WITHOUT_LANE, ("-k", "cpu or not reference")),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
@@ -162,7 +172,9 @@ def install(full: bool) -> Result:
     # All five instruction sets and three GPU architectures would take longer to compile than the budget.
     os.environ.setdefault("PYTRANSFORMER_CPU_ISAS", "all" if full else "native")
     os.environ.setdefault("PYTRANSFORMER_CUDA_ARCHS", "all" if full else "sm_90a")
-    return build(INSTALL, full, (("PYTRANSFORMER_CUDA", "0"),))
+    # A lane that does not compile is no failure of a build, but is one here.
+    lane = os.environ.get("PYTRANSFORMER_LANE", "1")
+    return build(INSTALL, full, (("PYTRANSFORMER_CUDA", "0"), ("PYTRANSFORMER_LANE", lane)))
 
 
 def failed(result: Result) -> bool:
@@ -204,7 +216,7 @@ def test_sanitized(part: Part) -> Result:
     """The ops with the library of a second copy of the package, built with GCC's sanitizers."""
     copy = ROOT / "build" / "sanitized"
     options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"))
-    options += (("PYTRANSFORMER_CPU_ISAS", "native"), ("CXX", "g++"))
+    options += (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_LANE", "0"), ("CXX", "g++"))
     build = [str(ROOT / ".venv" / "bin" / "python"), "setup.py", "-q", "build", "--build-lib", str(copy)]
     code, spent = timed(build, None, options)
     if code:
@@ -312,7 +324,7 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
         cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), "yes" if full else "no", commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *FULL_PARTS))}
+    order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *SAMPLES, *FULL_PARTS))}
     body = [lines[title] for title in sorted(lines, key=lambda title: order.get(title, len(order)))]
     return f"{before}{START}\n" + "\n".join([*head, *body]) + f"\n{END}{after}"
 
@@ -330,7 +342,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    parts = {part.name: part for part in (*PARTS, *FULL_PARTS)}
+    parts = {part.name: part for part in (*PARTS, *SAMPLES, *FULL_PARTS)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
     parser.add_argument(
@@ -349,7 +361,7 @@ def main() -> int:
     if not failed(results[0]):
         results.append(build(CUDA_BUILD, arguments.full))  # nothing, in a moment, where nvcc is not
     if not any(map(failed, results)):
-        known = (*PARTS, *FULL_PARTS) if arguments.full else PARTS
+        known = (*PARTS, *(FULL_PARTS if arguments.full else SAMPLES))
         wanted = [part for part in known if part.name in (arguments.parts or parts) and (part.name == BENCH or paths(part))]
         results += [run(part, arguments.full) for part in wanted]
     print("\n" + summary(results), flush=True)

@@ -34,7 +34,6 @@ COMMANDS = (
     f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out {AVX2}",
     "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
-    "{tools}/overhead.py --out overhead.json",
 )
 Row = dict[str, Any]
 GRID, MISSING = ("full", "causal"), "Not in the committed results."
@@ -298,14 +297,6 @@ def step(document: Row | None) -> str:
     return f"{words}\n\n" + table(("who", "ms", "its time over ours"), cells)
 
 
-def overhead(document: Row | None) -> str:
-    if document is None:
-        return MISSING
-    rows = [[r["op"], r["mode"], *(f"{v:.1f}" for v in (r["ours_us"], r["torch_us"], r["ours_us"] - r["torch_us"]))]
-            for r in document["rows"]]  # fmt: skip
-    return table(("op", "mode", "ours, µs", "PyTorch, µs", "beyond"), rows)
-
-
 def held(document: Row | None) -> str:
     """Both held to AVX2."""
     if document is None:
@@ -366,7 +357,7 @@ def text(folder: Path = FOLDER) -> str:
         "## Norms", bandwidth(document, norms, "warm_gbps", "of `copy_`"),
         "## feed_forward and linear_cross_entropy", cases(others),
         "## Held to AVX2", held(load(folder, f"{AVX2}/results.json")),
-        "## What a tiny call costs", overhead(load(folder, "overhead.json")),
+        "## What a tiny call costs", "[call-cost.md](call-cost.md), from a run of its own: what a call costs before any arithmetic.",
         "## Whole models", models(load(folder, "models.json")),
         "## A training step", step(load(folder, "step-time.json")),
         "## Burst and sustained", _regimes(document),
@@ -409,7 +400,8 @@ def summary(folder: Path = FOLDER) -> str:
         f"PyTorch's time over ours, least to most, in one interleaved run on {where['cores']} cores of an {where['cpu']} "
         f"({where['isa']}), torch {where['torch']}; below 1, in bold, we are slower:",
         table(("", "forward", "forward + backward", "slower in"), rows),
-        "Each case, where we lose, peaks, models, decoding and call overhead: [docs/performance.md](docs/performance.md).",
+        "Each case, where we lose, peaks, models and decoding: [docs/performance.md](docs/performance.md); "
+        "what a call costs: [docs/call-cost.md](docs/call-cost.md).",
         plots,
     ])  # fmt: skip
 

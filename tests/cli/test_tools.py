@@ -70,8 +70,8 @@ def test_what_was_not_run_is_told_as_missing(tool, tmp_path: Path) -> None:
     folder = performance.ROOT / "bench" / "results"  # a path below the root, where links start
     lone = tmp_path / "results.json"
     lone.write_text((performance.FOLDER / "results.json").read_text())
-    shown = [performance.models(None), performance.overhead(None), performance.held(None), performance.step(None)]
-    assert shown == [performance.MISSING] * 4
+    shown = [performance.models(None), performance.held(None), performance.step(None)]
+    assert shown == [performance.MISSING] * 3
     assert performance.images(folder, ["none.png"], performance.DOCUMENT.parent) == ""
 
 
@@ -91,7 +91,7 @@ def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
     monkeypatch.setattr(performance, "FOLDER", tmp_path)
     monkeypatch.setattr(performance.subprocess, "run", run)
     performance.run_all()
-    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json", "overhead.json"}, "and no old picture"
+    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json"}, "and no old picture"
     for words in ran:
         assert words[0] == "-m" or Path(words[0]).is_file()
         if words[0] == "-m":
@@ -210,4 +210,11 @@ def test_overhead_writes_what_it_measured(tool, monkeypatch: pytest.MonkeyPatch,
         (op, m) for op in overhead.problems() for m in overhead.modes(op)
     }
     assert all(r[f"{who}_us"] > 0 for r in document["rows"] for who in ("ours", "python", "torch"))
-    assert "µs" in tool("performance").overhead(document) and report.environment_text(document["environment"])
+    shown = overhead.tables(document)
+    assert all(f"| {op} |" in shown for op in overhead.problems())
+
+
+def test_call_cost_says_what_the_committed_run_measured(tool) -> None:
+    overhead = tool("overhead")
+    text = overhead.DOCUMENT.read_text()
+    assert overhead.written(json.loads(overhead.COMMITTED.read_text()), text) == text
