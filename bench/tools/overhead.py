@@ -240,8 +240,8 @@ def tables(document: dict[str, Any]) -> str:
     where = document["environment"]
     return "\n\n".join(
         (
-            f"One run: {where['cpu']}, one thread, torch {where['torch']}, a shared machine, {document['rounds']} interleaved rounds of ten "
-            "calls in one process. A cell: PyTorch / ours by way of Python / ours as called, the least of the rounds, in µs.",
+            f"One run: {where['cpu']}, one thread, torch {where['torch']}, a shared machine, {document['rounds']} interleaved rounds of "
+            "ten calls in one process. A cell: PyTorch / ours by way of Python / ours as called, the least of the rounds, in µs.",
             table("µs a call", least),
             "Ours over PyTorch's: the least of both / the medians of both. At most 1 is the aim.",
             table("ratio", ratios),

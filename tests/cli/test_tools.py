@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytransformer.cli.benchmark import plan, report, results
+from pytransformer.cli.benchmark import plan, results
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).resolve().parents[2]
