@@ -1,4 +1,6 @@
 // pt.feed_forward: the lowering of ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
+#include <ATen/EmptyTensor.h>
+
 #include "lane.h"
 
 namespace pt::lane {
@@ -82,7 +84,7 @@ struct FeedForward {
     static thread_local Tensor held;
     std::array<Tensor, 3> found;
     const int64_t size = (rows * columns * int64_t(options.dtype().itemsize()) + 63) / 64 * 64, all = size * int64_t(matrices);
-    if (all <= limits.held_bytes && (!held.defined() || held.numel() < all)) held = at::empty({all}, options.dtype(at::kByte));
+    if (all <= limits.held_bytes && (!held.defined() || held.numel() < all)) held = at::detail::empty_cpu({all}, at::kByte);
     for (size_t i = 0; i < matrices; i++) {
       if (all > limits.held_bytes) {
         found[i] = empty({rows, columns}, options);
