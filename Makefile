@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-full wheel bench verify performance golden inspect tune check format clean
+.PHONY: help install build demo test test-full wheel bench verify try performance golden inspect tune check format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +35,11 @@ wheel:  ## what is published, into dist/: an sdist and manylinux wheels for ever
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench
 
-verify: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark
-	$(BIN)/python bench/tools/verify.py $(OP) $(ARGS)
+verify: install  ## check and time every backend on this machine, each in a process of its own; the verdict is kept and used
+	$(BIN)/pytransformer verify $(ARGS)
+
+try: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark
+	$(BIN)/python bench/tools/test_then_time.py $(OP) $(ARGS)
 
 CPP_FILES := $(wildcard $(foreach folder,csrc csrc/* csrc/cuda/* csrc/cuda/*/* tests/cuda tests/emulator,$(addprefix $(folder)/,*.cpp *.h *.cu *.cuh)))
 

@@ -15,6 +15,7 @@ from .ops.attention_weights import attention_summary, attention_weights
 from .ops.masks import AlibiBias, RelativePositionBias
 from .ops.public import *  # noqa: F403  # the ops
 from .ops.scaled_dot_product import scaled_dot_product_attention
+from .verify import verify
 
 __all__ = [
     "AlibiBias",
@@ -32,6 +33,7 @@ __all__ = [
     "reference",
     "scaled_dot_product_attention",
     "use_backend",
+    "verify",
 ]
 __all__ += _public.__all__
 

@@ -8,8 +8,8 @@ from typing import Any, overload
 import torch
 
 from .integrations.explain_model import ModelExplanation, explain_model
-from .ops._core.failures import failure
 from .ops._core.registry import OPS, at_home, forced_backend
+from .ops._core.verdicts import ordered
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     target = OPS[op]
     a, backend, _ = target.prepare(*args, **kwargs)
     forced = backend or forced_backend(op)
-    reasons = {name: b.why_not(a) or (None if forced else failure(op, name, a)) for name, b in target.backends.items()}
+    reasons = {
+        name: target.backends[name].why_not(a) if forced else target.unasked_reason(target.backends[name], a, ask=False)
+        for name in ordered(target, a[0].device.type)
+    }
     device = a[0].device.type
     asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]
     possible = [n for n in asked if reasons[n] is None]

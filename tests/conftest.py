@@ -16,6 +16,7 @@ import pytransformer as pt
 from pytransformer.ops._core.registry import WRONG_DEVICE, trace
 from pytransformer.testing.poison import poisoned
 
+os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")  # no verdict of this machine's user takes part
 skipped: Counter[str] = Counter()
 ran: Counter[tuple[str, str]] = Counter()  # (raw op, backend) -> calls
 DECLINED = re.compile(

@@ -34,7 +34,7 @@ LAYERS = {
     "nn": ("nn",),
     "models": ("models", "viz", "training"),
     "integrations": ("integrations", "drop_in", "drop_in_nested"),
-    "package": ("", "explain"),  # pytransformer/__init__.py: what users import
+    "package": ("", "explain", "verify"),  # pytransformer/__init__.py: what users import
     "testing": ("testing",),
     "cli": ("cli", "__main__"),
 }

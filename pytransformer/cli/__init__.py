@@ -30,6 +30,7 @@ _COMMANDS = {
     "doctor": _Command("pytransformer.cli.doctor", "what works on this machine, and why the rest does not"),
     "explain": _Command("pytransformer.cli.explain", "which backend one call would use, and why not the others"),
     "bench": _Command("pytransformer.cli.benchmark.command", "speed, memory and error beside PyTorch and naive code"),
+    "verify": _Command("pytransformer.cli.verify", "check and time every backend here; the verdict is kept and used"),
     "train": _Command("pytransformer.cli.train", "train a model: a small translator in minutes"),
     "translate": _Command("pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"),
     "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),
@@ -47,6 +48,7 @@ examples:
   pytransformer doctor                          what works here
   pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
   pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
+  pytransformer verify                          every backend, each in a process of its own, in two minutes
   pytransformer train translate                 a Portuguese-English translator in minutes, in ./results/translate/
   pytransformer translate "a casa preta custa vinte reais."
 """

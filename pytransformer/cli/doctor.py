@@ -23,7 +23,7 @@ from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane
+from pytransformer.ops._core import lane, verdict_file, verdicts
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, cases
@@ -72,6 +72,7 @@ def examine() -> dict[str, Any]:
         "cuda": cuda(),
         "gpu": gpu(),
         "tiers": tiers(),
+        "verdicts": [verdict_of(device) for device in devices()],
         "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
         "self_check": self_check(),
     }
@@ -214,6 +215,30 @@ def _cases() -> list[Case]:
     return cases(size="small", tags={"self_check"})
 
 
+def devices() -> list[torch.device]:
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+
+
+def verdict_of(device: torch.device) -> dict[str, Any]:
+    """What `pytransformer verify`, or a check at a first call, found on the device: by op, backend and dtype."""
+    verdict = verdict_file.load(device)
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for line in (verdict or {}).get("checks", []):
+        key = line["op"], line["backend"], line["dtype"]
+        row = found.setdefault(key, {"right": 0, "not checked": 0, "declined": 0, "bad": []})
+        if line["outcome"] in row:
+            row[line["outcome"]] += 1
+        else:
+            row["bad"].append(verdicts.told(line).removeprefix(verdicts.VERDICT))
+    return {
+        "device": str(device),
+        "mode": verdicts.mode(),
+        "written": None if verdict is None else verdict.get("written", "by checks at first calls"),
+        "order": (verdict or {}).get("order", {}),
+        "found": [dict(zip(("op", "backend", "dtype"), key)) | row for key, row in found.items()],
+    }
+
+
 def self_check() -> list[dict[str, Any]]:
     """Forward and backward of each op on each backend that works here, in float32, against float64."""
     threads = torch.get_num_threads()
@@ -294,6 +319,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
         rows.append((tier["tier"], "works" if does else "no", "; ".join(does + refuses)))
     console.table(("tier", "", "ops, or why not"), rows)
 
+    for verdict in report["verdicts"]:
+        show_verdict(console, verdict)
+
     console.heading("Optional libraries")
     console.table(
         ("library", "version", "for"),
@@ -311,6 +339,23 @@ def show(console: Console, report: dict[str, Any]) -> None:
     bad = sum(line["verdict"] != "ok" for line in lines)
     backends = ", ".join(dict.fromkeys(line["backend"] for line in lines))
     console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")
+
+
+def show_verdict(console: Console, verdict: dict[str, Any]) -> None:
+    console.heading(f"Verdict on {verdict['device']} (PYTRANSFORMER_VERIFY={verdict['mode']})")
+    if verdict["written"] is None:
+        console.print(
+            "  none: `pytransformer verify` checks and times every backend; without it kernels for GPUs are checked when first called"
+        )
+        return
+    rows = []
+    for row in verdict["found"]:
+        shown = "; ".join(row["bad"]) or (f"{row['not checked']} not checked" if row["not checked"] else "")
+        rows.append((row["op"], row["backend"], row["dtype"], "WRONG" if row["bad"] else "right", row["right"], shown))
+    console.print(f"  written {verdict['written']}")
+    console.table(("op", "backend", "dtype", "", "right", "what was found"), rows)
+    for op, order in verdict["order"].items():
+        console.print(f"  {op} tries {', then '.join(order)}: as measured")
 
 
 def lane_told(why_not: str | None) -> str:

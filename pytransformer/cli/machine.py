@@ -6,21 +6,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 from typing import Any
 
-
-def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
-    try:
-        with open("/proc/cpuinfo") as info:
-            for line in info:
-                name, _, value = line.partition(":")
-                if name.strip() == "model name":
-                    return value.strip()
-    except OSError:
-        pass  # not Linux: the next line asks Python
-    return platform.processor() or platform.machine()
+from pytransformer.ops._core.verdict_file import cpu_name as cpu_name
 
 
 def cpu_features() -> dict[str, bool]:

@@ -145,18 +145,18 @@ def test_the_cases_run_under_pytest_benchmark(tmp_path: Path) -> None:
     assert all(b["extra_info"]["error"] <= b["extra_info"]["error_bound"] for b in timed)
 
 
-# ---- verify, inspect, ab, overhead
+# ---- test_then_time, inspect, ab, overhead
 
 
-def test_verify_runs_the_tests_first_and_stops_at_a_failure(tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify, ran = tool("verify"), []
+def test_the_tests_run_first_and_stops_at_a_failure(tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, ran = tool("test_then_time"), []
 
     def run(command: list[str], **_) -> SimpleNamespace:
         ran.append(command)
         return SimpleNamespace(returncode=int(len(ran) == 2))
 
     monkeypatch.setattr(verify.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["verify", "add_norm", "--size", "small"])
+    monkeypatch.setattr(sys, "argv", ["test_then_time", "add_norm", "--size", "small"])
     assert verify.main() == 1 and len(ran) == 2
     assert "tests/ops/test_layer_norm.py" in ran[0] and "tests/test_fuzz_ops.py" in ran[1]
     assert verify.commands("attention", ["--size", "small"])[2][-3:] == ["attention", "--size", "small"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import native
+from . import native, verdicts
 from .fallbacks import BackendError, NotLaunched, failures, remember_failure
 
 # What the CUDA runtime and driver say of a launch that they refuse: the texts of cudaGetErrorString and cuGetErrorString, whole,
@@ -44,7 +44,7 @@ TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "th
 TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
 SHORT = 300
 DID_NOT_RUN = "did not run: "  # how the reason starts when a backend was tried and failed
-BROKEN = (DID_NOT_RUN, native.LIBRARY)
+BROKEN = (DID_NOT_RUN, native.LIBRARY, verdicts.VERDICT)
 
 
 def is_broken(why: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..masks import AlibiBias, RelativePositionBias, bucket_starts
-from . import native, registry
+from . import native, registry, verdicts
 from .fallbacks import failures
 from .registry import OPS
 
@@ -81,7 +81,8 @@ def why_not() -> str | None:
         except ImportError as error:
             reason = f"not loadable: {error}"
     if module is not None:
-        watchers = (registry._forced, registry._observers, registry.replaced, failures, _off)
+        watchers = (registry._forced, registry._observers, registry.replaced, failures, verdicts.watched, _off)
+        verdicts.prepare_cpu()
         module.connect(watchers, registry._traces, _backward, facts)
     globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
     return reason

@@ -39,6 +39,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.library import Library, register_fake, register_vmap
 
+from . import verdicts
 from .autograd import (
     compiling_a_derivative,
     each_once,
@@ -67,6 +68,7 @@ from .failures import failure, is_broken, step_down
 from .fallbacks import BackendError, NotLaunched, failures, record_fallback
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
+from .verdicts import ordered, settled
 
 LIBRARY = Library("pytransformer", "DEF")
 replaced: list[str] = []  # ops whose backends are not those they were declared with
@@ -304,13 +306,11 @@ class Op:
             if reason is not None:
                 raise BackendError(f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}")
             return self.backends[forced]
-        reasons: dict[str, str] = {}
-        device = a[0].device.type
-        for name, candidate in self.backends.items():
+        device, reasons = a[0].device.type, dict[str, str]()
+        for name in ordered(self, device):
+            candidate = self.backends[name]
             if at_home(name, device):
-                reason = candidate.why_not(a)
-                if reason is None and failures:
-                    reason = failure(self.name, name, a)
+                reason = self.unasked_reason(candidate, a)
                 if reason is None:
                     if reasons and is_broken(why := joined(reasons)):
                         record_fallback(self.name, why, instead=f"the backend {name}", strict=strict, once=True)
@@ -339,16 +339,23 @@ class Op:
             return f"{self.name} has no backend {backend!r}, only {', '.join(self.backends)}"
         return self.backends[backend].why_not(a)
 
+    def unasked_reason(self, backend: Backend, a: Any, *, ask: bool = True) -> str | None:
+        """Why the backend is not used unasked, or None: it may have failed here, or not have earned its place (verdicts.py)."""
+        reason = backend.why_not(a)
+        if reason is None and failures:
+            reason = failure(self.name, backend.name, a)
+        if reason is None and (key := (self.name, backend.name, a[0].device, a[0].dtype)) not in settled:
+            reason = verdicts.why_not(self, backend.name, a, key, ask=ask)
+        return reason
+
     def why_not_fused(self, a: Any) -> str | None:
         """None if a backend is forced or one other than the reference can do the problem, else why none can."""
         if _forced.get(self.name) is not None:
             return None
-        device = a[0].device.type
-        reasons: dict[str, str] = {}
+        device, reasons = a[0].device.type, dict[str, str]()
         for name, candidate in self.backends.items():
             if at_home(name, device):
-                reason = candidate.why_not(a) or failure(self.name, name, a)
-                if reason is None:
+                if (reason := self.unasked_reason(candidate, a)) is None:
                     return None
                 reasons[name] = reason
         return joined(reasons) or f"no fused backend is for {device}"

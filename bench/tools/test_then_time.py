@@ -1,7 +1,7 @@
 """One op, the tests first: only if they pass, its times.
 
-    python bench/tools/verify.py attention                                       # make verify OP=attention
-    python bench/tools/verify.py add_norm --shape rows=8192,d=1024 --dtype bf16  # what follows goes to `pytransformer bench`
+    python bench/tools/test_then_time.py attention                                       # make try OP=attention
+    python bench/tools/test_then_time.py add_norm --shape rows=8192,d=1024 --dtype bf16  # what follows goes to `pytransformer bench`
 
 The tests are those of the op's stem in tests/ops and its fuzzer, with fewer cases than in `make test`. Exit code of the first
 that fails.
@@ -28,7 +28,7 @@ def stem_of(op: str) -> str:
     for name, spec in OPS.items():
         if op in (name, spec.stem):
             return spec.stem
-    raise SystemExit(f"verify: no op {op!r}; there are {', '.join(kits.ops())}")
+    raise SystemExit(f"test_then_time: no op {op!r}; there are {', '.join(kits.ops())}")
 
 
 def commands(op: str, more: list[str]) -> list[list[str]]:

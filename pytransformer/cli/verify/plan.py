@@ -1,0 +1,130 @@
+"""What `pytransformer verify` checks and times, and what follows from it. Ops and cases are the registry's and pytransformer.testing's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
+from pytransformer.ops._core.verdicts import RIGHT
+from pytransformer.testing.cases import Case, cases
+
+DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
+WIDE = (128, 256)  # head sizes beside the cases' own: other kernels
+TIMED = ("bfloat16", "float32")
+# Of the medium cases, to be timed: small enough for a second each.
+SHAPES = {
+    "cpu": {"B": 1, "Hq": 4, "Hkv": 4, "Lq": 512, "Lk": 512, "rows": 512},
+    "cuda": {"B": 4, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "rows": 8192},
+}
+MARGIN = 1.1  # a backend goes before another if it is faster by this in the mean, and in no case slower by it
+FIELDS = ("op", "backend", "dtype", "case", "features", "size", "outcome", "detail", "bound_used")
+
+Line = dict[str, Any]
+
+
+def is_for(backend: str, kind: str) -> bool:
+    """Whether the backend computes what lies on this type of device, at home or interpreted or emulated."""
+    if HOME.get(backend, kind) == kind:
+        return True
+    return kind == "cpu" and (
+        (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1") or (backend == "cuda" and cuda_library.emulating())
+    )
+
+
+def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
+    """A job for each op, dtype and case, the cases tagged core first."""
+    found: list[tuple[Any, Line]] = []
+    for op in ops:
+        if backend not in OPS[op].backends:
+            continue
+        for rank, (case, last) in enumerate(_sized(op)):
+            for dtype in DTYPES:
+                job = {
+                    "do": "check",
+                    "op": op,
+                    "backend": backend,
+                    "dtype": dtype,
+                    "device": kind,
+                    "case": case.name,
+                    "last": last,
+                }
+                found.append(((last is not None, "core" not in case.tags, DTYPES.index(dtype), rank), job))
+    return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+
+
+def _sized(op: str) -> list[tuple[Case, int | None]]:
+    own = cases(op)
+    wide = [c for c in own if "core" in c.tags and "D" in c.shape]
+    return [*((c, None) for c in own), *itertools.product(wide, WIDE)]
+
+
+def checked(line: Line) -> Line:
+    """What is kept of a check. One whose process was lost never told its features: it counts for every call of its op and dtype, but if
+    it was not checked."""
+    return {name: line.get(name) for name in FIELDS} | {"features": line.get("features") or [], "size": line.get("size") or 0}
+
+
+def complete(found: Iterable[Line]) -> list[list[str]]:
+    """(op, backend, dtype) of which every case was checked: what its verdict does not speak of is taken to be right."""
+    outcomes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for line in found:
+        outcomes[line["op"], line["backend"], line["dtype"]].append(line["outcome"])
+    return [list(key) for key, own in outcomes.items() if RIGHT in own and "not checked" not in own]
+
+
+def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
+    """A job for each core case and dtype that two backends are right in."""
+    right = {(line["op"], line["case"], line["dtype"], line["backend"]) for line in found if line["outcome"] == RIGHT}
+    jobs = []
+    for dtype, op in itertools.product(TIMED, ops):
+        for case in cases(op, "medium", {"core"}):
+            backends = [b for b in BACKENDS if b != "reference" and (op, case.name, dtype, b) in right]
+            if len(backends) > 1:
+                shape = {k: v for k, v in SHAPES[kind].items() if k in case.shape and not _special(case, k)}
+                jobs.append({
+                    "do": "time", "op": op, "case": case.name, "dtype": dtype, "device": kind, "backends": backends, "shape": shape,
+                    "threads": torch.get_num_threads(),
+                })  # fmt: skip
+    return jobs
+
+
+def _special(case: Case, name: str) -> bool:
+    """Whether the case's own size is what it is about: few queries, fewer key heads."""
+    plain = cases(case.op, "medium")[0].shape
+    return case.shape[name] != plain.get(name)
+
+
+def order(times: Iterable[Line]) -> dict[str, list[str]]:
+    """By op, the backends that were timed in an order that the times ask for; ops that keep their own order are left out."""
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for line in times:
+        if line.get("ms"):
+            rows[line["op"]].append(line["ms"])
+    found = {}
+    for op, own in rows.items():
+        before = [b for b in OPS[op].backends if any(b in ms for ms in own)]
+        after: list[str] = []
+        for backend in before:
+            place = len(after)
+            while place and _faster(backend, after[place - 1], own):
+                place -= 1
+            after.insert(place, backend)
+        if after != before:
+            found[op] = after
+    return found
+
+
+def _faster(one: str, other: str, rows: list[dict[str, float]]) -> bool:
+    ratios = [ms[one] / ms[other] for ms in rows if one in ms and other in ms]
+    if not ratios:
+        return False
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return mean < 1 / MARGIN and max(ratios) < MARGIN

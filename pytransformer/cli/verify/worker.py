@@ -1,0 +1,138 @@
+"""The process that checks and times backends: jobs as one JSON list on stdin, one JSON line for each on stdout, in order.
+
+It may hang, crash or lose its CUDA context: pytransformer/ops/_core/checking.py then takes what came before for the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from pytransformer.cli import providers
+from pytransformer.cli.benchmark import check, clock, exact
+from pytransformer.cli.benchmark.plan import DTYPES
+from pytransformer.ops._core import verdicts
+from pytransformer.ops._core.registry import OPS
+from pytransformer.ops._core.verdicts import DECLINED, RIGHT, Features
+from pytransformer.testing.cases import Case, case, cases
+
+Line = dict[str, Any]
+NEAREST = 3  # cases that a call's own kind is checked by
+MIN_TIME, MIN_ROUNDS = 0.02, 5
+
+
+def main() -> None:
+    """Answers on the stdout that it was given; what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    torch.set_num_threads(1)  # checks are small: handing them out to threads is what takes long
+    print(json.dumps("ready"), file=answers, flush=True)
+    for job in json.loads(sys.stdin.readline()):
+        line = _DO[job["do"]](job)
+        if lost := _lost_context(job):
+            line |= {"last": True} | ({"outcome": "crashed", "detail": lost} if line.get("outcome") == RIGHT else {})
+        print(json.dumps(line), file=answers, flush=True)
+        if lost:
+            return
+
+
+def _lost_context(job: Line) -> str | None:
+    """Errors of a kernel come late: what CUDA says once everything has ended."""
+    if job["device"] != "cuda":
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def features_of(problem: providers.Problem) -> Features:
+    """Of the arguments that the case's call lowers to."""
+    return verdicts.features(OPS[problem.case.op].prepare(*problem.args, **problem.kwargs)[0])
+
+
+def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Line:
+    """Forward and backward of one case on one backend against float64, within the bounds of pytransformer.testing."""
+    problem = providers.Problem.make(found, dtype, device, seed=1, grad=True)
+    features = features_of(problem)
+    line: Line = {
+        "op": found.op, "backend": backend, "dtype": str(dtype)[6:], "case": found.name, "features": sorted(features.names),
+        "size": features.size,
+    }  # fmt: skip
+    try:
+        grads = check.upstream(problem, seed=2)
+        results = check.compute(problem, providers.prepare_ours(backend, problem), grads)
+        verdict = check.judge(problem, results, exact.solve(problem, grads), peer=False)
+    except providers.Unsupported as reason:
+        return line | {"outcome": DECLINED, "detail": str(reason)}
+    except Exception as error:  # an error of any sort is the finding
+        cause = error.__cause__ or error
+        return line | {"outcome": "failed", "detail": f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"}
+    used = verdict.bound_used
+    return line | {
+        "outcome": "wrong" if verdict.wrong else RIGHT, "detail": (verdict.wrong or "")[:300] or None,
+        "bound_used": used if used < 1e9 else None,
+    }  # fmt: skip
+
+
+def sized(found: Case, last: int) -> Case:
+    """The case with this last dimension of its first tensor."""
+    return found.resize(**{name: last for name in ("D", "d") if name in found.shape})
+
+
+def _check(job: Line) -> Line:
+    found = sized(case(job["case"]), job["last"]) if job.get("last") else case(job["case"])
+    return job | check_case(found, DTYPES[job["dtype"]], job["device"], job["backend"])
+
+
+def _check_kind(job: Line) -> Line:
+    """The named cases nearest to a call's kind, at its last dimension: the largest within it, and the smallest around it."""
+    call, dtype = frozenset(job["features"]), DTYPES[job["dtype"]]
+    last = min(job["last"], verdicts.MOST_SIZE)
+    if job["device"] == "cuda" and job["index"] is not None:
+        torch.cuda.set_device(job["index"])
+    within, around = [], []
+    for found in (sized(c, last) for c in cases(job["op"])):
+        names = features_of(providers.Problem.make(found, dtype, "cpu", seed=1, grad=False)).names
+        if names <= call:
+            within.append((-len(names), found.name, found))
+        if call <= names:
+            around.append((len(names), found.name, found))
+    chosen = [*sorted(around)[:1], *sorted(within)[:NEAREST]] or [(0, "", sized(cases(job["op"])[0], last))]
+    lines = [check_case(c, dtype, job["device"], job["backend"]) for c in {c.name: c for *_, c in chosen}.values()]
+    wrong = [line for line in lines if line["outcome"] not in (RIGHT, DECLINED)]
+    if wrong:
+        return job | {"outcome": wrong[0]["outcome"], "detail": f"{wrong[0]['case']}: {wrong[0]['detail']}", "lines": lines}
+    return job | {"outcome": RIGHT, "detail": None, "lines": lines}
+
+
+def _time(job: Line) -> Line:
+    """Milliseconds of forward and backward together, on each backend of the job, interleaved."""
+    torch.set_num_threads(job["threads"])
+    found = case(job["case"], "medium").resize(**job["shape"])
+    problem = providers.Problem.make(found, DTYPES[job["dtype"]], job["device"], seed=1, grad=True)
+    grads = check.upstream(problem, seed=2)
+    contenders = {}
+    for backend in job["backends"]:
+        try:
+            prepared = providers.prepare_ours(backend, problem)
+        except providers.Unsupported:
+            continue
+
+        def step(prepared: providers.Prepared = prepared) -> None:
+            check.gradients(problem, prepared.forward(), grads)
+
+        contenders[backend] = clock.Contender(step, prepared.context)
+    try:
+        times = clock.interleaved(contenders, min_time=MIN_TIME, min_rounds=MIN_ROUNDS, device=job["device"])
+    except Exception as error:  # too little memory, say: no times, and no order from them
+        return job | {"outcome": "failed", "detail": f"{type(error).__name__}: {error}"[:300], "ms": {}}
+    return job | {"outcome": RIGHT, "detail": None, "ms": {name: t.median_ms for name, t in times.items()}}
+
+
+_DO = {"check": _check, "kind": _check_kind, "time": _time}

@@ -1,0 +1,125 @@
+"""Runs checks of backends in a process of their own, so that a hang, a crash or a lost CUDA context costs that process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+WORKER = "pytransformer.cli.verify.worker"  # started by name: it stands above this layer
+PREAMBLE = ""  # what the process runs first; tests plant faults by it
+MOST_STARTS = 6  # processes that may be lost to one run of jobs
+# The process checks by force, and starts none itself. One thread a library: checks are small.
+ENVIRONMENT = {"PYTRANSFORMER_VERIFY": "off", "PYTRANSFORMER_STRICT": "0"}
+
+Line = dict[str, Any]
+
+
+def run_jobs(
+    jobs: Sequence[Line],
+    *,
+    seconds: float,
+    start_seconds: float = 60.0,
+    until: float = math.inf,
+    told: Callable[[Line], None] = lambda line: None,
+) -> list[Line]:
+    """The results of the jobs, in order; each is told as it comes. A job that takes longer than ``seconds``, or whose process dies, has the
+    outcome "hung" or "crashed", and a new process takes the rest. What was not done ``until`` then (time.monotonic), or by a process
+    that did not start in ``start_seconds``, is "not checked"."""
+    results: list[Line] = []
+    starts = 0
+    while len(results) < len(jobs):
+        rest = jobs[len(results) :]
+        late = time.monotonic() >= until
+        found: Iterable[Line]
+        if late or starts == MOST_STARTS:
+            why = "the time was up" if late else f"{starts} processes were lost before it"
+            found = (_lost(job, "not checked", why) for job in rest)
+        else:
+            starts += 1
+            found = _one_process(rest, seconds, start_seconds, until)
+        for line in found:
+            told(line)
+            results.append(line)
+    return results
+
+
+def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, until: float) -> Iterator[Line]:
+    """Results until the jobs or the process end; at least one."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PREAMBLE}\nfrom {WORKER} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+    except (OSError, ValueError, TypeError) as error:
+        yield _lost(jobs[0], "not checked", f"no process could be started: {error}")
+        return
+    lines: queue.Queue[str] = queue.Queue()
+    reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+    reader.start()
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(list(jobs)) + "\n")
+            process.stdin.close()
+        if why := _why_not_ready(process, lines, start_seconds):
+            yield _lost(jobs[0], "not checked", why)
+            return
+        for job in jobs:
+            limit = max(min(seconds, until - time.monotonic()), 0.0)
+            try:
+                text = lines.get(timeout=limit)
+            except queue.Empty:
+                late = time.monotonic() >= until
+                yield _lost(job, "not checked", "the time was up") if late else _lost(job, "hung", f"no answer in {limit:g} s")
+                return
+            if not text:
+                yield _lost(job, "crashed", _how_it_ended(process))
+                return
+            line = json.loads(text)
+            yield line
+            if line.get("last"):  # the process says that it is of no more use: its context is lost
+                return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join()
+
+
+def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float) -> str | None:
+    """The worker's first line says that all is imported: from there on the time is a backend's own."""
+    try:
+        return None if lines.get(timeout=seconds) else f"the process did not start: {_how_it_ended(process)}"
+    except queue.Empty:
+        return f"the process did not start in {seconds:g} s"
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):
+        for text in process.stdout:
+            lines.put(text)
+    lines.put("")
+
+
+def _how_it_ended(process: subprocess.Popen[str]) -> str:
+    code = process.wait()
+    return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
+
+
+def _lost(job: Mapping[str, Any], outcome: str, detail: str) -> Line:
+    return {**job, "outcome": outcome, "detail": detail}

@@ -1,0 +1,50 @@
+"""``pt.verify``: checks and times every backend on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .ops._core import verdicts
+
+
+def verify(
+    *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float = 120.0
+) -> list[dict[str, Any]]:
+    """Check every backend on this machine against float64 and time those that are right, each in a process of its own; the verdict is
+    kept in the user's cache directory, and used from then on, in this process too. The same as ``pytransformer verify``.
+
+    Args:
+        ops, backends: names; all of them if none are given.
+        devices: ``"cpu"`` or ``"cuda"``; the CPU, and the GPU if there is one, if none are given.
+        seconds: time for a device. What was not checked then has no verdict.
+
+    Returns:
+        A verdict for each device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``, ``times``, ``key``, ``path``.
+
+    Raises:
+        ValueError: an unknown op, backend or device.
+        RuntimeError: the process that checks ended without a verdict.
+    """
+    words = [
+        w
+        for name, values in (("op", ops), ("backend", backends), ("device", devices))
+        for v in values
+        for w in (f"--{name}", v)
+    ]
+    code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "verify", "--json", "--seconds", str(seconds), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, env=dict(os.environ), check=False)
+    verdicts.forget()
+    if done.returncode == 2:
+        raise ValueError(f"verify: {' '.join(words) or seconds} was not understood; what is wrong is on stderr")
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        raise RuntimeError(
+            f"verify: the process that checks ended with code {done.returncode} and without a verdict"
+        ) from None

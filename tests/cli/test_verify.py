@@ -1,0 +1,140 @@
+"""`pytransformer verify` and `pt.verify`: what they check, write and say; that a broken backend costs itself alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
+from pytransformer.cli.verify import plan, worker
+from pytransformer.ops._core import verdict_file
+from pytransformer.ops._core.registry import OPS, trace
+from pytransformer.testing.cases import cases
+from pytransformer.testing.planted_tier import TIER, inputs, planted
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"json": True, "backend": None, "op": None, "device": ["cpu"], "seconds": 60.0, **changes})
+
+
+def test_the_command_writes_a_verdict_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
+    keep = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache"), "PYTRANSFORMER_VERIFY": "first"}
+    (found,) = json.loads(cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout)
+    assert Path(found["path"]).is_file() and found["key"] == verdict_file.key(torch.device("cpu"))
+    assert [line["dtype"] for line in found["checks"]] == list(plan.DTYPES)
+    assert all(line["outcome"] == "right" and line["bound_used"] <= 1 for line in found["checks"])
+    assert found["complete"] == [["rms_norm", "cpu", dtype] for dtype in plan.DTYPES]
+    text = cli("verify", "--op", "layer_norm", "--backend", "cpu", **keep).stdout  # another run adds to the first
+    assert "layer_norm" in text and "rms_norm" in text and found["path"] in text
+    report = json.loads(cli("doctor", "--json", **keep).stdout)
+    (verdict,) = report["verdicts"]
+    assert {row["op"] for row in verdict["found"]} == {"rms_norm", "layer_norm"} and not any(
+        row["bad"] for row in verdict["found"]
+    )
+    assert "unknown" not in cli("verify", "--help").stdout
+    assert "'atention'" in cli("verify", "--op", "atention", expect=USAGE).stderr
+
+
+def test_the_function_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
+    (found,) = pt.verify(ops=["rms_norm"], backends=["cpu"], devices=["cpu"])
+    assert found["checks"] and Path(found["path"]).parent == tmp_path
+    with pytest.raises(ValueError, match="atention was not understood"):
+        pt.verify(ops=["atention"])
+
+
+@pytest.mark.falls_back
+@pytest.mark.parametrize("fault", ["wrong numbers", "crash"])
+def test_a_broken_backend_costs_itself_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, the lines that say so, and calls go to the next backend from then on."""
+    checks = plan.checks
+    monkeypatch.setattr(plan, "checks", lambda *a: [job for job in checks(*a) if job["case"] == "full" and not job["last"]])
+    monkeypatch.setattr(plan, "timings", lambda *a: [])
+    with planted(fault, tmp_path):
+        assert verify.run(arguments(op=["attention"], backend=[TIER, "cpu"])) == WRONG
+        (found,) = json.loads(capsys.readouterr().out)
+        outcomes = {(line["backend"], line["outcome"]) for line in found["checks"]}
+        assert outcomes == {("cpu", "right"), (TIER, "crashed" if fault == "crash" else "wrong")}
+        with (
+            trace() as ran,
+            pytest.warns(RuntimeWarning, match=f"runs on the backend cpu: {TIER}: verify: (wrong|crashed) here: full"),
+        ):
+            pt.attention(*inputs())
+        assert ran == [("attention_fwd", "cpu")]
+        (shown,) = [
+            row
+            for row in doctor.verdict_of(torch.device("cpu"))["found"]
+            if row["backend"] == TIER and row["dtype"] == "float32"
+        ]
+        assert shown["bad"]
+        verify.show(verify.Console(), {**found})
+        assert "Not right here" in capsys.readouterr().out
+
+
+def test_everything_is_checked() -> None:
+    """Each backend, op, dtype and case, and core cases with wide heads; what is most used comes first."""
+    for backend in ("cpu", "torch", "cuda"):
+        jobs = plan.checks(backend, "cuda", OPS)
+        assert {job["op"] for job in jobs} == {name for name, op in OPS.items() if backend in op.backends}
+        for op in {job["op"] for job in jobs}:
+            assert {job["case"] for job in jobs if job["op"] == op} == {c.name for c in cases(op)}
+            assert {job["dtype"] for job in jobs if job["op"] == op} == set(plan.DTYPES)
+        assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, *plan.WIDE} or backend == "none"
+        assert jobs[0]["dtype"] == "bfloat16"
+
+
+def test_an_order_needs_a_clear_lead_in_every_case() -> None:
+    def times(*rows: tuple[float, float]) -> list[dict[str, Any]]:
+        return [{"op": "attention", "ms": {"cpu": cpu, "torch": theirs}} for cpu, theirs in rows]
+
+    assert plan.order(times((2.0, 1.0), (1.5, 1.0))) == {"attention": ["torch", "cpu"]}
+    assert plan.order(times((2.0, 1.0), (1.0, 1.2))) == {}  # slower in one
+    assert plan.order(times((1.05, 1.0), (1.05, 1.0))) == {}  # by too little
+    assert plan.order(times((1.0, 1.0))) == {} and plan.order([]) == {}
+
+
+def test_a_kind_is_checked_by_the_nearest_cases() -> None:
+    """A call with causality, a mask and dropout: the parts of it, and the least case that has all of it, at the call's head size."""
+    q, k, v = (torch.zeros(1, 2, 3, 80) for _ in "qkv")
+    from pytransformer.ops._core import verdicts
+
+    a, _, _ = OPS["attention"].prepare(
+        q, k, v, causal="bottom_right", attn_mask=torch.ones(3, 3, dtype=torch.bool), dropout_p=0.1
+    )
+    call = verdicts.features(a)
+    job = {
+        "do": "kind", "op": "attention", "backend": "cpu", "dtype": "float32", "device": "cpu", "index": None,
+        "features": sorted(call.names), "size": call.size, "last": 80,
+    }  # fmt: skip
+    result = worker._check_kind(job)
+    checked = {line["case"] for line in result["lines"]}
+    assert result["outcome"] == "right" and {"dropout", "bool_mask"} <= checked and len(checked) <= worker.NEAREST + 1
+    assert {line["size"] for line in result["lines"]} == {128}
+
+
+def test_times_are_of_those_that_are_right() -> None:
+    line = {"op": "attention", "case": "full", "dtype": "float32", "outcome": "right"}
+    found = [line | {"backend": b} for b in ("cpu", "torch", "reference")]
+    (job,) = plan.timings(found, "cpu", ["attention"])
+    assert job["backends"] == ["cpu", "torch"] and job["shape"]["Lq"] == 512
+    assert plan.timings([*found[:1], found[1] | {"outcome": "wrong"}], "cpu", ["attention"]) == []
+    small = worker._time(job | {"shape": {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 8, "Lk": 8}, "threads": 1})
+    assert small["outcome"] == "right" and set(small["ms"]) == {"cpu", "torch"} and min(small["ms"].values()) > 0
+
+
+def test_exit_code_when_all_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
+    monkeypatch.setattr(plan, "checks", lambda *a: [])
+    assert verify.run(arguments(json=False)) == OK
+    assert "0 checks" in capsys.readouterr().out

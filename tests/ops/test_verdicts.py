@@ -1,0 +1,240 @@
+"""Kernels earn their place: planted failures of a guarded tier are found in a process of their own, and the next backend computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._core import checking, lane, verdict_file, verdicts
+from pytransformer.ops._core.registry import OPS, trace
+from pytransformer.testing.hugging_face import distance, model_distance_limit
+from pytransformer.testing.planted_tier import FAULTS, TIER, inputs, planted
+from pytransformer.testing.way_down import WAYS
+
+pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_tier_is_found_first_and_told_once(fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By every way: a right result, and one message with what was found. The worker's signal or silence does not reach us."""
+    want = {name: way() for name, way in WAYS.items()}
+    for name, way in WAYS.items():
+        with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran, trace() as by:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                results = [way(), way()]
+            reasons = {f.reason for f in pt.fallbacks()}
+        pt.clear_fallbacks()
+        assert not ran and (TIER not in {backend for _, backend in by}), f"{name} ran on the broken tier"
+        for got in results:
+            for mine, theirs in zip(got, want[name], strict=True):
+                assert distance(mine, theirs) < model_distance_limit(torch.float32)
+        messages = [str(w.message) for w in told if TIER in str(w.message)]
+        assert len(messages) == 1 and "runs on the backend cpu" in messages[0], messages
+        assert FAULTS[fault][1] in messages[0] and "verify: " in messages[0], messages
+        assert len(reasons) == 1
+    assert list(tmp_path.glob("verdict-*.json"))
+    assert "in a process of its own, once" in capfd.readouterr().err
+
+
+def test_a_right_tier_is_checked_once_and_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    q, k, v = inputs()
+    with planted("", tmp_path) as ran:
+        pt.attention(q, k, v)
+        pt.attention(q[:, :, :20], k, v)  # another length is no other kind
+        assert ran == ["forward"] * 2 and not pt.fallbacks()
+        assert capfd.readouterr().err.count("checks attention") == 1
+        verdicts.forget()  # as in another process: the verdict is on disk
+        pt.attention(q, k, v)
+        assert len(ran) == 3 and "checks" not in capfd.readouterr().err
+        pt.attention(q, k, v, causal="top_left", window=(3, 0))  # another kind
+        assert len(ran) == 4 and capfd.readouterr().err.count("checks attention") == 1
+
+
+def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    with planted("hang", tmp_path) as ran:
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "strict")
+        with pytest.warns(RuntimeWarning, match="no verdict says that it is right here"):
+            pt.attention(q, k, v)
+        with pytest.raises(pt.BackendError, match="strict mode"):
+            pt.attention(q, k, v, strict=True)
+        assert not ran
+        pt.attention(q, k, v, backend=TIER)  # forced means forced
+        assert len(ran) == 1
+        assert pt.explain("attention", q, k, v, causal="top_left").reasons["cpu"] is None
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "off")
+        pt.attention(q, k, v)
+        assert len(ran) == 2
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")  # explain does not check
+        assert pt.explain("attention", q, k, v).backend == TIER and not list(tmp_path.glob("verdict-*"))
+
+
+def write(folder: Path, checks: list[dict[str, Any]], **more: Any) -> None:
+    verdict_file.save(CPU, {"checks": checks, **more})
+    assert list(folder.glob("verdict-*.json"))
+
+
+def line(
+    outcome: str, names: str = "", *, backend: str = "cpu", dtype: str = "float32", op: str = "attention", size: int = 64
+) -> dict[str, Any]:
+    plain = ["key=float", "query=float", "scale=yes", "value=float"]
+    return {
+        "op": op, "backend": backend, "dtype": dtype, "case": "full", "features": sorted([*plain, *names.split()]), "size": size,
+        "outcome": outcome, "detail": "out[0] = 1",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty cache of verdicts that take part."""
+    monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
+    verdicts.forget()
+    yield tmp_path
+    monkeypatch.undo()
+    verdicts.forget()
+
+
+def backend_of(**keywords: Any) -> str | None:
+    dtype = keywords.pop("dtype", torch.float32)
+    last = keywords.pop("last", 16)
+    q, k, v = (torch.randn(1, 2, 30, last).to(dtype) for _ in "qkv")
+    with trace() as ran, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pt.attention(q, k, v, **keywords)
+    assert ran or not verdicts.watched, "the lane ran"
+    return ran[0][1] if ran else "cpu"
+
+
+def test_the_cpu_needs_no_verdict_but_bows_to_one(kept: Path) -> None:
+    assert backend_of() == "cpu"
+    write(kept, [line("wrong", "causal=top_left"), line("right")])
+    verdicts.forget()
+    verdicts.prepare_cpu()  # in a new process the lane does it at its first call
+    assert backend_of() == "cpu"
+    assert backend_of(causal="top_left") == "torch"
+    assert backend_of(causal="top_left", dropout_p=0.1) == "reference", "what has the wrong problem's features and more"
+    assert backend_of(causal="top_left", dtype=torch.bfloat16) == "cpu", "another dtype"
+    q = torch.zeros(1, 1, 4, 16)
+    assert "verify: wrong here: full: out[0] = 1" in str(pt.explain("attention", q, q, q, causal="top_left").reasons["cpu"])
+
+
+def test_a_call_that_is_part_of_a_wrong_problem(kept: Path) -> None:
+    """Out, unless a right problem has it all."""
+    write(kept, [line("wrong", "causal=top_left left=yes softcap=yes"), line("right", "causal=top_left")])
+    verdicts.forget()
+    verdicts.prepare_cpu()
+    assert backend_of() == backend_of(causal="top_left") == "cpu"
+    assert backend_of(softcap=5.0) == "reference"
+
+
+def test_sizes_stand_for_one_another_unless_checked(kept: Path) -> None:
+    write(kept, [line("wrong"), line("right", size=128)])
+    verdicts.forget()
+    verdicts.prepare_cpu()
+    assert (backend_of(), backend_of(last=100), backend_of(last=200)) == ("torch", "cpu", "torch")
+
+
+def test_a_measured_order_is_used_and_keeps_the_lane_away(kept: Path) -> None:
+    write(kept, [line("right")], order={"attention": ["torch", "cpu"]})
+    verdicts.forget()
+    verdicts.prepare_cpu()
+    assert backend_of() == "torch" and backend_of(dropout_p=0.1) == "cpu"
+    assert list(pt.explain("attention", *inputs()).reasons)[:2] == ["torch", "cpu"]
+
+
+def test_a_verdict_of_another_build_or_a_damaged_one_counts_as_none(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(kept, [line("wrong")])
+    (path,) = kept.glob("verdict-*.json")
+    own = path.read_text()
+    for text in (own.replace('"sources": "', '"sources": "x'), own[:40], "[]", json.dumps({"schema": 99})):
+        path.write_text(text)
+        verdicts.forget()
+        verdicts.prepare_cpu()
+        assert backend_of() == "cpu", text[:60]
+    monkeypatch.setenv("PYTRANSFORMER_VERIFY", "off")
+    path.write_text(own)
+    verdicts.forget()
+    assert backend_of() == "cpu"
+
+
+def test_a_shipped_verdict_is_used_without_asking(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "shipped" / "verdicts"
+    folder.mkdir(parents=True)
+    write(kept, [line("wrong")])
+    (path,) = kept.glob("verdict-*.json")
+    verdict = json.loads(path.read_text())
+    verdict["key"] |= {"driver": "another", "binaries": "another"}
+    path.unlink()
+    (folder / "epyc.json").write_text(json.dumps(verdict))
+    monkeypatch.setattr(verdict_file, "shipped", lambda: [folder / "epyc.json"])
+    verdicts.forget()
+    verdicts.prepare_cpu()
+    assert backend_of() == "torch"
+    verdict["key"]["device"] = "another"
+    (folder / "epyc.json").write_text(json.dumps(verdict))
+    verdicts.forget()
+    verdicts.prepare_cpu()
+    assert backend_of() == "cpu"
+
+
+def test_a_warm_call_asks_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    with lane.off():
+        pt.attention(q, k, v)
+        monkeypatch.setattr(verdicts, "why_not", lambda *_, **__: pytest.fail("asked again"))
+        pt.attention(q, k, v)
+        pt.attention(q, k, v, dropout_p=0.1)
+
+
+def test_jobs_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five jobs the second crashes and the fourth hangs; time that is up leaves the rest unchecked."""
+    monkeypatch.setattr(
+        checking,
+        "PREAMBLE",
+        """
+import os, time
+import pytransformer.cli.verify.worker as w
+def do(job):
+    if job["n"] == 1: os.abort()
+    if job["n"] == 3: time.sleep(100)
+    return {**job, "outcome": "right"}
+w._DO = {"test": do}""",
+    )
+    jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
+    told: list[dict[str, Any]] = []
+    found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
+    assert [line["outcome"] for line in found] == ["right", "crashed", "right", "hung", "right"] and told == found
+    assert found[1]["detail"] == "the process ended by SIGABRT"
+    late = checking.run_jobs(jobs, seconds=1.5, until=time.monotonic())
+    assert {line["outcome"] for line in late} == {"not checked"}
+    monkeypatch.setattr(checking, "PREAMBLE", "raise SystemExit(3)")
+    (line,) = checking.run_jobs(jobs[:1], seconds=1.5)
+    assert (line["outcome"], line["detail"]) == ("not checked", "the process did not start: the process ended with code 3")
+
+
+def test_features_are_of_kinds_not_of_lengths() -> None:
+    q, k, v = inputs()
+
+    def of(q: torch.Tensor, **keywords: Any) -> verdicts.Features:
+        return verdicts.features(OPS["attention"].prepare(q, k, v, **keywords)[0])
+
+    assert of(q) == of(q[:, :, :20]) == of(q, deterministic=False) == dataclasses.replace(of(q), size=64)
+    others = [
+        of(q, causal="top_left"),
+        of(q, dropout_p=0.1),
+        of(q[:, :, :1]),
+        of(q, attn_mask=torch.ones(30, 30, dtype=torch.bool)),
+    ]
+    assert len({o.names for o in others} | {of(q).names}) == 5
+    assert all(of(q).names < o.names for o in others)
