@@ -82,8 +82,8 @@ pytest=(env OMP_NUM_THREADS=4 "$python" -m pytest -p no:cacheprovider -v -m gpu 
 
 # First whether the machine does what the emulator takes for granted, and the CUDA tier is right.
 step conformance 150 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
-# The verdict on every backend, each in a process of its own.
-"$python" -m pytransformer verify --help >/dev/null 2>&1 && step verify 120 "$python" -m pytransformer verify
+# The verdict on every backend, each in a process of its own; its file is a result, and is used without asking once it is committed.
+PYTRANSFORMER_CACHE=$out step verify 150 "$python" -m pytransformer verify --device cuda --seconds 110
 # What reading the sources could not settle: few calls each, so that an answer comes before long compilations. dropout masks bit by bit,
 # sums of T5's table in Triton, float32 packed sequences, long sums and large problems, a thread without a context.
 step first_cuda 75 "${pytest[@]}" "$root/tests/cuda" -k "dropout_mask or without_a_context or packed_case or many_tiles or many_classes"

@@ -60,7 +60,7 @@ def test_a_broken_backend_costs_itself_alone(
     monkeypatch.setattr(plan, "checks", lambda *a: [job for job in checks(*a) if job["case"] == "full" and not job["last"]])
     monkeypatch.setattr(plan, "timings", lambda *a: [])
     with planted(fault, tmp_path):
-        assert verify.run(arguments(op=["attention"], backend=[TIER, "cpu"])) == WRONG
+        assert verify.run(arguments(op=["attention"], backend=[TIER, "cpu"], seconds=600.0)) == WRONG
         (found,) = json.loads(capsys.readouterr().out)
         outcomes = {(line["backend"], line["outcome"]) for line in found["checks"]}
         assert outcomes == {("cpu", "right"), (TIER, "crashed" if fault == "crash" else "wrong")}

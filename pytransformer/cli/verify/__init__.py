@@ -11,12 +11,14 @@ import argparse
 import datetime
 import json
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from pytransformer.cli import OK, WRONG, UsageError
+from pytransformer.cli import OK, WRONG, UsageError, machine
 from pytransformer.cli.verify import plan
 from pytransformer.console import Console
 from pytransformer.ops._core import checking, verdict_file, verdicts
@@ -24,6 +26,7 @@ from pytransformer.ops._core.registry import BACKENDS, OPS
 
 JOB_SECONDS = 30.0  # a kernel or two to compile, a small problem to compute
 CHECKS_SHARE = 0.75  # of the time; the rest is for times
+CORES_A_PROCESS = 4
 
 Line = dict[str, Any]
 
@@ -81,20 +84,8 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float) -> L
     """Check and time on the current device of this type, and write the verdict: its contents, and its path."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     began = time.monotonic()
-    here = [b for b in backends if plan.is_for(b, kind)]
-    jobs = {backend: plan.checks(backend, kind, ops) for backend in here}
-    checks: list[Line] = []
-    with Console(sys.stderr).progress(sum(map(len, jobs.values())), seconds=seconds) as progress:
-        for turn, (backend, own) in enumerate(jobs.items()):
-
-            def told(line: Line, backend: str = backend) -> None:
-                progress.advance()
-                if progress.done % 20 == 0 or bad(line):
-                    progress.step(f"{backend} {line['op']} {line['case']} {line['dtype']}: {line['outcome']}")
-
-            progress.step(f"{kind}: the backend {backend}")
-            until = began + CHECKS_SHARE * seconds * (turn + 1) / len(jobs)
-            checks += checking.run_jobs(own, seconds=JOB_SECONDS, until=max(until, time.monotonic() + 1), told=told)
+    jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
+    checks = _checked(kind, jobs, began, CHECKS_SHARE * seconds)
     checks = [plan.checked(line) for line in checks]
     timing = plan.timings(checks, kind, ops)
     times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=began + seconds) if timing else []
@@ -106,6 +97,33 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float) -> L
     path = verdict_file.save(device, verdict)
     verdicts.forget()
     return {"key": verdict_file.key(device), "path": None if path is None else str(path), **verdict}
+
+
+def _checked(kind: str, jobs: dict[str, list[Line]], began: float, seconds: float) -> list[Line]:
+    """The results. On a GPU, where compilers take the time, backends are checked side by side, by several processes each."""
+    apart = max(1, machine.usable_cores() // CORES_A_PROCESS) if kind == "cuda" else 1
+    parts = [(backend, own[i::apart]) for i in range(apart) for backend, own in jobs.items() if own[i::apart]]
+    lock, results = threading.Lock(), list[Line]()
+    with Console(sys.stderr).progress(sum(map(len, jobs.values())), seconds=seconds) as progress:
+
+        def told(line: Line) -> None:
+            with lock:
+                progress.advance()
+                if progress.done % 20 == 0 or bad(line):
+                    progress.step(f"{line['backend']} {line['op']} {line['case']} {line['dtype']}: {line['outcome']}")
+
+        def run_part(turn: int) -> list[Line]:
+            backend, own = parts[turn]
+            with lock:
+                progress.step(f"{kind}: the backend {backend}")
+            share = 1.0 if kind == "cuda" else (turn + 1) / len(parts)
+            until = max(began + share * seconds, time.monotonic() + 1)
+            return checking.run_jobs(own, seconds=JOB_SECONDS, until=until, told=told)
+
+        with ThreadPoolExecutor(max(1, len(parts)) if kind == "cuda" else 1) as pool:
+            for found in pool.map(run_part, range(len(parts))):
+                results += found
+    return results
 
 
 def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:

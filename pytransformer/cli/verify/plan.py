@@ -13,7 +13,7 @@ import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
-from pytransformer.ops._core.verdicts import RIGHT
+from pytransformer.ops._core.verdicts import RIGHT, Features, features
 from pytransformer.testing.cases import Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
@@ -46,16 +46,12 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
         if backend not in OPS[op].backends:
             continue
         for rank, (case, last) in enumerate(_sized(op)):
+            features = features_of(case if last is None else sized(case, last))
             for dtype in DTYPES:
                 job = {
-                    "do": "check",
-                    "op": op,
-                    "backend": backend,
-                    "dtype": dtype,
-                    "device": kind,
-                    "case": case.name,
-                    "last": last,
-                }
+                    "do": "check", "op": op, "backend": backend, "dtype": dtype, "device": kind, "case": case.name, "last": last,
+                    "features": sorted(features.names), "size": features.size,
+                }  # fmt: skip
                 found.append(((last is not None, "core" not in case.tags, DTYPES.index(dtype), rank), job))
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
@@ -67,9 +63,8 @@ def _sized(op: str) -> list[tuple[Case, int | None]]:
 
 
 def checked(line: Line) -> Line:
-    """What is kept of a check. One whose process was lost never told its features: it counts for every call of its op and dtype, but if
-    it was not checked."""
-    return {name: line.get(name) for name in FIELDS} | {"features": line.get("features") or [], "size": line.get("size") or 0}
+    """What is kept of a check."""
+    return {name: line.get(name) for name in FIELDS}
 
 
 def complete(found: Iterable[Line]) -> list[list[str]]:
@@ -94,6 +89,17 @@ def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
                     "threads": torch.get_num_threads(),
                 })  # fmt: skip
     return jobs
+
+
+def sized(case: Case, last: int) -> Case:
+    """The case with this last dimension of its first tensor."""
+    return case.resize(**{name: last for name in ("D", "d") if name in case.shape})
+
+
+def features_of(case: Case) -> Features:
+    """Of the arguments that the case's call lowers to, the same for every dtype and device."""
+    args, kwargs = case.make("cpu", torch.float32, seed=1)
+    return features(OPS[case.op].prepare(*args, **kwargs)[0])
 
 
 def _special(case: Case, name: str) -> bool:

@@ -15,9 +15,9 @@ import torch
 from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact
 from pytransformer.cli.benchmark.plan import DTYPES
+from pytransformer.cli.verify.plan import features_of, sized
 from pytransformer.ops._core import verdicts
-from pytransformer.ops._core.registry import OPS
-from pytransformer.ops._core.verdicts import DECLINED, RIGHT, Features
+from pytransformer.ops._core.verdicts import DECLINED, RIGHT
 from pytransformer.testing.cases import Case, case, cases
 
 Line = dict[str, Any]
@@ -51,15 +51,10 @@ def _lost_context(job: Line) -> str | None:
     return None
 
 
-def features_of(problem: providers.Problem) -> Features:
-    """Of the arguments that the case's call lowers to."""
-    return verdicts.features(OPS[problem.case.op].prepare(*problem.args, **problem.kwargs)[0])
-
-
 def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Line:
     """Forward and backward of one case on one backend against float64, within the bounds of pytransformer.testing."""
     problem = providers.Problem.make(found, dtype, device, seed=1, grad=True)
-    features = features_of(problem)
+    features = features_of(found)
     line: Line = {
         "op": found.op, "backend": backend, "dtype": str(dtype)[6:], "case": found.name, "features": sorted(features.names),
         "size": features.size,
@@ -80,11 +75,6 @@ def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Li
     }  # fmt: skip
 
 
-def sized(found: Case, last: int) -> Case:
-    """The case with this last dimension of its first tensor."""
-    return found.resize(**{name: last for name in ("D", "d") if name in found.shape})
-
-
 def _check(job: Line) -> Line:
     found = sized(case(job["case"]), job["last"]) if job.get("last") else case(job["case"])
     return job | check_case(found, DTYPES[job["dtype"]], job["device"], job["backend"])
@@ -98,7 +88,7 @@ def _check_kind(job: Line) -> Line:
         torch.cuda.set_device(job["index"])
     within, around = [], []
     for found in (sized(c, last) for c in cases(job["op"])):
-        names = features_of(providers.Problem.make(found, dtype, "cpu", seed=1, grad=False)).names
+        names = features_of(found).names
         if names <= call:
             within.append((-len(names), found.name, found))
         if call <= names:

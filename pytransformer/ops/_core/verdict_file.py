@@ -19,7 +19,7 @@ from . import native
 
 SCHEMA = 1
 # Verdicts that were measured by us: in an installed package, in a checkout.
-SHIPPED = ("verdicts/*.json", "../bench/results/*/verdict.json")
+SHIPPED = ("verdicts/*.json", "../bench/results/*/verdict*.json")
 CODE = ("kernels", "ops/_backends", "ops/_problem", "../kernels")  # whose change makes an old verdict worthless
 ALIKE = ("device", "torch", "triton", "sources")  # what a shipped verdict must have of this machine's key
 
