@@ -38,6 +38,7 @@ CHANCES = {
     "dropout_p": 0.3,
     "return_lse": 0.5,
 }
+LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
 PACKED = ("causal", "window", "bias", "softcap", "scale", "dropout_p", "return_lse")
 
 
@@ -309,25 +310,8 @@ class _Drawer:
             self.features.add("spoiled")
         names = [n for n in ("attn_mask", "bias") if n in self.tensors]
         if names and self.chance(0.6):
-            visible, _ = oracle.visible_pairs(
-                self.B,
-                self.Lq,
-                self.Lk,
-                query_start=0,
-                key_start=0,
-                causal=k.get("causal"),
-                window=k.get("window"),
-                **{
-                    n: k.get(n)
-                    for n in (
-                        "query_lengths",
-                        "key_lengths",
-                        "prefix_lengths",
-                        "query_segments",
-                        "key_segments",
-                    )
-                },
-            )
+            by_position: dict[str, Any] = {n: k.get(n) for n in ("causal", "window", *LENGTHS_AND_SEGMENTS)}
+            visible, _ = oracle.visible_pairs(oracle.Keywords(**by_position), self.B, self.Lq, self.Lk)
             visible = visible.expand(self.B, self.Hq, self.Lq, self.Lk)
             if mask is not None:
                 visible = visible & mask

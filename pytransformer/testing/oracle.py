@@ -117,41 +117,51 @@ def _per_sequence(x: Tensor | None, default: int, batch: int) -> Tensor:
     return torch.full((batch,), default) if x is None else x.to("cpu", torch.int64)
 
 
-def visible_pairs(
-    batch: int,
-    Lq: int,
-    Lk: int,
-    *,
-    causal: str | None,
-    window: tuple[int | None, int | None] | None,
-    query_lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    prefix_lengths: Tensor | None,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    query_start: int,
-    key_start: int,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Keywords:
+    """The keywords of `pytransformer.attention`, and the absolute indices of the first query and key."""
+
+    attn_mask: Tensor | None = None
+    causal: str | None = None
+    window: tuple[int | None, int | None] | None = None
+    query_lengths: Tensor | None = None
+    key_lengths: Tensor | None = None
+    prefix_lengths: Tensor | None = None
+    query_segments: Tensor | None = None
+    key_segments: Tensor | None = None
+    bias: Any = None
+    softcap: float | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    return_lse: bool = False
+    deterministic: bool = True  # changes no value
+    query_start: int = 0
+    key_start: int = 0
+
+
+def visible_pairs(k: Keywords, batch: int, Lq: int, Lk: int) -> tuple[Tensor, Tensor]:
     """((B, 1, Lq, Lk) bool by everything but masks and biases, (B, 1, Lq, Lk) int64 key - query - offset)."""
     lq, lk = (
         _per_sequence(x, default, batch)[:, None, None, None]
-        for x, default in ((query_lengths, query_start + Lq), (key_lengths, key_start + Lk))
+        for x, default in ((k.query_lengths, k.query_start + Lq), (k.key_lengths, k.key_start + Lk))
     )
-    i = (query_start + torch.arange(Lq))[:, None]
-    j = key_start + torch.arange(Lk)
-    offset = lk - lq if causal == "bottom_right" else torch.zeros_like(lk)
+    i = (k.query_start + torch.arange(Lq))[:, None]
+    j = k.key_start + torch.arange(Lk)
+    offset = lk - lq if k.causal == "bottom_right" else torch.zeros_like(lk)
     relative = j - i - offset
     visible = (i < lq) & (j < lk)
-    if causal is not None:
+    if k.causal is not None:
         before = relative <= 0
-        visible = visible & (before if prefix_lengths is None else before | (j < prefix_lengths.cpu()[:, None, None, None]))
-    left, right = window or (None, None)
+        prefix = k.prefix_lengths
+        visible = visible & (before if prefix is None else before | (j < prefix.cpu()[:, None, None, None]))
+    left, right = k.window or (None, None)
     if left is not None:
         visible = visible & (relative >= -left)
     if right is not None:
         visible = visible & (relative <= right)
-    if query_segments is not None and key_segments is not None:
-        visible = visible & (query_segments.cpu()[:, None, :, None] == key_segments.cpu()[:, None, None, :])
+    if k.query_segments is not None and k.key_segments is not None:
+        visible = visible & (k.query_segments.cpu()[:, None, :, None] == k.key_segments.cpu()[:, None, None, :])
     return visible, relative
 
 
@@ -163,29 +173,7 @@ def _reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def solve(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_out: Tensor | None = None,
-    grad_lse: Tensor | None = None,
-    *,
-    attn_mask: Tensor | None = None,
-    causal: str | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    query_lengths: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    query_segments: Tensor | None = None,
-    key_segments: Tensor | None = None,
-    bias: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = True,  # changes no value
-    query_start: int = 0,
-    key_start: int = 0,
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None, grad_lse: Tensor | None = None, **keywords: Any
 ) -> Solution:
     """Results "out", "lse" and, given grad_out (grad_lse may be None), gradients by argument name, "slopes"
     and "table".
@@ -193,160 +181,144 @@ def solve(
     Arguments as of `pytransformer.attention`, any dtype; the dtype of `query` is the one whose rounding the
     bound allows.
     """
-    dtype = query.dtype
-    wide = dtype == torch.float64
-    unit, accumulate = torch.finfo(dtype).eps, torch.finfo(torch.float64 if wide else torch.float32)
-    ratio = accumulate.eps / unit
-    # Exponentials may flush to zero some way before the least normal number: 2**-120 in float32.
-    flushed = 64 * accumulate.tiny
-    tiny = 2.0**-24 if dtype == torch.float16 else flushed
-    saturation = accumulate.max * LN2
-    B, Hq, Lq, D = query.shape
-    Hkv, Lk = key.shape[1], key.shape[2]
-    G = Hq // Hkv
-    scale = D**-0.5 if scale is None else scale
+    answer = _Answer(query, key, value, Keywords(**keywords))
+    answer.outputs()
+    if grad_out is not None:
+        answer.gradients(grad_out, grad_lse)
+    return Solution(answer.results, query.shape[-1], answer.dead, answer.unseen)
 
-    visible, relative = visible_pairs(
-        B,
-        Lq,
-        Lk,
-        causal=causal,
-        window=window,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        prefix_lengths=prefix_lengths,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_start=query_start,
-        key_start=key_start,
-    )
-    visible = visible.expand(B, Hq, Lq, Lk)
 
-    # Additive terms, read only where the pair is visible; -inf hides the pair.
-    terms: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        visible = visible & attn_mask.cpu()
-    dense = {
-        "attn_mask": attn_mask if attn_mask is not None and attn_mask.dtype != torch.bool else None,
-        "bias": bias if isinstance(bias, Tensor) else None,
-    }
-    for name, term in dense.items():
-        if term is not None:
-            terms[name] = torch.where(visible, term.detach().cpu().double().expand(B, Hq, Lq, Lk), 0.0)
-            shapes[name] = term.shape, term.dtype
-            visible = visible & (terms[name] != -torch.inf)
-    distance = relative.abs().double()
-    if hasattr(bias, "slopes"):
-        terms["slopes"] = -bias.slopes.detach().cpu().double()[:, None, None] * distance
-        shapes["slopes"] = bias.slopes.shape, bias.slopes.dtype
-    if hasattr(bias, "table"):
-        bucket = t5_bucket(relative, bias.table.shape[0], bias.bidirectional, bias.max_distance)
-        table = bias.table.detach().cpu().double()
-        terms["table"] = table.t()[:, bucket].transpose(0, 1).squeeze(2)
-        shapes["table"] = bias.table.shape, bias.table.dtype
+class _Answer:
+    """One problem on its way: visibility and terms, scores, outputs, gradients. All (B, Hq, Lq, Lk) float64 where nothing else is said.
 
-    # Rows that take part in no pair hold anything and reach nothing.
-    dead = ~visible.any(-1)
-    unseen = ~visible.reshape(B, Hkv, G * Lq, Lk).any(2) if visible.numel() else torch.ones(B, Hkv, Lk, dtype=torch.bool)
+    `a` is what the rounding of the score is relative to, `amp` how much of it a result may show: a probability carries the rounding of its
+    score, and one more eps from the exponential and the normaliser.
+    """
 
-    def rows(x: Tensor, gone: Tensor) -> Tensor:
-        return x.detach().cpu().double().masked_fill(gone[..., None], 0.0)
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, keywords: Keywords) -> None:
+        self.k, self.dtype, self.results = keywords, query.dtype, dict[str, Result]()
+        self.wide = query.dtype == torch.float64
+        accumulate = torch.finfo(torch.float64 if self.wide else torch.float32)
+        self.ratio = accumulate.eps / torch.finfo(query.dtype).eps
+        # Exponentials may flush to zero some way before the least normal number: 2**-120 in float32.
+        self.flushed = 64 * accumulate.tiny
+        self.tiny = 2.0**-24 if query.dtype == torch.float16 else self.flushed
+        self.saturation = accumulate.max * LN2
+        self.B, self.Hq, self.Lq, D = query.shape
+        self.Hkv, self.Lk = key.shape[1], key.shape[2]
+        self.G = self.Hq // self.Hkv
+        self.shape = (self.B, self.Hq, self.Lq, self.Lk)
+        self.scale = D**-0.5 if keywords.scale is None else keywords.scale
+        visible, self.relative = visible_pairs(keywords, self.B, self.Lq, self.Lk)
+        self.visible = visible.expand(self.shape)
+        self.sources: dict[str, Tensor] = {}  # the tensors of the additive terms, whose gradients are asked for
+        terms = self._terms()
+        # Rows that take part in no pair hold anything and reach nothing.
+        self.dead = ~self.visible.any(-1)
+        self.unseen = torch.ones(self.B, self.Hkv, self.Lk, dtype=torch.bool)
+        if self.visible.numel():
+            self.unseen = ~self.visible.reshape(self.B, self.Hkv, self.G * self.Lq, self.Lk).any(2)
+        self.q, k, v = _rows(query, self.dead), _rows(key, self.unseen), _rows(value, self.unseen)
+        self.kk, self.vv = k.repeat_interleave(self.G, 1), v.repeat_interleave(self.G, 1)
+        self._scores(terms)
 
-    q, k, v = rows(query, dead), rows(key, unseen), rows(value, unseen)
-    kk, vv = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
-    ka, va, qa = kk.abs(), vv.abs(), q.abs()
+    def _terms(self) -> list[Tensor]:
+        """Additive terms, read only where the pair is visible; -inf hides the pair."""
+        mask, bias = self.k.attn_mask, self.k.bias
+        if mask is not None and mask.dtype == torch.bool:
+            self.visible, mask = self.visible & mask.cpu(), None
+        terms = []
+        for name, term in (("attn_mask", mask), ("bias", bias if isinstance(bias, Tensor) else None)):
+            if term is not None:
+                terms.append(torch.where(self.visible, term.detach().cpu().double().expand(self.shape), 0.0))
+                self.sources[name] = term
+                self.visible = self.visible & (terms[-1] != -torch.inf)
+        self.distance = self.relative.abs().double()
+        if hasattr(bias, "slopes"):
+            terms.append(-bias.slopes.detach().cpu().double()[:, None, None] * self.distance)
+            self.sources["slopes"] = bias.slopes
+        if hasattr(bias, "table"):
+            self.bucket = t5_bucket(self.relative, bias.table.shape[0], bias.bidirectional, bias.max_distance)
+            terms.append(bias.table.detach().cpu().double().t()[:, self.bucket].transpose(0, 1).squeeze(2))
+            self.sources["table"] = bias.table
+        return terms
 
-    x = scale * (q @ kk.mT)
-    a = abs(scale) * (qa @ ka.mT)  # what the rounding of the score is relative to
-    if softcap:
-        t = torch.tanh(x / softcap)
-        slope = 1 - t * t
-        slope_S = slope + ratio * (2 * t * t + 2 * t.abs() * slope * a / softcap)
-        x = softcap * t
-    else:
-        slope = slope_S = torch.ones((), dtype=torch.float64)
-    for term in terms.values():
-        x = x + term
-        a = a + torch.where(term.abs() < LOST, term.abs(), 0.0)
-    x = x.clamp(-saturation, saturation).masked_fill(~visible, -torch.inf)
-    # Maximum and log of the sum apart: in rows of finfo.min their sum has lost the latter.
-    top = x.amax(-1) if Lk else torch.full((B, Hq, Lq), -torch.inf, dtype=torch.float64)
-    weight = torch.exp(x - top.masked_fill(dead, 0.0)[..., None])
-    total = weight.sum(-1).masked_fill(dead, 1.0)
-    lse, P = top + total.log(), weight / total[..., None]
+    def _scores(self, terms: list[Tensor]) -> None:
+        x = self.scale * (self.q @ self.kk.mT)
+        a = abs(self.scale) * (self.q.abs() @ self.kk.abs().mT)
+        self.slope = self.slope_S = torch.ones((), dtype=torch.float64)
+        if softcap := self.k.softcap:
+            t = torch.tanh(x / softcap)
+            self.slope = 1 - t * t
+            self.slope_S = self.slope + self.ratio * (2 * t * t + 2 * t.abs() * self.slope * a / softcap)
+            x = softcap * t
+        for term in terms:
+            x = x + term
+            a = a + torch.where(term.abs() < LOST, term.abs(), 0.0)
+        x = x.clamp(-self.saturation, self.saturation).masked_fill(~self.visible, -torch.inf)
+        # Maximum and log of the sum apart: in rows of finfo.min their sum has lost the latter.
+        top = x.amax(-1) if self.Lk else torch.full(self.shape[:3], -torch.inf, dtype=torch.float64)
+        weight = torch.exp(x - top.masked_fill(self.dead, 0.0)[..., None])
+        total = weight.sum(-1).masked_fill(self.dead, 1.0)
+        self.lse, self.P = top + total.log(), weight / total[..., None]
+        self.heaviest = a.masked_fill(self.P == 0, 0.0).amax(-1) if self.Lk else torch.zeros_like(self.lse)
+        self.amp = 1 + self.ratio * (1 + self.heaviest[..., None])
 
-    heaviest = a.masked_fill(P == 0, 0.0).amax(-1) if Lk else torch.zeros_like(lse)
-    # A probability carries the rounding of its score, and one more eps from the exponential and the
-    # normaliser.
-    amp = 1 + ratio * (1 + heaviest[..., None])
-    M = keep_factor(int(dropout_seed or 0), dropout_p, B, Hq, query_start + torch.arange(Lq), key_start + torch.arange(Lk))
-    PM, seen = P * M, visible.double()
-    out, out_S = PM @ vv, PM @ va
-    results = {
-        "out": Result(out, amp * out_S, tiny * ((seen * M) @ va + ~dead[..., None]), False, dtype),
-        "lse": Result(
-            lse,
-            (1 + heaviest + lse.abs().nan_to_num(posinf=0.0)) * ~dead,
-            torch.zeros_like(lse),
-            False,
-            torch.float64 if wide else torch.float32,
-        ),
-    }
-    if grad_out is None:
-        return Solution(results, query.shape[-1], dead, unseen)
+    def outputs(self) -> None:
+        k, seed = self.k, int(self.k.dropout_seed or 0)
+        rows, columns = k.query_start + torch.arange(self.Lq), k.key_start + torch.arange(self.Lk)
+        self.M = keep_factor(seed, k.dropout_p, self.B, self.Hq, rows, columns)
+        self.PM, self.seen = self.P * self.M, self.visible.double()
+        self.out, self.out_S = self.PM @ self.vv, self.PM @ self.vv.abs()
+        floor = self.tiny * ((self.seen * self.M) @ self.vv.abs() + ~self.dead[..., None])
+        self.results["out"] = Result(self.out, self.amp * self.out_S, floor, False, self.dtype)
+        S = (1 + self.heaviest + self.lse.abs().nan_to_num(posinf=0.0)) * ~self.dead
+        kind = torch.float64 if self.wide else torch.float32
+        self.results["lse"] = Result(self.lse, S, torch.zeros_like(self.lse), False, kind)
 
-    do = rows(grad_out, dead)
-    doa = do.abs()
-    dl = torch.zeros_like(lse) if grad_lse is None else grad_lse.detach().cpu().double().masked_fill(dead, 0.0)
-    dP = M * (do @ vv.mT)
-    dS = P * (dP - (do * out).sum(-1, keepdim=True) + dl[..., None])
-    factor_S = M * (doa @ va.mT) + (doa * out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
-    dS_S = amp * P * factor_S
-    # Underflow of dS itself, of its weight, and of the output that rowsum(dO * O) is taken from.
-    lost = (doa * results["out"].floor).sum(-1, keepdim=True)
-    dS_floor = seen * (tiny + flushed * factor_S + P * lost)
-    dX, dX_S = dS * slope, dS_S * slope_S
+    def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> None:
+        do = _rows(grad_out, self.dead)
+        doa, ka, va, amp = do.abs(), self.kk.abs(), self.vv.abs(), self.amp
+        dl = torch.zeros_like(self.lse)
+        if grad_lse is not None:
+            dl = grad_lse.detach().cpu().double().masked_fill(self.dead, 0.0)
+        dP = self.M * (do @ self.vv.mT)
+        dS = self.P * (dP - (do * self.out).sum(-1, keepdim=True) + dl[..., None])
+        factor_S = self.M * (doa @ va.mT) + (doa * self.out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
+        dS_S = amp * self.P * factor_S
+        # Underflow of dS itself, of its weight, and of the output that rowsum(dO * O) is taken from.
+        lost = (doa * self.results["out"].floor).sum(-1, keepdim=True)
+        dS_floor = self.seen * (self.tiny + self.flushed * factor_S + self.P * lost)
+        dX, dX_S = dS * self.slope, dS_S * self.slope_S
 
-    def per_key(x: Tensor) -> Tensor:
-        return x.reshape(B, Hkv, G, Lk, x.shape[-1]).sum(2)
+        def gradient(name: str, value: Tensor, S: Tensor, floor: Tensor) -> None:
+            self.results[name] = Result(value, S, floor, True, self.dtype)
 
-    def gradient(name: str, value: Tensor, S: Tensor, floor: Tensor, kind: torch.dtype) -> None:
-        results[name] = Result(value, S, floor, True, kind)
+        scale, size, qa, per_key = self.scale, abs(self.scale), self.q.abs(), self._per_key
+        floor = size * (dS_floor @ ka) + self.tiny * ~self.dead[..., None]
+        gradient("query", scale * (dX @ self.kk), size * (dX_S @ ka), floor)
+        floor = size * per_key(dS_floor.mT @ qa) + self.tiny * ~self.unseen[..., None]
+        gradient("key", per_key(scale * (dX.mT @ self.q)), per_key(size * (dX_S.mT @ qa)), floor)
+        floor = self.tiny * (per_key((self.seen * self.M).mT @ doa) + ~self.unseen[..., None])
+        gradient("value", per_key(self.PM.mT @ do), per_key((amp * self.PM).mT @ doa), floor)
+        for name, source in self.sources.items():
+            value, S, floor = (self._sum(name, p, source.shape, i == 0) for i, p in enumerate((dS, dS_S, dS_floor)))
+            self.results[name] = Result(value, S, floor, True, source.dtype)
 
-    gradient(
-        "query",
-        scale * (dX @ kk),
-        abs(scale) * (dX_S @ ka),
-        abs(scale) * (dS_floor @ ka) + tiny * ~dead[..., None],
-        dtype,
-    )
-    gradient(
-        "key",
-        per_key(scale * (dX.mT @ q)),
-        per_key(abs(scale) * (dX_S.mT @ qa)),
-        abs(scale) * per_key(dS_floor.mT @ qa) + tiny * ~unseen[..., None],
-        dtype,
-    )
-    gradient(
-        "value",
-        per_key(PM.mT @ do),
-        per_key((amp * PM).mT @ doa),
-        tiny * (per_key((seen * M).mT @ doa) + ~unseen[..., None]),
-        dtype,
-    )
-    parts = (dS, dS_S, dS_floor)
-    for name, (shape, kind) in shapes.items():
+    def _per_key(self, x: Tensor) -> Tensor:
+        return x.reshape(self.B, self.Hkv, self.G, self.Lk, x.shape[-1]).sum(2)
+
+    def _sum(self, name: str, part: Tensor, shape: torch.Size, is_value: bool) -> Tensor:
+        """The pairs' part of a term's gradient, in the shape of its tensor. The derivative of ALiBi's term is minus the distance, of
+        whose sign sizes know nothing."""
         if name == "slopes":
-            sums = [(y * w).sum((0, 2, 3)) for y, w in zip(parts, (-distance, distance, distance))]
-        elif name == "table":
-            index = bucket.expand(B, Hq, Lq, Lk).permute(0, 2, 3, 1).reshape(-1, Hq)
-            sums = [
-                torch.zeros(shape, dtype=torch.float64).scatter_add_(0, index, y.permute(0, 2, 3, 1).reshape(-1, Hq))
-                for y in parts
-            ]
-        else:
-            sums = [_reduce_to(y, shape) for y in parts]
-        value_of, S_of, floor_of = sums
-        gradient(name, value_of, S_of, floor_of, kind)
-    return Solution(results, query.shape[-1], dead, unseen)
+            return (part * (-self.distance if is_value else self.distance)).sum((0, 2, 3))
+        if name == "table":
+            index = self.bucket.expand(self.shape).permute(0, 2, 3, 1).reshape(-1, self.Hq)
+            sums = torch.zeros(shape, dtype=torch.float64)
+            return sums.scatter_add_(0, index, part.permute(0, 2, 3, 1).reshape(-1, self.Hq))
+        return _reduce_to(part, shape)
+
+
+def _rows(x: Tensor, gone: Tensor) -> Tensor:
+    return x.detach().cpu().double().masked_fill(gone[..., None], 0.0)

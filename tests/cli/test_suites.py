@@ -28,6 +28,7 @@ from pytransformer.cli.benchmark import (
     runner,
     suites,
 )
+from pytransformer.testing import exact_attention
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
@@ -97,7 +98,7 @@ def test_an_instruction_set_holds_every_library(environment: dict[str, str]) -> 
 
 @pytest.fixture
 def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "PAIRS", 1 << 12)
+    monkeypatch.setattr(exact_attention, "PAIRS", 1 << 12)
 
 
 def _verdict(case: str, change=lambda found: found) -> check.Verdict:

@@ -19,137 +19,14 @@ import torch
 
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
 from pytransformer.cli.benchmark import clock, curves, memory, peaks, plan, plots, report, results, suites
+from pytransformer.cli.benchmark.options import ISAS
+from pytransformer.cli.benchmark.options import add_arguments as add_arguments
 from pytransformer.cli.benchmark.runner import Options, Runner
-from pytransformer.cli.providers import ON_REQUEST, PEERS, VARIANTS
+from pytransformer.cli.providers import PEERS
 from pytransformer.console import EXTRA_HINT, Console, have_rich
 
 QUICK_SECONDS = 46.0  # for the steps; starting up, probing memory and drawing take the rest of the minute
 QUICK_ROUNDS = 3  # samples at least
-# What holds PyTorch's own kernels, MKL's and oneDNN's to an instruction set.
-ISAS = {
-    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
-    "avx2": ("avx2", "AVX2", "AVX2"),
-    "generic": ("default", "SSE4_2", "SSE41"),
-}
-_KNOWN_BACKENDS = ("reference", "cpu", "triton", "cuda", *PEERS, *VARIANTS)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("ops", nargs="*", metavar="OP", help=f"ops to run (default all): {', '.join(plan.OPS)}")
-    add("--quick", action="store_true", help="every op at small shapes, in about a minute")
-    add(
-        "--suite",
-        choices=tuple(suites.SUITES),
-        default=None,
-        help="a fixed list of problems; aims, under 15 minutes, is what runs when nothing is asked for",
-    )
-    add(
-        "--isa",
-        choices=tuple(ISAS),
-        default=None,
-        help="hold both our kernels and PyTorch's libraries to an instruction set",
-    )
-    add(
-        "--case",
-        type=_words,
-        default=[],
-        metavar="NAME,...",
-        help="cases by name (default: each op's core cases); --list shows them",
-    )
-    add(
-        "--size",
-        choices=("small", "medium", "large"),
-        default="medium",
-        help="shape of the cases (default medium)",
-    )
-    add("--shape", type=_shape, default={}, metavar="Lq=4096,...", help="change dimensions of the cases; L is Lq and Lk")
-    add(
-        "--sweep",
-        type=_sweep,
-        default=[{}],
-        metavar="L=512:4096",
-        help="several sizes of a dimension: doubling from:to, or a,b,c; draws speed and memory against it",
-    )
-    add(
-        "--dtype",
-        type=_dtypes,
-        default=None,
-        metavar="NAME,...",
-        help="float32 (default), bfloat16, float16, float64",
-    )
-    add(
-        "--mode",
-        type=_modes,
-        default=None,
-        metavar="NAME,...",
-        help="fwd, bwd, fwd+bwd (default fwd,fwd+bwd)",
-    )
-    add(
-        "--providers",
-        "--backends",
-        dest="backends",
-        type=_backends,
-        default=None,
-        metavar="NAME,...",
-        help="who takes part: reference, cpu, triton, cuda (ours), naive, torch (default: these), or also "
-        f"{', '.join(ON_REQUEST)}; all",
-    )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
-    add(
-        "--threads",
-        type=int,
-        default=None,
-        metavar="N",
-        help="torch.set_num_threads(N) first (default: leave as it is)",
-    )
-    add(
-        "--min-time",
-        type=float,
-        default=None,
-        metavar="S",
-        help=f"seconds of timing for each contender (default 0.3; in a suite {suites.MIN_TIME})",
-    )
-    add(
-        "--sustained",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="also time calls after a rest, and S seconds of calls without one (default 0: not, but in a suite)",
-    )
-    add(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="cold: empty the CPU's caches before each call (default warm; on GPUs always cold)",
-    )
-    add(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="check against float64 before timing (default on)",
-    )
-    add(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure peak memory (default on)",
-    )
-    add(
-        "--peaks",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure what the machine can do, for the roofline (default on; not with --quick)",
-    )
-    add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default on)")
-    add(
-        "--out",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="folder to write (default ./results/bench-<date>)",
-    )
-    add("--list", action="store_true", help="list the cases and stop")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -299,61 +176,6 @@ def _folder(given: Path | None) -> Path:
 
 def _command_line(arguments: argparse.Namespace) -> str:
     return " ".join(["pytransformer", *arguments.argv])
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _among(text: str, known: tuple[str, ...]) -> list[str]:
-    words = _words(text)
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}")
-    return words
-
-
-def _dtypes(text: str) -> list[str]:
-    return [plan.dtype_name(plan.DTYPES[word]) for word in _among(text, tuple(plan.DTYPES))]
-
-
-def _modes(text: str) -> list[str]:
-    return _among(text, results.MODES)
-
-
-def _backends(text: str) -> tuple[str, ...]:
-    return _KNOWN_BACKENDS if text == "all" else tuple(_among(text, _KNOWN_BACKENDS))
-
-
-def _shape(text: str) -> dict[str, int]:
-    shape: dict[str, int] = {}
-    for word in _words(text):
-        name, _, size = word.partition("=")
-        shape |= _sized(word, name, size)
-    return shape
-
-
-def _sweep(text: str) -> list[dict[str, int]]:
-    """`L=512:4096` (doubling) or `L=512,1000,2048`: one shape for each size."""
-    name, _, sizes = text.partition("=")
-    first, colon, last = sizes.partition(":")
-    if not colon:
-        return [_sized(text, name, size) for size in _words(sizes)] or [_sized(text, name, sizes)]
-    size, end = (next(iter(_sized(text, name, n).values())) for n in (first, last))
-    swept = []
-    while size <= end:
-        swept.append(_sized(text, name, str(size)))
-        size *= 2
-    if not swept:
-        raise argparse.ArgumentTypeError(f"{text!r} goes from {first} down to {last}; the first must be the smaller")
-    return swept
-
-
-def _sized(word: str, name: str, size: str) -> dict[str, int]:
-    known = {name for found in plan.cases() for name in found.shape} | {"Dv", "L"}
-    if name not in known or not size.isdecimal() or int(size) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=SIZE with a NAME out of {', '.join(sorted(known))}")
-    return dict.fromkeys(("Lq", "Lk") if name == "L" else (name,), int(size))
 
 
 # ---- what is said
