@@ -1,15 +1,18 @@
-"""The cases of the command line's benchmark under pytest-benchmark: a file in ops/ names its ops, and gets one test per
-case, mode and backend.
+"""The cases of the command line's benchmark under pytest-benchmark: the file of a stem in ops/ gets one test per case,
+mode and backend.
 
     pytest bench/ops/attention.py --benchmark-group-by=param:step --size medium --dtype bfloat16 -k "causal and fwd"
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, exact, plan, runner
+from pytransformer.ops._core.registry import OPS
 
 BACKENDS = ("cpu", "reference", "naive", "torch")
 
@@ -28,7 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "step" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    steps = plan.chosen(metafunc.module.OPS, (), option("--size"), {}, [option("--dtype")], plan.QUICK_MODES)
+    ops = [op for op in plan.OPS if OPS[op].stem == Path(metafunc.module.__file__).stem]
+    steps = plan.chosen(ops, (), option("--size"), {}, [option("--dtype")], plan.QUICK_MODES)
     metafunc.parametrize("step", steps, ids=[f"{s.case.name}-{s.mode}" for s in steps])
     metafunc.parametrize("backend", BACKENDS)
 

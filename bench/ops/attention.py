@@ -1,7 +1,114 @@
-"""pytest-benchmark runs of attention, attention_varlen; see bench/conftest.py."""
+"""attention and attention_varlen in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
 
-OPS = ("attention", "attention_varlen")
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import pytransformer as pt
+from pytransformer.kernels.attention import configs
+from pytransformer.ops.attention import attention_op
+from pytransformer.ops.masks import buckets_of
 
 
 def test_speed(timed) -> None:
     timed()
+
+
+def tune(tools: ModuleType) -> Iterator[Any]:
+    """The classes of problems for bench/tools/tune.py."""
+    for dtype in (torch.bfloat16, torch.float32):
+        size = dtype.itemsize
+        for head_dim in configs.HEAD_DIMS:
+            for kernel in ("forward", "decode", "dkdv", "dropout dkdv", "dq", "dbias"):
+                for score_mods in (
+                    (1,) if kernel in ("dbias", "dropout dkdv") else (0,) if kernel == "decode" or size == 4 else (0, 1)
+                ):
+                    yield tools.Task(
+                        "attention",
+                        configs.key_of(kernel, head_dim, size, score_mods),
+                        "attention_forward" if kernel in ("forward", "decode") else f"attention_backward_{kernel.split()[-1]}",
+                        tools.nearest_first(configs.candidates(kernel, head_dim, size, score_mods=score_mods)),
+                        _attention(tools, kernel, head_dim, dtype, score_mods),
+                    )
+
+
+def _attention(tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype, score_mods: int) -> Callable[..., Any]:
+    def prepare(device: str, small: bool, backend: str) -> Any:
+        length = 64 if small else 2048 if kernel == "dbias" or dtype == torch.float32 else 4096
+        queries, keys = (1, 128 if small else 32768) if kernel == "decode" else (length, length)
+        make = tools.random_values(device, dtype)
+        kwargs: dict[str, Any] = {}
+        if kernel == "dbias":
+            kwargs["bias"] = make(1, 8, length, length)
+        elif kernel == "dkdv" and score_mods:
+            kwargs["bias"] = pt.AlibiBias(torch.linspace(0.1, 0.8, 8, device=device))
+        elif score_mods:
+            kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
+        heads = 2 if kernel == "decode" else 8
+        a, _, _ = attention_op.prepare(
+            make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
+        )
+        names = {"dkdv": ("key", "value"), "dq": ("query",), "dbias": ("bias",)}.get(kernel.split()[-1], ())
+        return tools.direction(attention_op, a, names, backend)
+
+    return prepare
+
+
+def overhead(made: Callable[..., Any]) -> dict[str, Any]:
+    """Tiny problems beside PyTorch's function, by name."""
+
+    def problem(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Any:
+        """(1, 2, 8, 16); `more` is a mask or a bias, which gets its gradient."""
+        q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, kv_heads, 8, 16), torch.randn(1, kv_heads, 8, 16)
+        theirs = partial(F.scaled_dot_product_attention, **options, **({"enable_gqa": True} if kv_heads == 1 else {}))
+        ours = lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options)
+        return made([q, k, v, *more], ours, theirs, drop_in=True)
+
+    return {
+        "attention": problem(),
+        "attention, bool mask": problem(torch.rand(1, 1, 8, 8) > 0.3),
+        "attention, bias": problem(torch.randn(1, 2, 8, 8)),
+        "attention, GQA": problem(kv_heads=1),
+        "attention, dropout": problem(dropout_p=0.1),
+        "ALiBi": _alibi(made),
+        "T5 bias": _t5(made),
+        "attention_varlen": _varlen(made),
+        "pt.scaled_dot_product": problem()._replace(ours=pt.scaled_dot_product_attention, drop_in=False),
+    }
+
+
+def _alibi(made: Callable[..., Any]) -> Any:
+    """PyTorch adds the bias as a dense one, which gets no gradient here: that is given to the slopes by a product more."""
+    q, k, v, slopes = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.rand(2)
+    distance = -(torch.arange(8)[:, None] - torch.arange(8)).abs().float()
+    return made(
+        [q, k, v, slopes],
+        lambda q, k, v, slopes: pt.attention(q, k, v, bias=pt.AlibiBias(slopes)),
+        lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, slopes[:, None, None] * distance),
+    )
+
+
+def _t5(made: Callable[..., Any]) -> Any:
+    q, k, v, table = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.randn(8, 2)
+    buckets = buckets_of(torch.arange(8) - torch.arange(8)[:, None], 8, True, 32)
+    return made(
+        [q, k, v, table],
+        lambda q, k, v, table: pt.attention(q, k, v, bias=pt.RelativePositionBias(table, True, 32)),
+        lambda q, k, v, table: F.scaled_dot_product_attention(q, k, v, F.embedding(buckets, table).permute(2, 0, 1)[None]),
+    )
+
+
+def _varlen(made: Callable[..., Any]) -> Any:
+    """Two sequences of 8 and 5 rows; PyTorch's nested tensors take several times as long, so it gets the padded ones with a mask."""
+    q, k, v = torch.randn(3, 13, 2, 16).unbind()
+    offsets = torch.tensor([0, 8, 13], dtype=torch.int32)
+    padded, mask = torch.randn(2, 2, 8, 16), (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None]
+    ours = lambda q, k, v: pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
+    theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
+    return made([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])

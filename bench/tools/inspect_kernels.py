@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytransformer  # noqa: F401  # declares the ops
 from pytransformer.console import Console
+from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("triton", "cuda")
-STEMS = {"layer_norm": ("norm",), "feed_forward": ("ffn", "feed_forward"), "cross_entropy": ("cross_entropy",)}
+STEMS = tuple(dict.fromkeys(op.stem for op in OPS.values()))
 COLUMNS = ("registers", "stack", "shared", "products", "wide", "narrow", "instructions")
 Rows = Iterator[tuple[str, str, dict[str, int]]]  # architecture, kernel, what it takes
 
@@ -41,8 +43,11 @@ def machinery(backend: str) -> ModuleType:
 
 
 def stem_of(kernel: str) -> str:
-    """The stem of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks."""
-    return next((stem for stem, words in STEMS.items() if any(word in kernel for word in words)), "attention")
+    """The stem of a kernel or of the problem it was compiled for, by its name; attention's bear the names of masks, and products belong
+    to the stem that they were written for."""
+    words = {stem: (stem, *(name for name, op in OPS.items() if op.stem == stem)) for stem in STEMS}
+    found = next((stem for stem in STEMS if any(word in kernel for word in words[stem])), None)
+    return found or ("feed_forward" if "matmul" in kernel else "attention")
 
 
 def wanted(arch: str, kernel: str, options: argparse.Namespace) -> bool:
@@ -85,7 +90,7 @@ def built_cuda(options: argparse.Namespace) -> Rows:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=("attention", *STEMS), help="one stem (default all)")
+    parser.add_argument("--op", choices=STEMS, help="one stem (default all)")
     parser.add_argument(
         "--arch", nargs="*", default=[], metavar="N", help="80, 90, 100, 120 (default: Triton 90; CUDA what is built)"
     )

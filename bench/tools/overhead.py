@@ -15,22 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import importlib.util
 import json
 import pstats
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.cli.benchmark import results
 from pytransformer.ops._core import lane
-from pytransformer.ops.masks import buckets_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "overhead.json"
@@ -47,6 +45,7 @@ class Problem(NamedTuple):
     ours: Function
     theirs: Function
     their_leaves: list[torch.Tensor] | None = None  # where PyTorch needs another form
+    drop_in: bool = False  # whether activate() puts ours in the place of theirs
 
 
 class Way(NamedTuple):
@@ -57,117 +56,25 @@ class Way(NamedTuple):
     call: Callable[[], object]
 
 
-def attention(*more: torch.Tensor, kv_heads: int = 2, **options: float) -> Problem:
-    """(1, 2, 8, 16); `more` is a mask or a bias, which gets its gradient."""
-    q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, kv_heads, 8, 16), torch.randn(1, kv_heads, 8, 16)
-    theirs = partial(F.scaled_dot_product_attention, **options, **({"enable_gqa": True} if kv_heads == 1 else {}))
-    return Problem([q, k, v, *more], lambda q, k, v, mask=None: pt.attention(q, k, v, attn_mask=mask, **options), theirs)
-
-
-def alibi() -> Problem:
-    """PyTorch adds the bias as a dense one, which gets no gradient here: that is given to the slopes by a product more."""
-    q, k, v, slopes = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.rand(2)
-    distance = -(torch.arange(8)[:, None] - torch.arange(8)).abs().float()
-    return Problem(
-        [q, k, v, slopes],
-        lambda q, k, v, slopes: pt.attention(q, k, v, bias=pt.AlibiBias(slopes)),
-        lambda q, k, v, slopes: F.scaled_dot_product_attention(q, k, v, slopes[:, None, None] * distance),
-    )
-
-
-def t5() -> Problem:
-    q, k, v, table = *torch.randn(3, 1, 2, 8, 16).unbind(), torch.randn(8, 2)
-    buckets = buckets_of(torch.arange(8) - torch.arange(8)[:, None], 8, True, 32)
-    return Problem(
-        [q, k, v, table],
-        lambda q, k, v, table: pt.attention(q, k, v, bias=pt.RelativePositionBias(table, True, 32)),
-        lambda q, k, v, table: F.scaled_dot_product_attention(q, k, v, F.embedding(buckets, table).permute(2, 0, 1)[None]),
-    )
-
-
-def varlen() -> Problem:
-    """Two sequences of 8 and 5 rows; PyTorch's nested tensors take several times as long, so it gets the padded ones with a mask."""
-    q, k, v = torch.randn(3, 13, 2, 16).unbind()
-    offsets = torch.tensor([0, 8, 13], dtype=torch.int32)
-    padded, mask = torch.randn(2, 2, 8, 16), (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None]
-
-    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
-
-    return Problem([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])
-
-
-def feed_forward(gated: bool = False, **options: float) -> Problem:
-    x, w1, b1, w2, b2 = torch.randn(2, 16), torch.randn(32, 16), torch.randn(32), torch.randn(16, 32), torch.randn(16)
-
-    def theirs(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
-        hidden = F.linear(x, w1, b1)
-        hidden = F.relu(hidden) if gate is None else F.silu(F.linear(x, gate)) * hidden
-        return F.linear(F.dropout(hidden, options["dropout_p"]) if options else hidden, w2, b2)
-
-    def ours(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, gate: Any = None) -> torch.Tensor:
-        return pt.feed_forward(x, w1, b1, w2, b2, activation="relu" if gate is None else "silu", gate_weight=gate, **options)
-
-    return Problem([x, w1, b1, w2, b2, *([torch.randn(32, 16)] if gated else [])], ours, theirs)
-
-
-def norms() -> dict[str, Problem]:
-    x, r, w, b = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64), torch.randn(64)
-    return {
-        "layer_norm": Problem(
-            [x, w, b], lambda x, w, b: pt.layer_norm(x, 64, w, b), lambda x, w, b: F.layer_norm(x, (64,), w, b)
-        ),
-        "rms_norm": Problem([x, w], lambda x, w: pt.rms_norm(x, 64, w), lambda x, w: F.rms_norm(x, (64,), w)),
-        "add_norm": Problem(
-            [x, r, w, b], lambda x, r, w, b: pt.add_norm(x, r, w, b)[0], lambda x, r, w, b: F.layer_norm(x + r, (64,), w, b)
-        ),
-        "add_norm, dropout": Problem(
-            [x, r, w, b],
-            lambda x, r, w, b: pt.add_norm(x, r, w, b, dropout_p=0.1)[0],
-            lambda x, r, w, b: F.layer_norm(F.dropout(x, 0.1) + r, (64,), w, b),
-        ),
-        "add_norm, rms": Problem(
-            [x, r, w],
-            lambda x, r, w: pt.add_norm(x, r, w, kind="rms")[0],
-            lambda x, r, w: F.rms_norm(x + r, (64,), w),
-        ),
-    }
-
-
 def problems() -> dict[str, Problem]:
-    target = torch.tensor([3, 7])
-    return {
-        "attention": attention(),
-        "attention, bool mask": attention(torch.rand(1, 1, 8, 8) > 0.3),
-        "attention, bias": attention(torch.randn(1, 2, 8, 8)),
-        "attention, GQA": attention(kv_heads=1),
-        "attention, dropout": attention(dropout_p=0.1),
-        "ALiBi": alibi(),
-        "T5 bias": t5(),
-        "attention_varlen": varlen(),
-        "pt.scaled_dot_product": attention()._replace(ours=pt.scaled_dot_product_attention),
-        **norms(),
-        "feed_forward": feed_forward(),
-        "feed_forward, gated": feed_forward(gated=True),
-        "feed_forward, dropout": feed_forward(dropout_p=0.1),
-        "linear_cross_entropy": Problem(
-            [torch.randn(2, 16), torch.randn(32, 16), torch.randn(32)],
-            lambda x, w, b: pt.linear_cross_entropy(x, w, target, bias=b),
-            lambda x, w, b: F.cross_entropy(F.linear(x, w, b), target),
-        ),
-    }
+    """Those of every stem: `overhead(made)` of its file in bench/ops, where `made` makes a Problem."""
+    found: dict[str, Problem] = {}
+    for path in sorted((Path(__file__).resolve().parents[1] / "ops").glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"ops_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if hasattr(module, "overhead"):
+            found |= module.overhead(Problem)
+    return found
 
 
 def modes(op: str) -> tuple[str, ...]:
-    return MODES if op.split(",")[0] == "attention" else MODES[:3]
+    return MODES if problems()[op].drop_in else MODES[:3]
 
 
 def ways(op: str, mode: str) -> list[Way]:
     """Ours, ours by way of Python, PyTorch's. Leaves need a gradient in every mode, as parameters do."""
-    leaves, ours, theirs, others = problems()[op]
+    leaves, ours, theirs, others, _ = problems()[op]
     without_gradient = torch.inference_mode if mode == "fwd, inference" else torch.no_grad
 
     def runner(function: Function, leaves: list[torch.Tensor]) -> Callable[[], object]:

@@ -28,16 +28,7 @@ from typing import Any
 
 import torch
 
-from pytransformer import AlibiBias
 from pytransformer.kernels import tuned
-from pytransformer.kernels.attention import configs as attention_configs
-from pytransformer.kernels.cross_entropy import configs as cross_entropy_configs
-from pytransformer.kernels.feed_forward import configs as feed_forward_configs
-from pytransformer.kernels.layer_norm import configs as layer_norm_configs
-from pytransformer.ops.attention import attention_op
-from pytransformer.ops.cross_entropy import linear_cross_entropy_op
-from pytransformer.ops.feed_forward import feed_forward_op
-from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.testing import bounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,11 +50,9 @@ class Task:
 
 
 def tasks() -> Iterator[Task]:
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from _attention_tasks(dtype)
-        yield from _feed_forward_tasks(dtype)
-        yield from _norm_tasks(dtype)
-    yield from _cross_entropy_tasks()
+    """Those of every stem: `tune(tools)` of its file in bench/ops, which gets this module."""
+    for path in sorted((ROOT / "bench" / "ops").glob("*.py")):
+        yield from load(path).tune(sys.modules[__name__])
 
 
 def nearest_first(candidates: Iterable[Any]) -> list[Any]:
@@ -77,123 +66,12 @@ def nearest_first(candidates: Iterable[Any]) -> list[Any]:
     return [first, *sorted(others, key=distance)]
 
 
-def _attention_tasks(dtype: torch.dtype) -> Iterator[Task]:
-    size = dtype.itemsize
-    for head_dim in attention_configs.HEAD_DIMS:
-        for kernel in ("forward", "decode", "dkdv", "dropout dkdv", "dq", "dbias"):
-            for score_mods in (
-                (1,) if kernel in ("dbias", "dropout dkdv") else (0,) if kernel == "decode" or size == 4 else (0, 1)
-            ):
-                yield Task(
-                    "attention",
-                    attention_configs.key_of(kernel, head_dim, size, score_mods),
-                    "attention_forward" if kernel in ("forward", "decode") else f"attention_backward_{kernel.split()[-1]}",
-                    nearest_first(attention_configs.candidates(kernel, head_dim, size, score_mods=score_mods)),
-                    _attention(kernel, head_dim, dtype, score_mods),
-                )
-
-
-def _feed_forward_tasks(dtype: torch.dtype) -> Iterator[Task]:
-    for kernel in feed_forward_configs.HEURISTIC:
-        for rows in (16, 64, 8192):
-            yield Task(
-                "feed_forward",
-                feed_forward_configs.key_of(kernel, rows, dtype.itemsize),
-                "feed_forward_" + kernel.removesuffix(" gated"),
-                nearest_first(feed_forward_configs.candidates(kernel, rows, dtype.itemsize)),
-                _feed_forward(kernel, rows, dtype),
-            )
-
-
-def _norm_tasks(dtype: torch.dtype) -> Iterator[Task]:
-    for kernel in ("forward", "backward"):
-        for columns in (*layer_norm_configs.BACKWARD, 2 * max(layer_norm_configs.BACKWARD)):
-            yield Task(
-                "layer_norm",
-                layer_norm_configs.key_of(kernel, columns, dtype.itemsize),
-                f"layer_norm_{kernel}",
-                nearest_first(layer_norm_configs.candidates(kernel, columns)),
-                _norm(kernel, columns, dtype),
-            )
-
-
-def _cross_entropy_tasks() -> Iterator[Task]:
-    for kernel, table in cross_entropy_configs.HEURISTIC.items():
-        for classes in table if len(table) > 1 else (32768,):
-            yield Task(
-                "cross_entropy",
-                cross_entropy_configs.key_of(kernel, classes),
-                "cross_entropy_" + {"bias": "backward_bias"}.get(kernel, kernel),
-                nearest_first(cross_entropy_configs.candidates(kernel, classes)),
-                _cross_entropy(kernel, 32768 if classes == max(table) else classes),
-            )
-
-
-def _attention(kernel: str, head_dim: int, dtype: torch.dtype, score_mods: int) -> Callable[..., Callable[[], Results]]:
-    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
-        length = 64 if small else 2048 if kernel == "dbias" or dtype == torch.float32 else 4096
-        queries, keys = (1, 128 if small else 32768) if kernel == "decode" else (length, length)
-        make = _random(device, dtype)
-        kwargs: dict[str, Any] = {}
-        if kernel == "dbias":
-            kwargs["bias"] = make(1, 8, length, length)
-        elif kernel == "dkdv" and score_mods:
-            kwargs["bias"] = AlibiBias(torch.linspace(0.1, 0.8, 8, device=device))
-        elif score_mods:
-            kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
-        heads = 2 if kernel == "decode" else 8
-        a, _, _ = attention_op.prepare(
-            make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
-        )
-        names = {"dkdv": ("key", "value"), "dq": ("query",), "dbias": ("bias",)}.get(kernel.split()[-1], ())
-        return _direction(attention_op, a, names, backend)
-
-    return prepare
-
-
-def _feed_forward(kernel: str, rows: int, dtype: torch.dtype) -> Callable[..., Callable[[], Results]]:
-    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
-        d, hidden = (128, 256) if small else (4096, 14336)
-        make = _random(device, dtype)
-        x, w1, w2 = make(min(rows, 100) if small else rows, d), make(hidden, d) / d**0.5, make(d, hidden) / hidden**0.5
-        gate = {"gate_weight": make(hidden, d) / d**0.5} if "gated" in kernel else {}
-        a, _, _ = feed_forward_op.prepare(x, w1, make(hidden), w2, None, activation="silu" if gate else "gelu", **gate)
-        return _direction(
-            feed_forward_op, a._replace(save=kernel == "d_hidden"), ("b1",) if kernel == "d_hidden" else (), backend
-        )
-
-    return prepare
-
-
-def _norm(kernel: str, columns: int, dtype: torch.dtype) -> Callable[..., Callable[[], Results]]:
-    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
-        make = _random(device, dtype)
-        rows = 300 if small else (1 << 26) // columns
-        a, _, _ = add_norm_op.prepare(make(rows, columns), make(rows, columns), make(columns), make(columns))
-        return _direction(add_norm_op, a, () if kernel == "forward" else ("x", "residual", "weight", "bias"), backend)
-
-    return prepare
-
-
-def _cross_entropy(kernel: str, classes: int) -> Callable[..., Callable[[], Results]]:
-    """Few features, so that the library's products do not hide the kernel."""
-
-    def prepare(device: str, small: bool, backend: str) -> Callable[[], Results]:
-        make = _random(device, torch.bfloat16)
-        rows = 40 if small else (1 << 27) // classes
-        target = torch.arange(rows, device=device) % classes
-        a, _, _ = linear_cross_entropy_op.prepare(make(rows, 16), make(classes, 16), target, bias=make(classes))
-        return _direction(linear_cross_entropy_op, a, {"backward": ("x",), "bias": ("bias",)}.get(kernel, ()), backend)
-
-    return prepare
-
-
-def _random(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def random_values(device: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return lambda *size: torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
-def _direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable[[], Results]:
+def direction(op: Any, a: Any, names: tuple[str, ...], backend: str) -> Callable[[], Results]:
     """The op's forward, or its backward for the gradients named."""
     run = op.backends[backend]
     if not names:
@@ -269,13 +147,17 @@ def write(op: str, key: str, entry: dict[str, Any], folder: Path) -> Path:
 # ---- without
 
 
-def compiler() -> ModuleType:
-    """tests/triton/resources.py: compiles a call's kernels ahead of time and reads what they take."""
-    path = ROOT / "tests" / "triton" / "resources.py"
-    spec = importlib.util.spec_from_file_location("resources", path)
+def load(path: Path) -> ModuleType:
+    """A file that lies in no package."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def compiler() -> ModuleType:
+    """tests/triton/resources.py: compiles a call's kernels ahead of time and reads what they take."""
+    return load(ROOT / "tests" / "triton" / "resources.py")
 
 
 def dry_run(task: Task, capability: int, most: int | None) -> int:

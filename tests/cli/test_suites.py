@@ -226,8 +226,9 @@ def _slowed(factor: float):
         return providers.Prepared(right.label, forward, right.context)
 
     def find(op: str):
-        own = providers.ours(op)
-        return (*(providers.Provider(p.name, partial(prepare, p)) for p in own), *providers.providers(op)[len(own) :])
+        own = {provider.name for provider in providers.ours(op)} - set(providers.PEERS)
+        every = providers.providers(op)
+        return tuple(providers.Provider(p.name, partial(prepare, p)) if p.name in own else p for p in every)
 
     return find
 

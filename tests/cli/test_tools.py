@@ -180,7 +180,7 @@ def test_inspect_shows_the_committed_tables(tool) -> None:
         assert all(key.partition(" ")[2] in everything for key in kernels)
     few = shown("--op", "layer_norm", "--arch", "80", "--backend", "cuda")
     assert "norm_fwd_kernel" in few and "sm_90a" not in few and "registers" in few
-    assert [inspect.stem_of(k) for k in ("ffn relu 3 rows", "add_norm N4096", "cross_entropy 200 classes", "causal D64 fwd")] == [
+    assert [inspect.stem_of(k) for k in ("feed_forward relu 3 rows", "add_norm N4096", "cross_entropy 200 classes", "causal D64 fwd")] == [
         "feed_forward", "layer_norm", "cross_entropy", "attention",
     ]  # fmt: skip
 
