@@ -64,6 +64,38 @@ def test_no_kernel_file_without_an_op() -> None:
     assert found <= set(STEMS)
 
 
+# Files of what all ops share that name one, each with its reason; what is named by stem in no file needs none.
+NAMES = {
+    "bench/tools/cuda_variants.py": "of the kernels of three ops",
+    "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
+    "bench/tools/performance.py": "aims for named cases, some called as their op",
+    "pytransformer/cli/providers/flex.py": "FlexAttention",
+    "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",
+    "pytransformer/testing/drop_in_table.py": "of drop-in attention",
+    "pytransformer/testing/eager_twin.py": "a module of that name",
+    "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
+    "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",
+    "pytransformer/testing/way_down.py": "a failing backend of attention",
+}
+
+
+def test_what_all_ops_share_names_none() -> None:
+    """An op is found by the declarations and by its stem's files, whose names say whose they are."""
+    words = {*OPS, *STEMS}
+    found = set()
+    for path in files(".py"):
+        shared = path.parts[0] == "bench" or path.parts[:2] in {
+            ("pytransformer", n) for n in ("testing", "cli", "explain.py", "__init__.py")
+        }
+        shared = shared or path.parts[:3] == ("pytransformer", "ops", "_core")
+        if shared and not any(stem in path.stem for stem in STEMS):
+            literals = (
+                node.value for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Constant)
+            )
+            found |= {str(path)} if any(isinstance(text, str) and text in words for text in literals) else set()
+    assert found == set(NAMES)
+
+
 # ---- sizes
 
 

@@ -334,13 +334,12 @@ def text(folder: Path = FOLDER) -> str:
     """docs/performance.md."""
     document = load(folder, "results.json")
     found = pairs(document)
-    attention = [
-        p for p in found if p.ours["op"].startswith("attention") and p.ours["case"] not in GRID and p.ours["case"] != "decode"
-    ]
+    attention = [p for p in found if "Lk" in p.ours["shape"] and p.ours["case"] not in GRID and p.ours["case"] != "decode"]
     short = [p for p in found if p.ours["case"] in GRID and p.ours["shape"]["Lk"] < SHORTEST]
     decode = [p for p in found if p.ours["case"] == "decode"]
-    norms = [p for p in found if p.ours["op"] in ("layer_norm", "rms_norm", "add_norm")]
-    others = [p for p in found if p.ours["op"] in ("feed_forward", "linear_cross_entropy")]
+    rowwise = [p for p in found if "Lk" not in p.ours["shape"]]
+    norms = [p for p in rowwise if set(p.ours["shape"]) == {"rows", "d"}]  # no product: bound by memory
+    others = [p for p in rowwise if p not in norms]
     curves = sorted(path.name for path in folder.glob("speed_by_*.png"))
     parts = [
         "# Performance",
@@ -408,7 +407,7 @@ def summary(folder: Path = FOLDER) -> str:
 
 def _group(row: Row) -> str:
     dtype = report.SHORT[row["dtype"]]
-    if not row["op"].startswith("attention"):
+    if "Lk" not in row["shape"]:
         return f"{row['op']} {dtype}"
     if row["case"] == "decode":
         return f"attention, decoding, {dtype}"
