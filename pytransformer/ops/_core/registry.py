@@ -32,14 +32,15 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.library import Library, register_fake, register_vmap
 
 from . import verdicts
+from .arguments import ArgumentsClass as ArgumentsClass
+from .arguments import arguments_class
 from .autograd import (
     compiling_a_derivative,
     each_once,
@@ -78,16 +79,6 @@ _thread = threading.local()  # a forward op runs in its caller's thread
 Flops = Callable[[Any], int]
 
 
-class ArgumentsClass(Protocol):
-    """The named-tuple class of an op's arguments. Its fields are the names in the op's schema, so checkers know none of them."""
-
-    _fields: tuple[str, ...]
-
-    def __call__(self, *values: Any) -> Any: ...
-
-    def _make(self, values: Iterable[Any], /) -> Any: ...
-
-
 class Op:
     """One public op: its two raw ops, its backends and its gradient. See the module's docstring."""
 
@@ -117,7 +108,7 @@ class Op:
         self._declared: dict[str, Backend] = {}
         self.backends = {}
         names = [a.split()[-1].split("=")[0] for a in arguments.split(",")]
-        self.Arguments = _arguments_class(f"{name}_arguments", names, problem)
+        self.Arguments = arguments_class(f"{name}_arguments", names, problem)
         self.positions = tuple(names.index(n) for n in differentiable)
         is_tensor = [a.split()[0].startswith("Tensor") for a in arguments.split(",")]
         self.num_args, self.num_tensors = len(names), sum(is_tensor)
@@ -385,12 +376,6 @@ class Op:
                 if a[i] is not None and a[i].requires_grad:
                     return True
         return False
-
-
-def _arguments_class(name: str, fields: Sequence[str], problem: type | None) -> ArgumentsClass:
-    # The stubs take a named tuple whose fields are computed for any tuple. Its __new__ has to stay: torch.compile knows no other.
-    made = cast(type, namedtuple(name, fields))
-    return cast(ArgumentsClass, made if problem is None else type(name, (made, problem), {"__slots__": ()}))
 
 
 def joined(reasons: Mapping[str, str | None]) -> str:
