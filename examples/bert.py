@@ -3,14 +3,16 @@
     python examples/bert.py            about two minutes on two cores
     python examples/bert.py --steps 20 --classify-steps 10
 
-The text is stories that the project's grammar writes: the English sentences of one person each. Classes: does a sentence speak
+The text is stories that the grammar of portuguese.py writes: the English sentences of one person each. Classes: does a sentence speak
 of a number, of a date, of both, or of neither?
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -22,7 +24,6 @@ from pytransformer.training import (
     Tokenizer,
     Trainer,
     Vocabulary,
-    make_corpus,
     mask_spans,
     masked_collate,
     next_sentence_pairs,
@@ -31,6 +32,9 @@ from pytransformer.training import (
     warmup_cosine,
 )
 from pytransformer.training.batching import attention_mask
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+from portuguese import make_corpus
 
 CLASSES = ("neither", "number", "date", "both")
 

@@ -3,7 +3,7 @@
     python examples/gpt.py             about two minutes on two cores
     python examples/gpt.py --steps 20
 
-An article is three sentences that the project's grammar writes; its summary is the names and nouns that they begin with, in
+An article is three sentences that the grammar of portuguese.py writes; its summary is the names and nouns that they begin with, in
 order. Only what follows the delimiter is learned there; --prefix lets the article's tokens see each other (prefix-LM).
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,12 +25,14 @@ from pytransformer.training import (
     Tokenizer,
     Trainer,
     causal_collate,
-    make_corpus,
     of_model,
     pad,
     warmup_cosine,
 )
 from pytransformer.training.batching import attention_mask
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+from portuguese import make_corpus
 
 DELIMITER = "<sep>"
 

@@ -49,7 +49,7 @@ examples:
   pytransformer explain attention --shape 2,8,1024,64 --dtype bfloat16 --causal bottom_right
   pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
   pytransformer verify                          every backend, each in a process of its own, in two minutes
-  pytransformer train translate                 a Portuguese-English translator in minutes, in ./results/translate/
+  pytransformer train translate --data FILE     a translator in minutes, in ./results/translate/
   pytransformer translate "a casa preta custa vinte reais."
 """
 

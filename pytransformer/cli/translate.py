@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         translator = Translator.load(arguments.model)
     except FileNotFoundError as error:
         raise UsageError(
-            f"no translator in {arguments.model} ({error}): train one with `pytransformer train translate`"
+            f"no translator in {arguments.model} ({error}): train one with `pytransformer train translate --data FILE`"
         ) from error
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error

@@ -6,7 +6,6 @@
 from .batching import IGNORED, Batches, causal_collate, pad, translation_collate
 from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
-from .grammar import make_corpus
 from .images import ImageFolder, collate_images
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
 from .metrics import plot_losses, read_metrics
@@ -35,7 +34,6 @@ __all__ = [
     "collate_images",
     "cooled_down",
     "distributed",
-    "make_corpus",
     "mask_spans",
     "mask_tokens",
     "masked_collate",

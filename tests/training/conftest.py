@@ -25,6 +25,16 @@ def toy():
 
 
 @pytest.fixture(scope="session")
+def portuguese():
+    """The module examples/portuguese.py."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "portuguese.py"
+    spec = importlib.util.spec_from_file_location("portuguese", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def subprocess_environment():
     """The environment of a process that is to find this very package, and nothing in the working directory."""
     paths = [str(Path(pytransformer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -23,7 +23,7 @@ def load(name):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(TINY)
+    assert {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("portuguese")} == set(TINY)  # test_grammar
 
 
 @pytest.mark.parametrize("name", TINY)

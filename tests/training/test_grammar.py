@@ -1,23 +1,19 @@
-"""The project's own parallel corpus: right sentences, the same every time, nothing held out seen in training."""
+"""The parallel corpus of the examples: right sentences, the same every time, nothing held out seen in training."""
 
 from __future__ import annotations
 
 import random
 import re
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from pytransformer.training.grammar import (
-    HELD_OUT_SHARE,
-    TEMPLATES,
-    is_held_out,
-    make_corpus,
-    make_sentence,
-    number_en,
-    number_pt,
-)
-from pytransformer.training.lexicon import ADJECTIVES, NOUNS, VERBS
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from portuguese import HELD_OUT_SHARE, TEMPLATES, is_held_out, make_corpus, make_sentence, number_en, number_pt  # noqa: E402
+from portuguese_lexicon import ADJECTIVES, NOUNS, VERBS  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytransformer.cli import OK, USAGE, main
-from pytransformer.training import Pair, Translator, make_corpus, read_metrics, read_pairs, write_pairs
+from pytransformer.training import Pair, Translator, read_metrics, read_pairs, write_pairs
 from pytransformer.training.checkpoint import checkpoints, read_checkpoint
 from pytransformer.training.translation import TranslationPlan, exactness, new_translator
 
@@ -24,8 +24,16 @@ def train(out, *more, steps=6, expect=OK):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("translator"), "--sentences", "80")
+def corpus(tmp_path_factory, portuguese):
+    """The options that name a corpus of 80 sentences."""
+    folder = tmp_path_factory.mktemp("corpus")
+    portuguese.main(["--sentences", "80", "--held-out", "6", "--out", str(folder)])
+    return ["--data", str(folder / "train.tsv"), "--held-out", str(folder / "held-out.tsv")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    return train(tmp_path_factory.mktemp("translator"), *corpus)
 
 
 @pytest.fixture
@@ -37,11 +45,11 @@ def needs_matplotlib():
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
 
 
-def test_training_writes_all_that_it_says(trained, capsys):
+def test_training_writes_all_that_it_says(trained, corpus, capsys):
     needs_matplotlib()
     report = json.loads((trained / "report.json").read_text())
     assert report["held_out"] == 6 and 0 <= report["exact"] <= 6 and report["plan"]["d_model"] == 16
-    pairs, held_out = read_pairs(trained / "train.tsv"), read_pairs(trained / "held-out.tsv")
+    pairs, held_out = read_pairs(corpus[1]), read_pairs(corpus[3])
     assert len(pairs) == 80 and not {p.source for p in pairs} & {p.source for p in held_out}
     rows = read_metrics(trained / "metrics.jsonl")
     assert rows[-1]["step"] == 6 and 0 <= rows[-1]["accuracy"] <= 1
@@ -49,12 +57,12 @@ def test_training_writes_all_that_it_says(trained, capsys):
     assert [path.name for path in checkpoints(trained)] == ["checkpoint-0000006.safetensors"]
 
 
-def test_it_learns_a_handful_of_sentences():
+def test_it_learns_a_handful_of_sentences(portuguese):
     """Enough capacity and steps for 24 sentences: every one is translated, by the saved and loaded model too."""
     from pytransformer.training import Recipe
     from pytransformer.training.translation import translation_trainer
 
-    pairs = [Pair(s.source, s.target) for s in make_corpus(24, 0, seed=2).train]
+    pairs = [Pair(s.source, s.target) for s in portuguese.make_corpus(24, 0, seed=2).train]
     plan = TranslationPlan(layers=1, d_model=32, vocabulary=300, batch_size=24, steps=150, warmup=40, dropout=0.0)
     translator = new_translator(pairs, plan)
     trainer = translation_trainer(translator, pairs, pairs, plan, Recipe(steps=plan.steps))
@@ -65,15 +73,15 @@ def test_it_learns_a_handful_of_sentences():
     assert trainer.metrics.rows[-1]["accuracy"] > 0.98
 
 
-def test_training_resumes_bit_for_bit(trained, tmp_path, capsys):
+def test_training_resumes_bit_for_bit(trained, corpus, tmp_path, capsys):
     """The newest checkpoint is lost, as after an interruption; the run goes on from the one before it."""
-    out = train(tmp_path / "parts", "--sentences", "80", "--save-every", "4")
+    out = train(tmp_path / "parts", *corpus, "--save-every", "4")
     assert "try: pytransformer translate" in capsys.readouterr().out
-    train(out, "--sentences", "80", expect=USAGE)
+    train(out, *corpus, expect=USAGE)
     assert "holds checkpoints already: go on with --resume" in capsys.readouterr().err
     assert len(checkpoints(out)) == 2
     checkpoints(out)[-1].unlink()
-    train(out, "--sentences", "80", "--resume")
+    train(out, *corpus, "--resume")
     assert "going on from step 4" in capsys.readouterr().out
     parts, whole = (read_checkpoint(checkpoints(f)[-1]).tensors for f in (out, trained))
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
@@ -142,7 +150,7 @@ def test_the_alignment_is_what_the_decoder_attended_to(trained):
 
 def test_translate_says_what_is_missing(copy, tmp_path, capsys, monkeypatch):
     assert main(["translate", "casa", "--model", str(tmp_path / "none")]) == USAGE
-    assert "train one with `pytransformer train translate`" in capsys.readouterr().err
+    assert "train one with `pytransformer train translate --data FILE`" in capsys.readouterr().err
     assert main(["translate", " ", "--model", str(copy)]) == USAGE
     assert "an empty sentence" in capsys.readouterr().err
     long = " ".join(["casa"] * 300)
@@ -204,11 +212,13 @@ def test_attention_maps_say_what_is_wrong(trained, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.unpoisoned  # the guards of 1500 steps would take 25 GB
-def test_the_demo_translates_95_percent_exactly(tmp_path):
-    """As `pytransformer train translate` is called: 1500 steps, minutes."""
+def test_the_demo_translates_95_percent_exactly(tmp_path, portuguese):
+    """As docs/training.md calls it: 1500 steps, minutes."""
+    portuguese.main(["--out", str(tmp_path)])
+    data = ["--data", str(tmp_path / "train.tsv"), "--held-out", str(tmp_path / "held-out.tsv")]
     threads = torch.get_num_threads()
     try:
-        assert main(["train", "translate", "--out", str(tmp_path), "--device", "cpu", "--threads", "2"]) == OK
+        assert main(["train", "translate", *data, "--out", str(tmp_path), "--device", "cpu", "--threads", "2"]) == OK
     finally:
         torch.set_num_threads(threads)
     report = json.loads((tmp_path / "report.json").read_text())

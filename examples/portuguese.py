@@ -1,4 +1,7 @@
-"""A small grammar that writes Portuguese sentences with their English translations: numbers, dates, simple clauses, agreement.
+"""A corpus in Portuguese and English, for the translator and the other examples: sentences that a small grammar writes. No network.
+
+    python examples/portuguese.py           6,000 pairs and 500 held out, in results/portuguese/{train,held-out}.tsv
+    pytransformer train translate --data results/portuguese/train.tsv --held-out results/portuguese/held-out.tsv
 
 Portuguese agrees where English does not (articles, adjectives and "um", "dois", "duzentos" follow the noun's gender and
 number), and orders adjectives and dates the other way round, so a translator of these sentences has to look at the source.
@@ -10,12 +13,31 @@ training or to the held-out sentences, never to both; a clause with neither numb
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from .lexicon import ADJECTIVES, MONTHS, NAMES, NOUNS, PLACES, SUBJECTS, VERBS, WEEKDAYS, Adjective, Noun, Person, Verb
+from pytransformer.training import write_pairs
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
+from portuguese_lexicon import (
+    ADJECTIVES,
+    MONTHS,
+    NAMES,
+    NOUNS,
+    PLACES,
+    SUBJECTS,
+    VERBS,
+    WEEKDAYS,
+    Adjective,
+    Noun,
+    Person,
+    Verb,
+)
 
 HELD_OUT_SHARE = 0.1  # of all combinations
 _UNITS = "zero um dois três quatro cinco seis sete oito nove dez onze doze treze catorze quinze dezesseis dezessete dezoito dezenove"
@@ -254,3 +276,21 @@ def make_corpus(train: int = 6000, held_out: int = 500, seed: int = 0) -> Corpus
         if len(kept[side]) < wanted[side]:
             kept[side].setdefault(sentence.source, sentence)
     return Corpus(list(kept[False].values()), list(kept[True].values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sentences", type=int, default=6000, help="to learn from (default %(default)s)")
+    parser.add_argument("--held-out", type=int, default=500, help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("results") / "portuguese", metavar="DIR", help="default %(default)s")
+    options = parser.parse_args(arguments)
+    corpus = make_corpus(options.sentences, options.held_out, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(("train.tsv", "held-out.tsv"), corpus):
+        write_pairs(options.out / name, [(s.source, s.target) for s in part])
+        print(f"{len(part)} sentence pairs in {options.out / name}")
+
+
+if __name__ == "__main__":
+    main()
