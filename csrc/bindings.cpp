@@ -3,13 +3,13 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "build_info.h"  // written by the build: kBuildInfo, a JSON text
 #include "cpu/core/isa.h"
-#include "cuda/attention/kernels.h"
-#include "cuda/attention/sm90/plan.h"
+#include "cuda/attention/plan.h"
 #include "cuda/cross_entropy/sm90/plan.h"
 #include "cuda/layer_norm/plan.h"
 #include "cuda/matmul/sm90/plan.h"
@@ -48,66 +48,87 @@ py::dict cuda_layer_norm_plan(int64_t rows, int columns, const std::string& x, c
                   "smem_bytes"_a = plan.smem_bytes);
 }
 
-py::dict cuda_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool bounds_only,
-                             bool diagonals) {
+py::dict cuda_sm80_attention_plan(const std::string& pass, const std::string& dtype, int head_dim, int value_dim, bool bounds_only,
+                                  bool diagonals) {
   static const std::map<std::string, pt::cuda::Pass> kPasses = {{"forward", pt::cuda::Pass::Forward},
                                                                 {"bwd_dq", pt::cuda::Pass::BwdDq},
                                                                 {"bwd_dkdv", pt::cuda::Pass::BwdDkdv},
                                                                 {"bwd_dbias", pt::cuda::Pass::BwdDbias}};
   const auto found = kPasses.find(pass);
   if (found == kPasses.end()) throw py::value_error("pass must be forward, bwd_dq, bwd_dkdv or bwd_dbias, got " + pass);
-  const auto plan = pt::cuda::plan_attention(found->second, dtype_of(dtype), head_dim, value_dim, bounds_only, diagonals);
+  const auto plan = pt::cuda::plan_sm80(found->second, dtype_of(dtype), head_dim, value_dim, bounds_only, diagonals);
   using namespace py::literals;
   return py::dict("head_class"_a = plan.head_class, "has_score_mod"_a = plan.has_score_mod, "rows"_a = plan.tile.rows(),
                   "columns"_a = plan.tile.columns, "threads"_a = plan.tile.threads(), "smem_bytes"_a = plan.smem_bytes);
 }
 
-// Of tensors that are aligned and as large as the numbers say.
-py::dict cuda_sm90_attention_plan(const std::string& direction, const std::string& dtype, int sequences, int heads, int key_heads,
-                                  int num_queries, int num_keys, int head_dim, int value_dim, bool even, bool bounds_only,
-                                  bool elementwise_mask, bool padded, bool left_window, const std::string& adds, bool summed,
-                                  int multiprocessors) {
+// Takes a named fact out of what the caller gave: what is left over at the end is no fact.
+template <class T>
+T take(py::dict& facts, const char* name, std::optional<T> otherwise = std::nullopt) {
+  if (!facts.contains(name)) {
+    if (!otherwise) throw py::type_error(std::string("missing: ") + name);
+    return *otherwise;
+  }
+  const T value = py::cast<T>(facts[name]);
+  facts.attr("pop")(name);
+  return value;
+}
+
+// A backward call of tensors that are aligned and as large as the facts say; kPlanned stands for each that is there.
+pt::cuda::BackwardRequest attention_request(py::dict facts) {
   using namespace pt::cuda;
-  static const int64_t some = 0;
-  static const uint32_t word = 0;
-  alignas(16) static char somewhere[16];
-  AttentionProblem p{};
-  p.dtype = dtype_of(dtype), p.sequences = sequences, p.heads = heads, p.group = key_heads > 0 ? heads / key_heads : 0;
-  if (p.group < 1 || heads % key_heads || sequences < 1 || num_queries < 1 || num_keys < 1)
+  BackwardRequest request{};
+  AttentionProblem& p = request.g.p;
+  p.dtype = dtype_of(take<std::string>(facts, "dtype"));
+  p.sequences = take<int>(facts, "sequences"), p.heads = take<int>(facts, "heads");
+  const int key_heads = take<int>(facts, "key_heads");
+  p.group = key_heads > 0 ? p.heads / key_heads : 0;
+  p.num_queries = take<int>(facts, "num_queries"), p.num_keys = take<int>(facts, "num_keys");
+  p.head_dim = take<int>(facts, "head_dim"), p.value_dim = take<int>(facts, "value_dim");
+  if (p.group < 1 || p.heads % key_heads || p.sequences < 1 || p.num_queries < 1 || p.num_keys < 1)
     throw py::value_error("no such attention: sizes must be positive, and heads a multiple of key_heads");
-  p.num_queries = num_queries, p.num_keys = num_keys, p.head_dim = head_dim, p.value_dim = value_dim;
-  p.left = left_window ? 0 : kUnbounded, p.right = kUnbounded, p.causal = !even, p.scale = 1, p.softcap = bounds_only ? 0 : 1,
-  p.query_segments = elementwise_mask ? &some : nullptr;
-  p.key_padding.data = padded ? &word : nullptr;
+  p.left = take<bool>(facts, "left_window", false) ? 0 : kUnbounded, p.right = kUnbounded;
+  p.causal = !take<bool>(facts, "even", true), p.scale = 1, p.softcap = take<bool>(facts, "bounds_only", true) ? 0 : 1;
+  p.query_segments = take<bool>(facts, "elementwise_mask", false) ? static_cast<const int64_t*>(kPlanned) : nullptr;
+  p.key_padding.data = take<bool>(facts, "padded", false) ? static_cast<const uint32_t*>(kPlanned) : nullptr;
   // A floating mask or bias whose rows can be copied, one whose keys are not contiguous, two.
+  const std::string adds = take<std::string>(facts, "adds", "nothing");
   if (adds != "nothing" && adds != "rows" && adds != "elements" && adds != "two biases")
     throw py::value_error("adds must be nothing, rows, elements or two biases, got " + adds);
-  if (adds != "nothing") p.bias = {somewhere, 0, 0, 0, adds == "elements" ? 2 : 1, DenseType::f32, 1};
+  if (adds != "nothing") p.bias = {kPlanned, 0, 0, 0, adds == "elements" ? 2 : 1, DenseType::f32, 1};
   if (adds == "two biases") p.mask = p.bias;
-  const auto rows = [&](int count, int width) { return HeadRows{int64_t(count) * 8 * heads, int64_t(count) * 8, (width + 7) / 8 * 8}; };
-  p.q = {nullptr, rows(num_queries, head_dim)}, p.k = {nullptr, rows(num_keys, head_dim)}, p.v = {nullptr, rows(num_keys, value_dim)};
-  const auto out = [&](int count, int width) { return Out{somewhere, rows(count, width), width, true}; };
+  p.q = p.k = p.v = request.g.d_out = {kPlanned, kPlannedStrides};
+  request.g.dq = request.g.dk = planned_out(p.head_dim), request.g.dv = planned_out(p.value_dim);
+  AttentionDbias& d = request.dbias[1];
+  d.b = request.g, d.data = kPlanned, d.key = 1;
+  const int sizes[4] = {p.sequences, p.heads, take<bool>(facts, "summed", false) ? 1 : p.num_queries, p.num_keys};
+  for (int i = 0; i < 4; ++i) d.sizes[i] = sizes[i];
+  request.deterministic = false;
+  if (facts.size()) throw py::type_error("unknown: " + py::cast<std::string>(py::str(facts)));
+  return request;
+}
+
+py::dict cuda_sm90_attention_plan(const std::string& direction, py::kwargs given) {
+  using namespace pt::cuda;
+  py::dict facts(given);
+  const Gpu gpu{true, take<int>(facts, "multiprocessors", 132)};
+  const BackwardRequest request = attention_request(facts);
   AttentionForward f{};
-  f.p = p, f.out = out(num_queries, value_dim);
-  AttentionBackward g{};
-  g.p = p, g.d_out = {nullptr, f.out.stride};
-  g.dq = out(num_queries, head_dim), g.dk = out(num_keys, head_dim), g.dv = out(num_keys, value_dim);
-  AttentionDbias d{};
-  d.b = g, d.sizes[0] = sequences, d.sizes[1] = heads, d.sizes[2] = summed ? 1 : num_queries, d.sizes[3] = num_keys, d.key = 1;
-  const bool dkdv = direction == "bwd_dkdv", forward = direction == "forward", fused = direction == "bwd_fused",
-             dbias = direction == "bwd_dbias";
-  if (!dkdv && !forward && !fused && !dbias && direction != "bwd_dq")
-    throw py::value_error("direction must be forward, bwd_dq, bwd_dkdv, bwd_fused or bwd_dbias, got " + direction);
-  const Pass pass = dkdv ? Pass::BwdDkdv : Pass::BwdDq;
-  const Sm90Plan plan = forward ? plan_sm90_forward(f, multiprocessors)
-                        : fused ? plan_sm90_fused(g, multiprocessors)
-                        : dbias ? plan_sm90_dbias(d, multiprocessors)
-                                : plan_sm90_backward(g, pass, multiprocessors);
+  f.p = request.g.p, f.out = request.g.dv;
+  const BackwardPlan backward = plan_attention_backward(request, gpu);
+  const std::map<std::string, Sm90Plan> plans = {{"forward", plan_attention_forward(f, gpu).sm90},
+                                                 {"bwd_dq", backward.dq.sm90},
+                                                 {"bwd_dkdv", backward.dkdv.sm90},
+                                                 {"bwd_fused", backward.fused},
+                                                 {"bwd_dbias", backward.dbias[1].sm90}};
+  const auto found = plans.find(direction);
+  if (found == plans.end()) throw py::value_error("direction must be forward, bwd_dq, bwd_dkdv, bwd_fused or bwd_dbias, got " + direction);
+  const Sm90Plan& plan = found->second;
   using namespace py::literals;
   return py::dict("why_not"_a = plan.why_not ? py::object(py::str(plan.why_not)) : py::none(), "head_class"_a = plan.head_class,
                   "has_score_mod"_a = plan.has_score_mod, "elementwise_mask"_a = plan.elementwise_mask, "tiles"_a = plan.order.tiles,
                   "section"_a = plan.order.section, "blocks"_a = plan.blocks,
-                  "dq_accum"_a = fused && !plan.why_not ? sm90_dq_accum_size(p, plan.head_class) : 0);
+                  "dq_accum"_a = direction == "bwd_fused" ? backward.dq_accum : 0);
 }
 
 // Of operands that are aligned and as large as the numbers say.
@@ -116,10 +137,9 @@ py::dict cuda_matmul_plan(int64_t rows, int64_t columns, int64_t depth, const st
   using namespace pt::cuda;
   if (layout != "nt" && layout != "nn" && layout != "tn" && layout != "tt")
     throw py::value_error("layout must be nt, nn, tn or tt, got " + layout);
-  alignas(16) static char somewhere[16];
   const auto matrix = [&](int64_t height, int64_t width, bool transposed) {
     const int64_t columns = transposed ? height : width;
-    return Matrix{somewhere, transposed ? width : height, columns, (columns + 7) / 8 * 8, transposed};
+    return Matrix{kPlanned, transposed ? width : height, columns, (columns + 7) / 8 * 8, transposed};
   };
   Product p{dtype_of(dtype), rows, columns, {}, {}, gated};
   p.a[0] = matrix(rows, depth, layout[0] == 't'), p.b[0] = matrix(depth, columns, layout[1] == 't');
@@ -150,13 +170,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_layer_norm_plan", &cuda_layer_norm_plan, py::arg("rows"), py::arg("columns"), py::arg("x"), py::arg("residual_out"),
         py::arg("aligned"), py::arg("backward"), py::arg("multiprocessors"),
         "Which CUDA kernel computes a norm of this shape, and its launch; a dict.");
-  m.def("cuda_attention_plan", &cuda_attention_plan, py::arg("pass_"), py::arg("dtype"), py::arg("head_dim"), py::arg("value_dim"),
-        py::arg("bounds_only"), py::arg("diagonals"), "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
-  m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan, py::arg("direction"), py::kw_only(), py::arg("dtype"), py::arg("sequences"),
-        py::arg("heads"), py::arg("key_heads"), py::arg("num_queries"), py::arg("num_keys"), py::arg("head_dim"), py::arg("value_dim"),
-        py::arg("even") = true, py::arg("bounds_only") = true, py::arg("elementwise_mask") = false, py::arg("padded") = false,
-        py::arg("left_window") = false, py::arg("adds") = "nothing", py::arg("summed") = false, py::arg("multiprocessors") = 132,
-        "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict.");
+  m.def("cuda_sm80_attention_plan", &cuda_sm80_attention_plan, py::arg("pass_"), py::arg("dtype"), py::arg("head_dim"),
+        py::arg("value_dim"), py::arg("bounds_only"), py::arg("diagonals"),
+        "Which CUDA kernel a pass of attention takes, and its tile; a dict.");
+  m.def("cuda_sm90_attention_plan", &cuda_sm90_attention_plan,
+        "Whether the attention kernels for sm_90a take a problem, why not, and how their blocks share it; a dict. Facts by name: dtype, "
+        "sequences, heads, key_heads, num_queries, num_keys, head_dim, value_dim; and, if not as in a plain call, even, bounds_only, "
+        "elementwise_mask, padded, left_window, adds, summed, multiprocessors.");
   m.def("cuda_matmul_plan", &cuda_matmul_plan, py::arg("rows"), py::arg("columns"), py::arg("depth"), py::kw_only(), py::arg("dtype"),
         py::arg("layout"), py::arg("gated") = false, py::arg("ours") = false, py::arg("multiprocessors") = 132,
         "Whether the products for sm_90a take a problem, why not, how their blocks share it, and whether cuBLAS does it where nothing "

@@ -275,7 +275,7 @@ def test_which_attention_kernel(
 ) -> None:
     from pytransformer import _C
 
-    chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, 8, bounds_only, False)
+    chosen = _C.cuda_sm80_attention_plan(pass_, dtype, head_dim, 8, bounds_only, False)
     assert (chosen["head_class"], chosen["has_score_mod"]) == (head_class, has_score_mod)
 
 
@@ -286,7 +286,7 @@ def test_every_attention_kernel_fits_every_gpu() -> None:
 
     for pass_, dtype in itertools.product(("forward", "bwd_dq", "bwd_dkdv", "bwd_dbias"), ("float32", "bfloat16", "float16")):
         for head_dim, bounds_only in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
-            chosen = _C.cuda_attention_plan(pass_, dtype, head_dim, head_dim, bounds_only, True)
+            chosen = _C.cuda_sm80_attention_plan(pass_, dtype, head_dim, head_dim, bounds_only, True)
             assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
 
 

@@ -3,10 +3,10 @@
 
 #include <type_traits>
 
-#include "cuda/attention/kernels.h"
 #include "cuda/attention/sm80/bwd_dbias.cuh"
 #include "cuda/attention/sm80/bwd_dkdv.cuh"
 #include "cuda/attention/sm80/bwd_dq.cuh"
+#include "cuda/attention/sm80/kernels.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 
@@ -14,7 +14,7 @@ namespace pt::cuda {
 
 // Calls run(kind) for the plan's kernel; see plan_attention.
 template <class T, Pass pass, class F>
-void with_kind(const AttentionPlan& plan, F run) {
+void with_kind(const Sm80Plan& plan, F run) {
   if constexpr (std::is_same_v<T, ptx::bf16>) {
     if (!plan.has_score_mod && plan.head_class == 64) return run(Kind<64, false>{});
     if constexpr (pass == Pass::BwdDq) {
@@ -29,7 +29,7 @@ void with_kind(const AttentionPlan& plan, F run) {
 }
 
 template <class T>
-void attention_bwd_dq_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
+void sm80_attention_bwd_dq_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream) {
   const unsigned all = attention_blocks(g.p.sequences, g.p.heads, tiles_of(g.p.num_queries, plan.tile));
   const dim3 grid(recompute_blocks(g.recompute, all, multiprocessors()));
   with_kind<T, Pass::BwdDq>(
@@ -37,7 +37,7 @@ void attention_bwd_dq_as(const AttentionBackward& g, const AttentionPlan& plan, 
 }
 
 template <class T>
-void attention_bwd_dkdv_as(const AttentionBackward& g, const AttentionPlan& plan, void* stream) {
+void sm80_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream) {
   const int64_t tiles = tiles_of(g.p.num_keys + g.p.key_start % 32, plan.tile);
   const dim3 grid(recompute_blocks(g.recompute, attention_blocks(g.p.sequences, g.p.heads / g.p.group, tiles), multiprocessors()));
   with_kind<T, Pass::BwdDkdv>(plan, [&](auto kind) {
@@ -46,7 +46,7 @@ void attention_bwd_dkdv_as(const AttentionBackward& g, const AttentionPlan& plan
 }
 
 template <class T>
-void attention_bwd_dbias_as(const AttentionDbias& f, const AttentionPlan& plan, void* stream) {
+void sm80_attention_bwd_dbias_as(const AttentionDbias& f, const Sm80Plan& plan, void* stream) {
   const AttentionProblem& p = f.b.p;
   const int64_t query_tiles = tiles_of(p.num_queries, plan.tile);
   const int64_t key_tiles = (p.num_keys + p.key_start % 32 + plan.tile.columns - 1) / plan.tile.columns;

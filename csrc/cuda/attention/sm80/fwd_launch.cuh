@@ -1,15 +1,15 @@
 // The forward kernels of one dtype: included by the files that compile them.
 #pragma once
 
-#include "cuda/attention/kernels.h"
 #include "cuda/attention/sm80/fwd.cuh"
+#include "cuda/attention/sm80/kernels.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 
 namespace pt::cuda {
 
 template <class T>
-void attention_forward_as(const AttentionForward& f, const AttentionPlan& plan, void* stream) {
+void sm80_attention_forward_as(const AttentionForward& f, const Sm80Plan& plan, void* stream) {
   const unsigned all = attention_blocks(f.p.sequences, f.p.heads, tiles_of(f.p.num_queries, plan.tile));
   const dim3 grid(recompute_blocks(f.recompute, all, multiprocessors()));
   const auto run = [&](auto kernel) { launch(kernel, grid, plan.tile.threads(), plan.smem_bytes, stream, f); };

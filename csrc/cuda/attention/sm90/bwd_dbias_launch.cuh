@@ -9,11 +9,10 @@ namespace pt::cuda {
 
 template <class T>
 void sm90_attention_bwd_dbias_as(const AttentionDbias& f, const Sm90Plan& plan, void* stream) {
-  const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
-  const Sm90Dbias args = {map_operands(f.b, tile.rows(), tile.streamed), f, plan.order};
+  const Sm90Dbias args = {map_operands(f.b, plan.tile.rows(), plan.tile.streamed), f, plan.order};
   const auto run = [&](auto kind) {
-    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_bwd_dbias_smem(tile),
-           stream, args);
+    launch(sm90_attention_bwd_dbias_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
+           args);
   };
   if (plan.head_class == 64) run(Hopper<64, true, true>{});
   else if (plan.head_class == 128) run(Hopper<128, true, true>{});

@@ -1,6 +1,6 @@
 #include "cuda/attention/sm90/bwd_fused.cuh"
 
-#include "cuda/attention/kernels.h"
+#include "cuda/attention/sm80/plan.h"
 #include "cuda/attention/sm90/kernels.h"
 #include "cuda/attention/sm90/launch.cuh"
 
@@ -8,12 +8,11 @@ namespace pt::cuda {
 
 void sm90_attention_backward_fused(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
   const AttentionProblem& p = g.p;
-  const Sm90Tile tile = sm90_fused_tile(plan.head_class);
-  const Sm90Backward args = {map_operands(g, tile.streamed, tile.rows()), g, plan.order};
+  const Sm90Backward args = {map_operands(g, plan.tile.streamed, plan.tile.rows()), g, plan.order};
   const auto run = [&](auto t, auto kind) {
     using T = decltype(t);
     using K = decltype(kind);
-    launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), tile.threads(), sm90_fused_smem(tile), stream, args);
+    launch(sm90_attention_bwd_fused_kernel<T, K>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream, args);
     launch(sm90_convert_dq_kernel<T, K>, dim3(attention_blocks(p.sequences, p.heads, (p.num_queries + 63) / 64)), 128, 0, stream, g);
   };
   with_half(p, [&](auto t) { plan.head_class == 64 ? run(t, Fused<64>{}) : run(t, Fused<128>{}); });

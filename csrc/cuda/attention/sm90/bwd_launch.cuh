@@ -26,21 +26,19 @@ void with_backward_kind(const Sm90Plan& plan, F run) {
 
 template <class T>
 void sm90_attention_bwd_dq_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
-  const Sm90Tile tile = sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
-  const Sm90Backward args = {map_operands(g, tile.rows(), tile.streamed), g, plan.order};
+  const Sm90Backward args = {map_operands(g, plan.tile.rows(), plan.tile.streamed), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
-    launch(sm90_attention_bwd_dq_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-           sm90_bwd_dq_smem(tile, plan.has_score_mod, plan.elementwise_mask), stream, args);
+    launch(sm90_attention_bwd_dq_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
+           args);
   });
 }
 
 template <class T>
 void sm90_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm90Plan& plan, void* stream) {
-  const Sm90Tile tile = sm90_bwd_dkdv_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
-  const Sm90Backward args = {map_operands(g, tile.streamed, tile.rows()), g, plan.order};
+  const Sm90Backward args = {map_operands(g, plan.tile.streamed, plan.tile.rows()), g, plan.order};
   with_backward_kind(plan, [&](auto kind) {
-    launch(sm90_attention_bwd_dkdv_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), tile.threads(),
-           sm90_bwd_dkdv_smem(tile, plan.has_score_mod, plan.elementwise_mask), stream, args);
+    launch(sm90_attention_bwd_dkdv_kernel<T, decltype(kind)>, dim3(unsigned(plan.blocks)), plan.tile.threads(), plan.smem_bytes, stream,
+           args);
   });
 }
 

@@ -24,9 +24,8 @@ struct Sm90Tile {
   constexpr uint32_t streamed_bytes() const { return uint32_t((stages + second_stages()) * streamed * head_dim * 2); }  // of both
 };
 
-// Bounds-only kernels could have other tiles than those with score_mod, which go through a tile in pieces of 64 columns: FlashAttention-3
-// has three consumers for 64 columns, 176 keys for 128 and 80 for 256. bench/tools/cuda_variants.py is there to time them.
-constexpr Sm90Tile sm90_forward_tile(int head_dim, [[maybe_unused]] bool has_score_mod) {
+// Other tiles that were tried: docs/decisions/0097-instantiations.md.
+constexpr Sm90Tile sm90_forward_tile(int head_dim) {
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
 // More rows would need more registers than there are; with score_mod, which need some too, there are fewer.
@@ -100,9 +99,8 @@ constexpr bool sm90_fits(const Sm90Tile& t, uint32_t smem, int sums) {
 constexpr bool sm90_forward_fits(const Sm90Tile& t) {
   return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
-static_assert(sm90_forward_fits(sm90_forward_tile(64, false)) && sm90_forward_fits(sm90_forward_tile(64, true)));
-static_assert(sm90_forward_fits(sm90_forward_tile(128, false)) && sm90_forward_fits(sm90_forward_tile(128, true)));
-static_assert(sm90_forward_fits(sm90_forward_tile(256, false)));
+static_assert(sm90_forward_fits(sm90_forward_tile(64)) && sm90_forward_fits(sm90_forward_tile(128)));
+static_assert(sm90_forward_fits(sm90_forward_tile(256)));
 constexpr int kSm90ScoreModRegisters = 16;  // registers for a piece's slopes, for bits of what is visible and kept
 // S, or softcap's slopes; dP, P or dS, dQ.
 constexpr bool sm90_bwd_dq_fits(int head_dim, bool has_score_mod, bool elementwise_mask = false) {

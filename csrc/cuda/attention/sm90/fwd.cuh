@@ -24,7 +24,7 @@ struct NoMaskLoader {
 
 template <class T, class K>
 struct Sm90ForwardBlock {
-  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::bounds_only);
+  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr int kPiece =
@@ -256,7 +256,7 @@ struct Sm90ForwardBlock {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim, !K::bounds_only).threads(), 1)
+__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim).threads(), 1)
     sm90_attention_fwd_kernel([[maybe_unused]] const __grid_constant__ Sm90Forward args) {
 #if PT_SM90A
   Sm90ForwardBlock<T, K>::run(args);

@@ -11,12 +11,12 @@ namespace pt::cuda {
 
 template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim, !K::bounds_only);
+  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
   const AttentionProblem& p = f.p;
   const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, kTile.rows()), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, PT_FAULT(values_as_wide_as_keys) ? p.head_dim : p.value_dim, kTile.streamed), f,
                          plan.order};
-  launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), sm90_forward_smem(kTile), stream, args);
+  launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), plan.smem_bytes, stream, args);
 }
 
 // Calls run(kind) for the plan's kernel.

@@ -30,6 +30,8 @@ struct Sm90Plan {
   const char* why_not;  // null: the kernels take the problem
   int head_class;
   bool has_score_mod, elementwise_mask;  // see Hopper in config.h
+  Sm90Tile tile;
+  uint32_t smem_bytes;
   TileOrder order;
   int64_t blocks;
 };
@@ -81,10 +83,11 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
 
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
-  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0};
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0, {}, 0};
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
-  const int rows = sm90_forward_tile(plan.head_class, !p.bounds_only()).rows();
+  plan.tile = sm90_forward_tile(plan.head_class), plan.smem_bytes = sm90_forward_smem(plan.tile);
+  const int rows = plan.tile.rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
   return plan;
 }
@@ -104,6 +107,8 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
       p.has_score_mod(),
       p.elementwise_mask() || (!PT_FAULT(padding_gaps_beside_a_left_window_kept) && keys && p.key_padding.data && p.left < kUnbounded),
       {},
+      0,
+      {},
       0};
   const bool mask_adds = p.mask.data && p.mask.type != DenseType::boolean;
   if ((mask_adds && !copied(p.mask)) || (p.bias.data && !copied(p.bias)))
@@ -113,12 +118,14 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   if (plan.head_class == 256 && plan.elementwise_mask && plan.has_score_mod)
     plan.why_not = "floating masks and biases, and elementwise masks beside score_mod, are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
-  const Sm90Tile tile = keys ? sm90_bwd_dkdv_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask)
-                             : sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
+  plan.tile = keys ? sm90_bwd_dkdv_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask)
+                   : sm90_bwd_dq_tile(plan.head_class, plan.has_score_mod, plan.elementwise_mask);
+  plan.smem_bytes = keys ? sm90_bwd_dkdv_smem(plan.tile, plan.has_score_mod, plan.elementwise_mask)
+                         : sm90_bwd_dq_smem(plan.tile, plan.has_score_mod, plan.elementwise_mask);
   // Dropout's groups of keys may begin before the first.
   const int64_t length = keys ? p.num_keys + (plan.has_score_mod ? p.key_start % 32 : 0) : p.num_queries;
   const int64_t heads = int64_t(p.sequences) * (keys ? p.heads / p.group : p.heads);
-  order_tiles(plan, p, (length + tile.rows() - 1) / tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
+  order_tiles(plan, p, (length + plan.tile.rows() - 1) / plan.tile.rows(), heads, keys ? 1 : p.group, multiprocessors);
   if (!sm90_backward_persists(plan.head_class, !plan.has_score_mod && !plan.elementwise_mask))
     plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;
   return plan;
@@ -133,6 +140,7 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
     plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the passes that add in order";
   if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
+  plan.tile = sm90_fused_tile(plan.head_class), plan.smem_bytes = sm90_fused_smem(plan.tile);
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";
   return plan;
 }
@@ -140,13 +148,14 @@ inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors)
 // A mask's or bias's gradient. Parts go to persistent blocks in order; those at the same time are of one head, whose operands L2 has.
 inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
   const AttentionProblem& p = f.b.p;
-  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0};
+  Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v, &f.b.d_out}, {}), sm90_class(p), true, true, {}, 0, {}, 0};
   if ((!PT_FAULT(a_sum_over_queries_taken) && f.sizes[2] != p.num_queries) ||
       (!PT_FAULT(a_sum_over_keys_taken) && f.sizes[3] != p.num_keys))
     plan.why_not = "the gradient is a sum over queries or keys";
   if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
   if (plan.why_not) return plan;
   const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
+  plan.tile = tile, plan.smem_bytes = sm90_bwd_dbias_smem(tile);
   const int columns = kSm90DbiasSpan * tile.streamed;
   const int64_t tiles = int64_t(p.num_queries + tile.rows() - 1) / tile.rows() * ((p.num_keys + p.key_start % 32 + columns - 1) / columns);
   const int64_t heads = int64_t(f.sizes[0]) * f.sizes[1];

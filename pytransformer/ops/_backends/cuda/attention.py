@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +19,9 @@ from . import library as cuda_library
 
 WIDTH = 8  # columns are widened to multiples of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MADE_BY = {  # pass -> the gradients that it makes
+    "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query", "bwd_dkdv": "d_key and d_value",
+}  # fmt: skip
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
@@ -71,52 +74,26 @@ def why_not(a: AttentionProblem) -> str | None:
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """Which kernels run on a GPU that has those for sm_90a, if the tensors are aligned and all have gradients."""
-    passes: list[tuple[str, str, dict[str, Any]]] = [("forward", "forward", {})]
-    if _sums(a):
-        passes += [("bwd_fused", "d_query, added across blocks, d_key and d_value", {})]
-    else:
-        passes += [("bwd_dq", "d_query", {}), ("bwd_dkdv", "d_key and d_value", {})]
-    full = (a.num_queries, a.num_keys)
-    passes += [("bwd_dbias", f"d_{name}", {"summed": t.shape[2:] != full}) for name, t in a.added.items()]
-    told = []
-    for direction, name, other in passes:
-        if (plan := _sm90_plan(a, direction, **other)) is None:
-            return None
-        told.append(f"{name} by the {'portable kernels: ' + plan['why_not'] if plan['why_not'] else 'kernels for sm_90a'}")
+    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients."""
+    if (plan := _plan(a)) is None or not cuda_library.runs_sm90a(a.query.device):
+        return None
+    told = [
+        f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
+        for name, reason in plan["passes"].items()
+    ]
     return "cuda: " + "; ".join(told)
 
 
-def _sums(a: AttentionProblem) -> int:
-    """Float32 numbers of the copy of d_query to which blocks add; 0 where each row of it is one block's."""
-    packed = {"sequences": 1, "num_queries": a.query.shape[0] + 128 * (a.sequences + 1)} if a.packed else {}
-    plan = None if a.deterministic else _sm90_plan(a, "bwd_fused", **packed)
-    return 0 if plan is None else plan["dq_accum"]
+def _plan(a: AttentionProblem) -> dict[str, Any] | None:
+    """What a call and its backward would run, as csrc/cuda/attention/plan.h says; None where nothing would run.
 
-
-def _sm90_plan(a: AttentionProblem, direction: str, **other: int) -> dict[str, Any] | None:
-    """What the kernels for sm_90a plan for tensors that are aligned; None where they do not run or nobody can be asked."""
-    if a.empty or not cuda_library.runs_sm90a(a.query.device) or importlib.util.find_spec("pytransformer._C") is None:
+    ``passes``: of each pass the reason why it is not by the kernels for sm_90a, or None.
+    ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
+    """
+    if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
-    from pytransformer._C import cuda_sm90_attention_plan
-
-    padded = a.key_padding is not None and a.key_padding.shape[1] == 1  # alike for all heads too
-    problem = dict(
-        dtype=str(a.query.dtype).removeprefix("torch."), sequences=a.sequences, heads=a.heads, key_heads=a.key_heads,
-        num_queries=a.num_queries, num_keys=a.num_keys, head_dim=a.head_dim, value_dim=a.value_dim, even=not a.bounded,
-        bounds_only=a.scale > 0 and not a.has_score_mod, padded=padded, left_window=a.left >= 0, adds=_adds(list(a.added.values())),
-        elementwise_mask=any(t is not None for t in (None if padded else a.mask, a.bias, a.query_segments)),
-    )  # fmt: skip
-    return cuda_sm90_attention_plan(direction, **problem | other)
-
-
-def _adds(biases: Sequence[torch.Tensor]) -> str:
-    """How kernels can read floating masks and biases: rows, as `copied` of sm90/plan.h finds, or elements."""
-    if len(biases) != 1:
-        return "two biases" if biases else "nothing"
-    (t,), size = biases, biases[0].element_size()
-    rows = t.shape[-1] > 1 and t.stride(-1) == 1 and t.storage_offset() * size % 16 == 0
-    return "rows" if size < 8 and rows else "elements"
+    told = cuda_library.call("attention_plan", a.query.device, a.query, a.key, a.value, *_shared(a), a.deterministic)
+    return json.loads(told)
 
 
 def whole_rows(t: torch.Tensor) -> torch.Tensor:
@@ -136,7 +113,7 @@ def _rows(a: AttentionProblem) -> list[torch.Tensor]:
 
 
 def _shared(a: AttentionProblem) -> list[Any]:
-    """What forward and backward get alike: ATTENTION_PARAMETERS of csrc/cuda/attention/attention.cpp."""
+    """What forward and backward get alike: PT_ATTENTION_ARGUMENTS of csrc/cuda/attention/edge.h."""
     diagonals, before = None, 0
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
@@ -162,4 +139,5 @@ def _extra_bytes(a: AttentionProblem) -> int:
     copies = sum(
         4 * t.numel() if t.dtype == torch.float32 else 2 * t.numel() for t in (a.query, a.key, a.value) if t.shape[-1] % WIDTH
     )
-    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * _sums(a)
+    plan = _plan(a)
+    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * (plan["dq_accum"] if plan else 0)

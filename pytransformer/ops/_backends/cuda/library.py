@@ -21,7 +21,6 @@ from ..._core.registry import WRONG_DEVICE
 LIBRARY_NAME = "libpytransformer_cuda.so"
 EMULATED = Path("build", "emulator", "libpytransformer_emulated.so")  # in a checkout; csrc/emulator/build.py makes it
 OLDEST = (8, 0)  # compute capability
-PREFIX = "cuda_"  # of the ops that are called; bench/tools/cuda_variants.py puts those of other libraries in their place
 
 
 def emulating() -> bool:
@@ -113,10 +112,9 @@ def runs_sm90a(device: torch.device) -> bool:
     return path != "portable" and "sm_90a" in built and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def call(op: str, device: torch.device, *arguments: Any) -> None:
-    """Run the raw op in order with the device's current stream."""
+def call(op: str, device: torch.device, *arguments: Any) -> Any:
+    """Run the raw op in order with the device's current stream; returns what it returns."""
     if emulating():
-        getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
-        return
+        return getattr(torch.ops.pytransformer_C, f"emulated_{op}")(*arguments, 0, 0)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    getattr(torch.ops.pytransformer_C, f"{PREFIX}{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))
+    return getattr(torch.ops.pytransformer_C, f"cuda_{op}")(*arguments, index, torch._C._cuda_getCurrentRawStream(index))

@@ -1,0 +1,269 @@
+// The torch edge of attention: the arguments that its raw ops share, and the problem that they make. For edges only.
+//
+// query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened
+// by zeros if need be; results have their own head sizes. Lq and Lk are not zero: see pytransformer/ops/_backends/cuda/attention.py.
+#pragma once
+
+#include <vector>
+
+#include "cuda/attention/plan.h"
+#include "cuda/edge.h"
+
+namespace pt::cuda {
+
+// What all raw ops of attention take: X(type, name, its type in the schema).
+#define PT_ATTENTION_ARGUMENTS(X)           \
+  X(MaybeTensor, mask, "Tensor?")           \
+  X(MaybeTensor, bias, "Tensor?")           \
+  X(MaybeTensor, slopes, "Tensor?")         \
+  X(MaybeTensor, diagonals, "Tensor?")      \
+  X(MaybeTensor, query_lengths, "Tensor?")  \
+  X(MaybeTensor, key_lengths, "Tensor?")    \
+  X(MaybeTensor, prefix_lengths, "Tensor?") \
+  X(MaybeTensor, query_segments, "Tensor?") \
+  X(MaybeTensor, key_segments, "Tensor?")   \
+  X(MaybeTensor, cu_q, "Tensor?")           \
+  X(MaybeTensor, cu_k, "Tensor?")           \
+  X(MaybeTensor, dropout_seed, "Tensor?")   \
+  X(int64_t, before, "int")                 \
+  X(int64_t, align, "int")                  \
+  X(int64_t, left, "int")                   \
+  X(int64_t, right, "int")                  \
+  X(int64_t, query_start, "int")            \
+  X(int64_t, key_start, "int")              \
+  X(int64_t, max_q, "int")                  \
+  X(int64_t, max_k, "int")                  \
+  X(double, scale, "float")                 \
+  X(double, softcap, "float")               \
+  X(double, dropout_p, "float")
+#define PT_PARAMETER(type, name, schema) type name,
+#define PT_ARGUMENT(type, name, schema) name,
+#define PT_SCHEMA(type, name, schema) schema " " #name ", "
+#define PT_MEMBER(type, name, schema) type name;
+
+struct AttentionArguments {
+  PT_ATTENTION_ARGUMENTS(PT_MEMBER)
+};
+
+// Makes a problem of tensors, and holds what it reaches. A call that is only planned launches nothing and has no results yet: tensors that
+// it would copy or make stand there as if they were.
+class AttentionEdge {
+ public:
+  enum class Purpose { call, plan };
+
+  AttentionEdge(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& a, Purpose purpose = Purpose::call)
+      : planning_(purpose == Purpose::plan) {
+    packed_ = a.cu_q.has_value();
+    STD_TORCH_CHECK(a.cu_k.has_value() == packed_, "attention: cu_q and cu_k come together");
+    read_rows(query, key, value, a);
+    read_bounds(a);
+    read_score_mod(a);
+  }
+
+  // Rows that kernels copy 16 bytes at a time.
+  In rows_of(const Tensor& t, const char* name, bool whole = true) {
+    check_dtype(t, name);
+    const int64_t per = 16 / size_of(p.dtype), width = t.size(dims() - 1);
+    const auto fits = [&](const HeadRows& s) { return s.batch % per == 0 && s.head % per == 0 && s.row % per == 0; };
+    const bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && width % per == 0;
+    if (planning_ && !(aligned && (width <= 1 || t.stride(dims() - 1) == 1) && fits(strides(t, name)))) return {kPlanned, kPlannedStrides};
+    const In in{read_from(t, name, reachable), strides(t, name)};
+    STD_TORCH_CHECK(!whole || (aligned && fits(in.stride)), "attention: rows of ", name, " are no multiples of 16 bytes");
+    return in;
+  }
+
+  Out result(const MaybeTensor& t, const char* name, int64_t heads, int64_t rows, int64_t columns) {
+    Out out;
+    if (!t) return out;
+    check_dtype(*t, name);
+    const int64_t last = dims() - 1;
+    STD_TORCH_CHECK(t->dim() == dims() && t->size(1) == heads && t->size(packed_ ? 0 : 2) == rows && t->size(last) <= columns,
+                    "attention: ", name, " has the wrong shape");
+    out.data = write_to(*t, name, reachable), out.stride = strides(*t, name), out.columns = int(t->size(last));
+    const auto even = [](int64_t n) { return n % 2 == 0; };
+    out.pairs = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && even(out.columns) && even(out.stride.batch) && even(out.stride.head) &&
+                even(out.stride.row);
+    return out;
+  }
+
+  // A number for each query: contiguous float32.
+  template <class T>
+  T* per_query(const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.dim() == dims() - 1, "attention: ", name, " must have ", dims() - 1, " dimensions");
+    return floats<T>(t, name, packed_ ? p.heads * p.total_queries : int64_t(p.sequences) * p.heads * p.num_queries);
+  }
+  PerQuery per_query_strides() const {
+    if (packed_) return {0, p.total_queries, 1};
+    return {int64_t(p.heads) * p.num_queries, p.num_queries, 1};
+  }
+
+  // A mask's or bias's gradient, data null where none is wanted; without the call's other scratch.
+  AttentionDbias dense_gradient(const MaybeTensor& t, const char* name, const MaybeTensor& of) {
+    AttentionDbias f{};
+    if (!t) return f;
+    const Tensor& d = *t;
+    f.data = write_to(d, name, reachable), f.dtype = dtype_of(d, name);
+    STD_TORCH_CHECK(of && d.dim() == 4, "attention: ", name, " must have the shape of what it is the gradient of");
+    for (int i = 0; i < 4; ++i) {
+      STD_TORCH_CHECK(d.size(i) == of->size(i), "attention: ", name, " must have the shape of what it is the gradient of");
+      f.sizes[i] = int(d.size(i));
+    }
+    f.batch = d.stride(0), f.head = d.stride(1), f.query = d.stride(2), f.key = d.stride(3);
+    const auto even = [](int64_t n) { return n % 2 == 0; };
+    f.pairs = reinterpret_cast<uintptr_t>(f.data) % (2 * d.element_size()) == 0 && f.key == 1 && even(f.batch) && even(f.head) &&
+              even(f.query) && even(p.num_keys) && even(p.key_start);
+    return f;
+  }
+
+  // Key padding (a boolean mask that is alike for all queries and heads) as it stands in the problem, without its bits: none if there is no
+  // such mask.
+  AttentionKeyPadding take_key_padding() {
+    AttentionKeyPadding f{};
+    if (!p.mask.data || packed_ || p.mask.type != DenseType::boolean || p.mask.head || p.mask.query) return f;
+    f = {p.mask, p.mask.batch ? p.sequences : 1, p.num_keys, int(p.key_start % 32), nullptr};
+    p.mask = {};
+    const int words = KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before);
+    p.key_padding = {static_cast<const uint32_t*>(kPlanned), f.masks == 1 ? 0 : words};
+    return f;
+  }
+
+  // Scratch: float32 numbers, or zeros; for flags, if any are wanted. Dropped with this: torch's allocator gives the memory to later work
+  // of the same stream only.
+  float* floats_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, false); }
+  float* zeros_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, true); }
+  uint32_t* words_like(const Tensor& like, const char* name, int64_t n) {
+    return scratch<uint32_t>(like, name, {n}, ScalarType::Int, false);
+  }
+  Recompute flags_like(const Tensor& like, Recompute wanted, int heads) {
+    if (wanted.tiles) wanted.flags = scratch<int32_t>(like, "flags", {int64_t(p.sequences) * heads * wanted.tiles}, ScalarType::Int, true);
+    return wanted;
+  }
+
+  template <class T>
+  T* floats(const MaybeTensor& t, const char* name, int64_t n) {
+    if (!t) return nullptr;
+    STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "attention: ", name,
+                    " must be contiguous, of ", n, " float32 numbers");
+    if constexpr (std::is_const_v<T>) return static_cast<T*>(read_from(*t, name, reachable));
+    else return static_cast<T*>(write_to(*t, name, reachable));
+  }
+
+  int64_t rows_q() const { return packed_ ? p.total_queries : p.num_queries; }
+  int64_t rows_k() const { return packed_ ? p.total_keys : p.num_keys; }
+  int64_t key_heads() const { return p.heads / p.group; }
+
+  AttentionProblem p{};
+  Reachable reachable;
+
+ private:
+  int64_t dims() const { return packed_ ? 3 : 4; }
+
+  void read_rows(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& a) {
+    STD_TORCH_CHECK(query.dim() == dims() && key.dim() == dims() && value.dim() == dims(), "attention: query, key and value must have ",
+                    dims(), " dimensions");
+    const int length = packed_ ? 0 : 2, last = int(dims()) - 1;
+    p.dtype = dtype_of(query, "query");
+    p.sequences = int(packed_ ? a.cu_q->numel() - 1 : query.size(0));
+    p.heads = int(query.size(1)), p.group = p.heads / int(key.size(1));
+    p.num_queries = int(packed_ ? a.max_q : query.size(2)), p.num_keys = int(packed_ ? a.max_k : key.size(2));
+    p.head_dim = int(query.size(last)), p.value_dim = int(value.size(last));
+    p.total_queries = query.size(length), p.total_keys = key.size(length);
+    STD_TORCH_CHECK(p.num_queries > 0 && p.num_keys > 0 && p.group > 0 && p.heads % p.group == 0, "attention: nothing to do, or no group");
+    STD_TORCH_CHECK(p.head_dim <= 256 && p.value_dim <= 256, "attention: head sizes up to 256");
+    STD_TORCH_CHECK(key.size(last) == p.head_dim && value.size(length) == p.total_keys && value.size(1) == key.size(1) &&
+                        (packed_ || (key.size(0) == p.sequences && value.size(0) == p.sequences)),
+                    "attention: query, key and value do not go together");
+    p.q = rows_of(query, "query"), p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
+  }
+
+  void read_bounds(const AttentionArguments& a) {
+    const int64_t longest = p.num_queries > p.num_keys ? p.num_queries : p.num_keys;
+    const int64_t start = a.query_start > a.key_start ? a.query_start : a.key_start;
+    p.query_start = a.query_start, p.key_start = a.key_start;
+    STD_TORCH_CHECK(a.query_start >= 0 && a.key_start >= 0 && longest + start < 1 << 28, "attention: positions must be below 2^28");
+    STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "attention: align is ", a.align, "; wanted 0, 1 or 2");
+    p.causal = a.align != 0, p.bottom_right = a.align == 2;
+    const auto side = [](int64_t width) { return int(width < 0 || width > kUnbounded ? kUnbounded : width); };
+    p.left = side(a.left), p.right = side(a.right);
+    const int64_t n = p.sequences;
+    p.query_lengths = integers(a.query_lengths, "query_lengths", n), p.key_lengths = integers(a.key_lengths, "key_lengths", n);
+    p.prefix_lengths = integers(a.prefix_lengths, "prefix_lengths", n);
+    p.query_segments = integers(a.query_segments, "query_segments", n * p.num_queries);
+    p.key_segments = integers(a.key_segments, "key_segments", n * p.num_keys);
+    STD_TORCH_CHECK(!p.query_segments == !p.key_segments, "attention: query_segments and key_segments come together");
+    p.cu_queries = integers(a.cu_q, "cu_seqlens_q", n + 1), p.cu_keys = integers(a.cu_k, "cu_seqlens_k", n + 1);
+  }
+
+  void read_score_mod(const AttentionArguments& a) {
+    p.mask = dense(a.mask, "mask"), p.bias = dense(a.bias, "bias");
+    p.slopes = floats<const float>(a.slopes, "slopes", p.heads);
+    if (a.diagonals) {
+      const int64_t width = a.diagonals->numel() / p.heads;
+      STD_TORCH_CHECK(a.before >= 0 && a.before < width, "attention: before is ", a.before, " of ", width, " diagonals");
+      p.before = int(a.before), p.after = int(width - 1 - a.before);
+      p.diagonals = floats<const float>(a.diagonals, "diagonals", p.heads * width);
+    }
+    p.scale = float(a.scale), p.softcap = float(a.softcap);
+    p.drop_threshold = drop_threshold_of(a.dropout_p);
+    p.keep_scale = p.drop_threshold < 65536 ? 65536.0f / (65536.0f - float(p.drop_threshold)) : 0.0f;
+    if (p.drop_threshold) {
+      const MaybeTensor& seed = a.dropout_seed;
+      STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "attention: dropout needs an int64 seed");
+      p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
+    }
+  }
+
+  void check_dtype(const Tensor& t, const char* name) const {
+    STD_TORCH_CHECK(dtype_of(t, name) == p.dtype, "attention: ", name, " must have the dtype of query");
+  }
+  HeadRows strides(const Tensor& t, const char* name) const {
+    const int64_t last = dims() - 1;
+    STD_TORCH_CHECK(t.dim() == dims() && (t.size(last) <= 1 || t.stride(last) == 1), "attention: the columns of ", name,
+                    " must be contiguous");
+    const auto of = [&](int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); };
+    return packed_ ? HeadRows{0, of(1), of(0)} : HeadRows{of(0), of(1), of(2)};
+  }
+  const int64_t* integers(const MaybeTensor& t, const char* name, int64_t n) {
+    if (!t) return nullptr;
+    STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == ScalarType::Long, "attention: ", name,
+                    " must be contiguous, of ", n, " int64 numbers");
+    return static_cast<const int64_t*>(read_from(*t, name, reachable));
+  }
+  Dense dense(const MaybeTensor& t, const char* name) {
+    Dense d;
+    if (!t) return d;
+    const int64_t full[4] = {p.sequences, p.heads, p.num_queries, p.num_keys};
+    int64_t stride[4];
+    STD_TORCH_CHECK(t->dim() == 4, "attention: ", name, " must have 4 dimensions");
+    for (int i = 0; i < 4; ++i) {
+      STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, "attention: ", name, " has size ", t->size(i), " in dimension ", i);
+      stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
+    }
+    d = {read_from(*t, name, reachable), stride[0], stride[1], stride[2], stride[3]};
+    const int64_t size = t->element_size();
+    const auto aligned = [&](int64_t n) {
+      return reinterpret_cast<uintptr_t>(d.data) % (n * size) == 0 && stride[0] % n == 0 && stride[1] % n == 0 && stride[2] % n == 0 &&
+             p.num_keys % n == 0 && p.key_start % n == 0;
+    };
+    while (stride[3] == 1 && 2 * d.vector_width * size <= 16 && aligned(2 * d.vector_width)) d.vector_width *= 2;
+    switch (t->scalar_type()) {
+      case ScalarType::Bool: d.type = DenseType::boolean; break;
+      case ScalarType::Double: d.type = DenseType::f64; break;
+      default: {
+        const DType type = dtype_of(*t, name);
+        d.type = type == DType::f32 ? DenseType::f32 : type == DType::bf16 ? DenseType::bf16 : DenseType::f16;
+      }
+    }
+    return d;
+  }
+  template <class T>
+  T* scratch(const Tensor& like, const char* name, std::vector<int64_t> shape, ScalarType type, bool zeros) {
+    scratch_.push_back(zeros ? torch::stable::new_zeros(like, shape, type) : torch::stable::new_empty(like, shape, type));
+    return static_cast<T*>(write_to(scratch_.back(), name, reachable));
+  }
+
+  bool planning_, packed_;
+  std::vector<Tensor> scratch_;
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,58 @@
+// Which of the portable kernels a pass takes: pure functions of the problem, also pytransformer._C.cuda_sm80_attention_plan.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/attention/sm80/config.h"
+
+namespace pt::cuda {
+
+// The smallest class that holds both head sizes. f32 has two, and bwd_dbias has one.
+inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim) {
+  const int widest = head_dim > value_dim ? head_dim : value_dim;
+  if (pass == Pass::BwdDbias) return 256;
+  if (dtype == DType::f32) return widest <= 64 ? 64 : 256;
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
+}
+
+struct Sm80Plan {
+  int head_class;
+  bool has_score_mod;
+  AttentionTile tile;
+  int smem_bytes;
+};
+
+inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals) {
+  Sm80Plan plan{};
+  plan.head_class = sm80_class(pass, dtype, head_dim, value_dim);
+  // Kernels without score_mod: forward, for 16 bits; backward, for bf16, where it saves registers.
+  const int widest_bounds_only = pass == Pass::Forward ? 256 : pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
+  const bool has_bounds_only =
+      plan.head_class <= widest_bounds_only && (pass == Pass::Forward ? dtype != DType::f32 : dtype == DType::bf16);
+  plan.has_score_mod = !bounds_only || !has_bounds_only;
+  plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod);
+  plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals);
+  return plan;
+}
+inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) {
+  return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals);
+}
+
+// Blocks of one flat dimension, which may exceed 65,535.
+inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles) {
+  const int64_t blocks = sequences * heads * tiles;
+  if (blocks >= int64_t(1) << 31)
+    throw std::runtime_error("attention: " + std::to_string(blocks) + " blocks, at most 2^31 - 1 are possible");
+  return unsigned(blocks);
+}
+
+// Of `all`, as many as run at once where few of them have anything to do: two on a multiprocessor.
+inline unsigned recompute_blocks(const Recompute& recompute, unsigned all, int multiprocessors) {
+  const unsigned few = 2 * unsigned(multiprocessors);
+  return recompute.flags && all > few ? few : all;
+}
+
+inline int64_t tiles_of(int64_t rows, const AttentionTile& t) { return (rows + t.rows() - 1) / t.rows(); }
+
+}  // namespace pt::cuda
