@@ -6,7 +6,7 @@
 #
 # Where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
 # and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
-# ONLY='attention|variants' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
+# ONLY='attention|decode' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
 # the checkout came without .git.
 #
 # In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time),
@@ -127,14 +127,9 @@ PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backend
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
 bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
-# What other tiles would bring: faster ones are worth a change of csrc/cuda/attention/sm90/config.h.
-step variants 240 "$python" "$root/bench/tools/cuda_variants.py" --kernels attention --out "$out/variants.json"
-step gluon 60 "$python" "$root/bench/gluon/attention_sm90.py" --out "$out/gluon.json"
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
 bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch
-# Whether the first consumer of products should lead: csrc/cuda/matmul/sm90/config.h.
-step variants_products 90 "$python" "$root/bench/tools/cuda_variants.py" --kernels products --out "$out/variants_products.json"
 bench feed_forward_1024 45 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
 # Plain products by our kernels too: whether csrc/cuda/matmul/sm90/plan.h should choose them.
 PYTRANSFORMER_CUDA_PATH=sm90 bench feed_forward_ours 45 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,torch

@@ -71,7 +71,7 @@ def compiled_triton(options: argparse.Namespace) -> Rows:
     module = machinery("triton")
     for capability in map(int, options.arch or ["90"]):
         for name, run, kernels in module.problems():
-            if not wanted(f"sm_{capability}", name, options) or (name.startswith("gluon") and capability != 90):
+            if not wanted(f"sm_{capability}", name, options):
                 continue
             for kernel, binary in module.compiled(capability, run, kernels):
                 yield f"sm_{capability}", f"{name} {kernel}", module.resources(binary)

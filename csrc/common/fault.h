@@ -3,18 +3,16 @@
 //   if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
 //   const int head = PT_FAULT(values_of_another_head) ? 0 : w.h / p.group;
 //
-// In a normal build both macros are `false`, and nothing of a fault remains. The emulator's library (PT_EMULATE) has all faults, and
-// PYTRANSFORMER_FAULT=name plants one when it is loaded. A fault in a constant is compiled in: -DPT_STATIC_FAULT_PLANTED=name. The lists of
-// tests/emulator/test_*mutants.py have the same names, with the problem that shows each.
+// In a normal build the macro is `false`, and nothing of a fault remains. The emulator's library (PT_EMULATE) has all faults, and
+// PYTRANSFORMER_FAULT=name plants one when it is loaded. The lists of tests/emulator/test_*mutants.py have the same names, with the problem
+// that shows each.
 #pragma once
 
 #if !defined(PT_EMULATE)
 #define PT_FAULT(name) false
-#define PT_STATIC_FAULT(name) false
 #else
 #include <algorithm>
 #include <cstddef>
-#include <string_view>
 
 namespace pt::fault {
 
@@ -38,12 +36,4 @@ inline Fault named{name.text};
 }  // namespace pt::fault
 
 #define PT_FAULT(name) (::pt::fault::named<#name>.planted)
-
-#if defined(PT_STATIC_FAULT_PLANTED)
-#define PT_FAULT_TEXT_(name) #name
-#define PT_FAULT_TEXT(name) PT_FAULT_TEXT_(name)
-#define PT_STATIC_FAULT(name) (std::string_view(#name) == PT_FAULT_TEXT(PT_STATIC_FAULT_PLANTED))
-#else
-#define PT_STATIC_FAULT(name) false
-#endif
 #endif

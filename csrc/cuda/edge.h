@@ -15,10 +15,7 @@
 #define PT_EDGE_OP(name) "emulated_" name
 #define PT_EDGE_KEY CPU
 #else
-#if !defined(PT_EDGE_PREFIX)  // bench/tools/cuda_variants.py loads several libraries at once
-#define PT_EDGE_PREFIX "cuda_"
-#endif
-#define PT_EDGE_OP(name) PT_EDGE_PREFIX name
+#define PT_EDGE_OP(name) "cuda_" name
 #define PT_EDGE_KEY CUDA
 #endif
 

@@ -4,7 +4,7 @@
     python csrc/emulator/build.py program SOURCE...    a program of tests against the emulator alone
 
 Every kernel source is compiled as C++20 with -DPT_EMULATE. Ninja compiles only what changed. The library has all planted faults
-(common/fault.h) but those in constants, each of which is a build in another directory.
+(common/fault.h).
 """
 
 from __future__ import annotations
@@ -37,12 +37,8 @@ def why_not() -> str | None:
     return None
 
 
-def library(
-    directory: Path = DIRECTORY, csrc: Path = CSRC, stem: str = "*", only: str = "", defines: Sequence[str] = ()
-) -> Path:
-    """Brings the emulated library up to date; `csrc` is where the kernels' sources are, if not here, and `stem` the only op in it. With
-    `only`, no files but those of that pattern are compiled from `csrc`, with `defines`: the rest is taken from the library of the sources
-    here.
+def library(directory: Path = DIRECTORY) -> Path:
+    """Brings the emulated library up to date.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -50,18 +46,13 @@ def library(
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = list(csrc.glob(f"cuda/{stem}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
-    edges = [*csrc.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
-    flags = [*FLAGS, *defines, "-I", str(csrc), *(["-I", str(CSRC)] if csrc != CSRC else [])]
+    kernels = list(CSRC.glob("cuda/*/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    edges = [*CSRC.glob("cuda/*/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    flags = [*FLAGS, "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
     sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]
-    ready = []
-    if only:
-        objects = library().with_suffix(".so.d")
-        ready = [objects / _object_name(path) for path, _ in sources if not path.match(only)]
-        sources = [(path, flags) for path, flags in sources if path.match(only)]
-    return _build(directory, LIBRARY, sources, link, [*ready, _emulator()])
+    return _build(directory, LIBRARY, sources, link, [_emulator()])
 
 
 def _object_name(source: Path) -> str:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,7 @@ from run_problems import PRELOADED, send_first_wrong
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 LIMIT = 120  # seconds that a run may take
-HOOK = re.compile(r"\bPT_(STATIC_)?FAULT\((\w+)\)")
+HOOK = re.compile(r"\bPT_FAULT\((\w+)\)")
 
 
 class Fault(NamedTuple):
@@ -30,7 +29,6 @@ class Fault(NamedTuple):
     message: str = ""  # that the emulator must give; empty: a wrong number will do
     slow: bool = False
     schedule: int = 1
-    static: str = ""  # PT_STATIC_FAULT(name), compiled into a library of its own: a pattern of the op's files that have it
 
 
 def parameters(faults: Sequence[Fault]) -> list[Any]:
@@ -41,10 +39,10 @@ def parameters(faults: Sequence[Fault]) -> list[Any]:
     return [pytest.param(f, marks=[pytest.mark.slow] * f.slow, id=name(f)) for f in (*once, *again)]
 
 
-def hooks() -> dict[str, bool]:
-    """The names in the sources, and whether each is a PT_STATIC_FAULT."""
+def hooks() -> set[str]:
+    """The names in the sources."""
     sources = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp") and path.name != "fault.h")
-    return {name: bool(static) for path in sources for static, name in HOOK.findall(path.read_text())}
+    return {name for path in sources for name in HOOK.findall(path.read_text())}
 
 
 @functools.cache
@@ -86,20 +84,14 @@ def listed(module: str) -> list[Fault]:
 
 
 def check_names(faults: Sequence[Fault]) -> None:
-    """Each name is in the list once, and in the sources as what the list says."""
-    known = hooks()
-    assert {f.name: bool(f.static) for f in faults} == {f.name: known.get(f.name) for f in faults}
+    """Each name is in the list once, and in the sources."""
+    assert {f.name for f in faults} <= hooks()
     assert len({f.name for f in faults}) == len(faults)
-
-
-def static_library(fault: Fault, stem: str, builder: ModuleType, directory: Path) -> Path:
-    """The op's library with a fault in a constant."""
-    return builder.library(directory, stem=stem, only=fault.static, defines=[f"-DPT_STATIC_FAULT_PLANTED={fault.name}"])
 
 
 def check_caught(fault: Fault, problems: str, library: Path, path: str = "portable") -> None:
     """A module of problems finds the fault; path: PYTRANSFORMER_CUDA_PATH."""
-    message = found(library, problems, "" if fault.static else fault.name, fault.schedule, fault.problem, path)
+    message = found(library, problems, fault.name, fault.schedule, fault.problem, path)
     assert message, "not caught"
     assert fault.message in message
     print(fault.name, message.splitlines()[-1], sep="\n    ")

@@ -159,7 +159,7 @@ def test_wgmma(dtype: torch.dtype, answers: Answers) -> None:
     """Every shape that kernels use, by its name: widths from 32 to 256, and panels of 32 to 176 rows."""
     names = [key.removeprefix("a:") for key in answers if key.startswith("a:wgmma_")]
     names = [name for name in names if name.endswith("_f16") == (dtype == torch.float16)]
-    assert len(names) == len(SHAPES.findall(SHAPES_OF.read_text())) > 25
+    assert len(names) == len(SHAPES.findall(SHAPES_OF.read_text())) > 15
     for name in names:
         a, b = (halves(answers[f"{key}:{name}"], dtype).float() for key in ("a", "b"))
         panel = re.search(r"_p(\d+)", name)

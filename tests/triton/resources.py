@@ -11,7 +11,6 @@ binary with the tools inside Triton's wheel.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import subprocess
@@ -37,7 +36,6 @@ from pytransformer.ops.feed_forward import feed_forward_op
 from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.testing.cases import case
 
-GLUON = triton.__version__ < "3.8"  # bench/gluon uses names that 3.9 has renamed
 TABLE = Path(__file__).with_name("resources.json")
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
@@ -120,9 +118,6 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
 
-    for head_dim in (64, 128):
-        yield f"gluon D{head_dim} bf16", gluon(head_dim)
-
 
 def attention(name: str, dtype: torch.dtype, head_dim: int, Lq: int = 64, Lk: int = 64, **more: Any) -> Callable[[], Any]:
     """A shared case, with more arguments."""
@@ -178,17 +173,6 @@ def cross_entropy(dtype: torch.dtype, classes: int, **kwargs: Any) -> Callable[[
     return run
 
 
-def gluon(head_dim: int) -> Callable[[], Any]:
-    def run() -> None:
-        path = Path(__file__).resolve().parents[2] / "bench" / "gluon" / "attention_sm90.py"
-        spec = importlib.util.spec_from_file_location("gluon_attention", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.attention(*torch.zeros(3, 1, 1, 256, head_dim, dtype=torch.bfloat16).unbind())
-
-    return run
-
-
 def compiled(capability: int, run: Callable[[], Any], only: str = "") -> Iterator[tuple[str, Any]]:
     """(kernel name, compiled kernel) of each launch of kernels in whose name the pattern ``only`` is found."""
     kernels: list[tuple[str, Any]] = []
@@ -234,8 +218,6 @@ def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, d
     table, slow = {}, []
     for capability in architectures:
         for name, run, kernels in problems():
-            if name.startswith("gluon") and (capability != 90 or not GLUON):
-                continue
             if capability == 120 and REFUSED.match(name):
                 continue
             for kernel, binary in compiled(capability, run, kernels) if re.search(only, name) else ():
@@ -262,9 +244,8 @@ def unused() -> list[str]:
 
     problem.config, network.config, problem.capability = attention_config, network_config, lambda device: 90
     with _lang.observed(lambda *launch: None):
-        for name, run, _ in problems():
-            if not name.startswith("gluon"):
-                run()
+        for _, run, _ in problems():
+            run()
     problem.config, network.config = looked_up
     tables = {2: attention_tiles.SIXTEEN_BIT, 4: attention_tiles.THIRTY_TWO_BIT}
     wanted = {(name, size, itemsize) for itemsize, table in tables.items() for name in table for size in table[name]}

@@ -1,5 +1,5 @@
-// Every shape of product by a warpgroup that a kernel, or a variant of bench/tools/cuda_variants.py, may use. Kernels assert that theirs is
-// here, and tests/cuda/conformance.cpp runs all that are: no kernel multiplies in a way that conformance does not show.
+// Every shape of product by a warpgroup that a kernel uses. Kernels assert that theirs is here, and tests/cuda/conformance.cpp runs all
+// that are: no kernel multiplies in a way that conformance does not show.
 #pragma once
 
 #include <cstddef>
@@ -28,13 +28,11 @@ constexpr ProductShape product_of_weights(int n, uint32_t panel_bytes) { return 
 
 constexpr ProductShape kProductShapes[] = {
     // Scores, of so many keys or queries.
-    product_of_tiles(32), product_of_tiles(48), product_of_tiles(64), product_of_tiles(80), product_of_tiles(96), product_of_tiles(128),
-    product_of_tiles(160), product_of_tiles(176), product_of_tiles(192),
+    product_of_tiles(32), product_of_tiles(48), product_of_tiles(64), product_of_tiles(96), product_of_tiles(128),
     // Weights times a tile of 64, 128 or 256 columns and so many rows.
-    product_of_weights(64, 0), product_of_weights(128, 48 * 128), product_of_weights(128, 64 * 128), product_of_weights(128, 80 * 128),
-    product_of_weights(128, 96 * 128), product_of_weights(128, 128 * 128), product_of_weights(128, 160 * 128),
-    product_of_weights(128, 176 * 128), product_of_weights(256, 32 * 128), product_of_weights(256, 48 * 128),
-    product_of_weights(256, 64 * 128), product_of_weights(256, 80 * 128),
+    product_of_weights(64, 0), product_of_weights(128, 48 * 128), product_of_weights(128, 64 * 128), product_of_weights(128, 96 * 128),
+    product_of_weights(128, 128 * 128), product_of_weights(256, 32 * 128), product_of_weights(256, 48 * 128),
+    product_of_weights(256, 64 * 128),
     // A part of d_query; products of matrices, narrow and wide.
     product_of_tiles(64, true, true), product_of_tiles(256), product_of_tiles(128, false, true, 64 * 128),
     product_of_tiles(256, false, true, 64 * 128), product_of_tiles(128, true, true, 64 * 128), product_of_tiles(256, true, true, 64 * 128)};
