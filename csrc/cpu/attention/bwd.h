@@ -1,6 +1,6 @@
 // Backward of attention: dq, dk, dv, the gradients of dense masks and biases, of ALiBi slopes and of the T5 table.
 //
-// A phase is three parallel loops: pack its query rows, run its tasks, add the parts of dQ. bwd_plan.h has the division of the
+// A phase is three parallel loops: pack its query rows, run its tasks, add the partials of dQ. bwd_plan.h has the division of the
 // work, bwd_rows.h the query rows, bwd_tile.h the arithmetic.
 #pragma once
 
@@ -16,7 +16,7 @@ class AttentionBackward {
  public:
   using elem = typename T::elem;
   using acc = typename T::acc;
-  using unit = typename T::unit;
+  using packed = typename T::packed;
   using vec = typename T::vec;
 
   AttentionBackward(const AttentionProblem& problem, const AttentionGrads& grads)
@@ -59,10 +59,10 @@ class AttentionBackward {
     z.scale = p.scale, z.keep_scale = p.drop_threshold < 65536 ? 65536.0 / (65536 - p.drop_threshold) : 0.0;
     return z;
   }
-  // Rows of an item: up to about 4 MB of operands, without the parts of dQ.
+  // Rows of an item: up to about 4 MB of operands, without the partials of dQ.
   static int64_t item_rows(const BackwardSizes& z) {
     const int64_t bytes = 2 * (z.dw + z.dvw) * int64_t(sizeof(acc)) / T::pack;
-    return clamp<int64_t>((int64_t(4) << 20) / most<int64_t>(bytes, 1) / z.BQ, 4, 64) * z.BQ;
+    return clamp<int64_t>((int64_t(4) << 20) / max<int64_t>(bytes, 1) / z.BQ, 4, 64) * z.BQ;
   }
   const DenseGrad& dense(int t) const { return t ? g.d_bias : g.d_mask; }
 
@@ -84,8 +84,8 @@ class AttentionBackward {
         if (n && bytes + more > BackwardPlan::kBudget) break;
         bytes += more, runs += n == 0 || plan.starts_run(at);
       }
-      most_items = most(most_items, n), most_runs = most(most_runs, runs), phase_bytes = most(phase_bytes, bytes);
-      if (!plan.done(at) && !plan.starts_run(at)) carried_keys = most(carried_keys, plan.keys(at.b));
+      most_items = max(most_items, n), most_runs = max(most_runs, runs), phase_bytes = max(phase_bytes, bytes);
+      if (!plan.done(at) && !plan.starts_run(at)) carried_keys = max(carried_keys, plan.keys(at.b));
     }
   }
 
@@ -134,7 +134,7 @@ class AttentionBackward {
   // ---- tasks
   struct Work {
     BackwardTile<T>* tile;
-    unit *Kt, *Vt, *Kj;
+    packed *Kt, *Vt, *Kj;
     acc *dK, *dV, *terms;
     uint8_t* live;
     void* keep_table;
@@ -143,15 +143,15 @@ class AttentionBackward {
   void task(int64_t run, int64_t split) {
     const int64_t keep_bytes = z.dropout ? KeepBits::table_bytes(z.BK) : 0;
     Arena& a = local_arena;
-    a.reset(BackwardTile<T>::bytes(z) + Arena::bytes_for<unit>(z.BK * z.du) + Arena::bytes_for<unit>(z.BK * z.dvu) +
-            Arena::bytes_for<unit>(z.BK / T::pack * z.dw) + Arena::bytes_for<acc>(z.BK * z.dw) + Arena::bytes_for<acc>(z.BK * z.dvw) +
+    a.reset(BackwardTile<T>::bytes(z) + Arena::bytes_for<packed>(z.BK * z.du) + Arena::bytes_for<packed>(z.BK * z.dvu) +
+            Arena::bytes_for<packed>(z.BK / T::pack * z.dw) + Arena::bytes_for<acc>(z.BK * z.dw) + Arena::bytes_for<acc>(z.BK * z.dvw) +
             Arena::bytes_for<acc>(TileTerms<T>::workspace(z.BQ, z.BK)) + Arena::bytes_for<uint8_t>(z.BK) +
             Arena::bytes_for<uint8_t>(keep_bytes));
     BackwardTile<T> tile(z, a);
     const Work w{&tile,
-                 a.take<unit>(z.BK * z.du),
-                 a.take<unit>(z.BK * z.dvu),
-                 a.take<unit>(z.BK / T::pack * z.dw),
+                 a.take<packed>(z.BK * z.du),
+                 a.take<packed>(z.BK * z.dvu),
+                 a.take<packed>(z.BK / T::pack * z.dw),
                  a.take<acc>(z.BK * z.dw),
                  a.take<acc>(z.BK * z.dvw),
                  a.take<acc>(TileTerms<T>::workspace(z.BQ, z.BK)),
@@ -165,7 +165,7 @@ class AttentionBackward {
   void key_block(const Run& run, int64_t k0, int64_t split, const Work& w) {
     const Sequence& sequence = sequences[run.b];
     const Scores<T> scores(p, sequence);
-    const int64_t size = least(z.BK, sequence.Lk - k0), row = sequence.k_first + k0;
+    const int64_t size = min(z.BK, sequence.Lk - k0), row = sequence.k_first + k0;
     KeyBlock<T> k{k0, clamp<int64_t>(sequence.keys().hi - k0, 0, size), w.Kt, w.Vt, w.Kj, w.dK, w.dV};
     if (sequence.keys().lo >= k0 + k.n) k.n = 0;
     const bool all = !mark_live_keys<T>(p, sequence, run.kv_head, k0, size, w.live);
@@ -239,7 +239,7 @@ class AttentionBackward {
           vec x[T::width];
           for (int64_t i = 0; i < T::width; i++) x[i] = load(sum + (c + i) * z.BK + r);
           transpose(x);
-          for (int64_t i = 0; i < least<int64_t>(T::width, rows - r); i++) put(r + i, c, x[i]);
+          for (int64_t i = 0; i < min<int64_t>(T::width, rows - r); i++) put(r + i, c, x[i]);
         }
     }
   }
@@ -252,8 +252,8 @@ class AttentionBackward {
     for_each_task(d.stride.l ? blocks : 1, p.threads, [&](int64_t task) {
       for (int64_t i = 0; i < items_count; i++) {
         const Item<T>& it = items[i];
-        const int64_t first = d.stride.l ? most(task * z.BQ - it.q0, int64_t(0)) : 0;
-        const int64_t end = d.stride.l ? least((task + 1) * z.BQ - it.q0, it.rows) : it.rows;
+        const int64_t first = d.stride.l ? max(task * z.BQ - it.q0, int64_t(0)) : 0;
+        const int64_t end = d.stride.l ? min((task + 1) * z.BQ - it.q0, it.rows) : it.rows;
         acc* out = static_cast<acc*>(d.data) + it.b * d.stride.b + it.h * d.stride.h + it.q0 * d.stride.l;
         double total = 0;
         for (int64_t r = first; r < end; r++) {

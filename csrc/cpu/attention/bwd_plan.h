@@ -1,9 +1,9 @@
 // How the backward divides its work.
 //
 //   item   a range of up to `item_rows` query rows of one query head
-//   phase  consecutive items whose packed operands and parts of dQ fit the scratch budget
+//   phase  consecutive items whose packed operands and partials of dQ fit the scratch budget
 //   run    the items of one key/value head in a phase: one task sums their dK and dV, in order
-//   split  s of `splits`: the key blocks s, s + splits, ...; each split has its own part of dQ
+//   split  s of `splits`: the key blocks s, s + splits, ...; each split has its own partial dQ
 //   class  a run, or all the runs of a phase that add to the same elements of a dense gradient, broadcast over heads or batch
 //
 // A task is (class, split). What a sequence computes depends on its own lengths and on the number of heads alone, never on its
@@ -14,7 +14,7 @@
 #include <cstddef>
 
 #include "cpu/attention/problem.h"
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -45,7 +45,7 @@ struct BackwardPlan {
     };
     share_batch = shared(g.d_mask, g.d_mask.stride.b, p.B) || shared(g.d_bias, g.d_bias.stride.b, p.B);
     share_heads = shared(g.d_mask, g.d_mask.stride.h, p.Hq) || shared(g.d_bias, g.d_bias.stride.h, p.Hq);
-    splits = share_heads ? kTasks : clamp<int64_t>(ceil_div(kTasks, most<int64_t>(p.Hkv, 1)), 1, kTasks);
+    splits = share_heads ? kTasks : clamp<int64_t>(ceil_div(kTasks, max<int64_t>(p.Hkv, 1)), 1, kTasks);
   }
 
   int64_t queries(int64_t b) const { return p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq; }
@@ -54,7 +54,7 @@ struct BackwardPlan {
 
   // A head without queries has one empty item, so that its dK and dV are written.
   bool done(const ItemId& i) const { return i.b >= p.B || p.Hq == 0; }
-  int64_t rows(const ItemId& i) const { return least(item_rows, queries(i.b) - i.q0); }
+  int64_t rows(const ItemId& i) const { return min(item_rows, queries(i.b) - i.q0); }
   bool last_rows(const ItemId& i) const { return i.q0 + item_rows >= queries(i.b); }
   bool starts_run(const ItemId& i) const { return i.q0 == 0 && i.h % group == 0; }
   bool ends_run(const ItemId& i) const { return last_rows(i) && (i.h + 1) % group == 0; }

@@ -15,13 +15,13 @@ INLINE bool sums_rows(const DenseGrad& d) { return d.data && d.stride.d == 0; }
 template <class T>
 struct Item : ItemId {
   using acc = typename T::acc;
-  using unit = typename T::unit;
+  using packed = typename T::packed;
   int64_t rows, parts;  // parts: splits that have keys
   const Sequence* sequence;
-  unit *Q, *G, *Qs, *Gs;
+  packed *Q, *G, *Qs, *Gs;
   Range* seen;
   acc *m, *l, *delta;
-  uint8_t *live, *extreme, *touched;  // [row]: sees a key; [block]; [part][block]: this part of dQ was stored
+  uint8_t *live, *extreme, *touched;  // [row]: sees a key; [block]; [part][block]: this partial dQ was stored
   acc* dQ;                            // [part][rows][dw]
   acc* row_sums[2];                   // [part][rows], of the mask and of the bias
   double *slope, *table;              // [part], [part][buckets]
@@ -30,7 +30,7 @@ struct Item : ItemId {
   Item(const ItemId& id, const BackwardPlan& plan, int64_t block_k) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b, block_k)) {}
 
   int64_t blocks(const BackwardSizes& z) const { return ceil_div(rows, z.BQ); }
-  int64_t block_rows(const BackwardSizes& z, int64_t i) const { return least(z.BQ, rows - i * z.BQ); }
+  int64_t block_rows(const BackwardSizes& z, int64_t i) const { return min(z.BQ, rows - i * z.BQ); }
 
   // take(pointer, count) for every array
   template <class Take>
@@ -65,7 +65,7 @@ class QueryRows {
  public:
   using elem = typename T::elem;
   using acc = typename T::acc;
-  using unit = typename T::unit;
+  using packed = typename T::packed;
   using vec = typename T::vec;
   static constexpr double kTrusted = 1024;  // |lse| up to which it holds the log of the sum to 2^-14
 
@@ -107,7 +107,7 @@ class QueryRows {
       for (int64_t r = 0; r < n; r++) m[r] = acc(m[r] * kLog2e);
   }
 
-  // The parts of dQ in order.
+  // The partials of dQ in order.
   void write() const {
     const vec scale = set1<vec>(acc(p.scale));
     for (int64_t r = 0; r < it.block_rows(z, i); r++) {
@@ -127,7 +127,7 @@ class QueryRows {
     return static_cast<const E*>(data) + it.b * s.b + it.h * s.h + base * s.l;
   }
   // The operand of QueryBlock that is summed over queries.
-  static void pack_sum(const elem* src, int64_t stride, int64_t n, int64_t ld, int64_t d, unit* dst, const uint8_t* live) {
+  static void pack_sum(const elem* src, int64_t stride, int64_t n, int64_t ld, int64_t d, packed* dst, const uint8_t* live) {
     if constexpr (T::pack == 1) {
       pack_rows<T>(src, stride, n, ld, d, ld, dst, live);
     } else {
@@ -160,10 +160,10 @@ class QueryRows {
     const Scores<T> scores(p, sequence);
     acc *m = it.m + row0, *l = it.l + row0;
     Arena& arena = local_arena;
-    arena.reset(Arena::bytes_for<unit>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
+    arena.reset(Arena::bytes_for<packed>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
                 Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) + Arena::bytes_for<uint8_t>(z.BQ) +
                 Arena::bytes_for<uint8_t>(panel));
-    unit* Kt = arena.take<unit>(panel * z.du);
+    packed* Kt = arena.take<packed>(panel * z.du);
     acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
     uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);
     for (int64_t r = 0; r < x.rows; r++)
@@ -172,11 +172,11 @@ class QueryRows {
     const int64_t kv_head = it.h / (p.Hq / p.Hkv);
     const elem* k = static_cast<const elem*>(p.k) + it.b * p.ks.b + kv_head * p.ks.h + sequence.k_first * p.ks.l;
     for (int64_t j = keys.lo / panel * panel; j < keys.hi; j += panel) {
-      const int64_t n = least(panel, keys.hi - j);
+      const int64_t n = min(panel, keys.hi - j);
       const bool all = !mark_live_keys<T>(p, sequence, kv_head, j, n, live);
       pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live, panel, z.du);
       for (int64_t r = 0; r < x.rows; r += kRows<T>) {
-        const int64_t rows = least<int64_t>(kRows<T>, x.rows - r);
+        const int64_t rows = min<int64_t>(kRows<T>, x.rows - r);
         pick<T>(rows, panel, kStore)(z.du, x.Q + r * z.du, z.du, 1, Kt, S, panel, nullptr);
         if (z.table) scores.diagonals(it.h, x.q0 + r, rows, j, n, diagonals);
         for (int64_t e = 0; e < rows; e++) {
@@ -184,7 +184,7 @@ class QueryRows {
           acc* s = S + e * panel;
           const vec top = scores.row(it.h, x.q0 + r + e, j, n, x.seen[r + e],
                                      z.table ? Scores<T>::diagonal_of(diagonals, x.q0 + r + e, x.q0 + r, rows) : nullptr, s);
-          const acc now = most(m[r + e], reduce(top, op_max));
+          const acc now = max(m[r + e], reduce(top, op_max));
           if (now == -kInfinity<acc>) continue;
           const auto exponential = [&](vec d) { return exp2v<5>(vec(d * acc(kLog2e))); };
           vec sum{};

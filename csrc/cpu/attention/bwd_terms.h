@@ -9,7 +9,7 @@
 
 #include "cpu/attention/problem.h"
 #include "cpu/attention/scores.h"
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -79,7 +79,7 @@ class TileTerms {
   }
   int64_t bucket(int64_t distance) const {
     const int64_t n = p_.bidirectional ? p_.buckets / 2 : p_.buckets;
-    const int64_t d = p_.bidirectional && distance > 0 ? distance : most<int64_t>(-distance, 0);
+    const int64_t d = p_.bidirectional && distance > 0 ? distance : max<int64_t>(-distance, 0);
     int64_t u = n - 1;
     while (u > 0 && p_.bucket_starts[u] > d) u--;
     return u + (p_.bidirectional && distance > 0 ? n : 0);

@@ -4,8 +4,8 @@
 //
 // Rows are queries and lanes are keys, as in the forward. dV and dK sum over queries. With plain numbers that is P^T dO and dS^T Q,
 // where the left operand is read across the rows of the tile. Bf16 pairs must join queries: P and dS are kept as panels of 64 keys, a
-// unit being one column of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order that
-// matrix tiles read.
+// packed element being one column of rows 2i and 2i + 1, and the products are dV^T = dO^T P and dK^T = Q^T dS, all operands in the order
+// that matrix tiles read.
 #pragma once
 
 #include "cpu/attention/bwd_terms.h"
@@ -20,7 +20,7 @@ namespace bwd {
 
 struct BackwardSizes {
   int64_t BQ, BK;              // rows of a block of queries, of keys
-  int64_t du, dvu;             // units of a row of q, of v, in whole steps of the micro-kernel
+  int64_t du, dvu;             // packed elements of a row of q, of v, in whole steps of the micro-kernel
   int64_t dw, dvw;             // columns of dQ and dK, of dV: D and Dv rounded up to whole vectors
   bool dq, dk, dv, terms, ds;  // wanted; ds: any but dv
   bool dropout, softcap, table;
@@ -32,19 +32,19 @@ struct BackwardSizes {
 // [column][pair].
 template <class T>
 struct QueryBlock {
-  int64_t q0, rows;                         // first local row, how many
-  const Range* seen;                        // the keys each row may see
-  const typename T::unit *Q, *G, *Qs, *Gs;  // q and d_out as rows of units, and as operands that are summed over queries
-  const typename T::acc *m, *l, *delta;     // l is 0 unless lse is too large to hold the log of the sum
-  bool extreme;                             // some row has an l
+  int64_t q0, rows;                           // first local row, how many
+  const Range* seen;                          // the keys each row may see
+  const typename T::packed *Q, *G, *Qs, *Gs;  // q and d_out as rows of packed elements, and as operands that are summed over queries
+  const typename T::acc *m, *l, *delta;       // l is 0 unless lse is too large to hold the log of the sum
+  bool extreme;                               // some row has an l
 };
 
 // The packed keys of a block and what is summed for them.
 template <class T>
 struct KeyBlock {
-  int64_t k0, n;                         // first local key, and how many up to the last that any query may see
-  const typename T::unit *Kt, *Vt, *Kj;  // transposed panels of k and v, joined panels of k
-  typename T::acc *dK, *dV;              // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
+  int64_t k0, n;                           // first local key, and how many up to the last that any query may see
+  const typename T::packed *Kt, *Vt, *Kj;  // transposed panels of k and v, joined panels of k
+  typename T::acc *dK, *dV;                // [BK][dw], [BK][dvw]; with pairs [dw][BK], [dvw][BK]
 };
 
 template <class T>
@@ -52,7 +52,7 @@ class BackwardTile {
  public:
   using acc = typename T::acc;
   using opnd = typename T::opnd;
-  using unit = typename T::unit;
+  using packed = typename T::packed;
   using vec = typename T::vec;
   static constexpr bool kPairs = T::pack > 1;
   static constexpr int64_t kGroup = kRows<T>;           // rows of a call of the micro-kernel
@@ -67,13 +67,13 @@ class BackwardTile {
     lo = arena.take<int>(z.BQ), hi = arena.take<int>(z.BQ), glo = arena.take<int>(z.BQ), ghi = arena.take<int>(z.BQ);
     if constexpr (kPairs) {
       const int64_t units = z.BQ / T::pack * z.BK;
-      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<unit>(units), dSs = arena.take<unit>(units);
+      dS = arena.take<opnd>(z.BQ * z.BK), Ps = arena.take<packed>(units), dSs = arena.take<packed>(units);
     } else {
       dS = dP, Ps = S, dSs = dP;
     }
   }
   static size_t bytes(const BackwardSizes& z) {
-    const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<unit>(z.BQ / T::pack * z.BK);
+    const size_t pairs = Arena::bytes_for<opnd>(z.BQ * z.BK) + 2 * Arena::bytes_for<packed>(z.BQ / T::pack * z.BK);
     return 2 * Arena::bytes_for<acc>(z.BQ * z.BK) + Arena::bytes_for<acc>(T::pack * z.BK) +
            Arena::bytes_for<acc>(Scores<T>::diagonal_size(z.BQ, z.BK)) + Arena::bytes_for<uint32_t>(T::pack * KeepBits::words(z.BK)) +
            4 * Arena::bytes_for<int>(z.BQ) + (kPairs ? pairs : 0);
@@ -113,13 +113,13 @@ class BackwardTile {
     clo = z.BK, chi = 0, seen = 0;
     for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
       int64_t first = z.BK, last = 0;
-      for (int64_t i = r; i < least(r + kGroup, q.rows); i++) {
-        const int64_t a = most<int64_t>(q.seen[i].lo - k.k0, 0), e = least(q.seen[i].hi - k.k0, k.n);
+      for (int64_t i = r; i < min(r + kGroup, q.rows); i++) {
+        const int64_t a = max<int64_t>(q.seen[i].lo - k.k0, 0), e = min(q.seen[i].hi - k.k0, k.n);
         lo[i] = hi[i] = 0;
-        if (a < e) lo[i] = int(a), hi[i] = int(e), first = least(first, a), last = most(last, e);
+        if (a < e) lo[i] = int(a), hi[i] = int(e), first = min(first, a), last = max(last, e);
       }
       glo[g] = last ? int(first / kStep * kStep) : 0, ghi[g] = int(round_up(last, kStep));
-      if (last) clo = least<int64_t>(clo, glo[g]), chi = most<int64_t>(chi, ghi[g]), seen = most(seen, last);
+      if (last) clo = min<int64_t>(clo, glo[g]), chi = max<int64_t>(chi, ghi[g]), seen = max(seen, last);
     }
     return chi > 0;
   }
@@ -131,8 +131,8 @@ class BackwardTile {
     for (int64_t j = clo / panel * panel; j < chi; j += panel)
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
         if (glo[g] >= j + panel || ghi[g] <= j) continue;
-        const int64_t rows = least(kGroup, q.rows - r);
-        for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, least(panel, k.n - j));
+        const int64_t rows = min(kGroup, q.rows - r);
+        for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, min(panel, k.n - j));
         const auto f = pick<T>(rows, panel, kStore);
         f(z.du, q.Q + r * z.du, z.du, 1, k.Kt + j * z.du, S + r * z.BK + j, z.BK, nullptr);
         if (z.ds) f(z.dvu, q.G + r * z.dvu, z.dvu, 1, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK, nullptr);
@@ -148,10 +148,10 @@ class BackwardTile {
       if (c0 < c1) softmax_rows<GENERAL, DROPOUT>(x, r, c0, c1);
       if constexpr (kPairs) {
         constexpr int64_t panel = kPanel<T>;
-        fill_units(r, clo / panel * panel, c0), fill_units(r, most(c1, clo / panel * panel), round_up(chi, panel));
+        fill_units(r, clo / panel * panel, c0), fill_units(r, max(c1, clo / panel * panel), round_up(chi, panel));
       } else {
-        fill(S + r * z.BK, clo, c0), fill(S + r * z.BK, most(c1, clo), chi);
-        fill(dP + r * z.BK, clo, c0), fill(dP + r * z.BK, most(c1, clo), chi);
+        fill(S + r * z.BK, clo, c0), fill(S + r * z.BK, max(c1, clo), chi);
+        fill(dP + r * z.BK, clo, c0), fill(dP + r * z.BK, max(c1, clo), chi);
       }
     }
   }
@@ -167,12 +167,12 @@ class BackwardTile {
       const bool padding = r + i >= q.rows;
       m[i] = set1<vec>(padding ? 0 : q.m[r + i]), l[i] = set1<vec>(padding ? 0 : q.l[r + i]);
       delta[i] = set1<vec>(padding ? 0 : q.delta[r + i]);
-      from = most<int64_t>(from, lo[r + i]), to = least<int64_t>(to, hi[r + i]);
+      from = max<int64_t>(from, lo[r + i]), to = min<int64_t>(to, hi[r + i]);
       if (padding) continue;
       const int64_t row = q.q0 + r + i;
       if constexpr (GENERAL) {
         const acc* diagonal = z.table ? Scores<T>::diagonal_of(diagonals, row, q.q0, q.rows) + c0 : nullptr;
-        x.scores.row(x.h, row, x.k.k0 + c0, least(c1, x.k.n) - c0, q.seen[r + i], diagonal, S + (r + i) * z.BK + c0,
+        x.scores.row(x.h, row, x.k.k0 + c0, min(c1, x.k.n) - c0, q.seen[r + i], diagonal, S + (r + i) * z.BK + c0,
                      z.softcap ? factor + i * z.BK + c0 : nullptr);
       }
       if constexpr (DROPOUT)
@@ -217,7 +217,7 @@ class BackwardTile {
     for (; c < from && c < c1; c += kStep) step(c, std::true_type());
     for (; c + kStep <= to; c += kStep) step(c, std::false_type());
     for (; c < c1; c += kStep) step(c, std::true_type());
-    for (int64_t i = r; x.terms && i < least(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
+    for (int64_t i = r; x.terms && i < min(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
     if constexpr (GENERAL && !kPairs)
       for (c = c0; z.softcap && c < c1; c += T::width) {
         const vec g = load(dP + r * z.BK + c);
@@ -229,13 +229,13 @@ class BackwardTile {
     for (; c < end; c += T::width) store(row + c, vec{});
   }
   static INLINE void put(void* p, typename T::uvec v) { *static_cast<typename T::uvec*>(p) = v; }
-  // Where column c of rows r and r + 1 lies in a panel of units.
+  // Where column c of rows r and r + 1 lies in a panel of packed elements.
   int64_t unit_at(int64_t r, int64_t c) const {
     constexpr int64_t panel = kPanel<T>;
     return (c / panel * (z.BQ / T::pack) + r / T::pack) * panel + c % panel;
   }
   // kStep columns of two rows, joined.
-  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, unit* to) const {
+  INLINE void store_units(int64_t r, int64_t c, typename T::uvec row0, typename T::uvec row1, packed* to) const {
     typename T::uvec a, b;
     interleave(row0, row1, &a, &b);
     to += unit_at(r, c);
@@ -251,11 +251,11 @@ class BackwardTile {
     int64_t a = 0, e = ceil_div(rows, kGroup);
     while (a < e && !sees(a)) a++;
     while (a < e && !sees(e - 1)) e--;
-    return {a * kGroup, least(e * kGroup, rows)};
+    return {a * kGroup, min(e * kGroup, rows)};
   }
 
   // out += A^T B over queries, A of this tile: dV += P^T dO, dK += dS^T Q, or with pairs dV^T += dO^T P, dK^T += Q^T dS
-  void key_product(const QueryBlock<T>& q, const unit* A, const unit* B, int64_t columns, acc* out) {
+  void key_product(const QueryBlock<T>& q, const packed* A, const packed* B, int64_t columns, acc* out) {
     constexpr int64_t panel = kPanel<T>;
     if constexpr (kPairs) {
       const int64_t ld = padded(q.rows) / T::pack;
@@ -263,17 +263,17 @@ class BackwardTile {
         const Range r = rows_that_see(q.rows, c, c + panel);
         const int64_t a = r.lo / kRowStep * kRowStep / T::pack, n = padded(r.hi) / T::pack - a;
         for (int64_t d = 0; d < columns && r.size() > 0; d += kGroup)
-          pick<T>(least(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(T::pack * a, c), out + d * z.BK + c, z.BK,
-                                                           nullptr);
+          pick<T>(min(kGroup, columns - d), panel, kAdd)(n, B + d * ld + a, ld, 1, A + unit_at(T::pack * a, c), out + d * z.BK + c, z.BK,
+                                                         nullptr);
       }
     } else {
       for (int64_t col = 0; col < columns; col += panel) {
-        const int64_t w = least(panel, columns - col);
+        const int64_t w = min(panel, columns - col);
         for (int64_t c = clo; c < seen; c += kGroup) {
           const Range r = rows_that_see(q.rows, c, c + kGroup);
           if (r.size() > 0)
-            pick<T>(least(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w,
-                                                      out + c * columns + col, columns, nullptr);
+            pick<T>(min(kGroup, seen - c), w, kAdd)(r.size(), A + r.lo * z.BK + c, 1, z.BK, B + col * q.rows + r.lo * w,
+                                                    out + c * columns + col, columns, nullptr);
         }
       }
     }
@@ -282,13 +282,13 @@ class BackwardTile {
   // dQ += dS K, over the keys that any of a group's queries sees.
   void query_product(const QueryBlock<T>& q, const KeyBlock<T>& k, acc* dQ, bool first) {
     for (int64_t col = 0; col < z.dw; col += kPanel<T>) {
-      const int64_t w = least<int64_t>(kPanel<T>, z.dw - col);
+      const int64_t w = min<int64_t>(kPanel<T>, z.dw - col);
       for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
-        const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : least<int64_t>(ghi[g], seen)) / T::pack - a;
+        const int64_t a = glo[g] / T::pack, n = (kPairs ? ghi[g] : min<int64_t>(ghi[g], seen)) / T::pack - a;
         if (n > 0 || first)
-          pick<T>(least(kGroup, q.rows - r), w, first ? kStore : kAdd)(
-              most<int64_t>(n, 0), reinterpret_cast<const unit*>(dS + r * z.BK) + a, z.BK / T::pack, 1,
-              k.Kj + col * (z.BK / T::pack) + a * w, dQ + r * z.dw + col, z.dw, nullptr);
+          pick<T>(min(kGroup, q.rows - r), w, first ? kStore : kAdd)(max<int64_t>(n, 0), reinterpret_cast<const packed*>(dS + r * z.BK) + a,
+                                                                     z.BK / T::pack, 1, k.Kj + col * (z.BK / T::pack) + a * w,
+                                                                     dQ + r * z.dw + col, z.dw, nullptr);
       }
     }
   }
@@ -296,7 +296,7 @@ class BackwardTile {
   const BackwardSizes& z;
   acc *S, *dP, *factor, *diagonals;
   opnd* dS;
-  unit *Ps, *dSs;  // P and dS as summed over queries
+  packed *Ps, *dSs;  // P and dS as summed over queries
   uint32_t* bits;
   int *lo, *hi, *glo, *ghi;            // visible columns of each row; columns that each group of rows works on
   int64_t clo = 0, chi = 0, seen = 0;  // columns of the tile: in whole steps, and the last visible

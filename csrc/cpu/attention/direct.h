@@ -12,7 +12,7 @@ constexpr int64_t kMaxHead = 512;
 // x[i] = q . K[i] before the sum over lanes, for T::width rows of d columns; q is padded with zeros to whole vectors. STEPS: whole vectors
 // of a row if known, so that there is no loop within a row, else 0.
 template <class T, int STEPS>
-INLINE void direct_dots(const typename T::unit* q, const typename T::elem* const* rows, int64_t d, typename T::vec* x) {
+INLINE void direct_dots(const typename T::packed* q, const typename T::elem* const* rows, int64_t d, typename T::vec* x) {
   using uvec = typename T::uvec;
   constexpr int64_t step = T::width * T::pack;
   const int64_t whole = STEPS ? STEPS * step : d / step * step;
@@ -34,8 +34,8 @@ template <class T>
 struct DirectRows {
   const typename T::elem* K;
   int64_t stride, n, d;
-  const uint8_t* live;        // keys with live[j] == 0 count as zeros; may be null
-  const typename T::unit* q;  // queries, `units` apart, each padded with zeros to whole vectors
+  const uint8_t* live;          // keys with live[j] == 0 count as zeros; may be null
+  const typename T::packed* q;  // queries, `packed elements` apart, each padded with zeros to whole vectors
   int64_t units, rows;
 };
 
@@ -43,13 +43,13 @@ template <class T, int STEPS>
 void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
   for (int64_t j = 0; j < x.n; j += T::width) {
     const typename T::elem* rows[T::width];
-    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K + least(j + i, x.n - 1) * x.stride;
+    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K + min(j + i, x.n - 1) * x.stride;
     for (int64_t r = 0; r < x.rows; r++) {
       typename T::vec dots[T::width];
       direct_dots<T, STEPS>(x.q + r * x.units, rows, x.d, dots);
       if (x.live)
         for (int i = 0; i < T::width; i++)
-          if (!x.live[least(j + i, x.n - 1)]) dots[i] = typename T::vec{};
+          if (!x.live[min(j + i, x.n - 1)]) dots[i] = typename T::vec{};
       store(s + r * ld + j, reduce_rows(dots, op_add));
     }
   }
@@ -92,7 +92,7 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
     int64_t j = keys.lo;
     if (!live && columns == NC * T::width && NC > 1)  // nothing to look at
       for (; j + 2 <= keys.hi; j += 2) {
-        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::unit*>(p + j));
+        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + j));
         UNROLL for (int c = 0; c + 1 < NC; c += 2) {
           const typename T::elem* at = V + j * stride + c / 2 * step;
           uvec lo, hi;
@@ -101,7 +101,7 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
         }
       }
     for (; j < keys.hi; j += 2) {
-      const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::unit*>(p + j));
+      const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + j));
       UNROLL for (int c = 0; c < NC; c += 2) {
         uvec lo, hi;
         interleave(row(j, c / 2 * step), row(j + 1, c / 2 * step), &lo, &hi);
@@ -120,7 +120,7 @@ void direct_output(const typename T::opnd* p, Range keys, const typename T::elem
   constexpr int64_t columns = NC * T::width;
   int64_t c = 0;
   for (; c + columns <= d || (NC == 1 && c < d); c += columns)
-    direct_columns<T, NC>(p, keys, V + c, stride, least(columns, d - c), live, alpha, o + c);
+    direct_columns<T, NC>(p, keys, V + c, stride, min(columns, d - c), live, alpha, o + c);
   if constexpr (NC > 1) direct_output<T, NC / 2>(p, keys, V + c, stride, d - c, live, alpha, o + c);
 }
 

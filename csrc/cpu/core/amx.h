@@ -1,8 +1,8 @@
-// The micro-kernel on AMX tiles: 16 rows x 64 columns of float in four tile registers, 16 units (32 bf16) of k a step.
+// The micro-kernel on AMX tiles: 16 rows x 64 columns of float in four tile registers, 16 packed elements (32 bf16) of k a step.
 // A packed panel of bf16 pairs already is what a tile of B must look like.
 #pragma once
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -11,7 +11,7 @@ constexpr int kTile = 16;  // rows of a tile, and its 32-bit columns
 
 struct TileDot {
   using acc = float;
-  using unit = uint32_t;
+  using packed = uint32_t;
 };
 // As Bf16Pair, multiplied by tdpbf16ps: sixteen times the work per instruction slot of vdpbf16ps.
 struct Bf16Tile : Bf16Pair {

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 

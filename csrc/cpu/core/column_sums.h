@@ -27,14 +27,14 @@ void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int t
   shared_arena.reset(Arena::bytes_for<acc>(blocks * padded));
   acc* part = shared_arena.take<acc>(blocks * padded);
   for_each_task(blocks * strips, threads, [&](int64_t task) {
-    const int64_t block = task / strips, c = task % strips * kColumns, n = least(kColumns, columns - c);
+    const int64_t block = task / strips, c = task % strips * kColumns, n = min(kColumns, columns - c);
     acc* sum = part + block * padded + c;
     for (int64_t j = 0; j < kColumns; j++) sum[j] = 0;
-    const int64_t end = least(rows, (block + 1) * per_block);
+    const int64_t end = min(rows, (block + 1) * per_block);
     for (int64_t i = block * per_block; i < end; i += kRun)
       for (int64_t j = 0; j < n; j += T::width) {
         typename T::vec run = T::load(x + i * columns + c + j, n - j);
-        for (int64_t k = i + 1; k < least(end, i + kRun); k++) run = run + T::load(x + k * columns + c + j, n - j);
+        for (int64_t k = i + 1; k < min(end, i + kRun); k++) run = run + T::load(x + k * columns + c + j, n - j);
         store(sum + j, load(sum + j) + run);
       }
   });

@@ -1,9 +1,9 @@
-// The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <= kPanel<T>, k counted in units.
-// A is read unit by unit with any row and k stride, so operands that were just computed are used where they lie;
+// The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <= kPanel<T>, k counted in packed elements.
+// A is read packed element by packed element with any row and k stride, so operands that were just computed are used where they lie;
 // B is packed (pack.h): panel[k][cols], aligned. C is aligned, its row stride a multiple of T::width.
 #pragma once
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 #if defined(__AMX_BF16__)
 #include "cpu/core/amx.h"
@@ -38,14 +38,14 @@ INLINE constexpr int64_t round_units(int64_t d) {
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
 template <class Dot, int MR, int NV, int MODE>
-void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, const typename Dot::unit* b, typename Dot::acc* c,
+void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b, typename Dot::acc* c,
             int64_t ldc, const typename Dot::acc* alpha) {
   using vec = typename Dot::vec;
   using uvec = typename Dot::uvec;
   constexpr int width = kWidth<vec>;
   vec acc[MR][NV];
   UNROLL for (int r = 0; r < MR; r++) UNROLL for (int j = 0; j < NV; j++) acc[r][j] = vec{};
-  const auto step = [&](const typename Dot::unit* at, int64_t u) {
+  const auto step = [&](const typename Dot::packed* at, int64_t u) {
     uvec bv[NV];
     UNROLL for (int j = 0; j < NV; j++) bv[j] = *reinterpret_cast<const uvec*>(b + width * (NV * u + j));
     UNROLL for (int r = 0; r < MR; r++) {
@@ -73,7 +73,7 @@ void kernel(int64_t k, const typename Dot::unit* a, int64_t a_row, int64_t a_k, 
 }
 
 template <class T>
-using KernelFn = void (*)(int64_t, const typename T::unit*, int64_t, int64_t, const typename T::unit*, typename T::acc*, int64_t,
+using KernelFn = void (*)(int64_t, const typename T::packed*, int64_t, int64_t, const typename T::packed*, typename T::acc*, int64_t,
                           const typename T::acc*);
 
 #if defined(__AMX_BF16__)

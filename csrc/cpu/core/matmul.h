@@ -1,10 +1,10 @@
 // Matrix products of whole matrices on the micro-kernel, with an epilogue on each tile of the result.
 //
 // C = A B, or a sum of such products, or several C over the same rows and columns at once. B is packed in panels of kPanel
-// columns; A is read where it lies if it holds units as the micro-kernel wants them, else packed too. A thread multiplies a group of rows
-// of A that fits its core's cache, which it packs itself, with one panel after the other; where there is one group only, it packs its
-// panels itself, and a packed panel never leaves that cache. Every element of C is a sum in an order that depends on K alone, so results
-// depend on neither threads nor timing.
+// columns; A is read where it lies if it holds packed elements as the micro-kernel wants them, else packed too. A thread multiplies a group
+// of rows of A that fits its core's cache, which it packs itself, with one panel after the other; where there is one group only, it packs
+// its panels itself, and a packed panel never leaves that cache. Every element of C is a sum in an order that depends on K alone, so
+// results depend on neither threads nor timing.
 //
 // Where A has few rows, packing B would take longer than multiplying. Then the product is formed transposed, C^T = B^T A^T: B
 // is read where it lies, A is packed, and the tiles are transposed before the epilogue sees them.
@@ -46,7 +46,7 @@ constexpr int64_t kCachedBytes = int64_t(5) << 18;  // of A, in a core's L2 whil
 constexpr int64_t kPackedUnits = int64_t(4) << 20;  // of B packed at a time, about: 16 MB of floats or pairs
 constexpr int64_t kSliceUnits = 2048;               // of k at a time: 144 rows of A, and a panel, stay in L2
 constexpr int64_t kSums = int64_t(2) << 20;         // sums kept between slices, about
-constexpr int64_t kPackedDepth = 512;               // units along k of a task that packs
+constexpr int64_t kPackedDepth = 512;               // packed elements along k of a task that packs
 
 // Asks for the cache lines of n columns of some rows of a matrix.
 template <class E>
@@ -58,7 +58,7 @@ INLINE void fetch_rows(const E* first, int64_t columns, int64_t rows, int64_t n)
 template <class T, int PRODUCTS, bool SUM>
 class Matmul {
   using acc = typename T::acc;
-  using unit = typename T::unit;
+  using packed = typename T::packed;
   static constexpr int kTiles = SUM ? 1 : PRODUCTS;
   static constexpr int64_t kWide = kPanel<T>;
 
@@ -78,14 +78,14 @@ class Matmul {
   void run(const Epilogue& epilogue) {
     const bool sliced = K_ > kSlice;
     const int64_t depth = sliced ? kSlice : K_;
-    int64_t n_step = kPackedUnits * T::pack / most<int64_t>(1, depth * PRODUCTS);
-    if (sliced) n_step = least(n_step, kSums / (M_ * kTiles));
+    int64_t n_step = kPackedUnits * T::pack / max<int64_t>(1, depth * PRODUCTS);
+    if (sliced) n_step = min(n_step, kSums / (M_ * kTiles));
     n_step = round_up(clamp<int64_t>(n_step, kWide, N_), kWide);
     if (sliced) sums_arena.reset(kTiles * Arena::bytes_for<acc>(sums_size(n_step)));
     acc* sums[kTiles] = {};
     for (int t = 0; sliced && t < kTiles; t++) sums[t] = sums_arena.take<acc>(sums_size(n_step));
     for (int64_t n = 0; n < N_; n += n_step)
-      for (int64_t k = 0; k < K_; k += depth) slice(n, least(n_step, N_ - n), k, least(depth, K_ - k), sums, epilogue);
+      for (int64_t k = 0; k < K_; k += depth) slice(n, min(n_step, N_ - n), k, min(depth, K_ - k), sums, epilogue);
   }
 
  private:
@@ -107,23 +107,23 @@ class Matmul {
   static bool in_place(const Operand<T>& a) {
     return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k && a.stride % T::pack == 0;
   }
-  static int64_t panel_width(int64_t cols) { return least(kWide, round_up(cols, T::width)); }
+  static int64_t panel_width(int64_t cols) { return min(kWide, round_up(cols, T::width)); }
 
   // Rows of A that a task takes: what fits the cache, and so few that there are tasks for all threads.
   int64_t group_rows(int64_t units, int64_t panels) const {
     const int64_t granule = transposed_ ? 64 : kPart;
-    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(unit))), share = M_ * panels / (4 * threads_);
-    const int64_t rows = least(M_, most(least(fit, share) / granule * granule, granule));
-    return rows == M_ ? M_ : least(rows, round_up(ceil_div(M_, round_up(ceil_div(M_, rows), int64_t(threads_))), granule));
+    const int64_t fit = kCachedBytes / (units * int64_t(sizeof(packed))), share = M_ * panels / (4 * threads_);
+    const int64_t rows = min(M_, max(min(fit, share) / granule * granule, granule));
+    return rows == M_ ? M_ : min(rows, round_up(ceil_div(M_, round_up(ceil_div(M_, rows), int64_t(threads_))), granule));
   }
 
   struct Slice {
     int64_t n0, cols, k0, units, depth, a_row;
-    int64_t a_first;     // row of A that packed ones begin with
-    int64_t panel_step;  // from a panel to the one that the same thread probably takes next
-    acc* const* sums;    // of panels of all rows; null: there is one slice only
-    unit* a[PRODUCTS];   // packed; null: where it lies
-    unit* b[PRODUCTS];   // packed panels; null: every task packs its own
+    int64_t a_first;      // row of A that packed ones begin with
+    int64_t panel_step;   // from a panel to the one that the same thread probably takes next
+    acc* const* sums;     // of panels of all rows; null: there is one slice only
+    packed* a[PRODUCTS];  // packed; null: where it lies
+    packed* b[PRODUCTS];  // packed panels; null: every task packs its own
   };
 
   template <class Epilogue>
@@ -132,8 +132,9 @@ class Matmul {
     const int64_t groups = ceil_div(M_, group);
     const bool place = in_place(p_[0].a) && depth % T::pack == 0, share = groups > 1;
     // rows of packed A are an odd number of cache lines long, or nearly
-    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(unit)), 0, kWide, sums[0] ? sums : nullptr, {}, {}};
-    shared_arena.reset((share ? PRODUCTS * Arena::bytes_for<unit>(panels * kWide * units) : 0) + Arena::bytes_for<int64_t>(groups + 1));
+    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(packed)), 0, kWide, sums[0] ? sums : nullptr,
+            {}, {}};
+    shared_arena.reset((share ? PRODUCTS * Arena::bytes_for<packed>(panels * kWide * units) : 0) + Arena::bytes_for<int64_t>(groups + 1));
     if (share) pack_b(s, panels);
     if (groups >= threads_ && groups > 1) {
       int64_t* taken = shared_arena.take<int64_t>(groups + 1);
@@ -145,7 +146,7 @@ class Matmul {
     for_each_task(panels * groups, threads_, [&](int64_t task) {
       const FlushSubnormals flush;
       const int64_t panel = task % panels, m0 = task / panels * group;
-      tile_rows(s, panel, m0, least(M_, m0 + group), epilogue);
+      tile_rows(s, panel, m0, min(M_, m0 + group), epilogue);
     });
   }
 
@@ -158,7 +159,7 @@ class Matmul {
     const auto multiply_group = [&](int64_t g) {
       if (__atomic_load_n(taken + g, __ATOMIC_RELAXED) >= panels) return;
       s.a_first = g * group;
-      const int64_t end = least(M_, s.a_first + group);
+      const int64_t end = min(M_, s.a_first + group);
       if (packing)
         pack_a(s, end - s.a_first, [](int64_t n, const auto& f) {
           for (int64_t i = 0; i < n; i++) f(i);
@@ -172,25 +173,25 @@ class Matmul {
   // Rows [begin, end) of A times one panel, each tile of them handed to the epilogue.
   template <class Epilogue>
   void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end, const Epilogue& epilogue) const {
-    const int64_t n = panel * kWide, cols = least(kWide, s.cols - n), w = panel_width(cols);
+    const int64_t n = panel * kWide, cols = min(kWide, s.cols - n), w = panel_width(cols);
     size_t bytes = kTiles * Arena::bytes_for<acc>(kTileRows * kWide);
     if (transposed_) bytes += kTiles * Arena::bytes_for<acc>(kWide * kWide);
-    if (!s.b[0]) bytes += PRODUCTS * Arena::bytes_for<unit>(w * s.units);
+    if (!s.b[0]) bytes += PRODUCTS * Arena::bytes_for<packed>(w * s.units);
     local_arena.reset(bytes);
     acc *own[kTiles], *turned[kTiles];
     for (int t = 0; t < kTiles; t++) {
       own[t] = local_arena.take<acc>(kTileRows * kWide);
       turned[t] = transposed_ ? local_arena.take<acc>(kWide * kWide) : nullptr;
     }
-    const unit* b[PRODUCTS];
+    const packed* b[PRODUCTS];
     for (int i = 0; i < PRODUCTS; i++) {
-      unit* packed = s.b[i] ? s.b[i] + n * s.units : local_arena.take<unit>(w * s.units);
-      if (!s.b[i]) pack_panel(p_[i].b, s.n0 + n, cols, s.k0, s.depth, packed);
-      b[i] = packed;
+      packed* ready = s.b[i] ? s.b[i] + n * s.units : local_arena.take<packed>(w * s.units);
+      if (!s.b[i]) pack_panel(p_[i].b, s.n0 + n, cols, s.k0, s.depth, ready);
+      b[i] = ready;
     }
     const bool last_slice = s.k0 + s.depth == K_;
     for (int64_t m0 = begin; m0 < end; m0 += kTileRows) {
-      const int64_t rows = least(kTileRows, end - m0);
+      const int64_t rows = min(kTileRows, end - m0);
       acc* tiles[kTiles];
       for (int t = 0; t < kTiles; t++) tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows) + m0 * kWide : own[t];
       for (int i = 0; i < PRODUCTS; i++)
@@ -199,7 +200,7 @@ class Matmul {
           const Mode mode = s.k0 || u || (SUM && i) ? kAdd : kStore;
           const bool first = m0 == begin;
           for (int64_t r = 0; r < rows; r += kPart) {
-            const int64_t part = least(kPart, rows - r);
+            const int64_t part = min(kPart, rows - r);
             const auto ahead = [&](int64_t row, int64_t count) {
               if (first) fetch_ahead(s, i, n, u, r + row, count, rows);
               if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
@@ -212,7 +213,7 @@ class Matmul {
       if (transposed_ && last_slice)
         for (int64_t r = 0; r < rows; r += kWide) {
           for (int t = 0; t < kTiles; t++) transpose_tile(tiles[t] + r * kWide, w, turned[t]);
-          finish(turned, 0, s.n0 + n, cols, m0 + r, least(kWide, rows - r), epilogue);
+          finish(turned, 0, s.n0 + n, cols, m0 + r, min(kWide, rows - r), epilogue);
         }
     }
   }
@@ -229,7 +230,7 @@ class Matmul {
   // last-level cache or from memory: waiting for it was a tenth of the time. Where B is packed, that is the panel's next piece, and at its
   // end the start of the panel that this thread probably takes next; else that panel, to be packed.
   INLINE void fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
-    const int64_t next = n + s.panel_step, depth = least(kDepth<T>, s.units - u);
+    const int64_t next = n + s.panel_step, depth = min(kDepth<T>, s.units - u);
     if (s.b[0]) {
       const bool last = u + kDepth<T> >= s.units;
       if (last && next >= s.cols) return;
@@ -237,23 +238,23 @@ class Matmul {
       fetch_rows(s.b[product] + (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n)) + from, 0, 1, to - from);
     } else if (next < s.cols) {
       const Operand<T>& b = p_[product].b;
-      const int64_t k = s.k0 + u * T::pack, runs = b.along_k ? least(depth * T::pack, s.depth - u * T::pack) : least(kWide, s.cols - next);
+      const int64_t k = s.k0 + u * T::pack, runs = b.along_k ? min(depth * T::pack, s.depth - u * T::pack) : min(kWide, s.cols - next);
       const int64_t from = row * runs / rows, to = (row + count) * runs / rows;
       if (b.along_k) fetch_rows(b.data + (k + from) * b.stride + s.n0 + next, b.stride, to - from, kWide);
       else fetch_rows(b.data + (s.n0 + next + from) * b.stride + k, b.stride, to - from, depth * T::pack);
     }
   }
 
-  // tile (+)= rows of A x one panel, over up to kDepth units from u on. Tiles have the row stride kWide whatever the panel's width.
-  // ahead(row, count) comes before the products of each group of rows, counted from m0.
+  // tile (+)= rows of A x one panel, over up to kDepth packed elements from u on. Tiles have the row stride kWide whatever the panel's
+  // width. ahead(row, count) comes before the products of each group of rows, counted from m0.
   template <class Ahead>
-  INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const unit* b, int64_t w,
+  INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const packed* b, int64_t w,
                        acc* tile, Mode mode, const Ahead& ahead) const {
-    const unit* packed = s.a[product];
-    const int64_t row = packed ? s.a_row : a.stride / T::pack, depth = least(kDepth<T>, s.units - u);
-    const unit* base = (packed ? packed - s.a_first * row : reinterpret_cast<const unit*>(a.data + s.k0)) + m0 * row + u;
+    const packed* ready = s.a[product];
+    const int64_t row = ready ? s.a_row : a.stride / T::pack, depth = min(kDepth<T>, s.units - u);
+    const packed* base = (ready ? ready - s.a_first * row : reinterpret_cast<const packed*>(a.data + s.k0)) + m0 * row + u;
     for (int64_t r = 0; r < rows; r += kRows<T>) {
-      const int64_t count = least<int64_t>(kRows<T>, rows - r);
+      const int64_t count = min<int64_t>(kRows<T>, rows - r);
       ahead(r, count);
       pick<T>(count, w, mode)(depth, base + r * row, row, 1, b, tile + r * kWide, kWide, nullptr);
     }
@@ -270,7 +271,7 @@ class Matmul {
       }
   }
 
-  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, unit* dst) {
+  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, packed* dst) {
     const uint8_t* live = b.live ? b.live + k0 : nullptr;
     if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), cols, 0, dst, live);
     else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst, nullptr, panel_width(cols));
@@ -279,26 +280,26 @@ class Matmul {
   // A task packs a long piece of one panel where k runs along the rows of memory, else a short one of several panels: either way it reads
   // long runs.
   void pack_b(Slice& s, int64_t panels) const {
-    for (int i = 0; i < PRODUCTS; i++) s.b[i] = shared_arena.take<unit>(panels * kWide * s.units);
+    for (int i = 0; i < PRODUCTS; i++) s.b[i] = shared_arena.take<packed>(panels * kWide * s.units);
     const int64_t deep = p_[0].b.along_k ? 32 : kPackedDepth, wide = p_[0].b.along_k ? 16 : 1;
     const int64_t parts = ceil_div(s.units, deep), groups = ceil_div(panels, wide);
     for_each_task(PRODUCTS * groups * parts, threads_, [&](int64_t task) {
       const int i = int(task / (groups * parts));
-      const int64_t u = task % parts * deep, k = u * T::pack, depth = least(deep * T::pack, s.depth - k);
+      const int64_t u = task % parts * deep, k = u * T::pack, depth = min(deep * T::pack, s.depth - k);
       const int64_t first = task / parts % groups * wide;
-      for (int64_t panel = first; panel < least(panels, first + wide); panel++) {
-        const int64_t n = panel * kWide, cols = least(kWide, s.cols - n);
+      for (int64_t panel = first; panel < min(panels, first + wide); panel++) {
+        const int64_t n = panel * kWide, cols = min(kWide, s.cols - n);
         pack_panel(p_[i].b, s.n0 + n, cols, s.k0 + k, depth, s.b[i] + n * s.units + u * panel_width(cols));
       }
     });
   }
 
-  // Columns [0, n) of `depth` rows become rows of units: dst[column][row], whole vectors of it.
-  static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, unit* dst, int64_t row) {
+  // Columns [0, n) of `depth` rows become rows of packed elements: dst[column][row], whole vectors of it.
+  static void pack_columns(const typename T::elem* src, int64_t stride, int64_t n, int64_t depth, packed* dst, int64_t row) {
     using uvec = typename T::uvec;
     typedef uvec any __attribute__((aligned(4)));
     const auto load = [&](int64_t k, int64_t c) {
-      return k < depth ? T::load_units(src + k * stride + c, least<int64_t>(T::width, n - c)) : uvec{};
+      return k < depth ? T::load_units(src + k * stride + c, min<int64_t>(T::width, n - c)) : uvec{};
     };
     for (int64_t u = 0; u * T::pack < depth; u += T::width)
       for (int64_t c = 0; c < n; c += T::width) {
@@ -313,7 +314,7 @@ class Matmul {
           r[i] = (typename T::vec)row_unit;
         }
         transpose(r);
-        for (int64_t i = 0; i < least<int64_t>(T::width, n - c); i++) *reinterpret_cast<any*>(dst + (c + i) * row + u) = (uvec)r[i];
+        for (int64_t i = 0; i < min<int64_t>(T::width, n - c); i++) *reinterpret_cast<any*>(dst + (c + i) * row + u) = (uvec)r[i];
       }
   }
 
@@ -321,14 +322,14 @@ class Matmul {
   template <class ForEach>
   void pack_a(Slice& s, int64_t rows, const ForEach& for_each) const {
     constexpr int64_t kStep = 64;
-    packed_arena.reset(PRODUCTS * Arena::bytes_for<unit>(rows * s.a_row));
-    for (int i = 0; i < PRODUCTS; i++) s.a[i] = packed_arena.take<unit>(rows * s.a_row);
+    packed_arena.reset(PRODUCTS * Arena::bytes_for<packed>(rows * s.a_row));
+    for (int i = 0; i < PRODUCTS; i++) s.a[i] = packed_arena.take<packed>(rows * s.a_row);
     const int64_t parts = ceil_div(rows, kStep);
     for_each(PRODUCTS * parts, [&](int64_t task) {
       const int i = int(task / parts);
-      const int64_t r = task % parts * kStep, m = s.a_first + r, count = least(kStep, rows - r);
+      const int64_t r = task % parts * kStep, m = s.a_first + r, count = min(kStep, rows - r);
       const Operand<T>& a = p_[i].a;
-      unit* dst = s.a[i] + r * s.a_row;
+      packed* dst = s.a[i] + r * s.a_row;
       if (a.along_k) return pack_columns(a.data + s.k0 * a.stride + m, a.stride, count, s.depth, dst, s.a_row);
       for (int64_t j = 0; j < count; j++) copy_rows<T>(a.data + (m + j) * a.stride + s.k0, a.stride, 1, 1, s.depth, dst + j * s.a_row);
     });

@@ -8,9 +8,9 @@ namespace PT_ISA {
 
 // In all of these, rows at or past n and rows with live[row] == 0 (live may be null) are zero in dst and not read.
 
-// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over `units`, by default ceil(d / pack).
+// One panel of `panel` rows, a multiple of T::width, transposed: dst[u][row], u over `packed elements`, by default ceil(d / pack).
 template <class T>
-void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::unit* dst,
+void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int64_t d, typename T::packed* dst,
                      const uint8_t* live = nullptr, int64_t panel = kPanel<T>, int64_t units = 0) {
   using uvec = typename T::uvec;
   const int64_t du = units ? units : ceil_div(d, T::pack);
@@ -25,16 +25,16 @@ void pack_transposed(const typename T::elem* src, int64_t stride, int64_t n, int
     }
 }
 
-// Rows [0, n_pad) of a d-column matrix, neighbours along rows joined in units, in panels of up to kPanel<T> columns:
+// Rows [0, n_pad) of a d-column matrix, neighbours along rows joined in packed elements, in panels of up to kPanel<T> columns:
 // dst[panel][row / pack][width of the panel], each panel ld_rows / pack long.
 template <class T>
-void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::unit* dst,
+void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, int64_t ld_rows, typename T::packed* dst,
                const uint8_t* live = nullptr) {
   using uvec = typename T::uvec;
   const int64_t dw = round_up(d, T::width);
-  const auto put = [](typename T::unit* p, uvec v) { *reinterpret_cast<uvec*>(p) = v; };
+  const auto put = [](typename T::packed* p, uvec v) { *reinterpret_cast<uvec*>(p) = v; };
   for (int64_t col = 0; col < dw; col += kPanel<T>) {
-    const int64_t w = least<int64_t>(kPanel<T>, dw - col);
+    const int64_t w = min<int64_t>(kPanel<T>, dw - col);
     auto* out = dst + col * (ld_rows / T::pack);
     for (int64_t i = 0; i < n_pad; i += T::pack, out += w)
       for (int64_t c = 0; c < w; c += T::width * T::pack) {
@@ -53,9 +53,9 @@ void pack_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n
   }
 }
 
-// Plain rows: dst[n_pad][units], by default ceil(d / pack)
+// Plain rows: dst[n_pad][packed elements], by default ceil(d / pack)
 template <class T>
-void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::unit* dst,
+void copy_rows(const typename T::elem* src, int64_t stride, int64_t n, int64_t n_pad, int64_t d, typename T::packed* dst,
                const uint8_t* live = nullptr, int64_t units = 0) {
   const int64_t du = units ? units : ceil_div(d, T::pack);
   typedef typename T::uvec any __attribute__((aligned(4)));

@@ -28,7 +28,7 @@ void for_each_task(int64_t n, int threads, const F& f) {
     int64_t n, next;
   } queue{f, n, 0};
   run_workers(
-      least<int64_t>(n, threads),
+      min<int64_t>(n, threads),
       [](void* p) {
         const WorkerState state;
         Queue& q = *static_cast<Queue*>(p);

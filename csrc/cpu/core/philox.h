@@ -9,7 +9,7 @@
 
 #include <cstring>
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 namespace PT_ISA {

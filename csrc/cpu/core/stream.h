@@ -1,7 +1,7 @@
 // Stores past the caches, for results that are larger than they: a plain store first reads the line that it will overwrite.
 #pragma once
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 
 namespace pt {
 namespace PT_ISA {

@@ -3,7 +3,7 @@
 //
 // A traits type T describes how a matrix product reads its operands:
 //   elem   what lies in the tensors         opnd   what lies in packed operands         acc   accumulators, scores, statistics
-//   unit   what the micro-kernel broadcasts: `pack` neighbours of opnd along k (a bf16 pair is one unit of 32 bits)
+//   packed what the micro-kernel broadcasts: `pack` neighbours of opnd along k (a bf16 pair is one packed element of 32 bits)
 #pragma once
 
 #include <cstdint>
@@ -51,11 +51,11 @@ constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 template <class A>
-INLINE constexpr A least(A a, A b) {
+INLINE constexpr A min(A a, A b) {
   return b < a ? b : a;
 }
 template <class A>
-INLINE constexpr A most(A a, A b) {
+INLINE constexpr A max(A a, A b) {
   return a < b ? b : a;
 }
 template <class A>
@@ -314,209 +314,6 @@ INLINE V exp2v(V x) {
   const V r = exp2_poly<DEGREE>(V(y - n)) * (V)e;
   return x < lowest ? V{} : r;
 }
-
-// ---- 16-bit conversions, one per float lane; stores round to nearest even and keep NaN
-// Where there is one instruction that widens, GCC 12 makes four, which compete for one port.
-INLINE vi32 widen(const void* p) {
-#if defined(__AVX512F__)
-  return (vi32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
-  return (vi32)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#else
-  return __builtin_convertvector(*static_cast<const vu16_half*>(p), vi32);
-#endif
-}
-// The lower halves, of which the upper are 0.
-INLINE void narrow(void* p, vi32 v) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
-#elif defined(__AVX2__)
-  const __m128i low = _mm256_castsi256_si128((__m256i)v), high = _mm256_extracti128_si256((__m256i)v, 1);
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packus_epi32(low, high));
-#else
-  *static_cast<vu16_half*>(p) = __builtin_convertvector(v, vu16_half);
-#endif
-}
-
-INLINE vf to_float(const bf16* p) { return (vf)(widen(p) << 16); }
-INLINE vf to_float(const f16* p) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__F16C__)
-  return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  const vi32 h = widen(p), em = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
-  const vf scaled = (vf)em * 5.192296858534828e33f;  // 2^112 moves the exponent, subnormals included
-  return (vf)((em >= 0x0f800000 ? em | 0x7f800000 : (vi32)scaled) | sign);
-#endif
-}
-INLINE void from_float(bf16* p, vf v) {
-#if defined(__AVX512BF16__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
-#else
-  const vi32 x = (vi32)v, rounded = v == v ? x + 0x7fff + ((x >> 16) & 1) : x | 0x400000;
-  narrow(p, (rounded >> 16) & 0xffff);
-#endif
-}
-INLINE void from_float(f16* p, vf v) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
-  const vi32 x = (vi32)v, a = x & 0x7fffffff;
-  const vi32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
-  const vi32 small = (vi32)((vf)a + 0.5f) - 0x3f000000;  // the sum's rounding is that of the subnormal
-  vi32 r = a < 0x38800000 ? small : normal;
-  r = a >= 0x47800000 ? (a > 0x7f800000 ? vi32{} + 0x7e00 : vi32{} + 0x7c00) : r;
-  narrow(p, r | ((x >> 16) & 0x8000));
-#endif
-}
-
-// While one lives, this thread's subnormal results become 0: each costs an assist of more than 100 cycles on x86, and a softmax row with
-// far-away keys (ALiBi) is full of products as small as that.
-class FlushSubnormals {
- public:
-#if defined(__SSE__)
-  FlushSubnormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8000); }
-  ~FlushSubnormals() { __builtin_ia32_ldmxcsr(saved_); }
-
- private:
-  const unsigned saved_;
-#else
-  FlushSubnormals() {}
-#endif
-};
-
-// ---- traits
-// The products of the micro-kernel: c += a * b, b a vector of units, a one unit broadcast.
-template <class A>
-struct PlainDot {
-  using acc = A;
-  using unit = A;
-  using vec = typename Lanes<A>::vec;
-  using uvec = vec;
-  static INLINE uvec broadcast(const unit* p) { return set1<vec>(*p); }
-  static INLINE vec dot(vec c, uvec a, uvec b) { return fma(a, b, c); }
-};
-
-template <class E>
-struct Native {  // what float and double share: operands are plain numbers of acc
-  using acc = E;
-  using opnd = E;
-  using unit = E;
-  using Dot = PlainDot<E>;
-  using vec = typename Dot::vec;
-  using uvec = vec;
-  static constexpr int pack = 1, width = kVecBytes / int(sizeof(E)), exp_degree = 5;
-  static INLINE vec dot(vec c, uvec a, uvec b) { return fma(a, b, c); }
-  // 2 * width values of P, aligned
-  static INLINE void store_pair(opnd* p, vec lo, vec hi) { store(p, lo), store(p + width, hi); }
-};
-
-// Operands converted to float on load.
-template <class E>
-struct Float : Native<float> {
-  using elem = E;
-  static constexpr int exp_degree = sizeof(E) == 2 ? 4 : 5;
-  // n >= width: everything; else the first n, and zeros. Nothing past n is touched.
-  static INLINE vec load(const elem* p, int64_t n = width) {
-    if constexpr (std::is_same_v<E, float>) {
-#if defined(__AVX512F__)
-      return (vec)_mm512_maskz_loadu_ps(mask_n<vec>(n), p);
-#else
-      if (n >= width) return loadu(p);
-#endif
-    } else {
-      if (n >= width) return to_float(p);
-    }
-    elem t[width] = {};
-    for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    if constexpr (std::is_same_v<E, float>) return loadu(t);
-    else return to_float(t);
-  }
-  static INLINE void store(elem* p, int64_t n, vec v) {
-    elem t[width];
-    elem* to = n >= width ? p : t;
-    if constexpr (std::is_same_v<E, float>) storeu(to, v);
-    else from_float(to, v);
-    if (n < width)
-      for (int64_t i = 0; i < n; i++) p[i] = t[i];
-  }
-  static INLINE uvec load_units(const elem* p, int64_t n) { return load(p, n); }
-};
-
-struct Double : Native<double> {
-  using elem = double;
-  static INLINE vec load(const elem* p, int64_t n = width) {
-    if (n >= width) return loadu(p);
-    elem t[width] = {};
-    for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    return loadu(t);
-  }
-  static INLINE void store(elem* p, int64_t n, vec v) {
-    if (n >= width) return storeu(p, v);
-    for (int64_t i = 0; i < n; i++) p[i] = v[i];
-  }
-  static INLINE uvec load_units(const elem* p, int64_t n) { return load(p, n); }
-};
-
-#if defined(__AVX512BF16__)
-// bf16 as pairs along k, multiplied in pairs by vdpbf16ps.
-struct Bf16Dot {
-  using acc = float;
-  using unit = uint32_t;
-  using vec = vf;
-  using uvec = vi32;
-  static INLINE uvec broadcast(const unit* p) { return (uvec)_mm512_set1_epi32(int(*p)); }
-  static INLINE vec dot(vec c, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
-};
-struct Bf16Pair {
-  using elem = bf16;
-  using acc = float;
-  using opnd = bf16;
-  using unit = uint32_t;
-  using Dot = Bf16Dot;    // what the micro-kernel uses
-  using Pairs = Bf16Dot;  // what vectors use
-  using vec = vf;
-  using uvec = vi32;
-  static constexpr int pack = 2, width = 16, exp_degree = 4;  // of exponentials that are rounded to opnd anyway
-  static INLINE vec dot(vec c, uvec a, uvec b) { return Dot::dot(c, a, b); }
-  static INLINE __mmask32 mask32(int64_t n) { return n >= 32 ? ~__mmask32(0) : n <= 0 ? 0 : (__mmask32(1) << n) - 1; }
-  // Masked loads are fast everywhere, masked stores slow on Zen: only for tails.
-  static INLINE vec load(const elem* p, int64_t n = width) {
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_n<vec>(n), p)), 16);
-  }
-  static INLINE void store(elem* p, int64_t n, vec v) {
-    if (n >= width) from_float(p, v);
-    else _mm256_mask_storeu_epi16(p, mask_n<vec>(n), (__m256i)_mm512_cvtneps_pbh((__m512)v));
-  }
-  static INLINE uvec load_units(const elem* p, int64_t n) { return (uvec)_mm512_maskz_loadu_epi16(mask32(n), p); }
-  static INLINE uvec pair(vec lo, vec hi) { return (uvec)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo); }
-  static INLINE void store_pair(opnd* p, vec lo, vec hi) { _mm512_store_si512(p, (__m512i)pair(lo, hi)); }
-};
-// columns i and i+1 of two bf16 rows become one unit
-INLINE void interleave(vi32 a, vi32 b, vi32* lo, vi32* hi) {
-  alignas(64) static const uint16_t idx[2][32] = {
-      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
-  *lo = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[0]), (__m512i)b);
-  *hi = (vi32)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(idx[1]), (__m512i)b);
-}
-#endif
-
-// Bf16: the traits a bf16 tensor gets on this instruction set (with AMX: amx.h)
-#if !defined(__AVX512BF16__)
-using Bf16 = Float<bf16>;
-#elif !defined(__AMX_BF16__)
-using Bf16 = Bf16Pair;
-#endif
-
-#if !defined(__AMX_BF16__)
-struct WorkerState {  // what a thread needs set up while it runs tasks: nothing
-  WorkerState() {}
-};
-#endif
 
 }  // namespace PT_ISA
 }  // namespace pt

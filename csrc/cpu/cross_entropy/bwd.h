@@ -15,8 +15,8 @@ constexpr int64_t kSumBytes = int64_t(8) << 20;    // of float sums of dx for 16
 // Classes of a block. Few blocks: at the end of each of its products all threads wait for one another.
 template <class T>
 int64_t block_classes(const CrossEntropyProblem& p, int64_t rows) {
-  const int64_t fit = kBlockBytes / (most(rows, p.depth) * int64_t(sizeof(typename T::acc)));
-  return least(most(fit / kPanel<T> * kPanel<T>, kLeastBlock), round_up(p.classes, kPanel<T>));
+  const int64_t fit = kBlockBytes / (max(rows, p.depth) * int64_t(sizeof(typename T::acc)));
+  return min(max(fit / kPanel<T> * kPanel<T>, kLeastBlock), round_up(p.classes, kPanel<T>));
 }
 
 // z of a tile -> dz, stored in the block.
@@ -62,7 +62,7 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
   for_each_task(panels * ceil_div(rows, kPart), epilogue.p.threads, [&](int64_t task) {
     const FlushSubnormals flush;
     const int64_t m = task / panels * kPart, n = task % panels * kPanel<T>;
-    const int64_t count = least(kPart, rows - m), width = least<int64_t>(kPanel<T>, columns - n);
+    const int64_t count = min(kPart, rows - m), width = min<int64_t>(kPanel<T>, columns - n);
     local_arena.reset(Arena::bytes_for<acc>(kPart * kPanel<T>));
     acc* tile = local_arena.take<acc>(kPart * kPanel<T>);
     for (int64_t r = 0; r < count; r++)
@@ -79,7 +79,7 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
   using acc = typename T::acc;
   using elem = typename T::elem;
   constexpr bool sums_in_place = std::is_same_v<elem, acc>;
-  const int64_t step = least(count, chunk_rows(p)), d = p.depth;
+  const int64_t step = min(count, chunk_rows(p)), d = p.depth;
   const int64_t block = block_classes<T>(p, step);
   const bool one_chunk = count <= step;
   size_t bytes = Arena::bytes_for<elem>(step * block) + 2 * Arena::bytes_for<acc>(block);
@@ -96,10 +96,10 @@ void cross_entropy_gradients(const CrossEntropyProblem& p, const CrossEntropyBac
   if (want_rest && !one_chunk) dweight = entropy_arena.take<acc>(block * d);
 
   for (int64_t c = 0; c < p.classes; c += block) {
-    const int64_t n = least(block, p.classes - c);
+    const int64_t n = min(block, p.classes - c);
     const elem* weight = elements<T>(p.weight) + c * d;
     for (int64_t r = 0; r < count; r += step) {
-      const int64_t rows = least(step, count - r), row = first + r;
+      const int64_t rows = min(step, count - r), row = first + r;
       const elem* x = elements<T>(p.x) + row * d;
       const LogitGradient<T> to_dz{p, f, row, c, n, dz};
       if (f.product) {
@@ -142,10 +142,10 @@ void cross_entropy_backward(const CrossEntropyProblem& p, const CrossEntropyBack
   for (int64_t r = 0; r < p.rows; r++) live[r] = p.target[r] != p.ignore_index;
   const bool rest = f.dweight || f.dbias;
   // Sums of dx in float beside 16-bit ones are bounded: rows beyond take one more product of logits.
-  const int64_t at_once = sizeof(typename T::elem) == 2 ? most(chunk_rows(p), kSumBytes / (p.depth * int64_t(sizeof(float)))) : p.rows;
+  const int64_t at_once = sizeof(typename T::elem) == 2 ? max(chunk_rows(p), kSumBytes / (p.depth * int64_t(sizeof(float)))) : p.rows;
   if (p.rows <= at_once || !f.dx) return cross_entropy_gradients<T>(p, f, live, 0, p.rows, f.dx, rest);
   for (int64_t first = 0; first < p.rows; first += at_once)
-    cross_entropy_gradients<T>(p, f, live, first, least(at_once, p.rows - first), true, false);
+    cross_entropy_gradients<T>(p, f, live, first, min(at_once, p.rows - first), true, false);
   if (rest) cross_entropy_gradients<T>(p, f, live, 0, p.rows, false, true);
 }
 

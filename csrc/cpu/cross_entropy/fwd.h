@@ -18,7 +18,7 @@ constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
 
 // Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
 INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
-  return least(p.rows, clamp(kChunkElements / most<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
+  return min(p.rows, clamp(kChunkElements / max<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
 }
 
 // What the rows of a chunk know after some of the classes: arrays of `size` numbers, a multiple of the vector.
@@ -112,7 +112,7 @@ void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int 
   using vec = typename T::vec;
   const vec lowest = set1<vec>(-kInfinity<typename T::acc>);
   for_each_task(ceil_div(rows.size, 16 * T::width), threads, [&](int64_t task) {
-    for (int64_t r = task * 16 * T::width; r < least(rows.size, (task + 1) * 16 * T::width); r += T::width) {
+    for (int64_t r = task * 16 * T::width; r < min(rows.size, (task + 1) * 16 * T::width); r += T::width) {
       vec m = load(rows.maximum + r), s = load(rows.sum + r), z = load(rows.logits + r);
       for (int64_t panel = 0; panel < count; panel++) {
         const int64_t at = panel * rows.size + r;
@@ -140,7 +140,7 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
 
   const auto x = rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false);
   for (int64_t c = 0; c < p.classes; c += step) {
-    const int64_t n = least(step, p.classes - c);
+    const int64_t n = min(step, p.classes - c);
     const Product<T> logits[1] = {{x, rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
     Matmul<T, 1, false>(logits, count, n, p.depth, p.threads).run(LogitEpilogue<T>{p, panels, first, count, c, picked, product});
     merge<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
@@ -160,7 +160,7 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
 template <class T>
 void cross_entropy_forward(const CrossEntropyProblem& p, const CrossEntropyForward& f) {
   const int64_t step = chunk_rows(p);
-  for (int64_t first = 0; first < p.rows; first += step) cross_entropy_chunk<T>(p, f, first, least(step, p.rows - first));
+  for (int64_t first = 0; first < p.rows; first += step) cross_entropy_chunk<T>(p, f, first, min(step, p.rows - first));
 }
 
 }  // namespace PT_ISA

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 #include "cpu/feed_forward/problem.h"
 
 namespace pt {

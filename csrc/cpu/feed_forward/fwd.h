@@ -85,7 +85,7 @@ void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward&
     h = hidden_arena.take<elem>(f.h_rows * p.hidden);
   }
   for (int64_t first = 0; first < p.rows; first += f.h_rows) {
-    const int64_t rows = least(f.h_rows, p.rows - first);
+    const int64_t rows = min(f.h_rows, p.rows - first);
     const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
     const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
     if (p.gate_weight) {

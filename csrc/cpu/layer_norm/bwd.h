@@ -13,7 +13,7 @@ namespace PT_ISA {
 
 // At least 64 rows a block, at most 256 blocks, and partial sums of at most about 32 MB.
 INLINE int64_t norm_row_blocks(int64_t rows, int64_t columns) {
-  const int64_t most_blocks = clamp<int64_t>((int64_t(1) << 22) / most<int64_t>(1, columns), 8, 256);
+  const int64_t most_blocks = clamp<int64_t>((int64_t(1) << 22) / max<int64_t>(1, columns), 8, 256);
   return clamp<int64_t>(ceil_div(rows, 64), 1, most_blocks);
 }
 
@@ -75,7 +75,7 @@ void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   using acc = typename X::acc;
   const int64_t rows = p.outer * p.inner, n = p.columns, padded = round_up(n, X::width);
   const int64_t blocks = PARAMETERS ? norm_row_blocks(rows, n) : ceil_div(rows, rows_per_task(n));
-  const int64_t per_block = ceil_div(rows, most<int64_t>(1, blocks));
+  const int64_t per_block = ceil_div(rows, max<int64_t>(1, blocks));
   acc *dweight = nullptr, *dbias = nullptr;
   if constexpr (PARAMETERS) {
     shared_arena.reset(2 * Arena::bytes_for<acc>(blocks * padded));
@@ -90,7 +90,7 @@ void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
     const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
-    for (int64_t i = block * per_block, end = least(rows, i + per_block); i < end; i++) {
+    for (int64_t i = block * per_block, end = min(rows, i + per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);
       row(row_of<X>(f.d_out, o, q), row_of<R>(f.h, o, q), f.d_residual_out.data ? row_of<R>(f.d_residual_out, o, q) : nullptr,
@@ -101,7 +101,7 @@ void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   if constexpr (PARAMETERS) {
     constexpr int64_t kStep = 1024;
     for_each_task(ceil_div(n, kStep), p.threads, [&](int64_t task) {
-      const int64_t first = task * kStep, last = least(n, first + kStep);
+      const int64_t first = task * kStep, last = min(n, first + kStep);
       if (f.dweight) add_blocks(dweight, blocks, padded, first, last, static_cast<acc*>(f.dweight));
       if (f.dbias) add_blocks(dbias, blocks, padded, first, last, static_cast<acc*>(f.dbias));
     });

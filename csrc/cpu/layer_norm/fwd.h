@@ -10,7 +10,7 @@
 #include "cpu/core/arena.h"
 #include "cpu/core/column_dropout.h"
 #include "cpu/core/parallel.h"
-#include "cpu/core/vec.h"
+#include "cpu/core/traits.h"
 #include "cpu/layer_norm/problem.h"
 
 namespace pt {
@@ -57,7 +57,7 @@ INLINE V in_row(V v, int64_t lanes) {
 }
 
 // Rows of one task: enough to be worth one, few enough to keep every thread busy. Results do not depend on it.
-INLINE int64_t rows_per_task(int64_t columns) { return most<int64_t>(1, 16384 / most<int64_t>(1, columns)); }
+INLINE int64_t rows_per_task(int64_t columns) { return max<int64_t>(1, 16384 / max<int64_t>(1, columns)); }
 
 // Traits of rows of acc.
 template <class T>
@@ -146,7 +146,7 @@ void norm_forward_rows(const NormProblem& p, const NormForward& f) {
     local_arena.reset(Arena::bytes_for<acc>(cached) + ColumnKeep::bytes(n));
     acc* cache = local_arena.take<acc>(cached);
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
-    for (int64_t i = task * step, end = least(rows, i + step); i < end; i++) {
+    for (int64_t i = task * step, end = min(rows, i + step); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);
       const auto* x = row_of<X>(f.x, o, q);

@@ -1,0 +1,176 @@
+// Dense masks and biases as the scores read them: a row at a time, where they lie; and which keys no query may see.
+#pragma once
+
+#include "cpu/attention/sequence.h"
+
+namespace pt {
+namespace PT_ISA {
+
+INLINE float to_scalar(bf16 x) {
+  const uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+INLINE float to_scalar(f16 x) {
+  f16 t[kVecBytes / 4] = {x};
+  return to_float(t)[0];
+}
+INLINE float to_scalar(float x) { return x; }
+INLINE double to_scalar(double x) { return x; }
+// A finite number stays finite: a float64 mask's finfo.min is data for float32 scores too.
+template <class A>
+INLINE A saturate(double x) {
+  const double most_finite = highest<A>;
+  return A(__builtin_isinf(x) ? x : clamp(x, -most_finite, most_finite));
+}
+
+// Lanes j, j + stride, ... of a term, n of them, as vectors of A.
+template <class A, class E>
+INLINE typename Lanes<A>::vec load_strided(const E* p, int64_t stride, int64_t n) {
+  using vec = typename Lanes<A>::vec;
+  if (stride == 0) return set1<vec>(saturate<A>(to_scalar(*p)));
+  if (stride == 1) {
+    if constexpr (std::is_same_v<A, double> && std::is_same_v<E, double>) return Double::load(p, n);
+    if constexpr (std::is_same_v<A, float> && !std::is_same_v<E, double>) return Float<E>::load(p, n);
+  }
+  vec v{};
+  for (int i = 0; i < kWidth<vec> && i < n; i++) v[i] = saturate<A>(to_scalar(p[i * stride]));
+  return v;
+}
+
+// One dense mask or bias, seen from one row.
+template <class A>
+class DenseRow {
+ public:
+  using vec = typename Lanes<A>::vec;
+  DenseRow() = default;
+  DenseRow(const Dense& d, int64_t b, int64_t h, int64_t i) : dtype_(d.dtype), boolean_(d.boolean), stride_(d.stride.d) {
+    bytes_ = d.boolean ? 1 : size_of(d.dtype);
+    row_ = d.data ? static_cast<const char*>(d.data) + bytes_ * (b * d.stride.b + h * d.stride.h + i * d.stride.l) : nullptr;
+  }
+  // Asks for the values of keys j .. j + n - 1 in the second cache.
+  INLINE void fetch(int64_t j, int64_t n) const {
+    if (row_ && stride_ == 1)
+      for (int64_t i = 0; i < n * bytes_; i += 64) __builtin_prefetch(row_ + j * bytes_ + i, 0, 2);
+  }
+  bool present() const { return row_; }
+  bool boolean() const { return boolean_; }
+  bool additive() const { return row_ && !boolean_; }
+  INLINE mask bits(int64_t j, int64_t n) const {  // boolean: lanes to attend to, of keys j .. j + n - 1
+    const auto* p = reinterpret_cast<const uint8_t*>(row_) + j * stride_;
+    if (stride_ == 0) return *p ? mask(~0) : mask(0);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    if (stride_ == 1) {
+      const __m128i x = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)) : _mm_maskz_loadu_epi8(mask_n<vf>(n), p);
+      return _mm_test_epi8_mask(x, x);
+    }
+#endif
+    mask m = 0;
+    for (int i = 0; i < kWidth<vec> && i < n; i++) m |= mask(p[i * stride_] != 0) << i;
+    return m;
+  }
+  // f(j - k0, values of keys j ..) for j = k0, k0 + T::width, ...: the dtype and the stride are looked at once for the row
+  template <class F>
+  INLINE void each(int64_t k0, int64_t n, F f) const {
+    switch (dtype_) {
+      case DType::f32: return walk<float>(k0, n, f);
+      case DType::bf16: return walk<bf16>(k0, n, f);
+      case DType::f16: return walk<f16>(k0, n, f);
+      default: return walk<double>(k0, n, f);
+    }
+  }
+  // The same for kFour vectors at a time, if their keys are neighbours, until f is false; returns for how many keys it was true.
+  static constexpr int kFour = 4;
+  template <class F>
+  INLINE int64_t fours(int64_t k0, int64_t n, F f) const {
+    if (stride_ != 1) return 0;
+    switch (dtype_) {
+      case DType::f32: return walk_fours<float>(k0, n, f);
+      case DType::bf16: return walk_fours<bf16>(k0, n, f);
+      default: return 0;
+    }
+  }
+  bool visible(int64_t j) const {
+    if (!row_) return true;
+    if (boolean_) return bits(j, 1) & 1;
+    bool finite_or_nan = true;
+    each(j, 1, [&](int64_t, vec t) { finite_or_nan = t[0] != -kInfinity<A>; });
+    return finite_or_nan;
+  }
+
+ private:
+  template <class E, class F>
+  INLINE void walk(int64_t k0, int64_t n, F f) const {
+    const E* p = reinterpret_cast<const E*>(row_) + k0 * stride_;
+    constexpr int width = kWidth<vec>;
+    int64_t j = 0;
+    if (stride_ == 1)
+      for (; j + width <= n; j += width) f(j, load_strided<A>(p + j, 1, width));
+    for (; j < n; j += width) f(j, load_strided<A>(p + j * stride_, stride_, n - j));
+  }
+  template <class E, class F>
+  INLINE int64_t walk_fours(int64_t k0, int64_t n, F f) const {
+    constexpr int width = kWidth<vec>;
+    const E* p = reinterpret_cast<const E*>(row_) + k0;
+    int64_t j = 0;
+    for (; j + kFour * width <= n; j += kFour * width) {
+      vec x[kFour];
+      UNROLL for (int i = 0; i < kFour; i++) x[i] = load_strided<A>(p + j + i * width, 1, width);
+      if (!f(j, x)) break;
+    }
+    return j;
+  }
+  const char* row_ = nullptr;
+  DType dtype_ = DType::f32;
+  bool boolean_ = false;
+  int64_t stride_ = 0, bytes_ = 0;
+};
+
+// False if some lane of a row of d elements is infinite or NaN.
+template <class T>
+bool finite_row(const typename T::elem* row, int64_t d) {
+  using vec = typename T::vec;
+  vec zeros{};
+  for (int64_t c = 0; c < d; c += T::width) zeros = fma(T::load(row + c, d - c), vec{}, zeros);
+  return to_mask(zeros == vec{}) == mask_n<vec>(T::width);
+}
+
+// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key. Packing reads such rows as zero, so that what
+// they hold reaches nothing. The intervals and terms that do not depend on the query tell it at once; where terms or segments do depend
+// on it, pairs are looked at only for keys whose K or V is not finite, since for the others zero weights do as well. False: all live,
+// live not written.
+template <class T>
+bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
+  using A = typename T::acc;
+  const Range seen = s.keys();
+  const auto by_key = [](const Dense& d) { return d.data && d.stride.l == 0; };
+  const auto by_pair = [](const Dense& d) { return d.data && d.stride.l != 0; };
+  const bool pairs = by_pair(p.mask) || by_pair(p.bias) || s.query_segments();
+  if (!by_key(p.mask) && !by_key(p.bias) && !pairs && seen.lo <= k0 && seen.hi >= k0 + n) return false;
+  for (int64_t j = 0; j < n; j++) live[j] = 0;
+  if (s.rows == 0) return true;
+  const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h != 0 || p.bias.stride.h != 0 ? group : 1;
+  const Range keys{max<int64_t>(0, seen.lo - k0), min(n, seen.hi - k0)};
+  for (int64_t h = hkv * group; h < hkv * group + differing; h++) {
+    const DenseRow<A> mask_row(by_key(p.mask) ? p.mask : Dense{}, s.b, h, 0), bias_row(by_key(p.bias) ? p.bias : Dense{}, s.b, h, 0);
+    for (int64_t j = keys.lo; j < keys.hi; j++) live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
+  }
+  const auto at = [&](const void* base, const Strides& x, int64_t j) {
+    return static_cast<const typename T::elem*>(base) + s.b * x.b + hkv * x.h + (s.k_first + j) * x.l;
+  };
+  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
+    const Range r = s.visible(i);
+    return j >= r.lo && j < r.hi && (!s.unsorted_segments() || s.query_segments()[i] == s.key_segments()[j]) &&
+           DenseRow<A>(p.mask, s.b, h, i).visible(j) && DenseRow<A>(p.bias, s.b, h, i).visible(j);
+  };
+  for (int64_t j = keys.lo; pairs && j < keys.hi; j++) {
+    if (!live[j] || (finite_row<T>(at(p.k, p.ks, k0 + j), p.D) && finite_row<T>(at(p.v, p.vs, k0 + j), p.Dv))) continue;
+    live[j] = 0;
+    for (int64_t x = 0; !live[j] && x < differing * s.rows; x++) live[j] = sees(hkv * group + x / s.rows, x % s.rows, k0 + j);
+  }
+  return true;
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

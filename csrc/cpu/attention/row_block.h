@@ -1,0 +1,356 @@
+// A block of query rows, which walks over tiles of keys with the online softmax:
+//
+//   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)
+#pragma once
+
+#include "cpu/attention/direct.h"
+#include "cpu/core/arena.h"
+#include "cpu/core/pack.h"
+#include "cpu/core/philox.h"
+
+namespace pt {
+namespace PT_ISA {
+
+constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
+constexpr int64_t kDirectRows = 4;   // up to here K and V are not packed at all
+
+// Packed K and V of keys first .. first + ld - 1: k[key panel][unit][key], v[column panel][key / pack][column]
+template <class T>
+struct PackedKeys {
+  const typename T::packed *k, *v;
+  int64_t first, ld;
+};
+
+template <class T>
+struct ForwardShape {
+  const AttentionProblem& p;
+  int64_t du, dv, group;  // packed elements of a row of K, padded; columns of V, padded; query heads of a key/value head
+  explicit ForwardShape(const AttentionProblem& p)
+      : p(p), du(round_units<T>(p.D)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
+
+  const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
+    return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
+  }
+  int64_t k_units(int64_t ld) const { return ld * du; }
+  int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
+
+  // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1.
+  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::packed* k,
+            typename T::packed* v) const {
+    constexpr int64_t panel = kPanel<T>;
+    uint8_t live[panel];
+    for (int64_t j = k0; j < k0 + n; j += panel) {
+      const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
+      const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
+      pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep, panel, du);
+      for (int64_t col = 0; col < dv; col += panel) {
+        const int64_t w = min(panel, dv - col);
+        pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, min(w, p.Dv - col), 0,
+                     v + (col * ld + to * w) / T::pack, keep);
+      }
+    }
+  }
+};
+
+template <class T>
+class RowBlock {
+ public:
+  using A = typename T::acc;
+  using vec = typename T::vec;
+  using opnd = typename T::opnd;
+  using packed = typename T::packed;
+
+  // Queries [q0, q0 + nq) of heads [h0, h0 + heads), head by head. Memory comes from local_arena, whose reset() the caller has done.
+  RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0, int64_t nq, int64_t ld)
+      : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq), rows_(heads * nq), ld_(ld), plain_(scores_.plain()) {
+    c_ = A(plain_ ? p_.scale * kLog2e : kLog2e);
+    const int64_t padded = round_up(rows_, T::width);
+    Q_ = local_arena.take<packed>(rows_ * f_.du), S_ = local_arena.take<A>(rows_ * ld);
+    P_ = T::pack == 1 ? reinterpret_cast<opnd*>(S_) : local_arena.take<opnd>(rows_ * ld);
+    O_ = local_arena.take<A>(rows_ * f_.dv);
+    m_ = local_arena.take<A>(padded), l_ = local_arena.take<A>(padded), alpha_ = local_arena.take<A>(padded);
+    seen_ = local_arena.take<Range>(padded), reach_ = local_arena.take<Range>(padded);
+    started_ = local_arena.take<uint8_t>(padded);
+    if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, ld));
+    if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(ld)), table_ = local_arena.take<char>(KeepBits::table_bytes(ld));
+    const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
+    for (int64_t g = 0; g < heads; g++)
+      copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
+    keys_ = {s.Lk, 0};
+    for (int64_t r = 0; r < padded; r++) {
+      m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
+      seen_[r] = r < rows_ && r % nq < valid ? s.visible(query(r)) : Range{0, 0};
+      if (seen_[r].size() > 0) keys_ = {min(keys_.lo, seen_[r].lo), max(keys_.hi, seen_[r].hi)};
+    }
+  }
+  static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t ld) {
+    const int64_t padded = round_up(rows, T::width);
+    return Arena::bytes_for<packed>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) +
+           3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) +
+           Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) + Arena::bytes_for<uint32_t>(KeepBits::words(ld)) +
+           Arena::bytes_for<char>(KeepBits::table_bytes(ld));
+  }
+
+  Range keys() const { return keys_; }  // that any row sees; empty if hi <= lo
+
+  // Keys [k0, k0 + n), n <= ld, k0 on a panel.
+  void tile(const PackedKeys<T>& kv, int64_t k0, int64_t n) {
+    const auto scores = [&] {  // a panel of K stays in L1 over all rows
+      for (int64_t j = 0; j < n; j += kPanel<T>)
+        for (int64_t r = 0; r < rows_; r += kRows<T>) {
+          if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
+          const int64_t rows = min<int64_t>(kRows<T>, rows_ - r);
+          for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, min<int64_t>(kPanel<T>, n - j));
+          pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_,
+                                           nullptr);
+        }
+    };
+    const auto output = [&] {
+      for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
+        const int64_t w = min<int64_t>(kPanel<T>, f_.dv - col);
+        const packed* V = kv.v + (col * kv.ld + (k0 - kv.first) * w) / T::pack;
+        for (int64_t r = 0; r < rows_; r += kRows<T>) {
+          const Range k = reach_[r];
+          if (k.size() > 0)
+            pick<T>(min<int64_t>(kRows<T>, rows_ - r), w, started_[r] ? kScaleAdd : kStore)(
+                round_units<T>(k.size()), reinterpret_cast<const packed*>(P_ + r * ld_ + k.lo), ld_ / T::pack, 1, V + k.lo / T::pack * w,
+                O_ + r * f_.dv + col, f_.dv, alpha_ + r);
+        }
+      }
+    };
+    step(k0, n, scores, output);
+  }
+
+  // The same for few rows, from the keys of head hkv as they are.
+  void direct_tile(int64_t hkv, int64_t k0, int64_t n) {
+    uint8_t marks[kBlockKeys];
+    const uint8_t* live = nullptr;
+    const int64_t given = ceil_div(p_.D, T::pack), units = round_up(given, T::width);
+    alignas(64) packed queries[kDirectRows * kMaxHead];
+    for (int64_t r = 0; r < rows_; r++)
+      for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : packed(0);
+    const auto scores = [&] {
+      live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
+      const DirectRows<T> x{f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, queries, units, rows_};
+      direct_scores<T>(x, S_, ld_);
+    };
+    const auto output = [&] {
+      // one row: all keys at once; several: pieces that stay in the first cache
+      const int64_t piece = rows_ > 1 ? 32 : kBlockKeys;
+      for (int64_t j = 0; j < n; j += piece)
+        for (int64_t r = 0; r < rows_; r++) {
+          const Range k{max(reach_[r].lo, j), min(reach_[r].hi, j + piece)};
+          if (k.size() <= 0) continue;
+          const bool begins = k.lo == reach_[r].lo;
+          const A alpha = !begins ? A(1) : started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0);
+          direct_output<T>(P_ + r * ld_, k, f_.at(p_.v, p_.vs, s_.b, hkv, s_.k_first + k0), p_.vs.l, p_.Dv, live, alpha, O_ + r * f_.dv);
+        }
+    };
+    step(k0, n, scores, output);
+  }
+
+  // Unnormalised results for combine(): m and l of each row, then O.
+  void partial(A* to) {
+    clear_untouched();
+    for (int64_t r = 0; r < rows_; r++) to[r] = m_[r], to[rows_ + r] = l_[r];
+    A* o = to + partial_head(rows_);
+    for (int64_t i = 0; i < rows_ * f_.dv; i += T::width) store(o + i, load(O_ + i));
+  }
+  static int64_t partial_head(int64_t rows) { return round_up(2 * rows, 64); }
+  static int64_t partial_size(const ForwardShape<T>& f, int64_t rows) { return partial_head(rows) + rows * f.dv; }
+
+  // Takes the place of tile() calls: the sum of the n partial results, in order.
+  void combine(const A* partials, int64_t n) {
+    const int64_t size = partial_size(f_, rows_);
+    for (int64_t r = 0; r < rows_; r++) {
+      for (int64_t i = 0; i < n; i++) m_[r] = max(m_[r], partials[i * size + r]);
+      A* o = O_ + r * f_.dv;
+      for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, vec{});
+      for (int64_t i = 0; i < n; i++) {
+        const A *part = partials + i * size, m = part[r];
+        if (m == -kInfinity<A> && part[rows_ + r] == 0) continue;  // saw nothing
+        const vec w = exp2v<5>(set1<vec>((m - m_[r]) * c_));
+        l_[r] += part[rows_ + r] * w[0];
+        for (int64_t d = 0; d < f_.dv; d += T::width) store(o + d, fma(w, load(part + partial_head(rows_) + r * f_.dv + d), load(o + d)));
+      }
+    }
+    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] = 1;
+  }
+
+  void finish() {
+    clear_untouched();
+    const double rescale = p_.drop_threshold < 65536 ? 65536. / (65536 - p_.drop_threshold) : 0;
+    for (int64_t r = 0; r < rows_; r++) {
+      const int64_t h = h0_ + r / nq_, i = s_.q_first + query(r);
+      // l = 0 although the interval is not empty: every score of a plain row is -inf, which softmax takes for NaN
+      const A dead = plain_ && seen_[r].size() > 0 ? A(__builtin_nan("")) : A(0), inv = l_[r] == 0 ? dead : A(rescale / l_[r]);
+      auto* out = static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
+      for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
+      if (!p_.lse) continue;
+      const double m = plain_ ? m_[r] * p_.scale : double(m_[r]);
+      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] =
+          l_[r] == 0 ? -kInfinity<A> : A(m + __builtin_log(double(l_[r])));
+    }
+  }
+
+ private:
+  bool dropping() const { return p_.drop_threshold > 0 && p_.drop_threshold < 65536; }
+  int64_t query(int64_t r) const { return q0_ + r % nq_; }
+
+  // One step of the online softmax. scores() writes S, output() adds P V to O; both see k0 and n as they are after trimming.
+  template <class S, class O>
+  INLINE void step(int64_t& k0, int64_t& n, const S& scores, const O& output) {
+    if (s_.unsorted_segments() && !trim(&k0, &n)) return;
+    if (!reach(k0, n)) return;
+    scores();
+    for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
+    if (p_.drop_threshold == 65536) return;
+    output();
+    for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
+  }
+
+  // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at
+  // the front. False: none at all.
+  bool reach(int64_t k0, int64_t n) {
+    bool any = false;
+    for (int64_t r = 0; r < rows_; r += kRows<T>) {
+      Range g{n, 0};
+      for (int64_t i = r; i < min<int64_t>(r + kRows<T>, rows_); i++) {
+        const Range s{max(seen_[i].lo - k0, int64_t(0)), min(seen_[i].hi - k0, n)};
+        if (s.size() > 0) g = {min(g.lo, s.lo), max(g.hi, s.hi)};
+      }
+      g = g.size() > 0 ? Range{g.lo / (2 * T::width) * (2 * T::width), g.hi} : Range{0, 0};
+      any |= g.size() > 0;
+      for (int64_t i = r; i < min<int64_t>(r + kRows<T>, rows_); i++) reach_[i] = g;
+    }
+    return any;
+  }
+
+  // Unsorted segments: leaves away panels at either end of the tile in which no segment can match one of the queries'.
+  bool trim(int64_t* k0, int64_t* n) const {
+    const Range queries{q0_, min(q0_ + nq_, s_.rows)};
+    const auto meets = [&](int64_t j) { return s_.may_meet(queries, {j, min<int64_t>(j + kPanel<T>, s_.Lk)}); };
+    int64_t end = min(*k0 + *n, s_.Lk);
+    while (*k0 < end && !meets(*k0)) *k0 += kPanel<T>;
+    int64_t last = *k0;
+    for (int64_t j = *k0; j < end; j += kPanel<T>)
+      if (meets(j)) last = j + kPanel<T>;
+    *n = min(last, end) - *k0;
+    return *n > 0;
+  }
+
+  // T::width rows from r0: S -> P, and their m, l, alpha.
+  void softmax(int64_t r0, int64_t k0, int64_t n) {
+    const int64_t nr = min<int64_t>(T::width, rows_ - r0);
+    Range valid[T::width];  // lanes of the tile that count; the rest of reach_ becomes 0 in P
+    vec row_max[T::width];
+    for (int64_t i = 0; i < T::width; i++) {
+      row_max[i] = set1<vec>(-kInfinity<A>);
+      if (i >= nr) continue;
+      const int64_t r = r0 + i;
+      const Range g = reach_[r];
+      valid[i] = plain_ ? Range{max(seen_[r].lo - k0, g.lo), min(seen_[r].hi - k0, g.hi)} : g;
+      if (g.size() == 0) continue;
+      row_max[i] = plain_ ? maximum(S_ + r * ld_, valid[i]) : modify(r, k0, n, g);
+    }
+    const vec m_old = load(m_ + r0), m_new = vmax(m_old, reduce_rows(row_max, op_max));
+    store(m_ + r0, m_new);
+    const vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // nothing seen yet: any number serves
+    const vec alpha = exp2v<5>(vec((m_old - m) * c_));
+    store(alpha_ + r0, alpha);
+    vec sums[T::width];
+    for (int64_t i = 0; i < T::width; i++) {
+      sums[i] = vec{};
+      if (i >= nr || reach_[r0 + i].size() == 0) continue;
+      if (dropping()) {
+        prepare_bits(r0 + i, k0, n);
+        bits_.row(uint32_t(uint64_t(query(r0 + i) + p_.query_start)), keep_);
+        sums[i] = exponentials<true>(r0 + i, valid[i], m[i]);
+      } else {
+        sums[i] = exponentials<false>(r0 + i, valid[i], m[i]);
+      }
+    }
+    store(l_ + r0, fma(load(l_ + r0), alpha, reduce_rows(sums, op_add)));
+  }
+
+  static INLINE vec maximum(const A* s, Range v) {
+    vec x0 = set1<vec>(-kInfinity<A>), x1 = x0;
+    int64_t j = v.lo / T::width * T::width;
+    const auto masked = [&] { x0 = select(mask_range<vec>(v.lo - j, v.hi - j), vmax(x0, load(s + j)), x0), j += T::width; };
+    if (j < v.lo) masked();
+    for (; j + 2 * T::width <= v.hi; j += 2 * T::width) x0 = vmax(x0, load(s + j)), x1 = vmax(x1, load(s + j + T::width));
+    while (j < v.hi) masked();
+    return vmax(x0, x1);
+  }
+
+  // p = exp(s - m) of one row, its sum, and what dropout leaves of it in P. The sum makes lse, which is exact to float32 for any dtype:
+  // hence the degree.
+  template <bool Drop>
+  INLINE vec exponentials(int64_t r, Range valid, A m) {
+    const A* s = S_ + r * ld_;
+    opnd* to = P_ + r * ld_;
+    const Range g = reach_[r];
+    const vec vm = set1<vec>(m), vc = set1<vec>(c_);
+    vec s0{}, s1{};
+    const auto two = [&](int64_t j, auto masked) {
+      vec p[2];
+      UNROLL for (int i = 0; i < 2; i++) {
+        p[i] = exp2v<5>(vec((load(s + j + i * T::width) - vm) * vc));
+        if constexpr (decltype(masked)::value)
+          p[i] = select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
+      }
+      s0 = s0 + p[0], s1 = s1 + p[1];
+      if constexpr (Drop) UNROLL for (int i = 0; i < 2; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
+      T::store_pair(to + j, p[0], p[1]);
+    };
+    constexpr auto yes = std::true_type();
+    int64_t j = g.lo;
+    for (; j < valid.lo && j < g.hi; j += 2 * T::width) two(j, yes);
+    for (; j + 2 * T::width <= valid.hi; j += 2 * T::width) two(j, std::false_type());
+    for (; j < g.hi; j += 2 * T::width) two(j, yes);
+    return s0 + s1;
+  }
+
+  vec modify(int64_t r, int64_t k0, int64_t n, Range g) {
+    const int64_t h = h0_ + r / nq_, i = query(r);
+    if (p_.table && (diagonals_head_ != h || diagonals_key_ != k0)) {
+      scores_.diagonals(h, q0_, nq_, k0, n, diagonals_);
+      diagonals_head_ = h, diagonals_key_ = k0;
+    }
+    const A* diagonal = p_.table ? Scores<T>::diagonal_of(diagonals_, i, q0_, nq_) + g.lo : nullptr;
+    return scores_.row(h, i, k0 + g.lo, g.size(), seen_[r], diagonal, S_ + r * ld_ + g.lo);
+  }
+
+  void prepare_bits(int64_t r, int64_t k0, int64_t n) {
+    const int64_t h = h0_ + r / nq_;
+    if (bits_head_ == h && bits_key_ == k0) return;
+    bits_.prepare(p_.seed, p_.drop_threshold, uint32_t(uint64_t(h)), uint32_t(uint64_t(s_.b)), k0 + p_.key_start, n, table_);
+    bits_head_ = h, bits_key_ = k0;
+  }
+
+  void clear_untouched() {
+    for (int64_t r = 0; r < rows_; r++)
+      if (!started_[r / kRows<T> * kRows<T>])
+        for (int64_t d = 0; d < f_.dv; d += T::width) store(O_ + r * f_.dv + d, vec{});
+  }
+
+  const ForwardShape<T>& f_;
+  const AttentionProblem& p_;
+  const Sequence& s_;
+  const Scores<T> scores_;
+  const int64_t h0_, q0_, nq_, rows_, ld_;
+  const bool plain_;
+  A c_;  // exponents are (s - m) * c: log2(e), times the scale where scores are raw products
+  packed* Q_;
+  A *S_, *O_, *m_, *l_, *alpha_, *diagonals_ = nullptr;
+  opnd* P_;
+  Range *seen_, *reach_, keys_;
+  uint8_t* started_;  // per first row of a group: O holds something
+  KeepBits bits_;
+  uint32_t* keep_ = nullptr;
+  char* table_ = nullptr;
+  int64_t bits_head_ = -1, bits_key_ = -1, diagonals_head_ = -1, diagonals_key_ = -1;
+};
+
+}  // namespace PT_ISA
+}  // namespace pt

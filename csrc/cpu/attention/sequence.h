@@ -1,0 +1,109 @@
+// One batch element or packed sequence: its sizes, and the visible keys of a query as one interval [lo, hi). Indices are local; starts
+// enter inside.
+#pragma once
+
+#include "cpu/attention/problem.h"
+#include "cpu/core/traits.h"
+
+namespace pt {
+namespace PT_ISA {
+
+struct Range {
+  int64_t lo, hi;
+  INLINE int64_t size() const { return hi - lo; }
+};
+
+class Sequence {
+ public:
+  Sequence() = default;
+  Sequence(const AttentionProblem& p, int64_t b) : b(b) {
+    const auto take = [&](const int64_t* cu, int64_t padded, int64_t& first) {
+      first = cu ? cu[b] : 0;
+      return cu ? cu[b + 1] - cu[b] : padded;
+    };
+    Lq = take(p.cu_q, p.Lq, q_first), Lk = take(p.cu_k, p.Lk, k_first);
+    query_start_ = p.query_start, key_start_ = p.key_start;
+    const int64_t q_end = p.query_lengths ? p.query_lengths[b] : query_start_ + Lq;
+    key_end_ = p.key_lengths ? p.key_lengths[b] : key_start_ + Lk;
+    rows = clamp<int64_t>(q_end - query_start_, 0, Lq);
+    cols = clamp<int64_t>(key_end_ - key_start_, 0, Lk);
+    offset = p.align == Align::bottom_right ? key_end_ - q_end : 0;
+    // bounds beyond any index stand for "unbounded", with room left for the sums below
+    constexpr int64_t far = int64_t(1) << 60;
+    left_ = p.left < 0 ? far : min(p.left, far);
+    right_ = p.right < 0 ? far : min(p.right, far);
+    causal_ = p.align != Align::none;
+    prefix_ = p.prefix_lengths ? p.prefix_lengths[b] : 0;
+    if (p.query_segments) {
+      query_segments_ = p.query_segments + b * p.Lq, key_segments_ = p.key_segments + b * p.Lk;
+      sorted_ = true;
+      for (int64_t j = 1; j < Lk && sorted_; j++) sorted_ = key_segments_[j - 1] <= key_segments_[j];
+    }
+  }
+
+  // The keys query i < rows may see; empty as {x, x}. Exact unless unsorted_segments().
+  INLINE Range visible(int64_t i) const {
+    Range r = interval(i);
+    if (query_segments_ && sorted_) {
+      const int64_t s = query_segments_[i];
+      r.lo = max(r.lo, first_not_below(s));
+      r.hi = min(r.hi, s == INT64_MAX ? Lk : first_not_below(s + 1));
+    }
+    r.hi = max(r.hi, r.lo);
+    return r;
+  }
+  // Contains every key that any query sees: both ends of the interval rise with i.
+  Range keys() const {
+    if (rows == 0) return {0, 0};
+    const Range r{interval(0).lo, interval(rows - 1).hi};
+    return {r.lo, max(r.lo, r.hi)};
+  }
+  // Then segments are compared pair by pair (Scores), and visible() only bounds them.
+  bool unsorted_segments() const { return query_segments_ && !sorted_; }
+  // With unsorted segments: false where no key of the one range can be of the segment of a query of the other.
+  bool may_meet(Range queries, Range keys) const {
+    const auto bounds = [](const int64_t* x, Range r) {
+      Range b{INT64_MAX, INT64_MIN};
+      for (int64_t i = r.lo; i < r.hi; i++) b = {min(b.lo, x[i]), max(b.hi, x[i])};
+      return b;
+    };
+    const Range q = bounds(query_segments_, queries), k = bounds(key_segments_, keys);
+    return k.lo <= q.hi && k.hi >= q.lo;
+  }
+  const int64_t* query_segments() const { return query_segments_; }
+  const int64_t* key_segments() const { return key_segments_; }
+
+  // j - i - offset of the first pair, in absolute indices: the distance ALiBi and T5 see
+  INLINE int64_t distance(int64_t i, int64_t j) const { return j + key_start_ - i - query_start_ - offset; }
+
+  int64_t b = 0;
+  int64_t Lq = 0, Lk = 0;            // local sizes
+  int64_t q_first = 0, k_first = 0;  // row of the packed tensors where this sequence starts
+  int64_t rows = 0;                  // queries [rows, Lq) are padding
+  int64_t cols = 0;                  // keys [cols, Lk) are padding
+  int64_t offset = 0;                // of the alignment
+  int64_t task = 0;                  // for the caller: tasks of the sequences before this one
+
+ private:
+  INLINE Range interval(int64_t i) const {
+    const int64_t diagonal = i + query_start_ + offset;
+    int64_t lo = diagonal - left_, hi = min(key_end_, diagonal + right_ + 1);
+    if (causal_) hi = min(hi, max(diagonal + 1, prefix_));
+    return {clamp<int64_t>(lo - key_start_, 0, Lk), clamp<int64_t>(hi - key_start_, 0, Lk)};
+  }
+  int64_t first_not_below(int64_t s) const {
+    int64_t lo = 0, hi = Lk;
+    while (lo < hi) {
+      const int64_t mid = lo + (hi - lo) / 2;
+      if (key_segments_[mid] < s) lo = mid + 1;
+      else hi = mid;
+    }
+    return lo;
+  }
+  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0;
+  const int64_t *query_segments_ = nullptr, *key_segments_ = nullptr;
+  bool causal_ = false, sorted_ = false;
+};
+
+}  // namespace PT_ISA
+}  // namespace pt
