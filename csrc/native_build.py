@@ -395,9 +395,7 @@ def _ninja_text(plan: Plan) -> str:
     # Kernels first, those for GPUs before all: they take the longest, and the short edges then fill the cores at the end.
     if plan.why_not_cuda is None:
         cuda = [ninja.compile_cuda(source, [*cuda_build.flags(source), "-I", str(CSRC)]) for source in cuda_build.sources()]
-    for source in sorted(
-        [*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)
-    ):
+    for source in sorted([*CSRC.glob("cpu/**/*.cpp"), *CSRC.glob("common/*.cpp")], key=lambda p: (p.stem != "kernels", p)):
         if source.stem == "kernels":
             for isa in plan.isas:
                 flags = [*base, *KERNEL_FLAGS, *isa.flags, f"-DPT_ISA={isa.name}"]

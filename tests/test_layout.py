@@ -66,13 +66,14 @@ def test_no_kernel_file_without_an_op() -> None:
 
 # Files of what all ops share that name one, each with its reason; what is named by stem in no file needs none.
 NAMES = {
-    "bench/tools/cuda_variants.py": "of the kernels of three ops",
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some called as their op",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",
     "pytransformer/testing/eager_twin.py": "a module of that name",
+    "pytransformer/testing/lanes.py": "the calls that csrc/lane takes",
+    "pytransformer/testing/planted_tier.py": "a wrong tier of attention",
     "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
     "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",
     "pytransformer/testing/way_down.py": "a failing backend of attention",
