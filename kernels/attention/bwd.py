@@ -23,6 +23,7 @@ from pytransformer.ops._problem.attention import AttentionProblem
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .plan import Launch, plan_backward
 from .problem import Rows, at_tile, dense_strides, lower, rows
+from .row_stats import attention_backward_preprocess
 from .tiles import (
     at_head,
     at_row_stats,
@@ -46,8 +47,6 @@ from .tiles import (
     visible_rows,
     zero_of,
 )
-
-LARGE = tl.constexpr(1024.0)  # beyond it lse, rounded, loses digits of the log of the sum
 
 
 class BackwardStrides(NamedTuple):
@@ -83,61 +82,6 @@ class BiasGradient(NamedTuple):
     heads: int
     query_tiles: int
     key_tiles: int
-
-
-# ---- row stats
-
-
-@kernel
-def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
-    """The row stats of BM queries: delta, row_max and log2_sum."""
-    i_tile, i_b, i_h = query_tile(p, C)
-    row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
-    i = i_tile * C.BM + tl.arange(0, C.BM)
-    m_i = i < num_q
-    p_row = at_row_stats(row_q + i, i_b, i_h, p)
-    b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
-    m_i = m_i & (b_lse != float("-inf"))
-    b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
-    b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-    if DLSE is not None:
-        b_delta -= tl.load(DLSE + p_row, mask=m_i, other=0.0)
-    b_row_max = b_lse * LOG2E if C.BASE2 else b_lse
-    if C.SPLIT_LSE:
-        b_log2_sum = tl.full([C.BM], 0.0, tl.float32)
-        if tl.max(tl.where(m_i, tl.abs(b_lse), 0.0), 0) > LARGE:
-            b_row_max, b_log2_sum = row_max_and_log2_sum(
-                Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C
-            )
-        tl.store(saved.log2_sum + p_row, b_log2_sum, mask=i < num_q)
-    tl.store(saved.delta + p_row, b_delta, mask=i < num_q)
-    tl.store(saved.row_max + p_row, tl.where(m_i, b_row_max, float("inf")), mask=i < num_q)
-
-
-@triton.jit
-def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
-    """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
-    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
-    origin = key_origin(p, C)
-    first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
-    b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
-    seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-    K = at_head(K, strides.k, i_b, i_h // p.group)
-    b_m = tl.full([C.BM], float("-inf"), tl.float32)
-    b_l = tl.full([C.BM], 0.0, tl.float32)
-    for t in range(first, last):
-        j = origin + t * C.BN + tl.arange(0, C.BN)
-        m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
-        b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
-        seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-        m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
-        b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
-        b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
-        safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
-        b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
-        b_m = b_row_max
-    return b_m, tl.log2(tl.where(b_l == 0.0, 1.0, b_l))
 
 
 # ---- one tile

@@ -94,7 +94,7 @@ MUTANTS = {
         "dropout_p",
     ),
     "sum_not_rescaled": ("fwd.py", "b_l = b_l * alpha + ", "b_l = b_l + ", "scale"),
-    "lse_of_another_gradient": ("bwd.py", "b_delta -= tl.load(DLSE", "b_delta -= 0.0 * tl.load(DLSE", "return_lse"),
+    "lse_of_another_gradient": ("row_stats.py", "b_delta -= tl.load(DLSE", "b_delta -= 0.0 * tl.load(DLSE", "return_lse"),
     "softcap_without_slope": ("bwd.py", "b_ds * (1.0 - capped * capped)", "b_ds", "softcap"),
     "keys_of_one_query_head": ("bwd.py", "i_h = i_hk * p.group + g", "i_h = i_hk * p.group", "gqa"),
     "last_diagonals_lost": ("bwd.py", "if last > first:", "if last > first + 1:", "t5"),

@@ -34,7 +34,7 @@ def test_row_of_finfo_min(twice: bool, dtype: torch.dtype) -> None:
     ("file", "old", "new", "twice"),
     [
         ("tiles.py", "s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)", "s = s + 0.0", True),
-        ("bwd.py", "> LARGE:", "> 2.0 * float('inf'):", False),
+        ("row_stats.py", "> LARGE:", "> 2.0 * float('inf'):", False),
     ],
     ids=["sum_overflows", "lse_loses_the_log_of_the_sum"],
 )
