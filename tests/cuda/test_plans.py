@@ -1,0 +1,313 @@
+"""The host side of the CUDA tier chooses kernels, tiles and blocks as it should: pure functions, asked through _C without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import types
+from typing import Any
+
+import pytest
+import torch
+
+needs_bindings = pytest.mark.skipif(
+    importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
+)
+
+
+# ---- heuristics
+
+
+def plan(rows: int, columns: int, **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    given = {"x": "bfloat16", "residual_out": "bfloat16", "aligned": True, "backward": False, "multiprocessors": 132} | changed
+    return _C.cuda_layer_norm_plan(rows, columns, **given)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("columns", "changed", "kernel", "lanes", "threads"),
+    [
+        (64, {}, "lanes", 8, 128),
+        (128, {}, "lanes", 8, 128),
+        (256, {}, "lanes", 16, 128),
+        (768, {}, "lanes", 32, 128),
+        (1024, {"backward": True}, "lanes", 32, 128),
+        (1032, {}, "block", 64, 64),
+        (4096, {}, "block", 128, 128),
+        (4096, {"backward": True}, "block", 256, 256),
+        (8192, {"backward": True}, "block", 512, 512),
+        (8200, {"backward": True}, "any", 512, 512),
+        (12288, {}, "block", 384, 384),
+        (12296, {}, "any", 512, 512),
+        (768, {"aligned": False}, "any", 96, 96),
+        (1, {"aligned": False}, "any", 32, 32),
+        (768, {"residual_out": "float32"}, "lanes", 32, 128),
+        (768, {"x": "float32"}, "any", 96, 96),  # a stream narrower than x
+        (768, {"residual_out": "float16"}, "any", 96, 96),
+    ],
+)
+def test_which_kernel(columns: int, changed: dict[str, Any], kernel: str, lanes: int, threads: int) -> None:
+    chosen = plan(1000, columns, **changed)
+    assert (chosen["kernel"], chosen["lanes"], chosen["threads"]) == (kernel, lanes, threads)
+
+
+@needs_bindings
+def test_how_many_blocks() -> None:
+    assert plan(1000, 768)["blocks"] == 250
+    assert plan(1, 4096)["blocks"] == 1
+    assert plan(2**40, 4096)["blocks"] == 2**30  # a grid holds no more; blocks go on to further rows
+    assert plan(10, 4096, backward=True)["blocks"] == 10
+    assert plan(100_000, 768, backward=True)["blocks"] == 132 * 4  # persistent
+    assert plan(100_000, 4096, backward=True, multiprocessors=2)["blocks"] == 4
+
+
+@needs_bindings
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_row_fits_its_kernel(backward: bool) -> None:
+    """No shape asks for more threads or shared memory than a block may have, or for a kernel too narrow for it."""
+    for columns in (1, 7, 8, 64, 96, 128, 136, 256, 512, 1024, 1032, 2048, 8192, 8200, 12288, 16384, 131072):
+        for aligned in (False, columns % 8 == 0):
+            chosen = plan(5000, columns, backward=backward, aligned=aligned)
+            assert chosen["threads"] % 32 == 0 and 32 <= chosen["threads"] <= 512
+            assert chosen["smem_bytes"] <= 48 * 1024
+            vectors = {"lanes": 4, "block": 2 if backward else 4, "any": 2**31}[chosen["kernel"]]
+            assert columns <= chosen["lanes"] * 8 * vectors
+
+
+# ---- attention for sm_90a
+
+
+def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    given = dict(
+        dtype="bfloat16", sequences=2, heads=16, key_heads=16, num_queries=4096, num_keys=4096, head_dim=128, value_dim=128
+    )
+    return _C.cuda_sm90_attention_plan(direction, **given | changed)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("direction", "changed", "reason"),
+    [
+        ("forward", {}, None),
+        ("forward", {"dtype": "float16", "head_dim": 72, "value_dim": 96}, None),
+        ("forward", {"head_dim": 256, "value_dim": 200}, None),
+        ("forward", {"bounds_only": False}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "bounds_only": False}, None),
+        ("forward", {"head_dim": 160, "value_dim": 160}, None),
+        ("forward", {"head_dim": 64}, None),
+        ("forward", {"head_dim": 192, "bounds_only": False, "elementwise_mask": True}, None),
+        ("forward", {"value_dim": 97}, "a result is not aligned"),
+        ("forward", {"dtype": "float32"}, "float32"),
+        ("forward", {"elementwise_mask": True}, None),
+        ("forward", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "elementwise_mask": True}, None),
+        ("forward", {"head_dim": 256, "value_dim": 256, "padded": True}, None),
+        ("bwd_dq", {"padded": True}, None),
+        ("bwd_dkdv", {"padded": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dkdv", {"padded": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_dq", {"padded": True, "left_window": True, "head_dim": 136, "value_dim": 64}, None),
+        ("bwd_fused", {"padded": True}, None),
+        ("bwd_fused", {"padded": True, "left_window": True}, "padding with a left window"),
+        ("bwd_dkdv", {"padded": True, "left_window": True, "head_dim": 136, "bounds_only": False}, "to head size 128"),
+        ("bwd_dq", {"padded": True, "head_dim": 136, "bounds_only": False}, None),
+        ("bwd_dkdv", {"padded": True, "bounds_only": False, "value_dim": 64}, None),
+        ("bwd_dq", {"elementwise_mask": True}, None),
+        ("bwd_dkdv", {"elementwise_mask": True, "bounds_only": False, "head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dkdv", {"adds": "rows"}, None),
+        ("bwd_dq", {"adds": "elements"}, "whose rows are contiguous"),
+        ("bwd_dkdv", {"adds": "two biases"}, "add one floating mask or bias"),
+        ("bwd_dkdv", {"elementwise_mask": True, "head_dim": 256, "value_dim": 256}, None),
+        ("bwd_dkdv", {"adds": "rows", "head_dim": 256, "value_dim": 256}, "to head size 128"),
+        ("bwd_dkdv", {"head_dim": 64, "value_dim": 64}, None),
+        ("bwd_dq", {"bounds_only": False}, None),
+        ("bwd_dkdv", {"bounds_only": False, "head_dim": 64, "value_dim": 40}, None),
+        ("bwd_dkdv", {"head_dim": 256, "value_dim": 200}, None),
+        ("bwd_dq", {"head_dim": 200, "value_dim": 256, "dtype": "float16"}, None),
+        ("bwd_dkdv", {"head_dim": 256, "value_dim": 256, "bounds_only": False}, None),
+        ("bwd_fused", {"even": False, "key_heads": 4}, None),
+        ("bwd_fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
+        ("bwd_fused", {"bounds_only": False}, "passes that add in order"),
+        ("bwd_fused", {"elementwise_mask": True}, "passes that add in order"),
+        ("bwd_dkdv", {"head_dim": 192}, None),
+        ("bwd_fused", {"head_dim": 64}, None),
+        ("bwd_fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
+        ("bwd_dbias", {"adds": "rows"}, None),
+        ("bwd_dbias", {"adds": "two biases", "bounds_only": False, "head_dim": 64, "value_dim": 256}, None),
+        ("bwd_dbias", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
+        ("bwd_dbias", {"adds": "rows", "dtype": "float32"}, "float32"),
+    ],
+)
+def test_what_the_kernels_for_sm_90a_take(direction: str, changed: dict[str, Any], reason: str | None) -> None:
+    found = sm90_plan(direction, **changed)["why_not"]
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@needs_bindings
+def test_how_blocks_share_d_query() -> None:
+    """A tile of queries of each head has its sums, whole; blocks are not persistent."""
+    assert sm90_plan("bwd_fused", num_queries=65)["dq_accum"] == 2 * 16 * 128 * 128
+    assert sm90_plan("bwd_fused", num_queries=65, head_dim=40, value_dim=40)["dq_accum"] == 2 * 16 * 128 * 64
+    assert sm90_plan("bwd_fused", num_queries=65, head_dim=40)["dq_accum"] == 2 * 16 * 128 * 128
+    assert sm90_plan("bwd_fused", bounds_only=False)["dq_accum"] == sm90_plan("bwd_dkdv")["dq_accum"] == 0
+    assert sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("bwd_dkdv")["blocks"] == 132
+
+
+@needs_bindings
+def test_how_tiles_are_shared() -> None:
+    """Equal tiles by persistent blocks, head by head; others by blocks of their own, in sections of heads that L2 holds."""
+    full, causal, long = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, num_keys=65536)
+    assert (full["tiles"], full["section"], full["blocks"]) == (32, 1, 132)
+    assert (causal["tiles"], causal["section"], causal["blocks"]) == (32, 15, 32 * 32)  # 2 MB of keys and values a head
+    assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
+    assert sm90_plan("bwd_dkdv", even=False, key_heads=4)["blocks"] == 32 * 8
+    assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
+    assert sm90_plan("bwd_dkdv", head_dim=256)["blocks"] == sm90_plan("bwd_dq", bounds_only=False)["blocks"] == 132
+    # Wide heads with terms or lookups keep one tile a block.
+    assert sm90_plan("bwd_dkdv", head_dim=256, bounds_only=False)["blocks"] == 64 * 32
+    assert sm90_plan("bwd_dq", head_dim=256, elementwise_mask=True)["blocks"] == 32 * 32
+    # Parts of a dense gradient are 128 x 128, and their blocks persistent.
+    dense = sm90_plan("bwd_dbias", adds="rows", num_queries=300, num_keys=140, sequences=1, heads=4, key_heads=4)
+    assert (dense["tiles"], dense["blocks"]) == (3 * 2, 24) and sm90_plan("bwd_dbias", adds="rows")["blocks"] == 132
+    many = dict(heads=2**10, key_heads=2**10, num_queries=128, num_keys=128)
+    assert sm90_plan(sequences=2**20 - 1, **many)["why_not"] is None
+    assert sm90_plan(sequences=2**20, **many)["why_not"] == "more than 2^30 tiles"
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("pass_", "dtype", "head_dim", "bounds_only", "head_class", "has_score_mod"),
+    [
+        ("forward", "bfloat16", 40, True, 64, False),
+        ("forward", "float16", 65, True, 128, False),
+        ("forward", "float16", 160, False, 256, True),
+        ("forward", "float32", 65, True, 256, True),  # no kernel of float32 knows only bounds, nor of 128
+        ("bwd_dq", "bfloat16", 128, True, 128, False),
+        ("bwd_dq", "bfloat16", 256, True, 256, True),
+        ("bwd_dkdv", "bfloat16", 64, True, 64, False),
+        ("bwd_dkdv", "bfloat16", 128, True, 128, True),
+        ("bwd_dkdv", "float16", 64, True, 64, True),
+        ("bwd_dbias", "bfloat16", 64, False, 256, True),
+    ],
+)
+def test_which_attention_kernel(
+    pass_: str, dtype: str, head_dim: int, bounds_only: bool, head_class: int, has_score_mod: bool
+) -> None:
+    from pytransformer import _C
+
+    chosen = _C.cuda_sm80_attention_plan(pass_, dtype, head_dim, 8, bounds_only, False)
+    assert (chosen["head_class"], chosen["has_score_mod"]) == (head_class, has_score_mod)
+
+
+@needs_bindings
+def test_every_attention_kernel_fits_every_gpu() -> None:
+    """Of sm_80 and later: sm_120 gives a block 99 KB."""
+    from pytransformer import _C
+
+    for pass_, dtype in itertools.product(("forward", "bwd_dq", "bwd_dkdv", "bwd_dbias"), ("float32", "bfloat16", "float16")):
+        for head_dim, bounds_only in itertools.product((8, 64, 72, 128, 160, 256), (False, True)):
+            chosen = _C.cuda_sm80_attention_plan(pass_, dtype, head_dim, head_dim, bounds_only, True)
+            assert chosen["smem_bytes"] <= 99 * 1024 and chosen["threads"] <= 256 and head_dim <= chosen["head_class"]
+
+
+# ---- products for sm_90a
+
+
+def matmul_plan(rows: int = 8192, columns: int = 16384, depth: int = 4096, **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    return _C.cuda_matmul_plan(rows, columns, depth, **({"dtype": "bfloat16", "layout": "nt"} | changed))
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"layout": "nn", "dtype": "float16", "depth": 13}, None),
+        ({"layout": "tn", "columns": 5}, None),
+        ({"gated": True}, None),
+        ({"dtype": "float32"}, "float32"),
+        ({"layout": "tt"}, "both operands"),
+        ({"layout": "nn", "gated": True}, "a gated product is of rows with rows"),
+        ({"rows": 0}, "nothing to multiply"),
+        ({"rows": 2**31}, "a side of 2^31"),
+        ({"rows": 2**30, "columns": 2**30}, "more than 2^31 tiles"),
+    ],
+)
+def test_what_products_for_sm_90a_take(changed: dict[str, Any], reason: str | None) -> None:
+    found = matmul_plan(**changed)["why_not"]
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@needs_bindings
+def test_how_products_are_shared() -> None:
+    """Persistent blocks; tiles of 128 x 256, of 128 columns where two products share them, in groups of 16 rows of tiles."""
+    large, few, gated = matmul_plan(), matmul_plan(rows=100, columns=300), matmul_plan(gated=True)
+    assert (large["down"], large["across"], large["group"], large["blocks"], large["halves"]) == (64, 64, 16, 132, 2)
+    assert (few["down"], few["across"], few["group"], few["blocks"], few["halves"]) == (1, 3, 1, 3, 1)
+    assert (gated["down"], gated["across"], gated["halves"]) == (64, 128, 2)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "halves", "tiles"),
+    [
+        (1024, 2048, False, 1, 128),  # 64 wide tiles would leave more than half of 132 multiprocessors idle
+        (1024, 2112, False, 2, 72),  # 72: narrow ones would need two rounds
+        (2048, 2048, False, 2, 128),
+        (2048, 2304, False, 1, 288),  # 144: the second round would be almost empty
+        (2048, 3072, False, 1, 384),  # 192 of two rounds' 264: just
+        (2048, 3328, False, 2, 208),
+        (2048, 1024, True, 2, 128),
+        (1024, 1024, True, 1, 128),
+        (65536, 128, False, 1, 512),  # no wide tile would be more than half full
+        (8192, 4096, False, 2, 1024),
+    ],
+)
+def test_how_wide_tiles_are(rows: int, columns: int, gated: bool, halves: int, tiles: int) -> None:
+    """Half as wide where that many would leave multiprocessors idle, and narrow ones are done sooner."""
+    found = matmul_plan(rows=rows, columns=columns, gated=gated)
+    assert (found["halves"], found["down"] * found["across"]) == (halves, tiles)
+    assert found["blocks"] == min(tiles, 132)
+
+
+@needs_bindings
+def test_which_gemms_cublas_does() -> None:
+    """All, until a run on a GPU says otherwise, but where ours are asked for."""
+    assert matmul_plan()["use_cublas"] and not matmul_plan(ours=True)["use_cublas"]
+    assert matmul_plan(rows=16)["use_cublas"] and not matmul_plan(rows=16, ours=True)["use_cublas"]
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("rows", "classes", "smooth", "tiles", "partials", "blocks"),
+    [
+        (4096, 131072, False, 1024, 2 * 1024 * 4096, 128),
+        (1, 1, False, 1, 2, 1),
+        (33, 129, True, 2, 3 * 2 * 33, 2),
+        (2**30, 2**30, False, 2**23, 2**54, 2**25),
+    ],
+)
+def test_what_cross_entropys_tiles_leave(
+    rows: int, classes: int, smooth: bool, tiles: int, partials: int, blocks: int
+) -> None:
+    """Two or three numbers for each row and 128 classes; Python makes the same room for them."""
+    from pytransformer import _C
+    from pytransformer.ops._backends.cuda import cross_entropy as cuda_cross_entropy
+
+    plan = _C.cuda_cross_entropy_plan(rows, classes, smooth)
+    assert (plan["tiles"], plan["partials"], plan["blocks"]) == (tiles, partials, blocks) and plan["smem_bytes"] <= 48 * 1024
+    weight = torch.empty(classes, 0, dtype=torch.bfloat16)
+    given = types.SimpleNamespace(weight=weight, label_smoothing=0.1 * smooth)
+    assert rows * cuda_cross_entropy._partials(given) == partials
+
+
+@needs_bindings
+def test_a_wrong_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):
+        plan(1, 8, x="float64")
