@@ -10,7 +10,7 @@
 # the checkout came without .git.
 #
 # In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time),
-# results.tar.gz (logs/, a log of each step; bench/, the benchmark's results.json and report.md, to be committed under
+# results.tar.gz (logs/, a log of each step; bench/, the benchmark's results.json and report.md, the first to be committed under
 # bench/results/<gpu>/), and tuned/ (the Triton kernels' measured configurations, to be committed in kernels/tuned/).
 set -uo pipefail
 cd "$(dirname "$0")/.."

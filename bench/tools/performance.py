@@ -361,7 +361,7 @@ def text(folder: Path = FOLDER) -> str:
         "## A training step", step(load(folder, "step-time.json")),
         "## Burst and sustained", _regimes(document),
         "## Refused", "Contenders that were wrong or failed, and were not timed:", refused(document),
-        "## Every row", f"[report.md](../{folder.relative_to(ROOT)}/report.md), [results.json](../{folder.relative_to(ROOT)}/results.json)",
+        "## Every row", f"[results.json](../{folder.relative_to(ROOT)}/results.json): `bench/tools/redraw.py` makes a report of it",
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 

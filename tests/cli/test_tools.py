@@ -33,6 +33,15 @@ def test_every_committed_results_file_fits_its_schema() -> None:
         assert results.validate(json.loads(path.read_text())) == [], path
 
 
+def test_a_report_is_made_of_committed_results(tool, tmp_path: Path) -> None:
+    (folder,) = (ROOT / "bench" / "results").glob("*/isa-avx2")
+    tool("redraw").main([str(folder), "--out", str(tmp_path)])
+    assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    report_text = (tmp_path / "report.md").read_text()
+    assert report_text.count("\n| ") > len(rows) > 10 and (tmp_path / "results.csv").stat().st_size > 1000
+
+
 def _rows(ours: dict[str, float], peer: dict[str, float], **more) -> list[dict]:
     shape = {"B": 1, "Hq": 1, "Hkv": 1, "Lq": 1024, "Lk": 1024, "D": 64}
     base = {"op": "attention", "case": "full", "shape": shape, "dtype": "bfloat16", "device": "cpu", "note": "", **more}
