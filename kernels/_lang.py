@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 _observer: list[Callable[..., Any]] = []  # replaces the launch: see observed()
+_thread = threading.local()  # told: see told_of_launches()
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int, stages: int, **options: int) -> None:
@@ -32,7 +34,9 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, wa
         _observer[-1](kernel, arguments, options)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](*arguments, **options)
+        compiled = kernel[(programs,)](*arguments, **options)
+    if (told := getattr(_thread, "told", None)) is not None:
+        told(compiled, programs, arguments, len(kernel.params))
 
 
 def kernel(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
@@ -104,6 +108,16 @@ def observed(observer: Callable[..., Any]) -> Any:
         yield
     finally:
         _observer.pop()
+
+
+@contextlib.contextmanager
+def told_of_launches(told: Callable[[Any, int, tuple[Any, ...], int], None]) -> Iterator[None]:
+    """Within the block, in this thread, call ``told(compiled kernel, programs, arguments, number of parameters)`` after each launch."""
+    _thread.told = told
+    try:
+        yield
+    finally:
+        _thread.told = None
 
 
 @triton.jit

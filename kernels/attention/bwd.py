@@ -21,6 +21,7 @@ import triton.language as tl
 from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
+from .._launch import replayed
 from .plan import Launch, plan_backward
 from .problem import Rows, at_tile, dense_strides, lower, rows
 from .row_stats import attention_backward_preprocess
@@ -327,6 +328,7 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
 # ---- launches
 
 
+@replayed
 def backward(
     a: AttentionProblem,
     grad_out: torch.Tensor,

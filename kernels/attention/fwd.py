@@ -19,6 +19,7 @@ import triton.language as tl
 from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import dot, kernel, launch, narrow
+from .._launch import replayed
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
 from .plan import plan_forward
 from .problem import ForwardStrides, at_tile, lower, rows
@@ -102,6 +103,7 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C)
 
 
+@replayed
 def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the op's arguments; last dimensions contiguous."""
     plan, p, device = plan_forward(a), lower(a), a.query.device

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .._lang import kernel, launch, narrow
+from .._launch import replayed
 from .configs import BLOCKS, PARAMETERS, SUMS, programs, tile
 from .rows import Rows, at, columns_of, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
@@ -167,6 +168,7 @@ def sum_parts(PARTS, TOTAL, j, columns, parts, ROWS: tl.constexpr, BN: tl.conste
     tl.store(TOTAL + j, narrow(tl.sum(b_sum, 0), TOTAL.dtype.element_ty), mask=j < columns)
 
 
+@replayed
 def backward(
     d_out: torch.Tensor,
     d_residual_out: torch.Tensor | None,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .._lang import kernel, launch, narrow
+from .._launch import replayed
 from .configs import tile
 from .rows import Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
@@ -120,6 +121,7 @@ def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD,
         store_normed(OUT, WEIGHT, BIAS, b_h * b_rstd[:, None], s, r, j0, m, columns, p, C)
 
 
+@replayed
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -43,6 +43,11 @@ def trying(op: str, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         del _tried[op]
 
 
+def are_tried() -> bool:
+    """Whether some op's are being tried out: within :func:`trying`."""
+    return bool(_tried)
+
+
 @functools.cache
 def read(op: str, gpu: str, folder: Path = FOLDER) -> Mapping[str, Mapping[str, Any]]:
     """The same for a GPU by its name."""

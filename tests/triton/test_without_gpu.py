@@ -42,6 +42,18 @@ def test_launches() -> None:
 
 
 @needs_compiler
+def test_warm_calls_launch_what_cold_ones_do() -> None:
+    """What kernels/_launch.py keeps of a call is launched again with the same kernels, grids, numbers and memory."""
+    print(_run("warm.py", "--arch", "90", "--cases", "2", "--random", "4"))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_all_warm_calls() -> None:
+    print(_run("warm.py", "--arch", "90", "--dtypes", "3", "--random", "100"))
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_launches(architecture: int) -> None:

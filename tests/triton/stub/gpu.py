@@ -137,6 +137,12 @@ class Lowered:
     def launch_metadata(self, *launch: Any) -> None:
         return None
 
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        """What launches it again, as Triton's compiled kernels give it."""
+        return lambda *arguments, stream: self.run(
+            *grid, stream, self.function, self.packed_metadata, None, None, None, *arguments
+        )
+
     def run(self, *launch: Any) -> None:
         stub, arguments = self.gpu.stub, launch[9:]  # after the grid, stream, function, two metadata and two hooks
         stub.number("count").value = len(self.parameters)
@@ -163,4 +169,4 @@ def _bits(kind: str, x: Any) -> int:
         return x.data_ptr()
     if isinstance(x, float):
         return struct.unpack("I", struct.pack("f", x))[0] if kind == "f32" else -1
-    return x & ((1 << 8 * BYTES[kind]) - 1)
+    return x & ((1 << 8 * BYTES.get(kind, 8)) - 1)  # an address too

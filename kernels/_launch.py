@@ -1,0 +1,221 @@
+"""Warm calls: what a host function launched is kept by all that decided it, and launched again with other tensors.
+
+Before a kernel runs, its host function works out tiles, strides and flags, and Triton binds and classifies some hundred values: 20 to 60 us
+for one launch.
+All of it goes by shapes, strides, dtypes, alignments and numbers, never by what tensors hold. So a call like an earlier one in all of these
+differs in addresses alone:
+
+    @replayed
+    def forward(a, out, lse): ...        # allocates, makes views, launches, and nothing else
+
+A function that computes with tensors on the way (T5's diagonals, a sum over partial results) is noticed, and runs as it is each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _lang, tuned
+
+MOST = 4096  # calls that are remembered; then all are forgotten
+ALIGNMENT = 256  # of memory between launches, as of an allocation
+# All that a host function may do to tensors: allocate, and look at the same memory in another way.
+ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty")
+VIEWS = (
+    "view", "expand", "t", "transpose", "permute", "select", "slice", "unbind", "unsqueeze", "squeeze", "alias", "detach", "as_strided",
+)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """One launch: Triton's compiled kernel on a grid, and its arguments, addresses by their places."""
+
+    launch: Callable[..., None]
+    arguments: tuple[Any, ...]
+    made: tuple[tuple[int, Callable[[list[int]], Any]], ...]  # what of the arguments an address is in
+
+
+class Replay:
+    """The launches of one call, for any tensors like that call's. ``scratch``: sizes in bytes of the memory between them."""
+
+    def __init__(self, steps: list[Step], scratch: list[int], device: torch.device) -> None:
+        self.steps, self.device = steps, device
+        self.scratch: list[int] = []
+        self.bytes = 0
+        for size in scratch:
+            self.scratch.append(self.bytes)
+            self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def __call__(self, addresses: list[int]) -> None:
+        """Launch on the tensors at these addresses, in the order in which the call's arguments have them."""
+        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                self.run(addresses)
+        else:
+            self.run(addresses)
+
+    def run(self, addresses: list[int]) -> None:
+        if self.bytes:
+            held = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+            base = held.data_ptr()
+            addresses += [base + offset for offset in self.scratch]
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        for launch, arguments, made in self.steps:
+            full = list(arguments)
+            for place, make in made:
+                full[place] = make(addresses)
+            launch(*full, stream=stream)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees each operation and each launch of a call."""
+
+    def __init__(self, addresses: list[int], device: torch.device) -> None:
+        super().__init__()
+        self.addresses, self.device = addresses, device
+        self.scratch: list[torch.Tensor] = []  # kept until the end: no address comes twice
+        self.steps: list[Step] = []
+        self.why_not: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ALLOCATES and found.device == self.device:
+            self.scratch.append(found)
+        elif name not in VIEWS:
+            self.why_not = self.why_not or f"it calls {func}"
+        return found
+
+    def launched(self, compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int) -> None:
+        if len(arguments) != parameters:
+            self.why_not = "not all arguments are given by position"
+            return
+        made, fixed = [], list(arguments)
+        for place, argument in enumerate(arguments):
+            make = self.maker(argument)
+            if make is not None:
+                made.append((place, make))
+                fixed[place] = None
+        self.steps.append(Step(compiled[(programs, 1, 1)], tuple(fixed), tuple(made)))
+
+    def maker(self, argument: Any) -> Callable[[list[int]], Any] | None:
+        """What makes the argument from addresses; None for one without."""
+        if isinstance(argument, torch.Tensor):
+            return self.address(argument)
+        if not isinstance(argument, tuple):
+            return None
+        inner = [(i, make) for i, make in enumerate(map(self.maker, argument)) if make is not None]
+        if not inner:
+            return None
+        again = type(argument)._make if hasattr(argument, "_fields") else tuple
+        fixed = [None if isinstance(v, torch.Tensor) else v for v in argument]
+
+        def rebuild(addresses: list[int]) -> Any:
+            full = list(fixed)
+            for i, make in inner:
+                full[i] = make(addresses)
+            return again(full)
+
+        return rebuild
+
+    def address(self, t: torch.Tensor) -> Callable[[list[int]], int] | None:
+        found = t.data_ptr()
+        if found in self.addresses:
+            number = self.addresses.index(found)
+            return lambda addresses: addresses[number]
+        for i, memory in enumerate(self.scratch):
+            offset = found - memory.data_ptr()
+            if 0 <= offset < max(1, memory.nbytes):
+                number = len(self.addresses) + i
+                return lambda addresses: addresses[number] + offset
+        self.why_not = self.why_not or "a tensor comes from elsewhere"
+        return None
+
+
+ONCE, NEVER = "seen once", "not by addresses alone"
+_known: dict[Any, Replay | str] = {}
+_cold: list[str] = []
+
+
+def replayed(run: Callable[..., None]) -> Callable[..., None]:
+    """``run``, which from the third call with like arguments on goes by what the second launched. See the module's docstring."""
+    if _lang.INTERPRETED:
+        return run
+
+    @functools.wraps(run)
+    def call(*arguments: Any, **named: Any) -> None:
+        if _lang._observer or _cold or tuned.are_tried():
+            return run(*arguments, **named)
+        tensors: list[torch.Tensor] = []
+        addresses: list[int] = []
+        key = (
+            run,
+            *_key(arguments, tensors, addresses),
+            *_key(named.values(), tensors, addresses),
+            *_settings(tensors[0].device),
+        )
+        known = _known.get(key)
+        if type(known) is Replay:
+            known(addresses)
+        elif known is NEVER:
+            run(*arguments, **named)
+        elif known is None:  # lengths that grow are never seen again: a first call is not recorded
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[key] = ONCE
+            run(*arguments, **named)
+        else:
+            recorder = _Recorder(addresses, tensors[0].device)
+            with recorder, _lang.told_of_launches(recorder.launched):
+                run(*arguments, **named)
+            sizes = [t.nbytes for t in recorder.scratch]
+            _known[key] = NEVER if recorder.why_not else Replay(recorder.steps, sizes, tensors[0].device)
+
+    return call
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """Every call worked out anew: to compare, and where what decides a call is changed behind its back."""
+    _cold.append("cold")
+    try:
+        yield
+    finally:
+        _cold.pop()
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    """What decides besides the arguments: where, and how exact products of float32 are."""
+    return device, _lang.precision(torch.float32)
+
+
+def _key(values: Iterable[Any], tensors: list[torch.Tensor], addresses: list[int]) -> Iterator[Any]:
+    """All of the arguments but what tensors hold and where they lie. Notes each tensor and its address."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            address = value.data_ptr()
+            # One tensor at several places is another call: its address is looked up by its value.
+            yield (
+                value.shape,
+                value.stride(),
+                value.dtype,
+                address & 15,
+                addresses.index(address) if address in addresses else -1,
+            )
+            tensors.append(value)
+            addresses.append(address)
+        elif isinstance(value, tuple):
+            yield from _key(value, tensors, addresses)
+        elif isinstance(value, dict):
+            yield tuple(value)
+            yield from _key(value.values(), tensors, addresses)
+        else:
+            yield value
+    yield len(addresses)

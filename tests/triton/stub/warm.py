@@ -1,0 +1,125 @@
+"""Warm calls launch what cold ones launch: every call four times, worked out anew and then as kernels/_launch.py keeps it.
+
+python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op
+
+What arrives in the stub is compared: kernels, grids, numbers, and addresses, an input's by its number and other memory by the order in
+which it first appears in its direction; only within each launch where something was worked out, since tensors that are freed on the way
+make room for others. Calls of all problems follow each other in one process, so one that is taken for another is found too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import Gpu, Lowered
+from launches import DRAWN, DTYPES, FUSED, SEED, differentiated, run_random, smallest
+
+import pytransformer as pt
+from pytransformer.kernels import _launch
+from pytransformer.testing.cases import cases, leaves
+
+Arrived = list[tuple[Any, ...]]
+
+
+class Noted(dict[Any, Any]):
+    """What calls find in _launch._known."""
+
+    found: list[Any]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.found.append(super().get(key, default))
+        return self.found[-1]
+
+
+class Watch:
+    """What arrives, launch by launch."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.arrived: Arrived = []
+        self.noted = _launch._known = Noted()
+        check = gpu.check
+
+        def checked(kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            check(kernel, grid, arguments)
+            values = tuple(gpu.stub.values[: len(kernel.parameters)])
+            self.arrived.append((kernel.fn.fn.__name__, grid, tuple(zip(kernel.parameters, values))))
+
+        gpu.check = checked  # type: ignore[method-assign]
+
+    def of(self, call: Callable[[], None]) -> bool:
+        """Sees the call; whether all of it was launched again."""
+        self.arrived, self.noted.found = [], []
+        call()
+        return bool(self.noted.found) and all(isinstance(found, _launch.Replay) for found in self.noted.found)
+
+    def told(self, inputs: list[torch.Tensor], whole: bool) -> Arrived:
+        """What arrived, with names for addresses: of the whole call, or of each launch."""
+        given = {t.data_ptr(): f"input {i}" for i, t in enumerate(inputs)} | {0: "null"}
+        names = dict(given)
+
+        def value(kind: str, bits: int) -> Any:
+            return names.setdefault(bits, f"memory {len(names)}") if kind.startswith("!tt.ptr") else bits
+
+        lines: Arrived = []
+        for name, grid, parameters in self.arrived:
+            turned = bool(lines) and "backward" in name and "backward" not in lines[-1][0]
+            names = names if whole and not turned else dict(given)
+            lines.append((name, grid, tuple(value(*each) for each in parameters)))
+        return lines
+
+
+def named(case: Any, dtype: torch.dtype) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    args, kwargs = case.make("cpu", dtype, seed=0, requires_grad=True)
+    found = leaves(case.op, args, kwargs)
+    kwargs |= {"dropout_seed": torch.tensor(5)} if kwargs.get("dropout_p") else {}
+    return lambda: differentiated(getattr(pt, case.op)(*args, **kwargs, backend="triton"), found.values()), [*found.values()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--cases", type=int, default=1, help="each case in so many; 0: none")
+    parser.add_argument("--random", type=int, default=0, help="problems of each op")
+    parser.add_argument("--dtypes", type=int, default=1, help="how many of bfloat16, float16, float32")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    todo = [(name, lambda call=call, i=inputs: differentiated(call(), i), [*inputs]) for name, call, inputs in smallest()]
+    for case in [c for c in cases() if c.op not in FUSED][:: options.cases] if options.cases else ():
+        todo += [(f"{case.op} {case.name} {d}", *named(case, d)) for d in DTYPES[: options.dtypes]]
+    for op in DRAWN:
+        todo += [(f"{op} {SEED} {n}", lambda op=op, n=n: run_random(op, n), []) for n in range(options.random)]
+    with tempfile.TemporaryDirectory() as folder:
+        gpu = Gpu(options.arch, Path(folder))
+        watch, failures = Watch(gpu), 0
+        for name, call, inputs in todo:
+            try:
+                with _launch.cold():
+                    watch.of(call)
+                expected = {whole: watch.told(inputs, whole) for whole in (False, True)}
+                for time in range(4):
+                    whole = watch.of(call)
+                    got = watch.told(inputs, whole)
+                    if got != expected[whole]:
+                        pairs = [pair for pair in zip(expected[whole], got) if pair[0] != pair[1]]
+                        raise AssertionError(f"call {time + 1}: {len(got)} launches for {len(expected[whole])}: {pairs[:1]}")
+            except Exception:
+                failures += 1
+                print(f"{name}: {traceback.format_exc(limit=3)}")
+        kept = [entry for entry in _launch._known.values() if isinstance(entry, _launch.Replay)]
+        never = sum(entry is _launch.NEVER for entry in _launch._known.values())
+        print(f"{len(todo)} calls, {gpu.launches} launches, {len(kept)} kept, {never} worked out each time, {failures} wrong")
+        print(*gpu.wrong[:20], sep="\n")
+        return 1 if failures or gpu.wrong or len(kept) < 4 * never else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
