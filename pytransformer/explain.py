@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 
 from .integrations.explain_model import ModelExplanation, explain_model
+from .ops._core.failures import unasked_reason
 from .ops._core.registry import OPS, at_home, forced_backend
 from .ops._core.verdicts import ordered
 
@@ -55,7 +56,7 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     a, backend, _ = target.prepare(*args, **kwargs)
     forced = backend or forced_backend(op)
     reasons = {
-        name: target.backends[name].why_not(a) if forced else target.unasked_reason(target.backends[name], a, ask=False)
+        name: target.backends[name].why_not(a) if forced else unasked_reason(target, target.backends[name], a, ask=False)
         for name in ordered(target, a[0].device.type)
     }
     device = a[0].device.type

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..ops._core.failures import unasked_reason
 from ..ops._core.registry import Op, observing
 
 
@@ -76,7 +77,7 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
         for name, backend in op.backends.items():
             if name == chosen:
                 break
-            before[name] = op.unasked_reason(backend, a, ask=False) or "another one was forced"
+            before[name] = unasked_reason(op, backend, a, ask=False) or "another one was forced"
         calls.append(Call(stack[-1] if stack else "", op.name, chosen, before, op.backends[chosen].extra_bytes(a)))
 
     def enter(module: torch.nn.Module, inputs: Any) -> None:

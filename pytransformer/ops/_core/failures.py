@@ -10,12 +10,16 @@ TypeError of our own code, which tell of wrong input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import native, verdicts
 from .fallbacks import BackendError, NotLaunched, failures, remember_failure
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .registry import Op
 
 # What the CUDA runtime and driver say of a launch that they refuse: the texts of cudaGetErrorString and cuGetErrorString, whole,
 # since "operation not permitted when stream is capturing", say, is another matter.
@@ -71,6 +75,17 @@ def step_down(op: str, backend: str, a: Any, error: Exception, *, forced: bool) 
 def failure(op: str, backend: str, a: Any) -> str | None:
     """Why the backend did not run a problem of this kind, or None if it did or was never tried."""
     return failures.get(kind(op, backend, a)) if failures else None
+
+
+def unasked_reason(op: Op, backend: Backend, a: Any, *, ask: bool = True) -> str | None:
+    """Why the backend does not compute the call where none is forced, or None: what it cannot do, that it failed before, or that it has not
+    earned its place (verdicts.py). Without ``ask`` nothing is checked on the way."""
+    reason = backend.why_not(a)
+    if reason is None and failures:
+        reason = failure(op.name, backend.name, a)
+    if reason is None and (key := (op.name, backend.name, a[0].device, a[0].dtype)) not in verdicts.settled:
+        reason = verdicts.why_not(op, backend.name, a, key, ask=ask)
+    return reason
 
 
 def kind(op: str, backend: str, a: Any) -> tuple[Any, ...]:

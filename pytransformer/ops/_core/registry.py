@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake, register_vmap
 
-from . import verdicts
 from .arguments import ArgumentsClass as ArgumentsClass
 from .arguments import arguments_class
 from .autograd import (
@@ -65,11 +64,11 @@ from .choice import observing as observing
 from .choice import record
 from .choice import trace as trace
 from .choice import use_backend as use_backend
-from .failures import failure, is_broken, step_down
-from .fallbacks import BackendError, NotLaunched, failures, record_fallback
+from .failures import is_broken, step_down, unasked_reason
+from .fallbacks import BackendError, NotLaunched, record_fallback
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
-from .verdicts import ordered, settled
+from .verdicts import ordered
 
 LIBRARY = Library("pytransformer", "DEF")
 replaced: list[str] = []  # ops whose backends are not those they were declared with
@@ -301,7 +300,7 @@ class Op:
         for name in ordered(self, device):
             candidate = self.backends[name]
             if at_home(name, device):
-                reason = self.unasked_reason(candidate, a)
+                reason = unasked_reason(self, candidate, a)
                 if reason is None:
                     if reasons and is_broken(why := joined(reasons)):
                         record_fallback(self.name, why, instead=f"the backend {name}", strict=strict, once=True)
@@ -330,15 +329,6 @@ class Op:
             return f"{self.name} has no backend {backend!r}, only {', '.join(self.backends)}"
         return self.backends[backend].why_not(a)
 
-    def unasked_reason(self, backend: Backend, a: Any, *, ask: bool = True) -> str | None:
-        """Why the backend is not used unasked, or None: it may have failed here, or not have earned its place (verdicts.py)."""
-        reason = backend.why_not(a)
-        if reason is None and failures:
-            reason = failure(self.name, backend.name, a)
-        if reason is None and (key := (self.name, backend.name, a[0].device, a[0].dtype)) not in settled:
-            reason = verdicts.why_not(self, backend.name, a, key, ask=ask)
-        return reason
-
     def why_not_fused(self, a: Any) -> str | None:
         """None if a backend is forced or one other than the reference can do the problem, else why none can."""
         if _forced.get(self.name) is not None:
@@ -346,7 +336,7 @@ class Op:
         device, reasons = a[0].device.type, dict[str, str]()
         for name, candidate in self.backends.items():
             if at_home(name, device):
-                if (reason := self.unasked_reason(candidate, a)) is None:
+                if (reason := unasked_reason(self, candidate, a)) is None:
                     return None
                 reasons[name] = reason
         return joined(reasons) or f"no fused backend is for {device}"
