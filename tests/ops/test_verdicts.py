@@ -223,6 +223,20 @@ w._DO = {"test": do}""",
     assert (line["outcome"], line["detail"]) == ("not checked", "the process did not start: the process ended with code 3")
 
 
+@pytest.mark.unpoisoned
+def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
+    """Under activate() the choice is made while torch.compile traces: symbolic sizes are looked at without a guard."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with planted("", tmp_path) as ran, pt.activate():
+        compiled = torch.compile(lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for length in (30, 40, 50):
+                x = torch.randn(2, 3, length, 16)
+                torch.testing.assert_close(compiled(x), attend(x, x, x))
+        assert len(ran) == 6
+    torch._dynamo.reset()
+
+
 def test_features_are_of_kinds_not_of_lengths() -> None:
     q, k, v = inputs()
 

@@ -86,21 +86,26 @@ def features(a: Any) -> Features:
             sort = "bool" if value.dtype == torch.bool else "float" if value.is_floating_point() else "int"
         elif isinstance(value, str):
             sort = "" if value == "none" else value
-        elif isinstance(value, (bool, int, float)):
-            sort = "yes" if value > 0 and name != "deterministic" else ""
+        elif isinstance(value, (bool, int, float, torch.SymInt)):
+            sort = "yes" if _number(value) > 0 and name != "deterministic" else ""
         else:
             sort = ""
         if sort:
             names.add(f"{name}={sort}")
     first = a[0]
     key = getattr(a, "key", None)
-    if key is not None and first.shape[1] != key.shape[1]:
+    if key is not None and _number(first.shape[1]) != _number(key.shape[1]):
         names.add("grouped")
-    if first.dim() > 2 and first.shape[-2] <= FEW_ROWS:
+    if first.dim() > 2 and _number(first.shape[-2]) <= FEW_ROWS:
         names.add("few rows")
-    last = first.shape[-1]
+    last = _number(first.shape[-1])
     size = min(max(LEAST_SIZE, 1 << (max(last, 1) - 1).bit_length()), MOST_SIZE)
     return Features(frozenset(names), size)
+
+
+def _number(n: Any) -> Any:
+    """While torch.compile traces, of a symbolic size what it stands for now: a look at it must not become a guard."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
 def why_not(op: Op, backend: str, a: Any, key: Key, *, ask: bool = True) -> str | None:
@@ -149,7 +154,7 @@ def _check_first(op: Op, backend: str, a: Any, call: Features) -> str | None:
     device, dtype = a[0].device, str(a[0].dtype)[6:]
     job = {
         "do": "kind", "op": op.name, "backend": backend, "dtype": dtype, "device": device.type, "index": device.index,
-        "features": sorted(call.names), "size": call.size, "last": a[0].shape[-1],
+        "features": sorted(call.names), "size": call.size, "last": _number(a[0].shape[-1]),
     }  # fmt: skip
     where = verdict_file.key(device)["device"]
     print(
