@@ -26,6 +26,14 @@ CLASSES = {
     "hiera": "HieraModel",
 }
 
+SHIFTED_WINDOWS = {  # windows smaller than the grid of patches, which the next stage halves
+    "patch_size": 2,
+    "embed_dim": 16,
+    "window_size": 2,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "pretrained_window_sizes": [0, 0],
+}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # By field; "default" makes the arguments of the config that the tiny one is shrunk from.
@@ -96,6 +104,25 @@ FIELDS: dict[str, dict[str, Any]] = {
     "clvp_encoder": {"hidden_size": 128, "projection_dim": 128},
     "granite_speech5_encoder": {"context_size": 8},
     "esmc": {"num_key_value_heads": 4},
+    **dict.fromkeys(("swin", "swinv2"), SHIFTED_WINDOWS),
+    "vitpose_backbone": {"num_experts": 1},
+    "mimi": {"upsample_groups": 64, "num_filters": 8, "vector_quantization_hidden_dimension": 64},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "wav2vec2-bert": {"vocab_size": 64, "feature_projection_input_dim": 80},
+    "xclip_vision_model": {"num_frames": 3},  # the batch, which is one video then
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    **{name: {"swa_num_key_value_heads": 2} for name in ("inkling_text", "inkling2_text")},
+    "yolos": {"image_size": [32, 32], "num_detection_tokens": 5},
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     **{
         name: {"window_size": 32}
         for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
@@ -155,6 +182,15 @@ INPUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "kosmos-2": lambda model: {
         "pixel_values": noise(3, 32, 32), "image_embeds_position_mask": (torch.arange(11) < 4).expand(3, 11),
     },
+    "mllama_vision_model": lambda model: {
+        "pixel_values": noise(1, 4, 3, 32, 32), "aspect_ratio_ids": torch.ones(3, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(3, 1, 4, dtype=torch.long),
+    },
+    "pix2struct_vision_model": lambda model: {"flattened_patches": torch.cat([grid() + 1, noise(16, 64)], -1)},
+    "timesfm": lambda model: {
+        "past_values": noise(64), "past_values_padding": torch.zeros(3, 64), "freq": torch.zeros(3, 1, dtype=torch.long),
+    },
+    "wav2vec2-bert": lambda model: {"input_features": noise(32, 80)},
     "sam": lambda model: {"pixel_values": noise(3, 64, 64), "input_points": noise(1, 2, 2)},
     "autoformer": time_series,
     "informer": time_series,
