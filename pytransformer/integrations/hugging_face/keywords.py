@@ -24,6 +24,7 @@ HARMLESS = {
     "output_router_logits": "the model reads it",
     "return_dict": "the model reads it",
     "num_items_in_batch": "the loss reads it",
+    "input_ids": "the embedding reads it (GLM-5-Next hands it on)",
     "logits_to_keep": "the head reads it (LLaVA-OneVision hands it on)",
     "grid_thw": "the convolutions of LFM3-VL's vision model read it; its attention gets one frame a call",
     **dict.fromkeys(
