@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,15 @@ class Watch:
 
     def __init__(self, gpu: Gpu) -> None:
         self.arrived: Arrived = []
+        self.compiled: dict[Lowered, int] = {}  # each for what Triton knows of its arguments
         self.noted = _launch._known = Noted()
         check = gpu.check
 
         def checked(kernel: Lowered, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             check(kernel, grid, arguments)
             values = tuple(gpu.stub.values[: len(kernel.parameters)])
-            self.arrived.append((kernel.fn.fn.__name__, grid, tuple(zip(kernel.parameters, values))))
+            name = f"{kernel.fn.fn.__name__}, compiled {self.compiled.setdefault(kernel, len(self.compiled))}"
+            self.arrived.append((name, grid, tuple(zip(kernel.parameters, values))))
 
         gpu.check = checked  # type: ignore[method-assign]
 
@@ -83,6 +85,38 @@ def named(case: Any, dtype: torch.dtype) -> tuple[Callable[[], None], list[torch
     return lambda: differentiated(getattr(pt, case.op)(*args, **kwargs, backend="triton"), found.values()), [*found.values()]
 
 
+def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
+    """Calls that differ in one thing that decides."""
+
+    def attention(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        inputs = [inputs[0]] * 3 if q is k else inputs
+        given = [*inputs, *(t for t in options.values() if isinstance(t, torch.Tensor))]
+        return (
+            name,
+            lambda: differentiated(pt.attention(*inputs, backend="triton", **options), inputs[: 1 if q is k else 3]),
+            given,
+        )
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.bfloat16)
+
+    q, k, v = ones(2, 4, 40, 32), ones(2, 4, 40, 32), ones(2, 4, 40, 32)
+    yield attention("one tensor", q, q, q)
+    yield attention("key is value", q, k, k)
+    yield attention("as it is", q, k, v)
+    yield attention("rows apart", ones(2, 40, 4, 32).transpose(1, 2), k, v)
+    yield attention("rows far apart", ones(2, 4, 40, 64)[..., :32], k, v)
+    yield attention("off 16 bytes", ones(2 * 4 * 40 * 32 + 1)[1:].view(q.shape), k, v)
+    yield attention("another dtype", q.half(), k.half(), v.half())
+    yield attention("a scale", q, k, v, scale=0.5)
+    yield attention("another scale", q, k, v, scale=0.25)
+    yield attention("causal", q, k, v, causal="top_left")
+    yield attention("causal to the end", q, k, v, causal="bottom_right")
+    for name, mask in (("a mask", ones(40, 40)), ("a mask of rows", ones(1, 40)), ("a bool mask", ones(40, 40).bool())):
+        yield attention(name, q, k, v, attn_mask=mask)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
@@ -93,6 +127,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     todo = [(name, lambda call=call, i=inputs: differentiated(call(), i), [*inputs]) for name, call, inputs in smallest()]
+    todo += neighbours()
     for case in [c for c in cases() if c.op not in FUSED][:: options.cases] if options.cases else ():
         todo += [(f"{case.op} {case.name} {d}", *named(case, d)) for d in DTYPES[: options.dtypes]]
     for op in DRAWN:
