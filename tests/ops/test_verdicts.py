@@ -230,7 +230,7 @@ def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
     with planted("", tmp_path) as ran, pt.activate():
         compiled = torch.compile(lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for length in (30, 40, 50):
+            for length in (30, 40, 10):  # the last is of another kind, in the same code
                 x = torch.randn(2, 3, length, 16)
                 torch.testing.assert_close(compiled(x), attend(x, x, x))
         assert len(ran) == 6
