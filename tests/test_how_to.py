@@ -70,8 +70,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (copy / "pytransformer" / "kernels").symlink_to(copy / "kernels")
     for block in blocks():
         apply(block, copy)
-    for path in (copy / "csrc" / "cpu").glob("*.cpp"):
-        if path.stem.removesuffix("_kernels") in OTHER_KERNELS:
+    for stem in OTHER_KERNELS:
+        for path in (copy / "csrc" / "cpu" / stem).glob("*.cpp"):
             path.unlink()
     run(
         copy,
