@@ -219,7 +219,7 @@ def test_a_mask_that_the_model_extends_is_eager_codes(ours: ModuleType, masking:
         attention_mask=torch.tensor([[False, True, True, True]]), dtype=torch.float32, config=config
     )
     mask = ours.attention_mask(1, 4, 4, **arguments)
-    assert torch.equal(mask, masking.eager_mask(1, 4, 4, **arguments))
+    assert type(mask) is torch.Tensor and torch.equal(mask, masking.eager_mask(1, 4, 4, **arguments))
     assert torch.equal(as_dense(ours, mask, (1, 1, 4, 4))[..., 1:, :], (mask == 0)[..., 1:, :])
 
 
