@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages and native code. The metadata is in pyproject.toml, the compiler's work in csrc/native_build.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of the command line's benchmark under pytest-benchmark: the file of a stem in ops/ gets one test per case,
 mode and backend.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The GPU run: install, test, time. The most valuable first, each step within a limit of its own, so that what is there
 # when time runs out is worth having. Needs no network.
 #

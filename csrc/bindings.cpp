@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // pytransformer._C: how this copy was built and what this CPU offers. The op libraries load and run without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA part of the build: finds nvcc, chooses architectures, gives native_build its ninja rules.
 
     python csrc/cuda_build.py OBJECT LOG COMMAND...      what ninja runs for each source: compile, and refuse what must not be

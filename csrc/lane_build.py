@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ lane's part of the build: a Python module against torch's C++ API, for the one torch and the one Python that it is built with.
 
 Everything else goes through LibTorch's stable ABI, which has no autograd. So this module is optional, is built only where the headers

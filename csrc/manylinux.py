@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links a library so that it loads with an older glibc and libstdc++ than those of the machine it is built on.
 
     python csrc/manylinux.py 2_28 OUTPUT COMMAND...      what ninja runs for each library of a wheel: COMMAND ends before `-o OUTPUT`

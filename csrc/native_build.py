@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the native libraries with ninja. Knows nothing of setuptools: setup.py asks for a plan and runs it.
 
 What is built, all inside the package:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A build.ninja for the native libraries: rules and build statements as text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT from nothing: pre-training (masked tokens and next sentences), then fine-tuning to classify. No files, no network.
 
     python examples/bert.py            about two minutes on two cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT from nothing: completes sentences, then learns to summarize in the same causal sequence: article, delimiter, summary.
 
     python examples/gpt.py             about two minutes on two cores

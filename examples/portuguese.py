@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A corpus in Portuguese and English, for the translator and the other examples: sentences that a small grammar writes. No network.
 
     python examples/portuguese.py           6,000 pairs and 500 held out, in results/portuguese/{train,held-out}.tsv

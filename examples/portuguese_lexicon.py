@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of the grammar, Portuguese (of Brazil) and English, with the forms that agreement asks for."""
 
 from __future__ import annotations

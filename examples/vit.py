@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Vision Transformer from nothing: tells generated shapes apart, and shows how far its heads look.
 
 python examples/vit.py             about a minute on two cores; writes vit-distance.png

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all kernels share: constants, products, tanh, the dropout mask, and the launch."""
 
 from __future__ import annotations

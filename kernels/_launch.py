@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warm calls: what a host function launched is kept by all that decided it, and launched again with other tensors.
 
 Before a kernel runs, its host function works out tiles, strides and flags, and Triton binds and classifies some hundred values: 20 to 60 us

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pytransformer: fused attention, norm and feed-forward kernels for PyTorch, with every mask, bias and gradient.
 
 Importing it activates nothing, touches no GPU and needs no compiler; see :func:`explain` for what a call would run.

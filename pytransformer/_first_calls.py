@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks MKL for each of its vector functions once, on one thread, before two threads can ask for it for the first time at once.
 
 PyTorch's exp, tanh and the like of contiguous float tensors call MKL's vector functions from several threads, and MKL 2024.2 chooses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``activate()``: every scaled_dot_product_attention call in the process runs on our kernels, masks included.
 
 The hook is the dispatcher's own: while active, ``aten::scaled_dot_product_attention`` has our function as its

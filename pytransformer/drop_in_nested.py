@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While :func:`pytransformer.activate` is on: nested tensors where PyTorch takes them apart before its attention op is called.
 
 Jagged ones come to a function of torch.nested, and nn.MultiheadAttention knows nested tensors in its inference fast path alone,

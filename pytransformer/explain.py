@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pt.explain``: which backend a call would use, and why not the others; or what each layer of a model runs on."""
 
 from __future__ import annotations

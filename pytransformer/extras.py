@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optional libraries, imported when they are needed, with an error that says how to get them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pt.verify``: checks and times every backend on this machine."""
 
 from __future__ import annotations

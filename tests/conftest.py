@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test run shares: poisoned memory, the backends to test, no silent fallback, skips counted and
 told."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checker finds for a user's calls: mypy reads this in `make check`, nothing runs it. An unused ignore is an error there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole test run, in parts with a time budget each: what `make test` does.
 
     python3 tests/run_parts.py           the parts within their budgets

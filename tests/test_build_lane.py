@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building the C++ lane: a failure is a reason, not the end of an install, unless the lane was asked for."""
 
 from __future__ import annotations

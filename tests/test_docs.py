@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/: short pages, links that lead somewhere, every page to be found from docs/index.md, and what the sources say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems on every backend against float64, and that the fuzzer draws what it promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems of every stem but attention, which test_fuzz has, against float64 on every backend; what the fuzzers draw."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The how-to of docs/contributing/op.md and cpu-kernel.md is true: its blocks, put into a copy of the tree, build and pass their tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importing the package changes nothing but MKL's choice of its kernels, costs little, never fails, and takes nobody's name.
 
 Each check runs in a fresh interpreter, because this one has long since imported everything.

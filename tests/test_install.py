@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wheel and source distribution, installed into clean environments outside the checkout. No network: torch is the running one's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers: a file imports its own layer and those below, and no import closes a circle. Imports within functions count."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tree's own rules: one stem per op in every tier that claims it, small files, torch headers only at the edges."""
 
 from __future__ import annotations
@@ -95,6 +96,14 @@ def test_what_all_ops_share_names_none() -> None:
             )
             found |= {str(path)} if any(isinstance(text, str) and text in words for text in literals) else set()
     assert found == set(NAMES)
+
+
+def test_every_source_names_its_licence() -> None:
+    """In the form that tools read, https://spdx.dev; a file without text says nothing."""
+    suffixes = (".py", ".sh", *sizes.CPP)
+    texts = {path: (ROOT / path).read_text() for path in files(*suffixes)}
+    told = "SPDX-License-Identifier: Apache-2.0"
+    assert [str(path) for path, text in texts.items() if text.strip() and told not in "".join(text.splitlines()[:2])] == []
 
 
 # ---- sizes

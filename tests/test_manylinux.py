@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries linked for manylinux_2_28 need no newer symbols than it has, and their replacements do what the newer ones do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fuzzers find every one of the known faults, and none in the faithful copies."""
 
 from __future__ import annotations

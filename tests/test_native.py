@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The built libraries: what they depend on, which instruction sets they hold, and how one is chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README says what is so."""
 
 from __future__ import annotations

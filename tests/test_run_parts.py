@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/run_parts.py: parts by name, what a report's counts say, and the table that a run leaves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy in benches: under pytest-benchmark (bench/conftest.py), for the tuner and for the overhead of a call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two checkouts timed in turns, several times each, and compared: what changed from one to the other beyond noise.
 
     python bench/tools/ab.py OLD NEW --repeat 3 -- attention --case causal --dtype bf16     # the rest as for `pytransformer bench`

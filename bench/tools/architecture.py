@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/images/architecture.svg: the layers of the package and the tiers of kernels, as the tree has them.
 
     python bench/tools/architecture.py            # print the picture

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error norms of every op, dtype and case, ours beside naive code and PyTorch's own kernels: the figures of docs/accuracy-tables.md.
 
     python bench/tools/golden.py --run      # make golden: measure, write the results file, then the document's tables

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GPU kernels take, without a GPU: registers, spills, shared memory, matrix instructions, instructions.
 
     python bench/tools/inspect_kernels.py                                     # make inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the development environment .venv and installs this checkout into it, editable, native code built.
 
     python3 bench/tools/install.py [--extras test,bench,hf]

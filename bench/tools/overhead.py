@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call costs before any arithmetic: each op on a tiny problem beside PyTorch's own functions for it.
 
     python bench/tools/overhead.py             # microseconds a call: forward, in inference mode, forward + backward, under activate()

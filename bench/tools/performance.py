@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/performance.md and README's table of speed, from committed results only.
 
     python bench/tools/performance.py            # print the document

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes what a committed results folder does not keep, from its results.json: report.md, results.csv, the plots.
 
 python bench/tools/redraw.py bench/results/intel-xeon-amx-2-cores               # beside results.json; git ignores them there

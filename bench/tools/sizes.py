@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the tree's functions and files are, and how many parameters functions have: Python by its parser, C++ and CUDA by braces.
 
     python bench/tools/sizes.py             # the twenty longest functions

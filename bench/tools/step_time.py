@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Milliseconds a training step of the small translation model "notes-small", ours beside PyTorch's own modules, in one run.
 
     python bench/tools/step_time.py                     # print

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README's table of what each tier supports, asked of the registry itself.
 
     python bench/tools/support_table.py           # print it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One op, the tests first: only if they pass, its times.
 
     python bench/tools/test_then_time.py attention                                       # make try OP=attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the Triton kernels' configurations on this GPU and writes kernels/tuned/<gpu>/<op>.json.
 
     make tune                                              # everything

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes what is published: the source distribution, and wheels for manylinux_2_28 with every CPU's and GPU's code.
 
     python3 bench/tools/wheel.py [--archs sm_80,sm_90a] [--python python3.12 ...]      into dist/

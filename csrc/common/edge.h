@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the torch edges of the tiers share: tensors in, plain data out. Stable ABI only; no kernel includes this.
 #pragma once
 

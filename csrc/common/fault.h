@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Faults that tests plant: mistakes that the source names where they would be made, to show that tests find them.
 //
 //   if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();

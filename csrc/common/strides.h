@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the rows of a tensor lie, as data. All strides are in elements; a broadcast dimension has stride 0.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the CUDA library offers beside the ops: whether its kernels can run. Each op registers itself in its own edge.
 #include "cuda/device.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions of the CUDA driver, asked for by name: the library does not link to libcuda, so that it loads where there is none.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the torch edges of the CUDA kernels share: which raw ops they register, and how they read tensors.
 //
 // An edge is compiled twice: for libpytransformer_cuda.so, and with PT_EMULATE, where the same ops take CPU tensors and run in the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches of kernels, on a GPU and in the emulator. Never synchronises.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How TMA is told where a tensor lies: host code, for a GPU and for the emulator.
 #pragma once
 

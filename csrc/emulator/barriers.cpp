@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named barriers and mbarriers.
 #include "emulator/state.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds what runs CUDA kernels on the CPU, for tests; never part of a wheel.
 
     python csrc/emulator/build.py                      libpytransformer_emulated.so: the raw ops, on CPU tensors

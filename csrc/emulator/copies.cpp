@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies between global and shared memory: TMA, bulk operations, cp.async.
 #include "emulator/state.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host emulation of the part of PTX that the kernels use (csrc/cuda/ptx).
 //
 // A few thread blocks run at a time; their threads are fibers that a seeded scheduler interleaves at random. Asynchronous engines (TMA,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plants the fault that PYTRANSFORMER_FAULT names, when the library or program is loaded.
 #include "common/fault.h"
 

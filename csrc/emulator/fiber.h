@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fibers: the only part of the emulator that knows about the host's architecture.
 #pragma once
 

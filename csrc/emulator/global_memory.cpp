@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Global memory: what kernels may reach, and how blocks meet through it.
 #include "emulator/state.h"
 

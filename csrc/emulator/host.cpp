@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands in for csrc/cuda/device.cu.
 #include "emulator/host.h"
 

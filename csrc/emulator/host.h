@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host side of an emulated library: launches with the schedule that was asked for.
 #pragma once
 

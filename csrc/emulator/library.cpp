@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an emulated library offers beside the ops: the choice of the schedule, and how many products its kernels computed.
 #include <torch/csrc/stable/library.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Number formats of the GPU on the CPU.
 #pragma once
 

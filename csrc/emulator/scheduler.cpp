@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Threads as fibers, blocks, launches.
 #include <mutex>
 #include <stdexcept>

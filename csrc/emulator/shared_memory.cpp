@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared memory: what each 16-byte granule holds, who wrote it, who may still read it.
 #include "emulator/state.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the emulator's parts share: the state of a running block, and how a thread waits for something.
 #pragma once
 

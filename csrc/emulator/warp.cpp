@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warps: meetings of the lanes, and the instructions that are made of them.
 #include "emulator/state.h"
 

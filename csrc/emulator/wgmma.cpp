@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // wgmma: asynchronous products of a warpgroup, whose operands lie in shared memory; and setmaxnreg.
 #include "emulator/state.h"
 

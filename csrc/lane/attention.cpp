@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // pt.attention and pt.attention_varlen: the lowering of ops/attention.py, ops/attention_varlen.py and ops/_backends/cpu/attention.py, for
 // arguments that need none of their conversions.
 #include "attention.h"

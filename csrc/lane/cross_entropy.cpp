@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // pt.linear_cross_entropy: the lowering of ops/cross_entropy.py and ops/_backends/cpu/cross_entropy.py.
 #include <ATen/ops/sum_cpu_dispatch.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // pt.feed_forward: the lowering of ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 

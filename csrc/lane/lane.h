@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C++ lane: an op called eagerly, from Python's arguments to the raw op of the CPU library, without Python on the way. What is not for
 // it, an entry answers with NotImplemented; the Python lane (pytransformer/ops) then does the call, and words every error.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // pt.layer_norm, pt.rms_norm and pt.add_norm of contiguous tensors: the lowering of ops/layer_norm.py and ops/_backends/cpu/layer_norm.py.
 #include <ATen/ops/zeros_like.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // activate(): aten::scaled_dot_product_attention for every caller in the process, as drop_in.py has it, without Python on the way.
 #include <torch/library.h>
 

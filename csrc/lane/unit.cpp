@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole module as one unit: most of the time goes into torch's headers.
 #include "attention.cpp"
 #include "cross_entropy.cpp"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention backward, deterministic and without atomics: each sum belongs to one program, which adds in a fixed order.
 
     P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ valueᵀ)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes, warps and pipeline stages, by a table: no autotuning, so starting up costs nothing and results do not wander.
 
 The entries are chosen by registers and shared memory (see tests/triton/resources.json), not yet by time on a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding, few queries over many keys (split KV): which program computes what, and how the splits of the keys are combined.
 
     m = max_s m_s;  l = sum_s l_s e^(m_s - m);  o = sum_s o_s e^(m_s - m)        over splits s, each with its own m, l and o

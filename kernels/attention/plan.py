@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call launches, worked out once: tiles, what each kernel is compiled for, how many programs, and the memory between launches.
 
 No tensor is made or read here: launches, the memory that they share and what ``explain`` says all go by the plan.

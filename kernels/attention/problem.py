@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the attention kernels get: sizes, strides and optional tensors at run time, and what is fixed when they are compiled.
 
 Triton takes a tuple as one argument and an absent tensor in it as a constant, so a kernel has few parameters and no code

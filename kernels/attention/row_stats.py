@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The row stats that attention's backward starts from: delta, the maximum of each row, and log2 of its sum where lse would lose it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the attention kernels share: where a sequence lies, which tiles a row of tiles has, and the scores of one tile.
 
 All positions are local to the sequence: query i sits on the diagonal of key i + offset. A row's bounds are the keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy backward: logits again, a chunk of rows at a time, and two products of their gradient.
 
     dz = p - q,  p = exp(z - lse),  q = (1 - s) at the target + s / classes;  g = the row's upstream gradient, 0 where ignored

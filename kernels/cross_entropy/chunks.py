@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What forward and backward share: the problem, and logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles, and how many rows of logits exist at a time, by a table: see kernels/tuned for how a measured one takes its place.
 
 The sizes are chosen by registers and by counting memory traffic, not yet by time on a GPU.

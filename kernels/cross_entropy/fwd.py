@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy forward, of logits that exist a chunk of rows at a time.
 
     z = x weightᵀ + bias;  lse = log sum exp z;  loss = lse - (1 - s) z_target - s mean(z),  0 where the target is ignored

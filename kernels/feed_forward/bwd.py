@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed-forward, backward: d_hidden goes through dropout, gate and activation in the product's epilogue.
 
     d_hidden = dropout(d_out @ w2);   d_pre = d_hidden * act'(pre)

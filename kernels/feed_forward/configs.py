@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles of the feed-forward kernels, by a table: see kernels/tuned for how a measured one takes its place."""
 
 from __future__ import annotations

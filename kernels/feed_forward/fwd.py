@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed-forward, forward: hidden in one kernel, the second product by the library.
 
     pre = x @ w1ᵀ + b1,  gate = x @ gate_weightᵀ + gate_bias        float32 accumulators, one tile of each in registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the feed-forward kernels share: the program's tile, the product, activations with their slopes, dropout.
 
 Names as in kernels/attention: i rows [BM], n columns of hidden [BN], b_ values, p_ pointers, m_ masks.

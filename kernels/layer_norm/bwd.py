@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norms backward, deterministic and without atomics.
 
     g = d_out weight;  d_h = rstd (g - mean(g) - xhat mean(g xhat)) + d_residual_out   (RMS norm: without mean(g))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many rows and columns a program of the norms holds at once, by a table: see kernels/tuned for how a measured one takes its place.
 
 The entries are chosen by registers (see tests/triton/resources.json), not yet by time on a GPU: 16 numbers of each tensor in

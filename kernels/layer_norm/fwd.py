@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norms forward: one program for a few rows, which stay in registers unless they are wider than 64 KB of float32.
 
     h = residual + dropout(x), rounded as stored;  out = (h - mean) rstd weight + bias,  rstd = 1 / sqrt(mean((h - mean)^2) + eps)

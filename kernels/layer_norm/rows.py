@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of the norms share: the problem as they get it, where a row lies, its statistics.
 
 Names: i_ index of a program or loop, b_ tile of values, m_ mask; r are rows [ROWS], j0 a tile's first column, both in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured configurations, one file for each GPU and op: kernels/tuned/<gpu>/<op>.json, written by `make tune`.
 
     {"gpu": "NVIDIA H200", "triton": "3.6.0", …, "kernels": {"forward, 16 bit, head size 128": {"BM": 128, …, "time_us": 81.2}}}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: `pytransformer COMMAND`, the same as `python -m pytransformer COMMAND`.
 
 Exit codes, the same for every command: 0 done; 1 done, and something is wrong (a kernel outside its bound, a

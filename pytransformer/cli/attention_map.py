@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws what a model attended to. MODEL is a folder: a translator that `pytransformer train translate` made, a model saved
 by pytransformer, or a Hugging Face one (config.json and safetensors). Attention is computed from what the fused kernels keep,
 for the layers, heads and rows drawn only.

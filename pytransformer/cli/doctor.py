@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says what works on this machine and why the rest does not, and checks each op on each working backend.
 
 The check compares forward and backward of a small problem of every op with float64. Exit code 1 if one is

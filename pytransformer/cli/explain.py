@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says which backend one call would use, why not the others, and the memory each needs, without running it.
 
 The tensors are only described, never filled, so any shape that fits the address space will do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about this machine and this installation that doctor prints and benchmarks record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pytransformer drop-in``: real models with PyTorch's kernels and with ours, compared.
 
 Each model runs the same padded batch with the same weights as every variant: Hugging Face's eager code, PyTorch's sdpa, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of a training step of each subject and variant, each in a process of its own that has done nothing else.
 
 A helper process builds the models and only then forks, one child for each measurement: building happens once, and nothing

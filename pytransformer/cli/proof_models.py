@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the drop-in proof runs: real architectures with random weights on a padded batch of the sentences beside this file."""
 
 from __future__ import annotations

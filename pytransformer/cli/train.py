@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a model, with its progress, metrics and checkpoints in one folder; again with --resume where it stopped.
 
 translate   an encoder-decoder that translates sentences, on any file with two columns and a tab between them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translates sentences with a model that `pytransformer train translate` made, and draws what each word attended to.
 
 The picture is the decoder's cross-attention: a row for each token said, a column for each token read. It comes from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks into other libraries. Each module imports its library only when it is asked to."""
 
 from . import transformers as transformers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pt.explain(model, inputs)``: which backend computes what in each layer, why not a faster one, and what runs past us."""
 
 from __future__ import annotations

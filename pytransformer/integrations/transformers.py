@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers: ``register()``, then ``attn_implementation="pytransformer"``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoder and decoder models on the fused ops: frozen configs, presets, weights from Hugging Face, safetensors."""
 
 from ._base import Model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all models share: presets, saving and loading, weights from Hugging Face."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's names and layouts of weights, as rules that say where each of our tensors comes from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What encoder-decoders share: the calling convention, teacher forcing, the cache's bookkeeping and the loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on disk: one safetensors file that also holds the config. No pickle is ever read."""
 
 from __future__ import annotations

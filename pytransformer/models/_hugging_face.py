@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the weights and settings of Hugging Face's models go: tables for :mod:`._convert`. Nothing of theirs is imported."""
 
 from __future__ import annotations

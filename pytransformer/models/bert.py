@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT: an encoder, and the heads that it is trained and used with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conformer: an encoder of sequences of features (speech), with convolutions between attention and feed-forward."""
 
 from __future__ import annotations

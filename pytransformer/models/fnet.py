@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FNet: BERT with Fourier transforms where attention was."""
 
 from __future__ import annotations

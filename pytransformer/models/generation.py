@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from models, token after token: greedy, sampled, or by beam search; the same code for decoders and encoder-decoders.
 
 Keys and values of what was read are kept in a cache that is allocated once; those of cross-attention are computed once.

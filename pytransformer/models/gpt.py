@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT: a causal decoder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLP-Mixer: an image classifier of feed-forward networks alone."""
 
 from __future__ import annotations

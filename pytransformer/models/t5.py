@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5: text to text, with relative positions as a bias that is never built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Transformer: an encoder and a decoder that attends to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ViT: an encoder over the patches of an image."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules on the fused ops: what the models of :mod:`pytransformer.models` are made of.
 
 Masks travel as lengths, key padding and causality, never as (Lq, Lk) tensors; no module has a backend switch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head attention on the fused op: self and cross, cached, grouped queries, heads of any size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of a Transformer: sub-layers, each in a residual connection with dropout and a norm, that one fused op computes.
 
 A stack passes a :class:`Stream` from block to block. In a pre-norm model it is an unfinished sum: the last sub-layer's result

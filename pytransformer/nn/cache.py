@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and values of what a decoder has seen, kept for the next token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Conformer's convolution module and block."""
 
 from __future__ import annotations

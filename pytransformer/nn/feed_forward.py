@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The position-wise feed-forward network, and the mixture of experts that may stand in its place."""
 
 from __future__ import annotations

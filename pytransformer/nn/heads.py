@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From hidden states to classes, with the loss that never keeps the logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer norm and RMS norm as modules that also take the residual connection before them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From Hugging Face's attention_mask to what the fused op takes; nothing of size (Lq, Lk) is ever built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may take the place of self-attention in a block: a Fourier transform, or a network over the tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padded batches without their padding: blocks compute the real tokens only, one sequence after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An image as a sequence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a token stands: encodings added to embeddings, and biases added to scores."""
 
 from __future__ import annotations

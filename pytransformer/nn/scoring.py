@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How alike a query and a key are: the scoring functions, small and for study. Models use the fused op.
 
 Each maps query (B, Lq, dq) and key (B, Lk, dk) to scores (B, Lq, Lk); :func:`attend` turns scores into a mean of values.

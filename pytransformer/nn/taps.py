@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named intermediates of a model, without a line in the model for it."""
 
 from __future__ import annotations

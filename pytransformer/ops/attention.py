@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention: the public functions, the raw ops, and what their arguments mean to every backend.
 
 ``attention`` checks its arguments, lowers them to the flat list ARGUMENTS below and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over packed sequences: rows of all sequences one after the other, no padding."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention attended to: softmax weights of chosen rows, and summaries in linear memory, from the lse of a fused call."""
 
 from __future__ import annotations

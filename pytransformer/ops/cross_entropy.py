@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear map and cross entropy in one: the public function and the raw op; see docs/ops/cross_entropy.md."""
 
 from __future__ import annotations

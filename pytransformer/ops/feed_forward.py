@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feed-forward network: the public function and the raw op; see docs/ops/feed_forward.md for the mathematics."""
 
 from __future__ import annotations

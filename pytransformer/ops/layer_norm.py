@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer norm, RMS norm and residual + dropout + norm: the public functions and the raw ops; see docs/ops/layer_norm.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position biases as values, and the integers behind them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nested tensors as packed sequences: scaled_dot_product_attention of both layouts on attention_varlen."""
 
 from __future__ import annotations

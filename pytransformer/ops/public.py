@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public function of each op: what `pytransformer` and, computed by the reference, `pytransformer.reference` have by its name."""
 
 from .attention import attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's scaled_dot_product_attention on ours: of padded tensors, and of nested ones as packed sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each op in plain PyTorch: naive, readable, differentiable to any order, float64 too. The oracle of every backend.
 
 The functions have the public ops' signatures without ``backend``, ``strict`` and ``deterministic``.

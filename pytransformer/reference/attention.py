@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in plain PyTorch: the oracle of every backend, and the last resort.
 
     s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5;  p = softmax over the visible keys;  dropout;  out = p @ value

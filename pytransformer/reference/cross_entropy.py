@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last linear map of a language model and its cross entropy in one, in plain PyTorch.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The position-wise feed-forward network in plain PyTorch.
 
 ::

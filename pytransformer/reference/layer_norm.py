@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer norm, RMS norm and the fused residual + dropout + norm in plain PyTorch.
 
 For a row h of numbers, the normalized dimensions flattened::

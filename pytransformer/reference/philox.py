@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout masks: Philox-4x32-7 on a counter of absolute indices, equal on every backend, tile size and device.
 
 A call of the generator gives four 32-bit words, that is eight 16-bit draws, for the eight elements of one *group*. Key j is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check one call of attention against float64: outputs, lse and every gradient."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place for tolerances: how far from float64 a result may be (derivation and calibration:
 docs/accuracy.md).
 

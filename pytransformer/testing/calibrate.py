@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How near to float64 PyTorch's own kernels come, in units of the bound: where the constants come from.
 
     python -m pytransformer.testing.calibrate attention --cases 1000 --backend cpu > table.md

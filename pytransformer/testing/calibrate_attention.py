@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of PyTorch's own CPU kernels and of ours on problems that both can do; see `calibrate`."""
 
 from __future__ import annotations

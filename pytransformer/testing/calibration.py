@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration of an op that one line of plain PyTorch code computes: both on the fuzzer's problems, as contiguous tensors of one dtype."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One named problem: an operation, a shape, a builder of its arguments, and the work it takes."""
 
 from __future__ import annotations

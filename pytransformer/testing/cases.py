@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named problems shared by the tests and the benchmarks, so that nothing is timed that is not also checked.
 
 A `Case` is an operation, a shape and a builder of its arguments:

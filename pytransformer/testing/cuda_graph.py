@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check a call inside a CUDA graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random attention problems for the fuzzer: every keyword, edge shapes, awkward strides, hostile values.
 
 What is drawn, and how often, is in the tables at the top. A problem is a function of (seed, case) alone.

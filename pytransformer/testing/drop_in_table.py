@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of docs/drop-in.md: what each Hugging Face architecture gets from us, found by trying it against eager code.
 
     python -m pytransformer.testing.drop_in_table            # print it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Transformer again, in PyTorch's own modules: the eager code that our model is compared with."""
 
 from __future__ import annotations

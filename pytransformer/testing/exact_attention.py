@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact answer to a named call of attention: of padded sequences, of packed ones, and of some rows of one too large."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong backends that a fuzzer must find: each is the reference with one fault of a kind that kernels have had.
 
     mutants = kit_of("feed_forward").mutants

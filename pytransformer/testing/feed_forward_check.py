@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What feed_forward on a GPU must do whatever its backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems against float64, on any backend of an op.
 
     python -m pytransformer.testing.fuzz attention --cases 2000 --seed 1 --backend cpu

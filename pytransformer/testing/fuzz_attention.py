@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One random attention problem on one backend: run it, and judge everything about the run."""
 
 from __future__ import annotations

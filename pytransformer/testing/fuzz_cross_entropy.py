@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems of linear_cross_entropy against float64; plugs into `fuzz`.
 
 z = x w^T + b, p = softmax(z), loss = logsumexp(z) - sum(q z), q the smoothed target; dz = (p - q) dloss. The bound, with

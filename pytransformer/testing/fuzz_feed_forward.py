@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems of feed_forward against float64; plugs into `fuzz`.
 
 The bound follows the errors through both products, with r = eps(float32) / eps(dtype) for what is summed in float32 and L = 1.13,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems of layer_norm, rms_norm and add_norm against float64; plugs into `fuzz`.
 
 The bound, with xhat = (h - mean) rstd, g = dy weight and r = eps(float32) / eps(dtype). A mean kept in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in awkward places: surrounded by values that betray a stray read or write, at any stride and
 offset.
 

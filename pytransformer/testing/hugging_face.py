@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face models with random weights, built from configs: nothing is downloaded. Needs transformers
 to build."""
 

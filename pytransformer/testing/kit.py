@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests and benchmarks need of one stem; the files of `ops/` each hold one, by the name KIT."""
 
 from __future__ import annotations

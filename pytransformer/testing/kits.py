@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every stem's kit, found by its file in `ops/`: adding one edits nothing here."""
 
 from __future__ import annotations

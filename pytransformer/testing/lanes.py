@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both lanes, Python's and the one in C++, on one problem."""
 
 from __future__ import annotations

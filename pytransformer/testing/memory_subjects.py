@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests measure the peak memory of, for :func:`pytransformer.cli.proof_memory.peaks`. Needs transformers.
 
 ===================  ======================================================================================================

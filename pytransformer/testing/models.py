@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When two implementations of a model agree: the limits, in one place."""
 
 from __future__ import annotations

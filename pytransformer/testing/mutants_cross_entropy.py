@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong cross entropies; see `faults`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in float64, forward and backward written out, with the magnitude of every result.
 
 A second implementation of the semantics of docs/ops/attention.md that shares nothing with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tier that is broken in one of the ways a GPU may show, imitated on the CPU: for the tests of verdicts, in their process and in the
 worker's."""
 

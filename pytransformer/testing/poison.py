@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that the package allocates without filling arrives full of NaN and guarded on both sides.
 
     with poisoned() as guards:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs PyTorch's own tests of attention, on the CPU, without and with ``activate()``: a failure that only ours has must be known.
 
 The file is PyTorch's ``test/test_transformers.py``, with those beside it that it imports; neither PyTorch's wheels nor this package have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models of every kind, and inputs for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must come of a backend that fails before its kernel runs: a right result and one message, by every way to it."""
 
 from __future__ import annotations

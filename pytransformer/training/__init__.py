@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training: corpora, tokenizers, batches, masks, schedules, one trainer, checkpoints that resume bit for bit.
 
 `pytransformer train` is made of these; see docs/training.md. Optional libraries are imported only where they are used.

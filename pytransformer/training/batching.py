@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of sequences of like length, in an order that is a function of the seed and the epoch alone."""
 
 from __future__ import annotations

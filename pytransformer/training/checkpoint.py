@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: one safetensors file each, written whole or not at all.
 
 Tensors are the model's and the optimizer's; everything else is JSON in the file's header. Nothing in it can run when it is

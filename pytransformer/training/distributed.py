@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of a training run among others: started by `torchrun`, alone otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labelled images from folders: one folder a class, as people keep them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a masked language model learns from: masked tokens, masked spans, pairs of sentences."""
 
 from __future__ import annotations

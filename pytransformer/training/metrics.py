@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training run tells: one JSON object a line, and a picture of the losses."""
 
 from __future__ import annotations

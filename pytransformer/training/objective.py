@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is minimised: the loss that a model of `pytransformer.models` computes of a batch, and how well it does on held-out ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts from files: sentence pairs from two columns, one text a line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Byte-pair tokenizers, trained on one's own texts with the `tokenizers` library (the extra `models`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trainer for every model: accumulation, autocast, DDP, metrics, and checkpoints that resume bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A translator: an encoder-decoder with the tokenizers of its two languages, trained, saved, used and looked into."""
 
 from __future__ import annotations

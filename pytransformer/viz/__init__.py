@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of attention: heat maps, galleries, line drawings, distances, positions; PNG or SVG, with matplotlib (extra `viz`).
 
 Each function takes tensors and returns a figure; :func:`save` writes it. `attention_of` computes what a model attended to, for

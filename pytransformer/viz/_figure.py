@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures without pyplot: no global state, no display, the same bytes for the same figure."""
 
 from __future__ import annotations

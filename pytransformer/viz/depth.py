@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far heads look, layer by layer, and what position encodings look like."""
 
 from __future__ import annotations

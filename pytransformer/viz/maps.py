@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention weights drawn: one head as a heat map or as lines, all heads as a gallery."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a model to what is drawn: its attention, layer by layer, and its positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the command line as a person does: in a process of its own, outside the repository."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench command: what it writes, what it refuses to time, and how it ends when stopped."""
 
 from __future__ import annotations

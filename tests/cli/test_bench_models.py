@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench models: what it refuses, and one line-up whole."""
 
 from __future__ import annotations

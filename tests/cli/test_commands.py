@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each command as a person runs it: what it prints, how it exits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bench compare: what counts as a change, and what is noise."""
 
 from __future__ import annotations

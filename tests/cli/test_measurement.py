@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands behind the figures: the exact answers, the clock, the memory probe."""
 
 from __future__ import annotations

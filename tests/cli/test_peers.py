@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that take part on request, sweeps, and their pictures."""
 
 from __future__ import annotations

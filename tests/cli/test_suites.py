@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed suites, the check of large problems in part, and the figures of a row that only they need."""
 
 from __future__ import annotations

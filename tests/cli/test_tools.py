@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools of bench/tools: documents that are made of committed results are current, and the tools say what is so."""
 
 from __future__ import annotations

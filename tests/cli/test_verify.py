@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytransformer verify` and `pt.verify`: what they check, write and say; that a broken backend costs itself alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and runs it. It needs no torch, so that all
 // code in the process is instrumented. Results with four threads must also be those with one, bit by bit.
 #include <cstdint>

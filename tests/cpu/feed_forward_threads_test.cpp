@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The products of feed_forward's kernel layer on a pool of std::thread, for the sanitizers: test_threads.py builds and runs it. Threads
 // share packed weights, pack rows of their own, and take over each other's panels when they have done theirs.
 #include <cstdint>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of attention on the CPU: against float64 within the bound, and what the fuzzer cannot see from outside.
 
 The fuzzer draws every keyword with small sizes; here sizes cross blocks of queries (128) and keys (192), splits and phases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel layer without torch: under the sanitizers, and whether it compiles for another architecture."""
 
 from __future__ import annotations

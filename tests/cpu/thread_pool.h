@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the programs for the sanitizers share: a pool of std::thread in place of torch's, random buffers, and the comparison of results.
 #pragma once
 

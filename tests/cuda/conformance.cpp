@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // conformance SEED: runs the kernels of conformance.cuh on random inputs and prints, a line each, a name and the words it left. Built for
 // the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
 #include "conformance.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small kernels, each of which shows what a few PTX instructions do. Run in the emulator and on a GPU with equal inputs, their outputs must
 // be equal: test_ptx_conformance.py. What the emulator's answers should be, tests/emulator/test_layouts.py works out by hand.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs in the emulator runs on a GPU too."""
 
 import sys

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host side of the CUDA tier (device.cu, launch.cuh, tensor_map.cuh) against a runtime and a driver that are made here, without a GPU:
 // prints "ok" or "FAIL" and the name of each expectation. Built by nvcc without its runtime: test_host_layer.py.
 #include <cstdio>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each kernel of libpytransformer_cuda.so takes: registers, stack, shared memory, wide and narrow accesses, matrix instructions.
 
     python tests/cuda/resources.py              compare the built library with resources.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SASS for sm_90a must not do, by data flow over what cuobjdump prints of a kernel.
 
 While a wgmma is in flight its accumulators and its operand registers may be touched by no other instruction: a group ends with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of an install where nvcc fails: a compiler of our own stands in for it, in a tree of a few sources."""
 
 from __future__ import annotations

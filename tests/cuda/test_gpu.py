@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norms' problems on a GPU, compiled: what bench/gpu.sh runs. (tests/emulator runs them on the CPU.)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products by warpgroups and feed_forward on them, compiled: what bench/gpu.sh runs. (tests/emulator runs the same on the CPU.)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA library on a machine without a GPU: it loads and tells why it cannot run; how it is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A test that spoils the CUDA context takes no other test with it: the hooks of tests/conftest.py. Needs no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each PTX function in the emulator and on a GPU with equal random inputs: the first step of any GPU run.
 
 On the GPU's machine the program comes from build/conformance, where it is if nvcc built it beforehand, or from nvcc there:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the emulator must notice, and say. Prints "ok" or "FAIL" and the name of each expectation.
 #include <cstdio>
 #include <cstdlib>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of the fuzzers with names, as run_problems.py wants them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in the kernels (csrc/common/fault.h): each is run by a module of problems in a process of its own.
 
 A server imports torch once and forks a process for each run, which loads the emulator's library with PYTRANSFORMER_FAULT set: a fault costs

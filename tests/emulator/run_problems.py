@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a module's problems in the emulator, one after another: for planted faults, and for variants of the kernels.
 
 PYTRANSFORMER_EMULATE=<library> python tests/emulator/run_problems.py MODULE SCHEDULE [PROBLEM]

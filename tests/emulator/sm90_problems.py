@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems that reach every path of the attention kernels for sm_90a."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in the attention kernels, each of which must be caught by attention_problems.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention kernels for sm_90a (TMA and wgmma) by the backend "cuda", run in the emulator through the public API."""
 
 from __future__ import annotations

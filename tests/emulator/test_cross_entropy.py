@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy by the backend "cuda", the kernels for sm_90a run in the emulator, through the public API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """layer_norm, rms_norm and add_norm by the backend "cuda", the kernels run in the emulator, through the public API."""
 
 from __future__ import annotations

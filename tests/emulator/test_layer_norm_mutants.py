@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in the norm kernels, each of which must be caught by layer_norm_problems.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulator against the layouts that the PTX ISA manual documents, worked out here by hand and by other means than the kernels'.
 
 Kernel and emulator share beliefs: were both wrong, every kernel test would pass. So the tables below are typed from the manual's figures,

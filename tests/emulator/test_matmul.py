@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products by warpgroups (csrc/cuda/matmul), run in the emulator by their raw op."""
 
 from __future__ import annotations

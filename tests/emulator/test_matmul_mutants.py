@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in the products by warpgroups, each of which must be caught by matmul_problems.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted in the attention kernels for sm_90a, each of which must be caught by sm90_problems.py."""
 
 from __future__ import annotations

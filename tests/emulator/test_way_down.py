@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA kernels that are refused before they run: the next backend computes. What ran and failed is raised. Emulated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the integration tests: a forced backend, transformers with our implementation registered, nothing left active."""
 
 from __future__ import annotations

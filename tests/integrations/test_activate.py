@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """activate(): PyTorch's own scaled_dot_product_attention, and the modules built on it, on our kernels."""
 
 from __future__ import annotations

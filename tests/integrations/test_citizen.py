@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converted models among the rest of PyTorch: deterministic algorithms, checkpoints, autocast, torch.func, DDP, forks, threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert(): converted Hugging Face models against their own eager code."""
 
 from __future__ import annotations

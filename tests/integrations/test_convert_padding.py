@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert(model, kinds=[..., "padding"]): BERT's layers on real tokens alone, against eager code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert(): torch.nn's attention and transformer layers against themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/drop-in.md's table of architectures and features is what comes out when each is tried against eager code."""
 
 from __future__ import annotations

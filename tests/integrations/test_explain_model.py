@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pt.explain(model, inputs): what ran where, and what ran past us."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlexAttention's published examples as calls of pt.attention, against flex_attention run eagerly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a query that sees nothing gives: zeros with us, a mean of everything in PyTorch. Where models padded on the left show it.
 
 SeamlessM4T-v2's speech encoder: in the gradients of its LayerNorms. MiniMax-M3: in its logits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models with attn_implementation="pytransformer" against their own eager code."""
 
 from __future__ import annotations

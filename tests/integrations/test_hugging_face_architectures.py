@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Architectures that read masks in ways of their own, each right or refused: a mask, a keyword, causality that a module denies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lowered masks say exactly what transformers' own dense mask says; what is not understood stays dense or is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nested tensors, strided and jagged: scaled_dot_product_attention and the modules of torch.nn on packed sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """timm and diffusers: their models under activate() and after convert(), against themselves. Skipped where they cannot be imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drop-in proof: what it calls proven, and what it does not."""
 
 from __future__ import annotations

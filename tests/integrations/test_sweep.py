@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sweep over transformers' architectures: a sample here, all of it in `make test-full`, and planted faults that the sample finds."""
 
 from __future__ import annotations

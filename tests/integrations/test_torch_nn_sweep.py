@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.nn's attention modules with every kind of mask they take, under activate(), converted, and both, against PyTorch."""
 
 from __future__ import annotations

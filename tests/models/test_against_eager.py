@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The encoder-decoder against torch.nn.Transformer; gradients against Hugging Face's; and both while they train."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on disk: what is saved comes back, an interruption loses nothing, and nothing but safetensors is read."""
 
 from __future__ import annotations

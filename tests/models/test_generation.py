@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation: the same tokens with a cache and without, in any batch; beams that find the best; draws with the right shares."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our models give the logits of Hugging Face's, weight for weight, on random small configs and padded batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every model promises: gradients everywhere, presets, caches, masks, refusals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head attention: equal to PyTorch's module, cached as not cached, seen through taps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms, blocks, feed-forward, mixtures of experts, mixing, convolution and scoring against plain PyTorch and by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padding at the end of sequences is left out of a stack's blocks: the same results at real tokens, zeros at padding, and less done."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Positions: worked numbers, shifts are linear, and what order means to attention."""
 
 from __future__ import annotations

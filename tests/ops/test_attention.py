@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention's values: worked examples, the named cases on every backend, and PyTorch's own function."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention among PyTorch's machinery: autograd of any order, torch.func, compile, opcheck, autocast,
 determinism, memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every bad input raises an error that names the argument, what it got and what it wants."""
 
 from __future__ import annotations

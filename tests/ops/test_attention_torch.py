@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend torch: what it takes, where PyTorch's kernels mean something else, and that it stands before the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed sequences: bit for bit what the padded call gives, and nothing read outside the sequences."""
 
 from __future__ import annotations

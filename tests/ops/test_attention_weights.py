@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights and summaries recomputed from lse are those that attention used: value = identity makes attention return them."""
 
 from __future__ import annotations

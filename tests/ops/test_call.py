@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a call reaches its kernel: directly where nothing watches, as a raw op wherever something has to see it."""
 
 from __future__ import annotations

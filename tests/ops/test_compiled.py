@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.compile makes of a call: one tensor at several places of it, and vmap around it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy: semantics, gradients, torch's machinery, determinism, memory. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """feed_forward: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ lane gives the Python lane's results, bit for bit, and its nodes are nodes like any other."""
 
 from __future__ import annotations

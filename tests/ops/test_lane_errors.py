@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every argument of every op replaced by what it should not be: both lanes give the same bits, or the same error in the same words."""
 
 from __future__ import annotations

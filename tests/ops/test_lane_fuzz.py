@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fuzzers' problems through both lanes: the same bits, gradients too, from the C++ lane and from Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each op of the C++ lane: left to Python where somebody watches; its node differentiates again, is traced, and keeps nothing alive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where somebody watches, or something is out of the ordinary, the C++ lane leaves the call to Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """layer_norm, rms_norm and add_norm: semantics, gradients, torch's machinery, determinism. Random problems: test_fuzz_ops."""
 
 from __future__ import annotations

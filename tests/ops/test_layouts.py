@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are not dense are refused by name in every public op, whichever argument they come as."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention's arguments are lowered to, once for all backends: see ops/_problem/attention.py."""
 
 from __future__ import annotations

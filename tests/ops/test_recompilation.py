@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes that the raw ops get as integers are symbols to torch.compile: one graph for the first call, one for every other."""
 
 from __future__ import annotations

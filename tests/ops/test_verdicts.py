@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels earn their place: planted failures of a guarded tier are found in a process of their own, and the next backend computes."""
 
 from __future__ import annotations

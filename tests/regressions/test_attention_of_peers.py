@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong results that attention implementations have returned, each as the formula that returns it.
 
 Every entry shows two things: the peer's formula leaves the error bound on this problem (else the entry would

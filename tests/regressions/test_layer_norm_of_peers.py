@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong results that norm kernels have returned, each as the formula that returns it: it leaves the error bound on the problem
 (else the entry would prove nothing), and each of our backends keeps within it."""
 

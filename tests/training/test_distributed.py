@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes, started by torchrun, over gloo: the step of one process that accumulates two batches, and the same on both."""
 
 from __future__ import annotations

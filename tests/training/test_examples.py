@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each example runs from beginning to end, with settings too small to learn much."""
 
 from __future__ import annotations

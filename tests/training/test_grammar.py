@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parallel corpus of the examples: right sentences, the same every time, nothing held out seen in training."""
 
 from __future__ import annotations

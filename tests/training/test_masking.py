@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What BERT and SpanBERT learn from, checked by statistics: shares, spans, pairs. And the schedule's formula."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of texts and images, tokenizers, and what is said when they are not what they should be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer: it learns, resumes with the same bits, loses nothing when it is interrupted, and says what is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytransformer train translate`, `translate` and `attention-map`, as a person uses them, with a model that learns in a second."""
 
 from __future__ import annotations

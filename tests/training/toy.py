@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model small enough to train in milliseconds, with dropout, on the fused ops; shared by tests and by the processes they start."""
 
 from __future__ import annotations

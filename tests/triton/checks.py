@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of every op of the tier do alike: random problems and planted faults."""
 
 from __future__ import annotations

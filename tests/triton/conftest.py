@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """These tests run the kernels interpreted, on CPU tensors: TRITON_INTERPRET=1 pytest tests/triton. Those marked gpu do not."""
 
 from __future__ import annotations

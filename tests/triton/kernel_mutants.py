@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels with one fault: an edit of a kernel's source, in force for the length of a block.
 
 with mutated("layer_norm", "bwd.py", "b_gx", "b_gm", folder):

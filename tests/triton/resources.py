@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels ahead of time, without a GPU, through their own launchers, and say what each takes.
 
     python tests/triton/resources.py                                  compare with resources.json, sm_90 only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of the Triton tier, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode, few queries over many keys: split KV, the heads of a key head in one tile. Interpreted, through the public API."""
 
 from __future__ import annotations

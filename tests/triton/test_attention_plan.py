@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a call: what is compiled for which mask, the memory between launches, and what explain says of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy of the Triton tier, interpreted on CPU tensors through the public API."""
 
 from __future__ import annotations

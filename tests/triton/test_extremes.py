@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows whose scores are all finfo.min, once or twice over: finite values are data. On the Triton tier,
 interpreted; every backend's list of peers' wrong results is tests/regressions."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy on a GPU, compiled: what bench/gpu.sh runs. (The other files here run interpreted.)"""
 
 from __future__ import annotations

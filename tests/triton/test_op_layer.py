@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton tier under the op layer: schema and fakes, compilation of whole graphs, seeds that are data. Interpreted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems on the interpreted kernels, through the public API, against float64."""
 
 from __future__ import annotations

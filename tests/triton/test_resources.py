@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels compile ahead of time, and take what the committed table says. See resources.py."""
 
 from __future__ import annotations

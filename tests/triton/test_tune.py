@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured configurations: found by GPU, kernel and class of problems; and the tool that measures them, as far as it goes here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels that do not compile or launch: the next backend computes. What ran and failed is raised. Interpreted."""
 
 from __future__ import annotations

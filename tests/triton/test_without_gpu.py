@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's own JIT and launcher, with a stub of the driver in a GPU's place: see stub/gpu.py. Each in a process of its own, which does not
 interpret: these need no TRITON_INTERPRET but run with it."""
 

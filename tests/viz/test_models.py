@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From models to weights: the stacks, layers, heads and rows asked for, computed as the definition says."""
 
 from __future__ import annotations

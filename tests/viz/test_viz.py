@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of attention: they hold what they should, are written whole, and say what is wrong with what they got."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Torch edge of attention: tensors in, AttentionProblem out. It checks whatever an address is computed from, and the values of lengths.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

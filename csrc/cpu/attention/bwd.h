@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of attention: dq, dk, dv, the gradients of dense masks and biases, of ALiBi slopes and of the T5 table.
 //
 // A phase is three parallel loops: pack its query rows, run its tasks, add the partials of dQ. bwd_plan.h has the division of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the backward divides its work.
 //
 //   item   a range of up to `item_rows` query rows of one query head

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward: the query rows of an item, packed for its tasks, and their dQ.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward: where the score gradients dS of a tile go besides dQ and dK: dense masks and biases, ALiBi slopes, the T5 table.
 //
 //   d_dense[b, h, i, j] = dS[i, j], summed where the term was broadcast

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of one tile: a block of queries against a block of keys.
 //
 //   P = exp2(s2 - m - l), dP = dO V^T, dS = P (dP - delta), and then dV += P^T dO, dK += dS^T Q, dQ += dS K

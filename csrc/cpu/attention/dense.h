@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dense masks and biases as the scores read them: a row at a time, where they lie; and which keys no query may see.
 #pragma once
 

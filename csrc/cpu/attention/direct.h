@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two products of attention for a few query rows, from K and V where they lie: with so few rows, packing would cost more than it saves.
 // Reading is the limit. The hardware's prefetch does it best: asking for rows ahead gained nothing with AVX-512 and cost a fifth with AVX2.
 #pragma once

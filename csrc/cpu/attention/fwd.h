@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention forward. A task owns a block of query rows (RowBlock of row_block.h) and walks over tiles of keys.
 //
 // Two ways to come by the packed K and V of a key/value head (a Unit):

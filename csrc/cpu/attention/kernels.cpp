@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention for one instruction set (PT_ISA).
 #include "cpu/attention/bwd.h"
 #include "cpu/attention/fwd.h"

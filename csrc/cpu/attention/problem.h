@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention on the CPU: the problem as plain data. No torch header here or below; csrc/cpu/attention/attention.cpp fills it in.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block of query rows, which walks over tiles of keys with the online softmax:
 //
 //   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)

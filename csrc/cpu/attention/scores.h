@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What stands between q.k and the softmax: which pairs are visible, and what is added to their scores.
 //
 //   Sequence   (sequence.h) the visible keys of a query as one interval [lo, hi)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One batch element or packed sequence: its sizes, and the visible keys of a query as one interval [lo, hi). Indices are local; starts
 // enter inside.
 #pragma once

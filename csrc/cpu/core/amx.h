@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The micro-kernel on AMX tiles: 16 rows x 64 columns of float in four tile registers, 16 packed elements (32 bf16) of k a step.
 // A packed panel of bf16 pairs already is what a tile of B must look like.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scratch memory: one grow-only buffer per thread, on huge pages (a fresh 4 KB page costs about as much as computing on it).
 #pragma once
 

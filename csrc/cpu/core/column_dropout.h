@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dropout of rows of columns (add_norm, feed_forward): which columns of a row are kept, by KeepBits of philox.h.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums over the rows of a matrix in three stages, all in fixed order: runs of rows, blocks of runs, then the blocks.
 #pragma once
 

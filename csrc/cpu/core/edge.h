@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the torch edges of the ops on matrices share: checks of shape and layout, data pointers. Stable ABI only.
 #pragma once
 

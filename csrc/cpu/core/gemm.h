@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one micro-kernel: C[rows x cols] (+)= A[rows x k] * B[k x cols], rows <= kRows<T>, cols <= kPanel<T>, k counted in packed elements.
 // A is read packed element by packed element with any row and k stride, so operands that were just computed are used where they lie;
 // B is packed (pack.h): panel[k][cols], aligned. C is aligned, its row stride a multiple of T::width.

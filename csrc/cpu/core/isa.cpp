@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CPU features and the choice of an instruction set. Compiled without instruction-set flags: it must run on any CPU.
 #include "cpu/core/isa.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which instruction set the CPU kernels use, and the macros that pick an op's kernel table for it.
 //
 // csrc/cpu/<op>_kernels.cpp is compiled once per instruction set, each time with PT_ISA defined as its name, and defines

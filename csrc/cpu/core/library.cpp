@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the CPU library offers beside the ops: which instruction set its kernels use. Each op registers itself in its own file.
 #include <torch/csrc/stable/library.h>
 

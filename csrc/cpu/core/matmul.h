@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products of whole matrices on the micro-kernel, with an epilogue on each tile of the result.
 //
 // C = A B, or a sum of such products, or several C over the same rows and columns at once. B is packed in panels of kPanel

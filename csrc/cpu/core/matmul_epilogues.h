@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What products of row-major matrices share: operands, biases, and the epilogues that store or add a finished tile.
 #pragma once
 

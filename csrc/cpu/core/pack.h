@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packed operands of the micro-kernel.
 #pragma once
 

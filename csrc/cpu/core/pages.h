@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fresh memory for large outputs. The first touch of a 4 KB page costs about 1 us, twice what it takes to norm its contents.
 #pragma once
 

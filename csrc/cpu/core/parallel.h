@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tasks over torch's own thread pool, without a torch header.
 #pragma once
 

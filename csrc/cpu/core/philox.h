@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dropout keep bits: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), key words = low, high half of the seed.
 //
 //   attention  counter = (key group, query, query head, batch)        columns of a norm or FFN  counter = (column group, row low, row high,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores past the caches, for results that are larger than they: a plain store first reads the line that it will overwrite.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a dtype is to the kernels: conversions of 16-bit numbers, and the traits T of operands, sums and micro-kernels.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of one register and the operand traits of the CPU kernels. Everything is written for the width the instruction
 // set has: T::width lanes of T::acc. GCC vector extensions carry the arithmetic; intrinsics stand only where they lack a word.
 //

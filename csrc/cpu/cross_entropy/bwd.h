@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear cross entropy, backward. The logits are computed again unless forward kept them, a block of classes times a chunk of rows at a
 // time; a tile of them turns into dz in cache, and the block of dz is multiplied with the weights and with x at once.
 #pragma once

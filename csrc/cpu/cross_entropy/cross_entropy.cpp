@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear cross entropy on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // x and weight arrive contiguous, of one dtype and not empty; vectors in float32 (float64 for float64): see

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear cross entropy, forward. A tile of logits turns, while it is in cache, into the maximum and the sum of exponentials of each of
 // its rows; these are merged panel by panel in order. No logit is stored but those of the targets, unless backward wants them kept.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear cross entropy for one instruction set: picks the template for the dtype. Compiled once per instruction set with PT_ISA defined.
 #include "cpu/cross_entropy/bwd.h"
 #include "cpu/cross_entropy/fwd.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward, backward. The product dh = dy w2 turns, tile by tile, into the gradients of pre and gate and into hidden, which
 // forward does not keep; then come the products with those.
 #pragma once

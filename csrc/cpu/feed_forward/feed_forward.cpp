@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // Matrices arrive contiguous, of one dtype and not empty; biases and their gradients in float32 (float64 for float64): see

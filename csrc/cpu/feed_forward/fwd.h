@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward, forward: two matrix products; bias, activation, gate and dropout happen on each tile while it is in cache.
 #pragma once
 

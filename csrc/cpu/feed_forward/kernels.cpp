@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward for one instruction set: picks the template for the dtype. Compiled once per instruction set with PT_ISA defined.
 #include "cpu/feed_forward/bwd.h"
 #include "cpu/feed_forward/fwd.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The feed-forward network on the CPU: the problem as plain data. No torch header here or below.
 #pragma once
 

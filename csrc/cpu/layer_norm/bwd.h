@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layer norm backward: dx, dresidual and this task's share of dweight and dbias in one pass over the rows.
 //
 // The saved mean is rounded, which shifts every xhat of a row by the same amount. The sum of the xhat, zero but for that,

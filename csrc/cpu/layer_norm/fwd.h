@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layer norm forward. A row is read once, kept in cache as acc, and written once.
 //
 // Its statistics take three looks at the cached row: the mean mu; then the sums of d = h - mu and of d^2, which give the

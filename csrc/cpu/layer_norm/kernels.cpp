@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layer norm for one instruction set: picks the template for the dtypes. Compiled once per instruction set with PT_ISA defined.
 #include "cpu/layer_norm/bwd.h"
 #include "cpu/layer_norm/fwd.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layer norm on the CPU, torch edge: checks what the kernels rely on and fills in the problem.
 //
 // Tensors of rows are not empty, and contiguous or (outer, inner, columns) views with contiguous columns: see

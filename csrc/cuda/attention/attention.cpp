@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention on a GPU, torch edge: reads the problem, plans it, allocates what the passes share, launches.
 #include <string>
 

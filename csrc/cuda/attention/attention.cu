@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/bwd_preprocess.cuh"
 #include "cuda/attention/bwd_reduce_partials.cuh"
 #include "cuda/attention/kernels.h"

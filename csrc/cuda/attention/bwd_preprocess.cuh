@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward, what comes before all passes: D and lse of each query.
 #pragma once
 

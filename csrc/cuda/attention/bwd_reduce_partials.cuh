@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward, what comes after the pass for d_query: the gradients of ALiBi's slopes and of T5's table.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward: what its passes share. Each sum belongs to one block, which adds in a fixed order: no atomics.
 //
 //   P = e^(s - lse),  D = rows of (out * d_out) - d_lse,  dP = keep * keep_scale * (d_out @ value^T)

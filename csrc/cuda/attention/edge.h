@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The torch edge of attention: the arguments that its raw ops share, and the problem that they make. For edges only.
 //
 // query, key, value and grad_out arrive with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes long, widened

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Key padding: a boolean mask that is alike for all queries and heads, as bits and bounds. See KeyPadding in problem.h.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Results computed twice where the first time was too optimistic: see Recompute in problem.h. Exact, and the same at every run.
 #pragma once
 

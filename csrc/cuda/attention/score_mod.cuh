@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What stands between q.k and the softmax, on the fragments of one tile: softcap, segments, masks, biases, ALiBi, T5, dropout.
 //
 // A fragment's rows are queries and its columns keys, or, Transposed, the other way. Bit 4 n + r of a set stands for element r of the

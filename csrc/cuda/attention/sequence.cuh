@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a sequence lies, and which pairs its bounds leave visible. Positions are local to the sequence: query i sits on the diagonal of key
 // i + diagonal_offset.
 #pragma once

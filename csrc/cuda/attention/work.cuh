@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a block works on: a tile of queries and the tiles of keys that they see, or the other way round.
 #pragma once
 

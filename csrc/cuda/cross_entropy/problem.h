@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear map and cross entropy on a GPU: the problems as plain data. No torch and no CUDA header here.
 #pragma once
 

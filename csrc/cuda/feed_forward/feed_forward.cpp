@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward on a GPU, torch edge: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
 // problems, launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_backends/cuda/feed_forward.py.
 #include <cmath>

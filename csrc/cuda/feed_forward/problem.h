@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The feed-forward network on a GPU, its products that have more to do than multiply: the problems as plain data. No torch and no CUDA
 // header here.
 #pragma once

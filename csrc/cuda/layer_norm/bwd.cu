@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/launch.cuh"
 #include "cuda/layer_norm/bwd.cuh"
 #include "cuda/layer_norm/kernels.h"

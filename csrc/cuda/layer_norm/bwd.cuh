@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Norms, backward: the formulas are in problem.h. A block goes over many rows and sums dweight and dbias of those; a second kernel adds the
 // blocks' sums in order. No atomics, so the result is the same at every run.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every compile-time choice of the norm kernels.
 #pragma once
 

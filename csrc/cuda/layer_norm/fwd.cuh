@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Norms, forward: out = (h - mean) rstd weight + bias with h = residual + dropout(x).
 //
 // The mean is taken first and the variance about it, in float32; the sum of the deviations then says by how much the mean was rounded,

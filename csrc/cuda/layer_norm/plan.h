@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernel computes a norm, with how many threads: pure functions of the problem, reachable from Python as
 // pytransformer._C.cuda_layer_norm_plan.
 #pragma once

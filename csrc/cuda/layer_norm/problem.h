@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layer norm, RMS norm and residual + dropout + norm on a GPU: the problem as plain data. No torch and no CUDA header here.
 #pragma once
 

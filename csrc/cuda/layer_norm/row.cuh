@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the norm kernels share: where a row lies, which of its columns a thread has, and dropout.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the torch edges of the products by warpgroups share: matrices from tensors. For edges only.
 #pragma once
 

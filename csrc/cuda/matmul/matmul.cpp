@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plain products by warpgroups, torch edge.
 #include "cuda/matmul/edge.h"
 #include "cuda/matmul/kernels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of matrices of 16-bit elements on sm_90a: the problem as plain data. No torch and no CUDA header here.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floating point instructions and conversions.
 #pragma once
 

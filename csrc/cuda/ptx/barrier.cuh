@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How threads meet: warps, named barriers, mbarriers, fences; and the registers a warpgroup has.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrices of a warp: loads and stores of 8 x 8 pieces, and mma.sync. Every lane of the warp takes part.
 #pragma once
 

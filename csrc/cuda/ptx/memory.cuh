@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loads and stores, of global and of shared memory, and atomics. An access is aligned to its size.
 #pragma once
 

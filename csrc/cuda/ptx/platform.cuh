@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a kernel's source needs so that two compilers take it unchanged:
 //
 //   nvcc                       inline PTX

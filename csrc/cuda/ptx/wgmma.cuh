@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Matrix products of a warpgroup, 128 threads: sm_90a only.
 #pragma once
 

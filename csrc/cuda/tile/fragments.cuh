@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where an accumulator's elements are. m16n8 (mma.sync) and m64nNk16 (wgmma, 16 rows a warp) agree: register i of a lane is element
 //   (lane / 4 + 8 (i / 2 % 2), 8 (i / 4) + 2 (lane % 4) + i % 2),
 // so two neighbouring n8 pieces, packed to pairs, are the A fragment of the next product's k16 step.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiles of rows in shared memory, and the products of a warp with them: 16 rows times rows, and 16 rows of weights times a tile.
 //
 // Every product has its sums in the m16n8 layout (fragments.cuh) whatever the dtype: bf16 and f16 by mma.sync; f32 by fused

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers that kernels with exponentials share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Orders in which blocks go through tiles: pure functions, checked by the compiler.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dropout of rows of columns: Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), laid out as
 // pytransformer/reference/philox.py says.
 #pragma once

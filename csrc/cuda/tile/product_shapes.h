@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every shape of product by a warpgroup that a kernel uses. Kernels assert that theirs is here, and tests/cuda/conformance.cpp runs all
 // that are: no kernel multiplies in a way that conformance does not show.
 #pragma once

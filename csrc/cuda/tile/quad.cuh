@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Four lanes whose numbers differ in the last two bits: those that share a row of an accumulator.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who works on a row together, and their sums. Every member of a team gets the same sum, added in the same order at every run.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rings of buffers in shared memory that one thread fills by TMA and warpgroups empty.
 #pragma once
 

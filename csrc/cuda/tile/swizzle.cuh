@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The 128-byte swizzle of TMA and wgmma: a tile is rows of 128 bytes in groups of eight rows, 1024 bytes, that begin at multiples of 1024;
 // the 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that eight rows of one chunk use all banks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Eight neighbouring elements of a tensor: 16 bytes of bf16 and f16, 32 of f32, read and written 16 bytes at a time.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What kernels of warpgroups share: a producer and consumers, and operands of wgmma in shared memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytransformer bench`: every op, on every backend that works here, checked and then timed beside other
 code.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Correctness before speed: nothing is timed that is not inside its bound against float64.
 
 Our backends are held to the bound of `pytransformer.testing`, element by element. Naive code and PyTorch are

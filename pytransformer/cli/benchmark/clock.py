@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interleaved timing: every contender takes one sample in each round, so that a noisy machine is noisy for
 all alike.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times every op on every backend that works here, beside naive code and PyTorch's own op.
 
 Each contender is first checked against float64; a wrong one is shown with its error and never timed. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytransformer bench compare A.json B.json`: what changed from A to B beyond noise.
 
 Times of two runs cannot be compared as they are: machines are busy, hot and different. What is compared is the time relative to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of a sweep: speed and memory against the dimension that varies, one line per provider; and the roofline.
 
 speed_by_<x>.png    TFLOP/s against the size, one panel per case, dtype and mode; with many, a file for each dtype and mode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact answer to a benchmark's problem: the float64 oracles of `pytransformer.testing`, in the shapes of the public ops."""
 
 from __future__ import annotations

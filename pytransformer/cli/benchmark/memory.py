@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of one call, measured in a process that has done nothing else.
 
 A helper process imports torch and the package and then only forks: each measurement is one child, which makes

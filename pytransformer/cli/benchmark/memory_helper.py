@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The helper process of :mod:`memory`: torch and the package are imported before its first fork, and start no thread."""
 
 from __future__ import annotations

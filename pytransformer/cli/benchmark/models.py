@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pytransformer bench models`: whole Hugging Face models, forward and training step: ours, PyTorch's sdpa, eager code.
 
 Base-size models with random weights, at realistic lengths and padding. "pytransformer" is the model after

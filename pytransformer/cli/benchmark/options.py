@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `pytransformer bench`, and how their values are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine can do, measured: the roofs of the roofline.
 
 The arithmetic peak is the best rate of torch.mm over a few sizes; the bandwidth that of a copy between buffers that fit no cache, its

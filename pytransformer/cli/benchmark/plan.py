@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which problems a benchmark runs: the named cases of pytransformer.testing, at the size asked for; suites.py has fixed lists."""
 
 from __future__ import annotations

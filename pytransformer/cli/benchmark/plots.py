@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three pictures from the rows of a results.json; needs matplotlib.
 
 speed.png    time of each case, one mark per provider, bars from p20 to p80; one panel per mode

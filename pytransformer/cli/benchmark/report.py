@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people and other programs read: the table on screen, report.md, results.csv, results.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format of results.json, and the facts about the machine that go with every figure.
 
     {"schema_version": 1,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One row of a fixed list of problems: the files of `cli/providers/` say by these what `bench --quick` and the suites run of their stem."""
 
 from __future__ import annotations

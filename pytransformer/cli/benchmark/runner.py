@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes one problem through the check, the clock and the memory probe, and makes rows of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed lists of problems: what `pytransformer bench --suite NAME` runs, and `pytransformer bench` alone.
 
 aims      every case for which the project has set itself an aim on CPUs, and the other ops beside them, in under 15 minutes on two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `pytransformer explain` knows of a stem, in the file of its name, found by it: `SHAPES`, what --shape means to each op;
 `call(arguments, tensor)`, the (args, kwargs) of the public op that the command line describes; perhaps `add_arguments(group)`.
 

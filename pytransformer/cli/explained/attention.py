@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of attention and attention_varlen that `pytransformer explain` describes."""
 
 from __future__ import annotations

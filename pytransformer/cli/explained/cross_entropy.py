@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of linear_cross_entropy that `pytransformer explain` describes."""
 
 from __future__ import annotations

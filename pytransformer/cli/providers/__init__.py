@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who computes an op in a benchmark: our backends, naive code, PyTorch's own op, and other peers where they are asked for.
 
 A `Provider` prepares one problem: it says what it will run, or raises `Unsupported` with the reason, and

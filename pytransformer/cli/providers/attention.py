@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers of `attention` and `attention_varlen`: the textbook formula, and PyTorch's op with its backend pinned.
 
 Packed sequences have no counterpart in either, so both run them one after the other, without padding.

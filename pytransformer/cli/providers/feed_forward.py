@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers of `feed_forward`: its matrix products written out, and `F.linear` with PyTorch's activations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peer of `attention`: FlexAttention, compiled, with the case's masks and biases written as its mask_mod and score_mod."""
 
 from __future__ import annotations

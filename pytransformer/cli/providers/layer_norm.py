@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers of `layer_norm`, `rms_norm` and `add_norm`: the formula written out, and torch.nn.functional."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks every backend on this machine against float64, times those that are right, and keeps the verdict.
 
 Each op, dtype and kind of problem, forward and backward, each backend in a process of its own with a time limit: one that hangs or

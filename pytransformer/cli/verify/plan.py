@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `pytransformer verify` checks and times, and what follows from it. Ops and cases are the registry's and pytransformer.testing's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that checks and times backends: jobs as one JSON list on stdin, one JSON line for each on stdout, in order.
 
 It may hang, crash or lose its CUDA context: pytransformer/ops/_core/checking.py then takes what came before for the result.

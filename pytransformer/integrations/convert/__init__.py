@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``convert(model)``: the norms, feed-forward networks and attention modules of a built model run on our ops.
 
 A module is converted by giving it another class: a subclass of its own whose ``forward`` calls our ops. Parameters, buffers,

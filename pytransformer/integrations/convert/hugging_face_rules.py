@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of Hugging Face transformers, by the full name of their class. The library itself is not imported here.
 
 Each rule names the code it was written against by its digest (see :func:`.rules.digest`): many models share one, because

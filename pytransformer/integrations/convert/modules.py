@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What converted modules share: a linear layer that can be fused, an activation's name, and the ops on modules' parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders of Hugging Face transformers that leave padding out: kind ``"padding"``, which :func:`.convert` does only when asked to.
 
 The real tokens of a batch padded at the end of its sequences go through the layers as one row, (1, total, d), with the starts of

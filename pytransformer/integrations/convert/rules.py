@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which classes are converted, how, and on what condition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5 and its kin: the table of relative position biases goes to the kernel as it is, and blocks fuse their norms.
 
 transformers builds the bias as a (1, H, Lq, Lk) tensor in the first layer and hands it down. Converted attention hands down the

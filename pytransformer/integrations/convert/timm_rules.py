@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of timm, by the full name of their class, which is not imported here. Attention goes through :func:`pytransformer.activate`.
 
 Written against timm 1.0.31, whose code each rule knows by its digest (see :func:`.rules.digest`).

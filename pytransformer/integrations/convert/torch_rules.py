@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules of torch.nn: norms, nn.MultiheadAttention, and the layers of nn.Transformer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``integrations.transformers.register()`` hands to Hugging Face transformers. Imports it.
 
 transformers asks :func:`attention_mask` once per forward pass for the mask, and hands what it returned, a :class:`.mask.Mask`, to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention of one layer, with the meaning of the ``eager_attention_forward`` of transformers' models.
 
 Causality comes from the mask alone. A module's ``is_causal`` is never asked: modules of ALIGN, CLAP and Splinter have none,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformers' models hand to their attention besides queries, keys, values and mask: honoured, harmless by name, or refused.
 
 Models pass on whatever their caller gave them, so that attention sees many words that are not for it. One that it does not know may

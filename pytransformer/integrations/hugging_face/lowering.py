@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mask of one forward pass, lowered: what transformers asks of a registered mask function.
 
 Key padding, causality and causal sliding windows stay B x Lk bytes or nothing at all; every pattern that is not one of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the mask interface hands to a transformers model: an object that only our attention reads as it is.
 
 A tensor of some dtype could be read as another thing: added to scores, a bool mask hides nothing, and ``None`` says "nothing

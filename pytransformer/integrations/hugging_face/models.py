@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which transformers architectures ask the attention interface, found when a model is built or switched.
 
 transformers itself looks into the source of a model's file for the same purpose (``_can_set_attn_implementation``), but only warns,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes of ops' arguments: named tuples, made of an op's schema."""
 
 from __future__ import annotations

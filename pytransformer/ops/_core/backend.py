@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backend of an op: how it computes, when it cannot, and on which devices it is at home."""
 
 from __future__ import annotations

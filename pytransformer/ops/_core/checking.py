@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs checks of backends in a process of their own, so that a hang, a crash or a lost CUDA context costs that process alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend runs, as the process wants it, and what ran: forced choices, observers and traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way down: a backend whose kernel was refused before it ran is remembered, and the next one computes.
 
 Here stands which errors say so (no compiler, a compilation that fails, too few resources, a driver that is too old, a launch that is

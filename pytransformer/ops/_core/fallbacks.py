@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No silent fallback: what ran on the reference, on PyTorch's own kernel, or on the next backend after one that failed."""
 
 from __future__ import annotations

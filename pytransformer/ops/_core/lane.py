@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ lane: eager calls on CPU tensors without Python on the way.
 
 A public function asks it first. It takes a call only where nothing watches and every argument is plain, and answers NotImplemented to all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choices and the keywords of the ops as types, so that what passes them on (models, taps, integrations) is checked too.
 
 For hints alone: torch.compile cannot make a TypedDict by calling it; a plain dict is one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One op, several backends with reasons, chosen inside the op's body.
 
 An :class:`Op` is declared once, in the file of its stem::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ops need of tensors: checks with clear errors, memory order, autocast, dropout seeds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where verdicts are kept: a JSON file for each machine and build, in the user's cache directory, or shipped with the package."""
 
 from __future__ import annotations

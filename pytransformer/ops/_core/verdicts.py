@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a backend has earned its place on a device: what `pytransformer verify`, or a check at the first call, found there.
 
 On GPUs, and for the tiers that are made for them, a backend is used unasked only where a verdict says that it is right. On the CPU it is

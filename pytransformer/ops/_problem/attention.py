@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What backends and kernels ask of attention's arguments, padded or packed: answered here, once, and read everywhere.
 
 The arguments of ``attention`` and ``attention_varlen`` are named tuples, whose classes have these properties too. A packed problem has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends and kernels of linear_cross_entropy share: chunks of rows, and the library's product in float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends of layer_norm, rms_norm and add_norm share: the three ops as one, lowered once, and tensors of
 rows as kernels see them.
 

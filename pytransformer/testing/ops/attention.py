@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention: its named cases, and where its oracle, fuzzer, mutants and calibration are."""
 
 from __future__ import annotations

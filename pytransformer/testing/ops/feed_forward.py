@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """feed_forward: named cases, exact answers, the fuzzer's features, PyTorch's kernels beside ours."""
 
 from __future__ import annotations

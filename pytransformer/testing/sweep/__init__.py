@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every architecture of Hugging Face transformers, tiny and with random weights: eager code against ours.
 
     python -m pytransformer.testing.sweep                     # every model type, a table of verdicts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m pytransformer.testing.sweep``."""
 
 from __future__ import annotations

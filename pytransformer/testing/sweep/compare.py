@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model type tried and judged: outputs, gradients and tokens of ours and of sdpa against eager code's.
 
 A cell is one comparison: "same", "as sdpa" (eager code and sdpa differ, and ours agrees with sdpa), "refused: " and the sentence,

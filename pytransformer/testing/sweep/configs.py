@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny config of any model type: the default one with its sizes replaced, field by field, by what the field's name says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the general rules of :mod:`.configs` and :mod:`.inputs` get wrong, by model type."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs for a model by the names in its ``forward``: candidates, of which the first that eager code takes counts."""
 
 from __future__ import annotations

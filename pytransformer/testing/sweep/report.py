@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The committed results of the sweep, and the page that is made of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many model types, each tried in a child process with a limit on its time and memory."""
 
 from __future__ import annotations

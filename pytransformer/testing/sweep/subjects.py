@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model classes of a model type, and how one is built: random weights under which attention matters."""
 
 from __future__ import annotations

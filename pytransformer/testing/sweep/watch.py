@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules do attention by themselves, past the interface: seen from inside their ``forward``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time of calls on the backend triton, by the stub driver: what a call costs before the GPU starts.
 
     PYTHONPATH=tests/triton/stub python tests/triton/stub/cost.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything of a GPU but the GPU: Triton's own JIT and launcher, with a stub in the driver's place.
 
 CPU tensors stand in for a GPU's, so results are whatever lay in memory. A launch is bound, specialised and lowered to Triton's IR as it

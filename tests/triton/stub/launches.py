@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named cases and random problems through Triton's own JIT and launcher, without a GPU. See gpu.py.
 
 python tests/triton/stub/launches.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often sizes would compile a kernel again: the keys of Triton's own cache over runs with many sizes, without compiling.
 
 Prints, for each run and kernel, [keys, keys without sizes], where the second counts what a launch asks to be compiled for: its constants,

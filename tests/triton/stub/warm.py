@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warm calls launch what cold ones launch: every call four times, worked out anew and then as kernels/_launch.py keeps it.
 
 python tests/triton/stub/warm.py --arch 90 --cases 2 --random 20      every second case, 20 random problems an op

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward, masks and biases: a block computes one tile of the gradient in the tensor's own shape, and so goes over all
 // sequences, heads, queries and keys that share it, in order.
 #pragma once

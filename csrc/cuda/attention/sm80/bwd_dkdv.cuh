@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in order.
 //
 // Rows are keys here: scores are k.q, so that weights and dX lie as the next products' operands, and nothing goes through shared memory.

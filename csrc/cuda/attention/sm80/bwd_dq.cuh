@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward, bwd_dq: d_query of a tile of queries, and their part of the gradients of ALiBi's slopes and of T5's
 // table.
 #pragma once

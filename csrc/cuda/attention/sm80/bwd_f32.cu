@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/sm80/bwd_launch.cuh"
 
 namespace pt::cuda {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention forward: online softmax over tiles of keys, 16 queries a warp.
 //
 //   m' = max(m, max_j s);  l = l e^(m - m') + sum_j e^(s - m');  o = o e^(m - m') + sum_j drop(e^(s - m')) v_j

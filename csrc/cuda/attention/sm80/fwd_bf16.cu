@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/sm80/fwd_launch.cuh"
 
 template void pt::cuda::sm80_attention_forward_as<pt::ptx::bf16>(const AttentionForward&, const Sm80Plan&, void*);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The forward kernels of one dtype: included by the files that compile them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of the portable kernels a pass takes: pure functions of the problem, also pytransformer._C.cuda_sm80_attention_plan.
 #pragma once
 

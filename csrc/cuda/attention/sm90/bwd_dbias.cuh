@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a, masks and biases: as bwd_dbias.cuh, with products by warpgroups and copies by TMA, where no sum over
 // queries or keys is wanted.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a, bwd_dkdv: d_key and d_value of a tile of keys, summed over the query heads that share them, in
 // order. As bwd_dkdv.cuh, with products by warpgroups and copies by TMA.
 //

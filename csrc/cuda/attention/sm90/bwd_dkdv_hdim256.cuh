@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a, bwd_dkdv for wide heads: d_key and d_value of 64 keys take all registers of a consumer each.
 //
 // So the two consumers have the same keys, and one result each. The first makes S and P, of P dO the sums d_value, and leaves P in shared

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a, bwd_dq: d_query of a tile of queries. As bwd_dq.cuh, with products by warpgroups and
 // copies by TMA.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/sm90/bwd_fused.cuh"
 
 #include "cuda/attention/sm80/plan.h"

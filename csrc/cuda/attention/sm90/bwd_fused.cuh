@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a in five GEMMs instead of seven: bwd_dkdv, of whose dS each block also makes its keys' part of
 // d_query, and adds it to a float32 copy. After FlashAttention-3 (Shah et al., 2024) and its bulk reductions.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward kernels for sm_90a of one dtype: included by the files that compile them, each those of one pass.
 #pragma once
 

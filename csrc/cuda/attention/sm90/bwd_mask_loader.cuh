@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a: masks, biases and segments, loaded pair by pair by warps of the producers that have nothing else to do.
 //
 // For each iteration they leave in shared memory which pairs of the tile are visible: a bit a pair, bounds included. Consumers load a word

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention backward on sm_90a, bwd_dq: a consumer's part of the gradients of ALiBi's slopes and of T5's table.
 #pragma once
 

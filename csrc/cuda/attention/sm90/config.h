@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every compile-time choice of the attention kernels for sm_90a.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention forward on sm_90a: as fwd.cuh, with products by warpgroups (wgmma) and copies by TMA.
 //
 // After Shah et al., "FlashAttention-3" (2024). A block has a producer warpgroup, one thread of which loads Q and rings of K and V, and

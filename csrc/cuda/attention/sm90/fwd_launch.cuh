@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The forward kernels for sm_90a of one dtype: included by the files that compile them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launchers of the kernels for sm_90a, of problems that `plan` took. They run on the current device, in order with the stream, and
 // throw std::runtime_error.
 #pragma once

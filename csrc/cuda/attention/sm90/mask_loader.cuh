@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the mask loader loads pair by pair on sm_90a, on a consumer's tile of scores with BN keys: masks, dense biases, segments; and beside
 // them keys that padding hides.
 //

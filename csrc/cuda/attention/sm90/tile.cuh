@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the sm_90a kernels share: their tiles' order, products of a warpgroup with tiles that TMA has left in shared memory, and what
 // becomes of accumulators.
 //

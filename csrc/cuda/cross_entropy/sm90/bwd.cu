@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/cross_entropy/kernels.h"
 #include "cuda/cross_entropy/sm90/bwd.cuh"
 #include "cuda/matmul/sm90/launch.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cross entropy, backward: the logits again, and from each what its gradient is.
 #pragma once
 

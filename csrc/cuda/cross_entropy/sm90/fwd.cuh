@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cross entropy, forward. First stage: what a product's epilogue leaves of each row's logits in a tile of classes; no logit is stored.
 // Second: the parts of a row, in order, to lse and loss.
 #pragma once

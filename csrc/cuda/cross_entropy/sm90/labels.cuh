@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What forward and backward share: where a row's target is, and numbers of rows that epilogues do not wait for.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How forward's second stage shares the rows, and how large its parts are: pure functions, reachable from Python as
 // pytransformer._C.cuda_cross_entropy_plan.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations and their slopes, as precise as 16-bit results can tell.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/feed_forward/kernels.h"
 #include "cuda/feed_forward/sm90/bwd.cuh"
 #include "cuda/feed_forward/sm90/launch.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward, backward: from the sums of d_out w2 to d_pre, d_gate, hidden again, and the biases' gradients.
 //
 // pre and gate come as panels by the ring of the product (matmul.cuh), loaded under it. The biases' gradients are added up over 64

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dropout of hidden where its sums are.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Feed-forward, forward: hidden from the sums of x w1^T, and x gate_weight^T beside them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What epilogues share: columns of numbers, and results 16 bytes at a time.
 #pragma once
 

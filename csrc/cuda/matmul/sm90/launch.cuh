@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches of products by warpgroups, of problems that `plan` took.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products by warpgroups on sm_90a: out = epilogue(A B), float32 sums of 16-bit elements.
 //
 // Persistent blocks take tiles of 128 rows and 256 columns, or 128 where those would be too few. One thread loads steps of 64 along k into

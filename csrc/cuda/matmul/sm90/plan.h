@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which products the kernels for sm_90a take, and in what order their blocks go through the tiles: pure functions of the problem.
 #pragma once
 

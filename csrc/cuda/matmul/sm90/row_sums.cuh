@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums over the rows of what an epilogue makes, for the gradients of biases: of 64 rows each, in a fixed order.
 #pragma once
 

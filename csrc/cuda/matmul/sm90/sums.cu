@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/matmul/kernels.h"
 #include "cuda/matmul/sm90/epilogue.cuh"
 #include "cuda/matmul/sm90/launch.cuh"

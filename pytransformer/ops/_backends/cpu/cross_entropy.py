@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cpu`` of linear_cross_entropy: csrc/cpu/cross_entropy/cross_entropy.cpp called with tensors allocated here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cpu`` of feed_forward: csrc/cpu/feed_forward/feed_forward.cpp called with tensors allocated here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cpu`` of layer_norm, rms_norm and add_norm: csrc/cpu/layer_norm/layer_norm.cpp called with tensors allocated here.
 
 How the kernels see tensors of rows is in ops/_problem/layer_norm.py; a contiguous tensor goes there as it is.

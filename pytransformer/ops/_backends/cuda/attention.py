@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of attention and attention_varlen: csrc/cuda/attention called with tensors allocated here."""
 
 from __future__ import annotations

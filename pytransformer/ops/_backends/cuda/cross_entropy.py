@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of linear_cross_entropy: csrc/cuda/cross_entropy and csrc/cuda/matmul called with tensors allocated here.
 
 Forward stores no logit: the product's epilogue leaves two or three numbers for each row and 128 classes. Backward takes a chunk of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of feed_forward: csrc/cuda/feed_forward and csrc/cuda/matmul called with tensors allocated here.
 
 Products with an epilogue are the kernels'; cuBLAS does plain ones, unless ``use_cublas`` says otherwise.

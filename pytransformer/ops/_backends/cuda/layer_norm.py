@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of layer_norm, rms_norm and add_norm: csrc/cuda/layer_norm called with tensors allocated here.
 
 The kernels see tensors of rows as those of the backend ``cpu`` do; weights and their gradients they take in any of their dtypes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends ``cuda`` on products by warpgroups (csrc/cuda/matmul) share: which problems they take, and memory.
 
 The kernels see matrices whose rows begin at multiples of 16 bytes; other tensors are copied. A result's rows hold a multiple of eight

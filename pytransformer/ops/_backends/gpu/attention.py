@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends ``triton`` and ``cuda`` of attention and attention_varlen do alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends ``triton`` and ``cuda`` of linear_cross_entropy do alike: they differ in the kernels that get the rows.
 
 The gradients are computed in backward, from logits computed again, for every reduction: what forward leaves is lse alone, on every

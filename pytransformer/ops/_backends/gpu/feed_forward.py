@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GPU backends of feed_forward share."""
 
 from __future__ import annotations

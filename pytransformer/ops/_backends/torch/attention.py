@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``torch`` of attention and attention_varlen: PyTorch's own fused kernels, by their aten ops.
 
 out and lse are those of every backend, so that backward may run on another. Which calls it takes, and why not the others, is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention's arguments mean to PyTorch's kernels: query, key and value, at most one mask of numbers, and a causal flag.
 
 Their meaning is not always ours. A row that sees nothing, and a key that nothing sees, are found here and kept out: our contract reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a Triton kernel can run: what the backends ``triton`` of all ops ask first.
 
 Triton and the kernels are imported when such a backend is first asked for, never with the package.

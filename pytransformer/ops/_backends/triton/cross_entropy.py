@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``triton`` of linear_cross_entropy: kernels/cross_entropy called with tensors allocated here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``triton`` of feed_forward: kernels/feed_forward called with tensors allocated here."""
 
 from __future__ import annotations

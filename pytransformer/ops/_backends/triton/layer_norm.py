@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``triton`` of layer_norm, rms_norm and add_norm: kernels/layer_norm called with tensors allocated here.
 
 How the kernels see tensors of rows is in ops/_problem/layer_norm.py.
