@@ -30,12 +30,10 @@ CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: compile jobs at once (default
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -49,10 +47,21 @@ import interface
 import lane_build
 import manylinux
 from ninja_file import NinjaFile
+from toolchain import (
+    ISAS,
+    BuildError,
+    Isa,
+    compiles,
+    find_compiler,
+    find_ninja,
+    find_torch,
+    switch,
+    torch_version,
+    why_not_torch,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-MIN_TORCH = (2, 11)
 CPU_LIBRARY = "libpytransformer_cpu.so"
 BUILD_INFO = "_build_info.json"
 
@@ -61,128 +70,6 @@ COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"
 # between functions compiled with different flags; ours live in one namespace per instruction set and never meet.
 KERNEL_FLAGS = ["-fno-math-errno", "-Wno-psabi"]
 STABLE_ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
-
-
-class BuildError(RuntimeError):
-    """What was asked for cannot be built; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Isa:
-    """An instruction set the CPU kernels are compiled for; csrc/cpu/core/isa.cpp holds the matching run-time test."""
-
-    name: str
-    machines: tuple[str, ...] = ()  # of platform.machine(); empty = any
-    flags: tuple[str, ...] = ()
-    probe: str = "int main() { return 0; }"  # must compile with the flags
-
-
-AVX2 = tuple("-mavx2 -mfma -mf16c -mbmi2".split())
-AVX512 = (*AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq".split())
-AVX512_BF16 = (*AVX512, "-mavx512bf16")
-ISAS = (  # best first
-    Isa(
-        "amx_bf16",
-        ("x86_64",),
-        (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
-        "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); }\n",
-    ),
-    Isa(
-        "avx512_bf16",
-        ("x86_64",),
-        AVX512_BF16,
-        "#include <immintrin.h>\n__m512 f(__m512 s, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(s, a, b); }\n",
-    ),
-    Isa("avx512", ("x86_64",), AVX512, "#include <immintrin.h>\n__m512 f(__m512 a) { return _mm512_andnot_ps(a, a); }\n"),
-    Isa("avx2", ("x86_64",), AVX2, "#include <immintrin.h>\n__m256 f(__m128i a) { return _mm256_cvtph_ps(a); }\n"),
-    Isa("generic"),
-)
-
-
-# ---- what this machine has
-
-
-def _switch(name: str) -> str:
-    value = os.environ.get(name, "auto").strip().lower() or "auto"
-    if value not in ("auto", "0", "1"):
-        raise BuildError(f"{name} is {value!r}; wanted auto, 0 or 1")
-    return value
-
-
-@functools.cache
-def find_torch() -> Path | None:
-    """The torch package's directory, found without importing torch.
-
-    In pip's build isolation this interpreter does not see the environment's packages, but a child started without the
-    variables that isolation sets does, .pth files included. Tools that isolate by an interpreter of their own (``build``,
-    uv) are covered where VIRTUAL_ENV names the activated environment; PYTRANSFORMER_TORCH covers the rest.
-    """
-    if given := os.environ.get("PYTRANSFORMER_TORCH"):
-        if not (Path(given) / "version.py").is_file():
-            raise BuildError(f"PYTRANSFORMER_TORCH is {given!r}, which holds no torch package (no version.py there)")
-        return Path(given).resolve()
-    spec = importlib.util.find_spec("torch")
-    if spec and spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    interpreters = [sys.executable, os.path.join(os.environ.get("VIRTUAL_ENV", sys.prefix), "bin", "python")]
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE")}
-    ask = "import importlib.util as u; s = u.find_spec('torch'); print(next(iter(s.submodule_search_locations)) if s else '')"
-    for interpreter in dict.fromkeys(filter(os.path.exists, interpreters)):
-        answer = subprocess.run([interpreter, "-c", ask], env=environment, cwd=os.sep, capture_output=True, text=True)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return Path(answer.stdout.strip())
-    return None
-
-
-def torch_version(torch: Path) -> str:
-    match = re.search(r"^__version__\s*=\s*'([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
-    return match.group(1) if match else "unknown"
-
-
-def _why_not_torch(torch: Path | None) -> str | None:
-    wanted = ".".join(map(str, MIN_TORCH))
-    if torch is None:
-        return f"torch >= {wanted} was not found: install it first, then install this package again"
-    numbers = re.match(r"(\d+)\.(\d+)", torch_version(torch))
-    if numbers is None or tuple(map(int, numbers.groups())) < MIN_TORCH:
-        return f"torch {torch_version(torch)} at {torch} is too old: wanted >= {wanted}"
-    for part in ("include/torch/csrc/stable/library.h", "lib/libtorch_cpu.so"):
-        if not (torch / part).exists():
-            return f"torch at {torch} has no {part}"
-    return None
-
-
-def find_compiler() -> list[str] | None:
-    """The C++ compiler's command: CXX if set, whether or not it works, else the first of g++, clang++ and c++."""
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
-    return next(([path] for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
-
-
-def _compiles(compiler: list[str], flags: list[str], source: str, directory: Path) -> str | None:
-    """None if `source` compiles with `flags`, else the reason in one line."""
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [*compiler, *flags, "-x", "c++", "-", "-o", str(directory / f"probe-{os.getpid()}")]
-    try:
-        done = subprocess.run(command, input=source, capture_output=True, text=True)
-    except OSError as error:
-        return f"{compiler[0]} cannot be run: {error.strerror}"
-    finally:
-        (directory / f"probe-{os.getpid()}").unlink(missing_ok=True)
-    if done.returncode == 0:
-        return None
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
-    return f"{compiler[0]} cannot compile a test program: {lines[0].strip()}"
-
-
-def find_ninja() -> str | None:
-    if spec := importlib.util.find_spec("ninja"):  # the package may be importable and its script not on PATH
-        import ninja
-
-        candidate = Path(ninja.BIN_DIR) / "ninja"
-        if spec and candidate.is_file():
-            return str(candidate)
-    return shutil.which("ninja")
 
 
 # ---- the plan
@@ -254,7 +141,7 @@ def _platform() -> str | None:
 
 
 def _why_not_cuda(plan: Plan) -> str | None:
-    if _switch("PYTRANSFORMER_CUDA") == "0":
+    if switch("PYTRANSFORMER_CUDA") == "0":
         return "switched off by PYTRANSFORMER_CUDA=0"
     try:
         return cuda_build.why_not() or (plan.why_not_cpu and f"no native code is built: {plan.why_not_cpu}")
@@ -264,7 +151,7 @@ def _why_not_cuda(plan: Plan) -> str | None:
 
 def _why_not_lane(plan: Plan, sanitize: str) -> str | None:
     for option in ("PYTRANSFORMER_LANE", "PYTRANSFORMER_BINDINGS"):
-        if _switch(option) == "0":
+        if switch(option) == "0":
             return f"switched off by {option}=0"
     if plan.torch is None or sanitize:
         return (
@@ -274,18 +161,18 @@ def _why_not_lane(plan: Plan, sanitize: str) -> str | None:
 
 
 def _why_not_cpu(plan: Plan, compiler: list[str] | None) -> str | None:
-    if _switch("PYTRANSFORMER_CPU") == "0":
+    if switch("PYTRANSFORMER_CPU") == "0":
         return "switched off by PYTRANSFORMER_CPU=0"
     if not sys.platform.startswith("linux"):
         return f"native code is built on Linux only, and this is {sys.platform}"
     if compiler is None:
         return "no C++ compiler was found: install g++ or clang++, or set CXX"
     link = [*plan.flags, *plan.link_flags, "-shared"]
-    if why_not := _compiles(compiler, link, "#include <string>\nstd::string f() { return {}; }\n", plan.directory):
+    if why_not := compiles(compiler, link, "#include <string>\nstd::string f() { return {}; }\n", plan.directory):
         return why_not
     if find_ninja() is None:
         return "ninja was not found: pip install ninja"
-    return _why_not_torch(find_torch())
+    return why_not_torch(find_torch())
 
 
 def _choose_isas(plan: Plan) -> None:
@@ -299,7 +186,7 @@ def _choose_isas(plan: Plan) -> None:
         why_not = None if isa.name in names else f"not in PYTRANSFORMER_CPU_ISAS={wanted}"
         if isa.machines and platform.machine() not in isa.machines:
             why_not = f"for {' or '.join(isa.machines)}, and this is {platform.machine()}"
-        why_not = why_not or _compiles(plan.compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
+        why_not = why_not or compiles(plan.compiler, [*plan.flags, *isa.flags, "-c"], isa.probe, plan.directory)
         if why_not is None:
             plan.isas.append(isa)
         elif isa.name in names and wanted not in ("all", "native"):
@@ -352,7 +239,7 @@ def make_plan(version: str) -> Plan:
         assert compiler is not None
         plan.compiler, plan.torch = compiler, find_torch()
         _choose_isas(plan)
-    if _switch("PYTRANSFORMER_BINDINGS") == "0":
+    if switch("PYTRANSFORMER_BINDINGS") == "0":
         plan.why_not_bindings = "switched off by PYTRANSFORMER_BINDINGS=0"
     elif importlib.util.find_spec("pybind11") is None:
         plan.why_not_bindings = "pybind11 was not found: pip install pybind11"
@@ -372,7 +259,7 @@ def make_plan(version: str) -> Plan:
 
 def _unless_wanted(part: str, why_not: str | None) -> str | None:
     """The reason, unless the part has to be built: then it is an error."""
-    if why_not and _switch(f"PYTRANSFORMER_{part}") == "1":
+    if why_not and switch(f"PYTRANSFORMER_{part}") == "1":
         raise BuildError(f"PYTRANSFORMER_{part}=1, but it cannot be built: {why_not}")
     return why_not
 

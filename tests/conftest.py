@@ -4,11 +4,14 @@ told."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -146,3 +149,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{sum(skipped.values())} tests skipped")
         for reason, count in skipped.most_common():
             terminalreporter.line(f"{count:5}  {reason}")
+
+
+@pytest.fixture
+def native_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """(sources, options) -> csrc/native_build.py over a tree, tmp_path/csrc, of these sources alone: their names and texts."""
+
+    def build_of(sources: dict[str, str], options: dict[str, str]) -> ModuleType:
+        csrc = Path(__file__).resolve().parent.parent / "csrc"
+        monkeypatch.syspath_prepend(str(csrc))
+        spec = importlib.util.spec_from_file_location("native_build_of_a_tree", csrc / "native_build.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        if module.find_compiler() is None or module.find_ninja() is None:
+            pytest.skip("needs a C++ compiler and ninja")
+        for name, text in sources.items():
+            path = tmp_path / "csrc" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.setattr(module, "CSRC", tmp_path / "csrc")
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        for option, value in options.items():
+            monkeypatch.setenv(f"PYTRANSFORMER_{option}", value)
+        monkeypatch.delenv("PYTRANSFORMER_BUILD_SANITIZE", raising=False)
+        return module
+
+    return build_of

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,25 +16,10 @@ MODULE = 'extern "C" int PyInit__lane() { return 0; }\n'
 
 
 @pytest.fixture
-def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def builder(native_tree: Callable[..., ModuleType]) -> ModuleType:
     """native_build over a tree of one CPU source and a lane that needs no header of torch."""
-    monkeypatch.syspath_prepend(str(CSRC))
-    spec = importlib.util.spec_from_file_location("native_build_of_a_lane", CSRC / "native_build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    if module.find_compiler() is None or module.find_ninja() is None:
-        pytest.skip("needs a C++ compiler and ninja")
-    for name, text in (("cpu/core/isa.cpp", "int nothing;\n"), ("lane/unit.cpp", MODULE), ("bindings.cpp", "int other;\n")):
-        path = tmp_path / "csrc" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(module, "CSRC", tmp_path / "csrc")
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    for option, value in (("CPU_ISAS", "generic"), ("BINDINGS", "1"), ("CUDA", "0"), ("LANE", "auto")):
-        monkeypatch.setenv(f"PYTRANSFORMER_{option}", value)
-    monkeypatch.delenv("PYTRANSFORMER_BUILD_SANITIZE", raising=False)
+    sources = {"cpu/core/isa.cpp": "int nothing;\n", "lane/unit.cpp": MODULE, "bindings.cpp": "int other;\n"}
+    module = native_tree(sources, {"CPU_ISAS": "generic", "BINDINGS": "1", "CUDA": "0", "LANE": "auto"})
     if (why_not := module.make_plan("1.0").why_not_lane) is not None:
         pytest.skip(f"no C++ lane can be built here: {why_not}")
     return module

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -30,30 +29,13 @@ SLOW = 'echo "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_asyn
 
 
 @pytest.fixture
-def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def builder(native_tree: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """native_build over a tree of one CPU source and one CUDA source, good.cu."""
-    monkeypatch.syspath_prepend(str(CSRC))
-    spec = importlib.util.spec_from_file_location("native_build_under_test", CSRC / "native_build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    if module.find_compiler() is None or module.find_ninja() is None:
-        pytest.skip("needs a C++ compiler and ninja")
-    for name, text in (("cpu/nothing.cpp", "int nothing;\n"), ("cuda/some/good.cu", "")):
-        path = tmp_path / "csrc" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    for target in (module, module.cuda_build):
-        monkeypatch.setattr(target, "CSRC", tmp_path / "csrc")
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    checked = CSRC / "cuda_build.py"
-    text = module._ninja_text
-    monkeypatch.setattr(
-        module, "_ninja_text", lambda plan: text(plan).replace(str(tmp_path / "csrc" / "cuda_build.py"), str(checked))
-    )
-    for option, value in (("CPU_ISAS", "generic"), ("BINDINGS", "0"), ("CUDA_ARCHS", "sm_90a"), ("CUDA", "auto")):
-        monkeypatch.setenv(f"PYTRANSFORMER_{option}", value)
+    sources = {"cpu/nothing.cpp": "int nothing;\n", "cuda/some/good.cu": ""}
+    module = native_tree(sources, {"CPU_ISAS": "generic", "BINDINGS": "0", "CUDA_ARCHS": "sm_90a", "CUDA": "auto"})
+    monkeypatch.setattr(module.cuda_build, "CSRC", tmp_path / "csrc")
+    in_tree, text = tmp_path / "csrc" / "cuda_build.py", module._ninja_text
+    monkeypatch.setattr(module, "_ninja_text", lambda plan: text(plan).replace(str(in_tree), str(CSRC / "cuda_build.py")))
     return module
 
 
