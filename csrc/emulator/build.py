@@ -38,8 +38,8 @@ def why_not() -> str | None:
     return None
 
 
-def library(directory: Path = DIRECTORY) -> Path:
-    """Brings the emulated library up to date.
+def library(directory: Path = DIRECTORY, stem: str = "*", defines: Sequence[str] = ()) -> Path:
+    """Brings the emulated library up to date; `stem` is the only op in it, and `defines` choose another form of its kernels.
 
     Raises:
         RuntimeError: it does not compile; with the compiler's messages.
@@ -47,9 +47,9 @@ def library(directory: Path = DIRECTORY) -> Path:
     torch = native_build.find_torch()
     if torch is None:
         raise RuntimeError("torch was not found")
-    kernels = list(CSRC.glob("cuda/*/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
-    edges = [*CSRC.glob("cuda/*/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
-    flags = [*FLAGS, "-I", str(CSRC)]
+    kernels = list(CSRC.glob(f"cuda/{stem}/**/*.cu"))  # but cuda/device.cu, for which host.cpp stands in
+    edges = [*CSRC.glob(f"cuda/{stem}/*.cpp"), CSRC / "emulator" / "library.cpp", CSRC / "emulator" / "host.cpp"]
+    flags = [*FLAGS, *defines, "-I", str(CSRC)]
     with_torch = [*flags, *native_build.STABLE_ABI_FLAGS, "-isystem", str(torch / "include")]
     link = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-L", str(torch / "lib"), "-ltorch_cpu"]
     sources = [(path, flags) for path in sorted(kernels)] + [(path, with_torch) for path in sorted(edges)]

@@ -133,7 +133,7 @@ void run(void (*kernel)(P...), int blocks, int threads, size_t smem, const A&...
 #if defined(PT_EMULATE) || defined(PT_HOPPER)
 // A contiguous tensor, innermost dimension first; boxes of 64 elements by `rows`.
 ptx::TensorMap tensor_map(const void* base, std::initializer_list<uint64_t> dim, uint32_t rows, bool f16 = false) {
-  cuda::MappedTensor t{base, f16 ? cuda::DType::f16 : cuda::DType::bf16, 0, {}, {}};
+  cuda::MappedTensor t{base, f16 ? pt::DType::f16 : pt::DType::bf16, 0, {}, {}};
   uint64_t stride = 1;
   for (const uint64_t d : dim) t.dim[t.rank] = d, t.stride[t.rank++] = stride, stride *= d;
   return cuda::tensor_map(t, rows);

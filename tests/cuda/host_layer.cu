@@ -175,14 +175,14 @@ void maps() {
   alignas(16) static uint16_t data[8];
   using Numbers = std::vector<uint64_t>;
   const auto map = [](cuda::MappedTensor t, uint32_t rows) { return error_of([&] { cuda::tensor_map(t, rows); }); };
-  const cuda::MappedTensor good{data, cuda::DType::bf16, 4, {72, 100, 3, 2}, {1, 216, 72, 21600}};
+  const cuda::MappedTensor good{data, pt::DType::bf16, 4, {72, 100, 3, 2}, {1, 216, 72, 21600}};
   machine.has_maps = false;
   expect("a driver without tensor maps", has(map(good, 64), "no cuTensorMapEncodeTiled: it is older than CUDA 12"));
   machine = {};
   expect("a tensor map", map(good, 128).empty() && map_type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 &&
                              map_numbers == Numbers{4, 72, 100, 3, 2, 432, 144, 43200, 64, 128, 1, 1});
   cuda::MappedTensor t = good;
-  t.dtype = cuda::DType::f16, t.dim[3] = 1, t.stride[3] = 5;
+  t.dtype = pt::DType::f16, t.dim[3] = 1, t.stride[3] = 5;
   expect("a stride that nobody steps", map(t, 256).empty() && map_type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && map_numbers[7] == 16);
   for (const uint32_t rows : {0u, 257u}) expect("a box too high or without rows", has(map(good, rows), "no box of a tensor map has"));
   const auto refused = [&](const char* reason, auto change) {
@@ -191,7 +191,7 @@ void maps() {
     expect(reason, has(map(wrong, 64), reason));
   };
   refused("2 to 5 dimensions", [](auto& w) { w.rank = 1; });
-  refused("not 16 bits", [](auto& w) { w.dtype = cuda::DType::f32; });
+  refused("not 16 bits", [](auto& w) { w.dtype = pt::DType::f32; });
   refused("begin at a multiple of 16", [](auto& w) { w.data = data + 1; });
   refused("a dimension is empty", [](auto& w) { w.dim[2] = 0; });
   refused("a stride is no multiple of 16 bytes", [](auto& w) { w.stride[1] = 217; });
