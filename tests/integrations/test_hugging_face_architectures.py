@@ -228,12 +228,12 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
 def test_a_fault_shows(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any) -> None:
     from transformers import AttentionMaskInterface
 
-    from pytransformer.integrations import hugging_face as ours
+    from pytransformer.integrations.hugging_face import attention, lowering
 
     if not hasattr(hugging_face, name):
         pytest.skip(f"transformers {hugging_face.__version__} has no {name}")
-    monkeypatch.setattr(ours, function, fault)
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", ours.attention_mask)
+    monkeypatch.setattr(attention if hasattr(attention, function) else lowering, function, fault)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "pytransformer", lowering.attention_mask)
     inputs = inputs_of(name, "none")
     want, _ = results(built(name, "eager"), inputs)
     got, _ = results(built(name, "pytransformer"), inputs)
