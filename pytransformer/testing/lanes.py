@@ -20,6 +20,25 @@ from pytransformer.ops._core import lane
 needs_lane = pytest.mark.skipif(lane.why_not() is not None, reason=f"no C++ lane: {lane.why_not()}")
 
 
+class Sees(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes each op that the dispatcher runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    """Sees each function and changes none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def taken_by(op: str, *args: Any, **kwargs: Any) -> bool:
     """Whether the C++ lane itself does this call of ``pt.<op>``."""
     call = inspect.signature(getattr(pt, op)).bind(*args, **kwargs)

@@ -19,7 +19,7 @@ import pytransformer as pt
 from pytransformer.ops._core import fallbacks, lane, registry
 from pytransformer.ops._core.registry import OPS, observing, trace
 from pytransformer.testing.cases import Case, case, leaves
-from pytransformer.testing.lanes import needs_lane, qkv, results, same, same_in_both, taken_by
+from pytransformer.testing.lanes import Functions, Sees, needs_lane, qkv, results, same, same_in_both, taken_by
 
 pytestmark = [needs_lane, pytest.mark.usefixtures("one_thread")]
 
@@ -56,21 +56,6 @@ def loss(problem: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     found = getattr(pt, problem.op)(*args, **kwargs)
     outs = found if isinstance(found, tuple) else (found,)
     return torch.stack([out.double().square().sum() for out in outs]).sum()
-
-
-class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @every_op

@@ -22,24 +22,20 @@ import pytransformer as pt
 from pytransformer.cli import doctor
 from pytransformer.ops._core import fallbacks, lane, native, registry
 from pytransformer.ops._core.registry import OPS, observing, trace
-from pytransformer.testing.lanes import attention_in_both, needs_lane, norm_taken, qkv, results, same, same_in_both, taken
+from pytransformer.testing.lanes import (
+    Functions,
+    Sees,
+    attention_in_both,
+    needs_lane,
+    norm_taken,
+    qkv,
+    results,
+    same,
+    same_in_both,
+    taken,
+)
 
 pytestmark = [needs_lane, pytest.mark.usefixtures("one_thread")]
-
-
-class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
@@ -279,7 +275,7 @@ def test_with_another_torch_calls_are_pythons_and_doctor_says_so(another_torch: 
 PROGRAM = """
 import torch, pytransformer as pt
 from pytransformer.ops._core import lane
-from pytransformer.testing.lanes import taken
+from pytransformer.testing.lanes import Functions, Sees, taken
 q = torch.randn(1, 1, 4, 8)
 {first}
 print(taken(q, q, q))
