@@ -29,7 +29,7 @@ test-full:  ## every test, slow ones too; PARTS="cpu generic": those parts
 	@$(PYTHON) tests/run_parts.py --full $(PARTS)
 
 wheel:  ## what is published, into dist/: an sdist and manylinux wheels for every CPU and GPU (12 minutes); ARGS="--archs sm_90a"
-	@PYTRANSFORMER_CPU=0 PYTRANSFORMER_CUDA=0 $(PYTHON) bench/tools/install.py --extras release
+	@$(PYTHON) bench/tools/install.py --extras release
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python bench/tools/wheel.py $(ARGS)
 
 bench: install  ## the benchmark suite
