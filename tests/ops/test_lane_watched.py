@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.cli import doctor
-from pytransformer.ops._core import fallbacks, lane, native, registry
+from pytransformer.ops._core import fallbacks, lane, native
 from pytransformer.ops._core.registry import OPS, observing, trace
 from pytransformer.testing.lanes import (
     Functions,
@@ -336,28 +336,3 @@ def test_nothing_is_kept_alive() -> None:
         gone.append(weakref.ref(out))
         del out, x
     assert all(ref() is None for ref in gone)
-
-
-@pytest.mark.slow
-@pytest.mark.unpoisoned
-def test_a_hundred_thousand_calls_take_no_memory() -> None:
-    q, k, v = qkv()
-
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def calls(count: int) -> None:
-        for _ in range(count):
-            torch.autograd.grad(pt.attention(q, k, v, dropout_p=0.1).sum(), (q, k, v))
-            pt.layer_norm(q.detach(), 16)
-
-    traces = registry._traces[:]
-    registry._traces.clear()  # the test run keeps a record of each call, 200 bytes
-    try:
-        calls(5_000)
-        before = resident()
-        calls(50_000)
-        assert resident() - before < 2 << 20  # 40 bytes a call
-    finally:
-        registry._traces[:] = traces
