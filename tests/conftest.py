@@ -19,6 +19,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core.registry import WRONG_DEVICE, trace
 from pytransformer.testing.poison import poisoned
+from pytransformer.testing.seeds import shift_seeds
 
 os.environ.setdefault("PYTRANSFORMER_VERIFY", "off")  # no verdict of this machine's user takes part
 skipped: Counter[str] = Counter()
@@ -30,8 +31,15 @@ DECLINED = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-cases", type=int, default=2000, help="random problems per fuzzed op and backend")
-    parser.addoption("--torch-seed", type=int, default=0, help="torch.manual_seed before each test")
+    parser.addoption(
+        "--torch-seed", type=int, default=0, help="other random numbers everywhere: shifts the seeds that tests set too"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if seed := config.getoption("--torch-seed"):
+        shift_seeds(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +69,8 @@ def _no_unexpected_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(request.config.getoption("--torch-seed"))
+def _seed() -> None:
+    torch.manual_seed(0)  # shifted by --torch-seed
 
 
 @pytest.fixture(scope="module")

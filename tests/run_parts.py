@@ -2,7 +2,7 @@
 """The whole test run, in parts with a time budget each: what `make test` does.
 
     python3 tests/run_parts.py           the parts within their budgets
-    python3 tests/run_parts.py --full    slow tests too, the other instruction sets, the sanitizers; no budgets
+    python3 tests/run_parts.py --full    slow tests too, other instruction sets and settings, the sanitizers; no budgets
     python3 tests/run_parts.py cpu ...   only the parts named
     python3 tests/run_parts.py --full generic --summary docs/test-results.md     put the counts into the file's table
 
@@ -44,6 +44,7 @@ PYTEST = [
     "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))",
 ]
 REST = "cpu"
+NO_SLOW = "not gpu and not slow"  # pytest's markers; of two -m the last holds
 NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 OURS = ("reference", "cpu", "triton", "cuda")  # not "torch", which in a benchmark is PyTorch's own function
 
@@ -85,12 +86,41 @@ SAMPLES = (
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
+ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 NO_REFERENCE = ("-k", "not reference")  # which has no instruction sets
 SANITIZE, BENCH = "sanitize", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
+# Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
+# A covering array of strength 1, and of 2 in (PyTorch's set, threads). Planted faults and slow tests are of the parts above.
+ROUNDED = ("ops", "nn", "models", "integrations", "training", "regressions", "cpu/test_attention*.py", "test_fuzz*.py")
+HELD = {
+    "avx2": (("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")),
+    "avx512": (
+        ("ATEN_CPU_CAPABILITY", "avx512"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX512"),
+    ),
+}
+
+
+def setting(isa: str, torch_isa: str, threads: int, seed: int) -> Part:
+    environment = ((ISA_VARIABLE, isa), *HELD[torch_isa], ("OMP_NUM_THREADS", str(threads)))
+    seeds = (f"--torch-seed={seed}", f"--fuzz-seed={seed}", "--fuzz-cases=300")
+    title = f"setting {isa}, PyTorch {torch_isa}, threads {threads}, seed {seed}"
+    return Part(f"settings-{isa}", title, 0, ROUNDED, environment, ("-m", NO_SLOW, *seeds))
+
+
+SETTINGS = (
+    setting("amx_bf16", "avx512", 2, 4),
+    setting("avx512_bf16", "avx512", 1, 1),
+    setting("avx512", "avx2", 2, 2),
+    setting("avx2", "avx2", 1, 3),
+    setting("generic", "avx512", 2, 1),
+)
 FULL_PARTS = (
-    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, (("PYTRANSFORMER_CPU_ISA", isa),), NO_REFERENCE) for isa in ISAS),
+    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, ((ISA_VARIABLE, isa),), NO_REFERENCE) for isa in ISAS),
+    *SETTINGS,
     Part("python-lane", "ops without the C++ lane", 0, ("ops",), WITHOUT_LANE, ("-k", "cpu or not reference")),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
@@ -203,7 +233,7 @@ def test(part: Part, full: bool) -> Result:
     print(f"\n---- {part.title} ({'no budget' if full else f'{part.minutes:g} minutes'})", flush=True)
     report = RESULTS / f"{part.name}.xml"
     report.unlink(missing_ok=True)
-    markers = "not gpu" if full else "not gpu and not slow"
+    markers = "not gpu" if full else NO_SLOW
     command = [*PYTEST, "-m", markers, f"--junitxml={report}", "-o", "junit_family=xunit1", "--durations=5"]
     command += [*part.options, *paths(part)]
     code, spent = timed(command, None if full else 360 * part.minutes, part.environment)
@@ -275,13 +305,13 @@ def test_with_instruction_set(part: Part) -> Result:
     """The part with the kernels of one instruction set, where this CPU has it."""
     ask = "import pytransformer._C as C; print(*C.usable_isas())"
     usable = subprocess.check_output([PYTEST[0], "-c", ask], cwd=ROOT, text=True).split()
-    if part.name not in usable:
+    if dict(part.environment)[ISA_VARIABLE] not in usable:
         return skipped(part, f"this CPU and build run {', '.join(usable)}")
     return test(part, True)
 
 
 def run(part: Part, full: bool) -> Result:
-    if part.name in ISAS:
+    if ISA_VARIABLE in dict(part.environment):
         return test_with_instruction_set(part)
     if part.name == BENCH:
         return bench(part)
@@ -322,7 +352,8 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
     lines = {line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")}
     for r in results:
         why = "; ".join(re.sub(r"[|<>\s]+", " ", reason) for reason in r.reasons)
-        cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), "yes" if full else "no", commit, date)
+        slow = "yes" if full and NO_SLOW not in r.part.options else "no"
+        cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), slow, commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     order = {part.title: place for place, part in enumerate((*BUILDS, *PARTS, *SAMPLES, *FULL_PARTS))}

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--torch-seed gives a run other random numbers, those of tests that seed themselves too."""
+
+from __future__ import annotations
+
+import torch
+
+from pytransformer.testing.cases import case
+from pytransformer.testing.seeds import shift_seeds
+
+
+def drawn() -> list[torch.Tensor]:
+    """By each way in which a test comes to random numbers."""
+    torch.manual_seed(3)
+    by_default = torch.randn(8)
+    own = torch.randn(8, generator=torch.Generator().manual_seed(3))
+    (query, *_), _ = case("full").make("cpu", torch.float32, seed=0)
+    return [by_default, own, query]
+
+
+def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
+    set_by_option = request.config.getoption("--torch-seed")
+    try:
+        runs = []
+        for shift in (0, 1, 2, 1):
+            shift_seeds(shift)
+            runs.append(drawn())
+            assert torch.equal(*runs[-1][:2]) and isinstance(torch.default_generator, torch.Generator)
+        assert all(map(torch.equal, runs[1], runs[3]))
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            assert not any(map(torch.equal, runs[one], runs[other]))
+        shift_seeds(0)
+        assert all(map(torch.equal, runs[0], drawn())), "undone"
+    finally:
+        shift_seeds(set_by_option)
