@@ -86,7 +86,17 @@ def test_as_sdpa_means_no_worse_anywhere(ours: tuple[float, float], sdpa: tuple[
     from pytransformer.testing.sweep.compare import Outcome, judge
 
     eager, mine, theirs = (Outcome({"x": torch.ones(2)}, {"w": torch.tensor(w)}) for w in ((1.0, 2.0), ours, sdpa))
-    assert judge(mine, eager, lambda: theirs, dict).partition(":")[0] == says
+    assert judge(mine, eager, lambda: theirs, dict, padded=True).partition(":")[0] == says
+
+
+def test_as_sdpa_needs_an_excuse() -> None:
+    """Without padding, and with finite results of eager code, what sdpa does wrong is wrong."""
+    from pytransformer.testing.sweep.compare import AS_SDPA, Outcome, judge
+
+    eager, off, lost = (Outcome({"x": torch.tensor(values)}) for values in ((1.0, 2.0), (1.0, 5.0), (1.0, NAN)))
+    assert judge(off, eager, lambda: off, dict, padded=True) == AS_SDPA
+    assert judge(off, eager, lambda: off, dict, padded=False).startswith("differs")
+    assert judge(off, lost, lambda: off, dict, padded=False) == AS_SDPA
 
 
 def test_the_page_is_made_of_the_results() -> None:
