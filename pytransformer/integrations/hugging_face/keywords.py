@@ -27,6 +27,7 @@ HARMLESS = {
     "num_items_in_batch": "the loss reads it",
     "input_ids": "the embedding reads it (GLM-5-Next hands it on)",
     "logits_to_keep": "the head reads it (LLaVA-OneVision hands it on)",
+    "vision_feature_layer": "the model that gathers hidden states reads it (Molmo2's adapter hands it on)",
     "grid_thw": "the convolutions of LFM3-VL's vision model read it; its attention gets one frame a call",
     **dict.fromkeys(
         vars(GenerationConfig()), "generate reads it (CTC models hand all its options on: Parakeet, LASR, Granite Speech 5)"

@@ -6,6 +6,7 @@
     python -m pytransformer.testing.sweep --write             # all, into the results file and docs/architectures.md
     python -m pytransformer.testing.sweep --write --json FILE --resume       # the same, going on where a run was cut
 
-:mod:`.configs` shrinks a config, :mod:`.inputs` makes inputs for a ``forward``, :mod:`.compare` tries one model type and judges it,
-:mod:`.run` tries many in processes of their own, :mod:`.report` keeps the results and writes the page. Needs transformers.
+:mod:`.configs` and :mod:`.corrections` shrink a config, :mod:`.inputs` and :mod:`.given` make inputs for a ``forward``, :mod:`.compare`
+tries one model type and judges it, :mod:`.run` tries many in processes of their own, :mod:`.report` keeps the results and writes the
+page. Needs transformers.
 """

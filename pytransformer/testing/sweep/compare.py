@@ -215,6 +215,8 @@ class NotBuilt(Exception):
 
 def inputs_for(eager: Any) -> tuple[dict[str, Inputs], dict[str, Outcome]]:
     """The inputs by padding, and what eager code makes of them. Raises :class:`NotBuilt` with the last error."""
+    if type(eager).forward is torch.nn.Module.forward:
+        raise NotBuilt("it has no forward of its own")
     error: Exception | None = None
     for plain in make.candidates(eager, "none"):
         outcome = run(eager, plain)

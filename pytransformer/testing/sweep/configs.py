@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from .corrections import FIELDS
+from .corrections import FIELDS, KEPT
 
 WIDTH, HEADS, VOCABULARY, IMAGE, PATCH = 64, 4, 64, 32, 8
 PAD, BOS, EOS = 0, 1, 2
@@ -88,8 +88,12 @@ def numbers(name: str, default: list[int]) -> list[int]:
 def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
     """A tiny config of `config_class`, and of the configs in it; `default` is one with the sizes of a real model."""
     model_type = config_class.model_type
+    corrected = {name: value() if callable(value) else value for name, value in FIELDS.get(model_type, {}).items()}
+    made = corrected.pop("default", {})
     if default is None:
-        default = config_class(**FIELDS.get(model_type, {}).get("default", dict)())
+        default = config_class(**made)
+    if model_type in KEPT:
+        return default
     given: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         name = field.name
@@ -105,8 +109,7 @@ def tiny(config_class: Any, default: Any = None, **more: Any) -> Any:
     if (rope := read(default, "rope_parameters")) is not None:
         given["rope_parameters"] = rotary(rope, "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()))
     given |= {name: value for name, value in layers(default).items() if name in fields(config_class)}
-    given |= {name: value for name, value in FIELDS.get(model_type, {}).items() if name != "default"}
-    return config_class(**given | more)
+    return config_class(**given | corrected | more)
 
 
 def read(config: Any, name: str) -> Any:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the general rules of :mod:`.configs` and :mod:`.inputs` get wrong, by model type."""
+"""What the general rules of :mod:`.configs` get wrong, by model type: classes, and fields of tiny configs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 
 def resnet() -> Any:
@@ -37,8 +34,174 @@ SHIFTED_WINDOWS = {  # windows smaller than the grid of patches, which the next 
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
-# By field; "default" makes the arguments of the config that the tiny one is shrunk from.
+# Convolutions whose sizes hang together, at most 15 million parameters as they are, and models without a size.
+KEPT = frozenset({
+    "pp_lcnet_v4", "pp_ocrv5_mobile_det", "pp_ocrv5_mobile_rec", "pp_ocrv6_small_det", "pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec",
+    "superpoint", "textnet", "univnet", "uvdoc", "lightglue",
+})  # fmt: skip
+
+
+def swin() -> Any:
+    from transformers import SwinConfig
+
+    return SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 4, 4], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+
+
+def rt_detr_resnet() -> Any:
+    from transformers import RTDetrResNetConfig
+
+    return RTDetrResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1], layer_type="basic", out_features=STAGES
+    )
+
+
+def hgnet() -> Any:
+    from transformers import HGNetV2Config
+
+    return HGNetV2Config(**HGNET, out_features=STAGES)
+
+
+def hgnet_from_the_first_stage() -> Any:
+    from transformers import HGNetV2Config
+
+    return HGNetV2Config(**HGNET, out_features=["stage1", *STAGES])
+
+
+def dinov2() -> Any:
+    from transformers import Dinov2Config
+
+    return Dinov2Config(**VISION, out_indices=[1, 2], reshape_hidden_states=False)
+
+
+def dinov3() -> Any:
+    from transformers import DINOv3ViTConfig
+
+    return DINOv3ViTConfig(**VISION, intermediate_size=96, out_indices=[1, 2], return_class_token=True)
+
+
+def tipsv2() -> Any:
+    from transformers import Tipsv2VisionConfig
+
+    return Tipsv2VisionConfig(**VISION, out_indices=[1, 2], reshape_hidden_states=False)
+
+
+STAGES = ["stage2", "stage3", "stage4"]
+HGNET = {
+    "embedding_size": 16, "stem_channels": [3, 16, 16], "stage_in_channels": [16, 16, 32, 64], "stage_mid_channels": [16, 16, 16, 16],
+    "stage_out_channels": [16, 32, 64, 64], "hidden_sizes": [16, 32, 64, 64], "stage_num_blocks": [1, 1, 1, 1],
+    "stage_numb_of_layers": [1, 1, 1, 1], "depths": [1, 1, 1, 1],
+}  # fmt: skip
+VISION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+DETECTOR = {
+    "encoder_in_channels": [32, 64, 64],
+    "decoder_in_channels": [64, 64, 64],
+    "encoder_hidden_dim": 64,
+    "num_queries": 3,
+}
+DEPTH = {"neck_hidden_sizes": [16, 32], "reassemble_factors": [2, 1], "reassemble_hidden_size": 64}
+EFFICIENT = {
+    "width_coefficient": 1.0, "depth_coefficient": 1.0, "in_channels": [32, 16], "out_channels": [16, 64], "kernel_sizes": [3, 3],
+    "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 6], "depthwise_padding": [], "hidden_dim": 1280,
+}  # fmt: skip
+CODEC = {"upsample_groups": 64, "num_filters": 8, "vector_quantization_hidden_dimension": 64}
+HIERA = {
+    "image_size": [64, 64], "hidden_size": 16, "blocks_per_stage": [1, 2, 2, 1], "embed_dim_per_stage": [16, 32, 64, 128],
+    "num_attention_heads_per_stage": [1, 2, 4, 4], "window_size_per_stage": [8, 4, 4, 2], "global_attention_blocks": [2, 4],
+    "window_positional_embedding_background_size": [4, 4],
+}  # fmt: skip
+
+# By field; "default" makes the arguments of the config that the tiny one is shrunk from. What can be called makes the value.
 FIELDS: dict[str, dict[str, Any]] = {
+    "hgnet_v2": HGNET,
+    "maskformer": {"backbone_config": swin},
+    **{name: {"backbone_config": rt_detr_resnet, **DETECTOR} for name in ("rt_detr", "rt_detr_v2")},
+    **{name: {"backbone_config": hgnet, **DETECTOR} for name in ("d_fine", "deimv2", "pp_doclayout_v4")},
+    "pp_doclayout_v3": {"backbone_config": hgnet_from_the_first_stage, **DETECTOR, "x4_feat_dim": 16},
+    **{name: {"backbone_config": dinov2, **DEPTH} for name in ("depth_anything", "prompt_depth_anything")},
+    **dict.fromkeys(("align_vision_model", "efficientnet"), EFFICIENT),
+    **{name: {"image_size": 64} for name in ("convnext", "convnextv2")},
+    "dac": {"encoder_hidden_size": 4, "decoder_hidden_size": 64},
+    "dbrx": {"attn_config": lambda: {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "dia_decoder": {
+        "cross_num_attention_heads": 4,
+        "cross_num_key_value_heads": 2,
+        "cross_head_dim": 16,
+        "cross_hidden_size": 64,
+    },
+    "fun_asr_nano": {
+        "adaptor_config": lambda: {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "projector_hidden_size": 64,
+        },
+    },
+    "mistral_large4_text": {"default": lambda: {"num_hidden_layers": 2}, "kv_source_layers": [0, 1], "no_rope_layers": [1, 0]},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0], "num_hidden_layers": 2, "pretrain_image_size": 32},
+    "phi4_multimodal_audio": {"nemo_conv_channels": 64, "ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 6400},
+    "xcodec": {"codebook_dim": 128},
+    "pp_doclayout_v2": {"backbone_config": hgnet, **DETECTOR, "class_thresholds": [0.5] * 64, "class_order": list(range(64))},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 0, 1, 1],
+        "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[32, 32]],
+    },
+    "clap_audio_model": {
+        "num_mel_bins": 16,
+        "spec_size": 64,
+        "patch_size": 2,
+        "patch_stride": [2, 2],
+        "window_size": 4,
+        "depths": [2, 2],
+        "num_attention_heads": [2, 4],
+        "patch_embeds_hidden_size": 32,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+    },
+    "chmv2": {"backbone_config": dinov3, "post_process_channels": [16, 32], "reassemble_factors": [2, 1]},
+    "tipsv2_dpt": {"backbone_config": tipsv2, "neck_hidden_sizes": [16, 32], "reassemble_factors": [2, 1]},
+    "efficientloftr": {
+        "stage_num_blocks": [1, 1, 1, 1],
+        "out_features": [16, 16, 32, 64],
+        "num_attention_layers": 1,
+        "num_attention_heads": 8,
+    },
+    "depth_pro": {"patch_size": 32, "intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [64, 64]},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "dots3_note_text": {"index_n_heads": 2, "index_head_dim": 16},
+    "hifigan": {"upsample_initial_channel": 64, "model_in_dim": 8},
+    "fastspeech2_conformer_hifigan": {"upsample_initial_channel": 64, "model_in_dim": 8},
+    "janus_vqgan": {"base_channels": 32, "num_patches": 2},
+    **dict.fromkeys(("mimi", "mimi_decoder", "pocket_tts_audio_tokenizer", "pocket_tts_audio_tokenizer_decoder"), CODEC),
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "sam2_hiera_det_model": HIERA,
+    "sam3_vision_model": {"backbone_feature_sizes": lambda: [[16, 16], [8, 8], [4, 4]]},
+    "sam2_vision_model": {"backbone_channel_list": [128, 64, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 5, "no_token_index": 6},
+    **{
+        name: {"num_filters": 2, "depths": [1] * 7}
+        for name in (
+            "vibevoice_acoustic_tokenizer",
+            "vibevoice_acoustic_tokenizer_encoder",
+            "vibevoice_acoustic_tokenizer_decoder",
+        )
+    },
+    **{name: {"encoder_hidden_size": 4, "quantization_dim": 128} for name in ("xcodec2", "neucodec")},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
+    "upernet": {"backbone_config": resnet, "use_auxiliary_head": False},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    **{name: {"hidden_size_global": 64} for name in ("blt_local_encoder", "blt_local_decoder")},
     **{name: {"default": with_resnet} for name in ("detr", "conditional_detr", "deformable_detr", "table-transformer")},
     "dab-detr": {"default": with_resnet, "query_dim": 4},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
@@ -55,13 +218,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"rope_parameters": DEFAULT_ROPE, "layer_types": ["conv", "full_attention"]},
     "deepseek_ocr2_text": {"rope_parameters": DEFAULT_ROPE, "mlp_layer_types": ["dense", "sparse"]},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
+    "nemotron_h": {"num_key_value_heads": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "longcat_flash": {"qk_head_dim": 32},
     "paddleocr_vl_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [4, 2, 2]}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [3, 3, 2]}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": DEFAULT_ROPE}},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
-    "mistral_large4_text": {"default": lambda: {"num_hidden_layers": 2}},
     "step3p5": {"sliding_window": 4},
     "minimax_m3_vl_text": {  # a sparse layer after a full one, which the default config has not
         "layer_types": ["full_attention", "minimax_m3_sparse"],
@@ -72,7 +235,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "chameleon": {"vocabulary_map": {"<image>": 41}},
     "emu3": {"vocabulary_map": {"<image>": 41, "<|extra_200|>": 42}},
-    **{name: {"base_channels": 32} for name in ("chameleon_vqgan", "emu3_vqgan", "janus_vqgan")},
+    **{name: {"base_channels": 32} for name in ("chameleon_vqgan", "emu3_vqgan")},
     **{name: {"image_token_index": 41} for name in ("blip-2", "instructblip")},
     "instructblipvideo": {"video_token_index": 41},
     **{name: {"num_codebooks": 1} for name in ("musicgen_decoder", "musicgen_melody_decoder")},
@@ -107,7 +270,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "esmc": {"num_key_value_heads": 4},
     **dict.fromkeys(("swin", "swinv2"), SHIFTED_WINDOWS),
     "vitpose_backbone": {"num_experts": 1},
-    "mimi": {"upsample_groups": 64, "num_filters": 8, "vector_quantization_hidden_dimension": 64},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "wav2vec2-bert": {"vocab_size": 64, "feature_projection_input_dim": 80},
     "xclip_vision_model": {"num_frames": 3},  # the batch, which is one video then
@@ -129,75 +291,3 @@ FIELDS: dict[str, dict[str, Any]] = {
         for name in ("qwen2_5_vl", "qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
     },
 }
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(3, *shape, generator=torch.Generator().manual_seed(5))
-
-
-def tokens(length: int) -> torch.Tensor:
-    return torch.randint(3, 40, (3, length), generator=torch.Generator().manual_seed(5))
-
-
-def time_series(model: Any) -> dict[str, torch.Tensor]:
-    config = model.config
-    past, features = config.context_length + max(config.lags_sequence), config.num_time_features
-    return {
-        "past_values": noise(past), "past_observed_mask": torch.ones(3, past), "past_time_features": noise(past, features),
-        "future_values": noise(config.prediction_length), "future_time_features": noise(config.prediction_length, features),
-    }  # fmt: skip
-
-
-def grid() -> torch.Tensor:
-    """(3, 16, 2): where the patches of a 4 x 4 image stand."""
-    return torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(3, 16, 2)
-
-
-def numbered_patches(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        "pixel_values": noise(16, 192), "pixel_attention_mask": torch.ones(3, 16, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[4, 4]] * 3),
-    }  # fmt: skip
-
-
-# By model type; beside what `forward` takes of text.
-INPUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
-    "lxmert": lambda model: {"visual_feats": noise(5, model.config.visual_feat_dim), "visual_pos": noise(5, 4)},
-    "visual_bert": lambda model: {
-        "visual_embeds": noise(5, model.config.visual_embedding_dim), "visual_attention_mask": torch.ones(3, 5),
-        "visual_token_type_ids": torch.ones(3, 5, dtype=torch.long),
-    },
-    "blip_2_qformer": lambda model: {"query_embeds": noise(5, 64), "encoder_hidden_states": noise(7, model.config.encoder_hidden_size)},
-    "instructblip": lambda model: {"qformer_input_ids": tokens(6), "pixel_values": noise(3, 32, 32)},
-    "instructblipvideo": lambda model: {"qformer_input_ids": tokens(6), "pixel_values": noise(2, 3, 32, 32)},
-    "siglip2": numbered_patches,
-    "siglip2_vision_model": numbered_patches,
-    "gemma4_vision": lambda model: {"pixel_values": noise(16, 192), "pixel_position_ids": grid()},
-    "gemma4_audio": lambda model: {"input_features": noise(64, 16)},
-    "gemma3n_audio": lambda model: {
-        "audio_mel": noise(64, model.config.input_feat_size), "audio_mel_mask": torch.zeros(3, 64, dtype=torch.bool),
-    },
-    "granite_speech5_encoder": lambda model: {"input_features": noise(16, 32)},
-    "granite_speech5_ctc": lambda model: {"input_features": noise(16, 32)},
-    "idefics": lambda model: {"pixel_values": noise(1, 3, 32, 32), "image_attention_mask": torch.ones(3, 11, 1)},
-    "kosmos-2": lambda model: {
-        "pixel_values": noise(3, 32, 32), "image_embeds_position_mask": (torch.arange(11) < 4).expand(3, 11),
-    },
-    "mllama_vision_model": lambda model: {
-        "pixel_values": noise(1, 4, 3, 32, 32), "aspect_ratio_ids": torch.ones(3, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(3, 1, 4, dtype=torch.long),
-    },
-    "pix2struct_vision_model": lambda model: {"flattened_patches": torch.cat([grid() + 1, noise(16, 64)], -1)},
-    "timesfm": lambda model: {
-        "past_values": noise(64), "past_values_padding": torch.zeros(3, 64), "freq": torch.zeros(3, 1, dtype=torch.long),
-    },
-    "wav2vec2-bert": lambda model: {"input_features": noise(32, 80)},
-    "sam": lambda model: {"pixel_values": noise(3, 64, 64), "input_points": noise(1, 2, 2)},
-    "autoformer": time_series,
-    "informer": time_series,
-    "time_series_transformer": time_series,
-    "decision_transformer": lambda model: {
-        "states": noise(5, model.config.state_dim), "actions": noise(5, model.config.act_dim), "rewards": noise(5, 1),
-        "returns_to_go": noise(5, 1), "timesteps": torch.arange(5).expand(3, 5),
-    },
-}  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .configs import IMAGE, PAD, PATCH, TEXT_IDS, WIDTH
-from .corrections import INPUTS
+from .given import INPUTS
 
 BATCH, LENGTH, TARGETS = 3, 11, 7
 Inputs = dict[str, Any]

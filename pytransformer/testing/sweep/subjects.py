@@ -7,6 +7,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +45,38 @@ class Subject:
     def build(self, implementation: str) -> Any:
         """The model in eval mode; the same weights at every call.
 
-        Weights as small as 0.02, of which attention's scores hardly depend, are tripled; zeros, which hide what they multiply, are filled.
+        Weights as small as 0.02, of which attention's scores hardly depend, are tripled; zeros, which hide what they multiply, are filled,
+        and so is what the model leaves as it found it (the experts of Qwen3-Omni's talker).
         """
         torch.manual_seed(7)
-        model = self.model_class._from_config(copy.deepcopy(self.config), attn_implementation=implementation)
+        with nan_where_uninitialised():
+            model = self.model_class._from_config(copy.deepcopy(self.config), attn_implementation=implementation)
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
             for p in {id(p): p for p in model.parameters()}.values():
                 if not p.is_floating_point():
                     continue
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
-                if p.dim() < 2 or not p.any():
+                if p.isnan().any():
+                    p.copy_(NOISE * noise)
+                elif p.dim() < 2 or not p.any():
                     p.add_(NOISE * noise)
                 elif p.std() < SMALL:
                     p.mul_(GAIN)
         return model.float().eval()
+
+
+@contextmanager
+def nan_where_uninitialised() -> Iterator[None]:
+    """Memory that torch.empty hands out is NaN, not whatever stood there."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # torch.utils.deterministic.fill_uninitialized_memory is on by default
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 def is_decoder(subject: Subject) -> bool:
