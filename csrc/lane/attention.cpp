@@ -15,15 +15,15 @@
 namespace pt::lane {
 namespace {
 
-#define TERMS                                                                                                                           \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &query_lengths,       \
-      const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments, const Maybe &key_segments, const Maybe &cu_q, \
-      const Maybe &cu_k, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t query_start,        \
-      int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+#define TERMS                                                                                                                              \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,                  \
+      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                      \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, \
+      int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
-                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable);
+                               const Maybe& dmask, const Maybe& dbias, const Maybe& dslopes, const Maybe& dtable, const Maybe& dsinks);
 #undef TERMS
 
 // The arguments that forward and backward share.
@@ -34,9 +34,9 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   constexpr bool packed = A::kDim == 3;
   const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2), max_k = packed ? n.max_k : t[A::kKey].size(2);
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
-    term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)),
-    term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), term(t[A::kSeed]), n.bidirectional, n.align, n.left,
-    n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
+    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), term(t[A::kSeed]),
+    n.bidirectional, n.align, n.left, n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -73,7 +73,7 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
   with_terms<AttentionOp>(t, n, [&](const auto&... terms) {
     raw.call(grad_out, maybe(grads[1]), q, k, v, o, lse, terms..., maybe(results[W::kQuery]), maybe(results[W::kKey]),
              maybe(results[W::kValue]), maybe(pick<W::kMask>(results)), maybe(pick<W::kBias>(results)), maybe(results[W::kSlopes]),
-             maybe(results[W::kTable]));
+             maybe(results[W::kTable]), maybe(results[W::kSinks]));
   });
   for (size_t i = W::kValue + 1; i < W::kDifferentiable; i++)
     if (wanted[i]) results[i] = deliver(results[i], t[i]);
@@ -83,7 +83,7 @@ variable_list AttentionOp<W>::backward(const Inputs& t, const Saved& saved, cons
 template <class W>
 variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
-    return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSeed]};
+    return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
   else return {t.begin(), t.begin() + W::kStarts};
 }
 
@@ -106,7 +106,7 @@ bool AttentionOp<W>::fits(Inputs& t, Numbers& n) {
   for (int64_t size : {query.size(-1), value.size(-1)})
     if (size == 0 || size > kMaxHead) return false;
   if (!(n.dropout_p >= 0 && n.dropout_p <= 1) || (prefix.defined() && !n.align) || autocast_casts(query)) return false;
-  if (!floating(t[W::kSlopes]) || !floating(t[W::kTable])) return false;
+  if (!floating(t[W::kSlopes]) || !floating(t[W::kTable]) || !floating(t[W::kSinks])) return false;
   if constexpr (W::kDim == 4) {
     if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
     for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
@@ -183,7 +183,7 @@ PyObject* finish_attention(Reader& read, PyObject* const* a, typename A::Inputs&
 LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
-  if (count != 20 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 21 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
@@ -191,14 +191,15 @@ LANE_ENTRY(attention) {
   for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[6 + i]);
   if (THPVariable_Check(a[11])) t[A::kBias] = read.tensor(a[11]);
   else read_bias<A>(read, a[11], t, n);
-  return finish_attention<A>(read, a + 12, t, n);
+  t[A::kSinks] = read.tensor_or_none(a[12]);
+  return finish_attention<A>(read, a + 13, t, n);
   END_HANDLE_TH_ERRORS
 }
 
 LANE_ENTRY(attention_varlen) {
   HANDLE_TH_ERRORS
   using A = AttentionVarlen;
-  if (count != 18 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 19 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
@@ -207,7 +208,8 @@ LANE_ENTRY(attention_varlen) {
   n.max_q = read.natural(a[5]), n.max_k = read.natural(a[6]);
   read_positions(read, a[7], a[8], n);
   read_bias<A>(read, a[9], t, n);
-  return finish_attention<A>(read, a + 10, t, n);
+  t[A::kSinks] = read.tensor_or_none(a[10]);
+  return finish_attention<A>(read, a + 11, t, n);
   END_HANDLE_TH_ERRORS
 }
 

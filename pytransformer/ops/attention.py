@@ -35,10 +35,10 @@ from ._problem.attention import PaddedAttention
 from .masks import AlibiBias, RelativePositionBias
 
 # query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
-# each dimension full or 1. slopes (Hq,), table (buckets, Hq). Lengths (B,), segments (B, L), the seed (): int64.
+# each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
 # window: -1 = unbounded. softcap 0 = none. The starts are the absolute indices of the first query and key: causality,
 # window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
-ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table,
+ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt query_start, SymInt key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
@@ -67,7 +67,7 @@ attention_op = Op(
     arguments=ARGUMENTS,
     outputs=("out", "lse"),
     differentiable_outputs=2,
-    differentiable=("query", "key", "value", "mask", "bias", "slopes", "table"),
+    differentiable=("query", "key", "value", "mask", "bias", "slopes", "table", "sinks"),
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
@@ -115,6 +115,7 @@ def attention(
     query_segments: torch.Tensor | None = None,
     key_segments: torch.Tensor | None = None,
     bias: torch.Tensor | AlibiBias | RelativePositionBias | None = None,
+    sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -127,7 +128,7 @@ def attention(
     """Masked scaled dot-product attention, ``softmax(scale * query @ keyᵀ + bias + mask) @ value``, in linear memory.
 
     A key j is visible to query i if ``(causal OR j < prefix) AND window AND lengths AND segments AND mask``. Order of the
-    score: scale, softcap, biases, masks, softmax, dropout. A query that sees nothing gives 0, lse -inf and no gradient.
+    score: scale, softcap, biases, masks, softmax, dropout. A query that sees nothing gives 0, no gradient and lse -inf, or its sink.
 
     Args:
         query: (B, Hq, Lq, D), float32, bfloat16, float16 or float64; any strides, as key and value.
@@ -143,6 +144,8 @@ def attention(
         prefix_lengths: (B,) integers, needs ``causal``: the keys before it are visible to every query.
         query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
         bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or :class:`RelativePositionBias`; with gradient.
+        sinks: (Hq,) floating: ``exp(sinks[h])`` is one more term of the softmax's denominator, in lse too; with gradient. Zeros make
+            softmax off by one, -inf is no sink. Scale, softcap, biases and dropout do not touch it.
         softcap: ``softcap * tanh(score / softcap)``.
         scale: default ``1 / sqrt(D)``.
         dropout_p: probability of dropping an attention weight. The same seed drops the same weights on every backend.
@@ -166,14 +169,14 @@ def attention(
     if not torch.compiler.is_compiling():
         found = lane.attention(
             query, key, value, attn_mask, causal, window, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments,
-            bias, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
+            bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
         query, key, value, attn_mask=attn_mask, causal=causal, window=window, query_lengths=query_lengths,
         key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
-        bias=bias, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        bias=bias, sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
         backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
@@ -197,6 +200,7 @@ def _prepare(
     query_segments: Any = None,
     key_segments: Any = None,
     bias: Any = None,
+    sinks: Any = None,
     softcap: Any = None,
     scale: Any = None,
     dropout_p: Any = 0.0,
@@ -225,6 +229,7 @@ def _prepare(
     check_backend("attention", backend)
     arguments = attention_op.Arguments(
         query, key, value, _dense("attn_mask", attn_mask, full, query), _dense("bias", dense, full, query), slopes, table,
+        check_sinks("attention", sinks, query, heads),
         _integers("query_lengths", query_lengths, (batch,), query), _integers("key_lengths", key_lengths, (batch,), query),
         _integers("prefix_lengths", prefix_lengths, (batch,), query),
         _integers("query_segments", query_segments, (batch, num_queries), query),
@@ -307,6 +312,17 @@ def biases(
             )
         return None, None, table, bool(bias.bidirectional), distance
     raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
+
+
+def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.Tensor | None:
+    """The sinks, one for each query head."""
+    if sinks is None:
+        return None
+    check_tensor(op, "sinks", sinks, floating=True, ndim=1)
+    check_same(op, "query", query, "sinks", sinks)
+    if sinks.shape[0] != heads:
+        raise ValueError(f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}")
+    return sinks
 
 
 def _dense(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:

@@ -19,13 +19,13 @@ from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from ._problem.attention import PackedAttention
-from .attention import ORDER, biases, positions
+from .attention import ORDER, biases, check_sinks, positions
 from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
-Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right,
-float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+Tensor? sinks, Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
+SymInt left, SymInt right, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ attention_varlen_op = Op(
     arguments=ARGUMENTS,
     outputs=("out", "lse"),
     differentiable_outputs=2,
-    differentiable=("query", "key", "value", "slopes", "table"),
+    differentiable=("query", "key", "value", "slopes", "table", "sinks"),
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
@@ -111,6 +111,7 @@ def attention_varlen(
     causal: Alignment | None = None,
     window: tuple[int | None, int | None] | None = None,
     bias: AlibiBias | RelativePositionBias | None = None,
+    sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -136,14 +137,14 @@ def attention_varlen(
     """
     if not torch.compiler.is_compiling():
         found = lane.attention_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, bias, softcap, scale, dropout_p,
-            dropout_seed, return_lse, deterministic, backend, strict,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, bias, sinks, softcap, scale,
+            dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, bias=bias,
-        softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
         backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_varlen_op(a, backend, strict)
@@ -162,6 +163,7 @@ def _prepare(
     causal: Any = None,
     window: Any = None,
     bias: Any = None,
+    sinks: Any = None,
     softcap: Any = None,
     scale: Any = None,
     dropout_p: Any = 0.0,
@@ -203,7 +205,8 @@ def _prepare(
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, query.device)
     check_backend(op, backend)
     arguments = attention_varlen_op.Arguments(
-        query, key, value, cu_q, cu_k, slopes, table, seed, max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
+        query, key, value, cu_q, cu_k, slopes, table, check_sinks(op, sinks, query, query.shape[1]), seed,
+        max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
         align, left, right,
         query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
         0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True),

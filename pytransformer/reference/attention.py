@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain PyTorch: the oracle of every backend, and the last resort.
 
-    s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5;  p = softmax over the visible keys;  dropout;  out = p @ value
+    s = scale * q·k;  softcap;  + mask, bias, ALiBi, T5;  p = softmax over the visible keys and the sink;  dropout;  out = p @ value
 
 float32 inside for float32, bfloat16 and float16 inputs, float64 for float64. Differentiable to any order. Builds the
 (Lq, Lk) matrices, so its memory is quadratic.
@@ -40,16 +40,43 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
     score = scores(a, query, key, visible)
     top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
+    sinks = None if a.sinks is None else _sink_logits(a.sinks, work)[:, None, None]
+    top = top if sinks is None else torch.maximum(top, sinks.detach())
     top = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp(score - top)
-    total = torch.where(live_queries[..., None], weight.sum(-1, keepdim=True), 1.0)
+    total = weight.sum(-1, keepdim=True) if sinks is None else weight.sum(-1, keepdim=True) + torch.exp(sinks - top)
+    total = torch.where(live_queries[..., None], total, 1.0)
     lse = torch.where(live_queries, (top + torch.log(total))[..., 0], -math.inf)
     weight = weight / total
+    if sinks is not None:
+        lse = _lse_with_sinks(a, lse, live_queries, sinks[..., 0])
     if a.dropout_p:
         keep = keep_mask(a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start)
         weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
     return out.to(a.query.dtype), lse
+
+
+def _sink_logits(sinks: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    """The sinks as every backend has them, (Hq,) contiguous in the dtype of scores. +inf counts as half of the largest number, whose
+    weight is 1 as well."""
+    return sinks.to(work).clamp(max=torch.finfo(work).max / 2).contiguous()
+
+
+def _above_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none. -inf for none."""
+    finfo, size = torch.finfo(sinks.dtype), sinks.abs()
+    return torch.where(sinks == -torch.inf, sinks, sinks + (size * finfo.eps).clamp(min=finfo.tiny))
+
+
+def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """lse (B, Hq, Lq) is that of rows that see a key, the sink included: kept above it. A query that sees none has its sink alone, and
+    one past the lengths nothing."""
+    raised = torch.maximum(lse, _above_sinks(sinks.detach()))
+    i, _, _ = indices(a)
+    is_query = True if a.query_lengths is None else i[:, 0] < a.query_lengths[:, None, None]
+    alone = torch.where(is_query & (sinks > -math.inf), sinks, -math.inf)
+    return torch.where(live_queries, lse + torch.where(live_queries, raised - lse, 0.0).detach(), alone)
 
 
 def scores(

@@ -28,6 +28,7 @@ BUDGET = 120_000  # most (batch, head, query, key) quadruples of a problem: keep
 CHANCES = {
     "attn_mask": 0.35,
     "bias": 0.45,
+    "sinks": 0.25,
     "causal": 0.5,
     "window": 0.25,
     "query_lengths": 0.3,
@@ -40,7 +41,7 @@ CHANCES = {
     "return_lse": 0.5,
 }
 LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
-PACKED = ("causal", "window", "bias", "softcap", "scale", "dropout_p", "return_lse")
+PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", "return_lse")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Problem:
         from pytransformer import AlibiBias, RelativePositionBias
 
         out = dict(self.keywords)
-        for name in ("attn_mask", "bias"):
+        for name in ("attn_mask", "bias", "sinks"):
             if name in tensors:
                 out[name] = tensors[name]
         if "slopes" in tensors:
@@ -214,6 +215,11 @@ class _Drawer:
             flat[torch.rand(flat.shape, generator=self.generator) < 0.1] = lowest
         return flat.reshape(x.shape)
 
+    def sinks(self) -> Tensor:
+        """Of all sizes; some heads without one."""
+        x = self.normal(self.Hq) * self.rng.choice((0.0, 1.0, 4.0, 30.0))
+        return x.masked_fill(torch.rand(self.Hq, generator=self.generator) < 0.15, -torch.inf)
+
     # ---- keywords
 
     def draw_keywords(self) -> None:
@@ -268,6 +274,8 @@ class _Drawer:
             else:
                 self.tensors["attn_mask"] = self.extremes(mask.to(r.choice(near)))
                 self.features.add("float_mask")
+        if "sinks" in want:
+            self.tensors["sinks"] = self.sinks().to(r.choice(near))
         if "bias" in want:
             kind = r.choice(("alibi", "t5")) if self.packed else r.choice(("dense", "alibi", "t5"))
             self.features.add(kind)

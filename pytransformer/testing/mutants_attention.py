@@ -84,6 +84,30 @@ FAULTS |= {
 }
 
 
+# ---- sinks
+
+
+@_fault
+def lse_without_its_sink(a: Any, attend: Forward) -> Outputs:
+    out, lse = attend(a)
+    if a.sinks is None:
+        return out, lse
+    alone = attend(a._replace(sinks=None))[1]
+    return out, torch.where(lse == -math.inf, lse, alone)
+
+
+FAULTS |= {
+    "sinks_ignored": replacing(sinks=lambda a: torch.full_like(a.sinks, -math.inf) + 0 * a.sinks.nan_to_num(neginf=0.0)),
+    "sinks_detached": replacing(sinks=lambda a: a.sinks.detach()),
+    "sinks_scaled": replacing(sinks=lambda a: torch.where(a.sinks.isinf(), a.sinks, a.sinks * a.scale)),
+    "sinks_once_a_split": replacing(sinks=lambda a: a.sinks + math.log(2)),
+    "sinks_of_next_head": replacing(sinks=lambda a: a.sinks.roll(1)),
+    "sinks_gradient_sign": replacing(sinks=lambda a: value_of(a.sinks, -a.sinks)),
+    "sinks_dropped_too": replacing(sinks=lambda a: a.sinks - math.log1p(-a.dropout_p) if a.dropout_p < 1 else a.sinks),
+    "minus_infinite_sinks_as_lowest": replacing(sinks=lambda a: a.sinks.clamp(min=-30.0)),
+}
+
+
 # ---- visibility
 
 

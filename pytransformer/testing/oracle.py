@@ -131,6 +131,7 @@ class Keywords:
     query_segments: Tensor | None = None
     key_segments: Tensor | None = None
     bias: Any = None
+    sinks: Tensor | None = None
     softcap: float | None = None
     scale: float | None = None
     dropout_p: float = 0.0
@@ -257,13 +258,27 @@ class _Answer:
             x = x + term
             a = a + torch.where(term.abs() < LOST, term.abs(), 0.0)
         x = x.clamp(-self.saturation, self.saturation).masked_fill(~self.visible, -torch.inf)
+        # The sink is one more column, of a value that is zero.
+        sink = self._sink()[..., None]
+        x = torch.cat([x, torch.where(sink == -torch.inf, sink, sink.clamp(-self.saturation, self.saturation))], -1)
+        a = torch.cat([a, torch.where(sink.abs() < LOST, sink.abs(), 0.0)], -1)
         # Maximum and log of the sum apart: in rows of finfo.min their sum has lost the latter.
-        top = x.amax(-1) if self.Lk else torch.full(self.shape[:3], -torch.inf, dtype=torch.float64)
-        weight = torch.exp(x - top.masked_fill(self.dead, 0.0)[..., None])
-        total = weight.sum(-1).masked_fill(self.dead, 1.0)
-        self.lse, self.P = top + total.log(), weight / total[..., None]
-        self.heaviest = a.masked_fill(self.P == 0, 0.0).amax(-1) if self.Lk else torch.zeros_like(self.lse)
+        top = x.amax(-1)
+        nothing = top == -torch.inf
+        weight = torch.exp(x - top.masked_fill(nothing, 0.0)[..., None])
+        total = weight.sum(-1).masked_fill(nothing, 1.0)
+        P = weight / total[..., None]
+        self.lse, self.P, self.sink_P = top + total.log(), P[..., :-1], P[..., -1]
+        self.heaviest = a.masked_fill(P == 0, 0.0).amax(-1)
         self.amp = 1 + self.ratio * (1 + self.heaviest[..., None])
+
+    def _sink(self) -> Tensor:
+        """(B, Hq, Lq): the sink of each query, -inf where there is none; past the lengths is no query."""
+        if self.k.sinks is None:
+            return torch.full(self.shape[:3], -torch.inf, dtype=torch.float64)
+        sinks = self.k.sinks.detach().cpu().double()[:, None].expand(self.shape[:3])
+        ends = _per_sequence(self.k.query_lengths, self.k.query_start + self.Lq, self.B)[:, None, None]
+        return sinks.masked_fill(self.k.query_start + torch.arange(self.Lq) >= ends, -torch.inf)
 
     def outputs(self) -> None:
         k, seed = self.k, int(self.k.dropout_seed or 0)
@@ -282,7 +297,7 @@ class _Answer:
         doa, ka, va, amp = do.abs(), self.kk.abs(), self.vv.abs(), self.amp
         dl = torch.zeros_like(self.lse)
         if grad_lse is not None:
-            dl = grad_lse.detach().cpu().double().masked_fill(self.dead, 0.0)
+            dl = grad_lse.detach().cpu().double().masked_fill(self.lse == -torch.inf, 0.0)
         dP = self.M * (do @ self.vv.mT)
         dS = self.P * (dP - (do * self.out).sum(-1, keepdim=True) + dl[..., None])
         factor_S = self.M * (doa @ va.mT) + (doa * self.out_S).sum(-1, keepdim=True) + dl.abs()[..., None]
@@ -302,6 +317,15 @@ class _Answer:
         gradient("key", per_key(scale * (dX.mT @ self.q)), per_key(size * (dX_S.mT @ qa)), floor)
         floor = self.tiny * (per_key((self.seen * self.M).mT @ doa) + ~self.unseen[..., None])
         gradient("value", per_key(self.PM.mT @ do), per_key((amp * self.PM).mT @ doa), floor)
+        if self.k.sinks is not None:
+            delta, delta_S = dl - (do * self.out).sum(-1), (doa * self.out_S).sum(-1) + dl.abs()
+            parts = (
+                self.sink_P * delta,
+                self.sink_P * amp[..., 0] * delta_S,
+                self.tiny + self.flushed * delta_S + self.sink_P * lost[..., 0],
+            )
+            value, S, floor = (part.sum((0, 2)) for part in parts)
+            self.results["sinks"] = Result(value, S, floor, True, self.k.sinks.dtype)
         for name, source in self.sources.items():
             value, S, floor = (self._sum(name, p, source.shape, i == 0) for i, p in enumerate((dS, dS_S, dS_floor)))
             self.results[name] = Result(value, S, floor, True, source.dtype)

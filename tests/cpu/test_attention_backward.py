@@ -46,6 +46,8 @@ def gradients(t: dict[str, torch.Tensor], grad_lse: torch.Tensor | None = None, 
     for name, term in (("attn_mask", keywords.get("attn_mask")), ("bias", bias)):
         if isinstance(term, torch.Tensor) and term.is_floating_point():
             inputs[name] = keywords[name] = term.detach().requires_grad_()
+    if "sinks" in keywords:
+        inputs["sinks"] = keywords["sinks"] = keywords["sinks"].detach().requires_grad_()
     for name in ("slopes", "table"):
         if hasattr(bias, name):
             inputs[name] = getattr(bias, name).requires_grad_()

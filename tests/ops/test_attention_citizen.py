@@ -17,7 +17,7 @@ from pytransformer.ops.attention import _prepare, attention_op
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VARIANTS = ("plain", "masked", "bias", "alibi", "t5", "dropout")
+VARIANTS = ("plain", "masked", "bias", "alibi", "t5", "sinks", "dropout")
 
 
 def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict]:
@@ -31,9 +31,10 @@ def problem(variant: str, dtype: torch.dtype = torch.float64) -> tuple[list[torc
         "bias": lambda b: {"bias": b},
         "alibi": lambda b: {"bias": pt.AlibiBias(b), "causal": "bottom_right"},
         "t5": lambda b: {"bias": pt.RelativePositionBias(b, True, 4)},
+        "sinks": lambda b: {"sinks": b, "causal": "bottom_right", "query_lengths": torch.tensor([3, 2])},
         "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": 7},
     }[variant]
-    extra = {"bias": (1, 4, 3, 5), "alibi": (4,), "t5": (8, 4)}.get(variant)
+    extra = {"bias": (1, 4, 3, 5), "alibi": (4,), "t5": (8, 4), "sinks": (4,)}.get(variant)
     leaves = [q, k, v] + ([torch.randn(extra, dtype=dtype)] if extra else [])
     return [leaf.requires_grad_() for leaf in leaves], keywords
 

@@ -40,6 +40,10 @@ BAD = [
     ("bias bool", {"bias": x(5, 7, dtype=torch.bool)}, TypeError, "bias must be floating"),
     ("bias type", {"bias": 3.0}, TypeError, "bias must be a Tensor, AlibiBias or RelativePositionBias, got float"),
     ("slopes", {"bias": pt.AlibiBias(x(3))}, ValueError, "one slope per query head, 4, got 3"),
+    ("sinks", {"sinks": x(3)}, ValueError, "sinks must have one logit per query head, 4, got 3"),
+    ("sinks of pairs", {"sinks": x(2, 4)}, ValueError, "sinks must have 1 dimensions, got 2"),
+    ("sinks integers", {"sinks": x(4, dtype=torch.int64)}, TypeError, "sinks must be float32.*got torch.int64"),
+    ("sinks number", {"sinks": 0.0}, TypeError, "sinks must be a Tensor, got float"),
     ("table", {"bias": pt.RelativePositionBias(x(32, 3))}, ValueError, r"bias.table must be \(buckets, Hq\)"),
     ("odd table", {"bias": pt.RelativePositionBias(x(31, 4))}, ValueError, "even number"),
     (

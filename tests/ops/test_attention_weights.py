@@ -18,6 +18,7 @@ FEATURES = {
     "bias": {"bias": torch.linspace(-2, 2, 4 * 13, dtype=torch.float64).reshape(1, 4, 1, 13), "scale": 0.7},
     "alibi": {"bias": pt.AlibiBias(torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)), "causal": "top_left"},
     "t5": {"bias": pt.RelativePositionBias(torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4), True, 16)},
+    "sinks": {"sinks": torch.tensor([0.0, 2.0, -1.0, 30.0], dtype=torch.float64), "causal": "bottom_right"},
     "segments": {"query_segments": torch.arange(18).reshape(2, 9) // 4, "key_segments": torch.arange(26).reshape(2, 13) // 5},
     "prefix": {"causal": "top_left", "prefix_lengths": torch.tensor([3, 0]), "query_lengths": torch.tensor([9, 4])},
 }

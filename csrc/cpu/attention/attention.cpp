@@ -88,18 +88,19 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
 }
 
 // The arguments that forward and backward share, after the outputs of each.
-#define ATTENTION_PARAMETERS                                                                                                            \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe query_lengths, Maybe key_lengths, Maybe prefix_lengths, \
-      Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, int64_t align,          \
-      int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,  \
-      double dropout_p
-#define ATTENTION_ARGUMENTS                                                                                                       \
-  mask, bias, slopes, table, bucket_starts, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
+#define ATTENTION_PARAMETERS                                                                                                          \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,        \
+      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, \
+      int64_t align, int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, \
+      double softcap, double dropout_p
+#define ATTENTION_ARGUMENTS                                                                                                              \
+  mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
       dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                           \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? query_lengths, Tensor? key_lengths, " \
-  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "       \
-  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "        \
+#define ATTENTION_SCHEMA                                                                                                             \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? " \
+  "key_lengths, "                                                                                                                    \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "         \
+  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "          \
   "float softcap, float dropout_p"
 
 // The tensors must outlive the problem.
@@ -139,6 +140,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
 
   p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
   p.slopes = statistics(slopes, "slopes", work, {p.Hq});
+  p.sinks = statistics(sinks, "sinks", work, {p.Hq});
   p.bidirectional = bidirectional;
   if (table) {
     p.buckets = table->size(0);
@@ -225,7 +227,7 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
 }
 
 void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
-                   Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable) {
+                   Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
   const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
   const bool packed = p.cu_q;
   const ScalarType work = lse.scalar_type();
@@ -242,9 +244,11 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
   g.dq = gradient(dq, "dq", query, packed, &g.dqs), g.dk = gradient(dk, "dk", key, packed, &g.dks),
   g.dv = gradient(dv, "dv", value, packed, &g.dvs);
   g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
-  STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table), "dslopes or dtable without slopes or table");
+  STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table) && (!dsinks || p.sinks),
+                  "dslopes, dtable or dsinks without slopes, table or sinks");
   g.d_slopes = const_cast<void*>(statistics(dslopes, "dslopes", work, {p.Hq}));
   g.d_table = const_cast<void*>(statistics(dtable, "dtable", work, {p.buckets, p.Hq}));
+  g.d_sinks = const_cast<void*>(statistics(dsinks, "dsinks", work, {p.Hq}));
   if (packed) {
     const int64_t element = query.element_size();
     clear_rest(g.dq, g.dqs, p.cu_q[p.B], query.size(0), p.Hq, p.D * element, element);
@@ -259,8 +263,8 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def("attention_fwd(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) lse, " ATTENTION_SCHEMA ") -> ()");
   m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
-        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable) "
-        "-> ()");
+        ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable, "
+        "Tensor(h!)? dsinks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {

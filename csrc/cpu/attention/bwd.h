@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of attention: dq, dk, dv, the gradients of dense masks and biases, of ALiBi slopes and of the T5 table.
+// Backward of attention: dq, dk, dv, the gradients of dense masks and biases, of ALiBi slopes, of the T5 table and of sinks.
 //
 // A phase is three parallel loops: pack its query rows, run its tasks, add the partials of dQ. bwd_plan.h has the division of the
 // work, bwd_rows.h the query rows, bwd_tile.h the arithmetic.
@@ -45,6 +45,7 @@ class AttentionBackward {
     }
     for (int64_t h = 0; g.d_slopes && h < p.Hq; h++) static_cast<acc*>(g.d_slopes)[h] = acc(slopes[h]);
     for (int64_t u = 0; g.d_table && u < p.buckets * p.Hq; u++) static_cast<acc*>(g.d_table)[u] = acc(table[u]);
+    for (int64_t h = 0; g.d_sinks && h < p.Hq; h++) static_cast<acc*>(g.d_sinks)[h] = acc(sinks[h]);
   }
 
  private:
@@ -95,14 +96,14 @@ class AttentionBackward {
     const int64_t carry_size = round_up(carried_keys, z.BK) * (z.dw + z.dvw), classes = plan.classes();
     Arena& a = setup_arena;
     a.reset(Arena::bytes_for<Sequence>(p.B) + Arena::bytes_for<Item<T>>(most_items) + Arena::bytes_for<Run>(most_runs) +
-            2 * Arena::bytes_for<int64_t>(classes) + 2 * Arena::bytes_for<acc>(carry_size) + Arena::bytes_for<double>(p.Hq) +
+            2 * Arena::bytes_for<int64_t>(classes) + 2 * Arena::bytes_for<acc>(carry_size) + 2 * Arena::bytes_for<double>(p.Hq) +
             Arena::bytes_for<double>(p.Hq * p.buckets));
     sequences = a.take<Sequence>(p.B), items = a.take<Item<T>>(most_items), runs = a.take<Run>(most_runs);
     first_run = a.take<int64_t>(classes), last_run = a.take<int64_t>(classes);
     carry[0] = a.take<acc>(carry_size), carry[1] = a.take<acc>(carry_size);
-    slopes = a.take<double>(p.Hq), table = a.take<double>(p.Hq * p.buckets);
+    slopes = a.take<double>(p.Hq), sinks = a.take<double>(p.Hq), table = a.take<double>(p.Hq * p.buckets);
     for_each_task(p.B, p.threads, [&](int64_t b) { sequences[b] = Sequence(p, b); });
-    for (int64_t h = 0; h < p.Hq; h++) slopes[h] = 0;
+    for (int64_t h = 0; h < p.Hq; h++) slopes[h] = sinks[h] = 0;
     for (int64_t u = 0; u < p.buckets * p.Hq; u++) table[u] = 0;
   }
 
@@ -268,11 +269,13 @@ class AttentionBackward {
     });
   }
   void add_terms() {
-    for (int64_t i = 0; i < items_count; i++)
+    for (int64_t i = 0; i < items_count; i++) {
+      for (int64_t k = 0; g.d_sinks && k < items[i].blocks(z); k++) sinks[items[i].h] += items[i].sink[k];
       for (int64_t s = 0; s < items[i].parts; s++) {
         if (g.d_slopes) slopes[items[i].h] += items[i].slope[s];
         for (int64_t u = 0; g.d_table && u < p.buckets; u++) table[u * p.Hq + items[i].h] += items[i].table[s * p.buckets + u];
       }
+    }
   }
 
   const AttentionProblem& p;
@@ -286,7 +289,7 @@ class AttentionBackward {
   Run* runs = nullptr;
   int64_t *first_run = nullptr, *last_run = nullptr;  // of each class
   acc* carry[2] = {};
-  double *slopes = nullptr, *table = nullptr;
+  double *slopes = nullptr, *table = nullptr, *sinks = nullptr;
 };
 
 }  // namespace bwd

@@ -26,6 +26,7 @@ struct Item : ItemId {
   acc* dQ;                            // [part][rows][dw]
   acc* row_sums[2];                   // [part][rows], of the mask and of the bias
   double *slope, *table;              // [part], [part][buckets]
+  double* sink;                       // [block]
 
   Item() = default;
   Item(const ItemId& id, const BackwardPlan& plan, int64_t block_k) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b, block_k)) {}
@@ -42,6 +43,7 @@ struct Item : ItemId {
     take(touched, parts * n), take(dQ, z.dq ? parts * rows * z.dw : 0);
     take(row_sums[0], sums_rows(g.d_mask) ? parts * rows : 0), take(row_sums[1], sums_rows(g.d_bias) ? parts * rows : 0);
     take(slope, g.d_slopes ? parts : 0), take(table, g.d_table ? parts * buckets : 0);
+    take(sink, g.d_sinks ? n : 0);
   }
 
   // Block i without the rows past the query length.
@@ -85,15 +87,16 @@ class QueryRows {
     const acc *lse = at<acc>(p.lse, p.lse_s), *d_lse = g.d_lse ? at<acc>(g.d_lse, g.d_lse_s) : nullptr;
     acc *m = it.m + row0, *l = it.l + row0, *delta = it.delta + row0;
     uint8_t* live = it.live + row0;
+    const acc sink = sink_of<acc>(p, it.h);
     for (int64_t r = 0; r < n; r++) {
       const Range v = it.seen[row0 + r] = sequence.visible(it.q0 + row0 + r);
       acc e = lse[r * p.lse_s.l];
-      live[r] = e != -kInfinity<acc> || (plain && v.size() > 0);
+      live[r] = !(e <= sink) || (plain && v.size() > 0 && sink == -kInfinity<acc>);
       if (live[r] && e == -kInfinity<acc>) e = acc(__builtin_nan(""));  // every product is -inf: as in the forward
       m[r] = e, l[r] = 0;
       it.extreme[i] |= huge(e);
       vec sum{};
-      if (live[r] && z.ds)
+      if (live[r] && (z.ds || g.d_sinks))
         for (int64_t c = 0; c < p.Dv; c += T::width)
           sum = fma(T::load(d_out + r * g.dos.l + c, p.Dv - c), T::load(out + r * p.os.l + c, p.Dv - c), sum);
       delta[r] = reduce(sum, op_add) - (live[r] && d_lse ? d_lse[r * g.d_lse_s.l] : acc(0));
@@ -103,8 +106,10 @@ class QueryRows {
     if (z.ds) copy_rows<T>(d_out, g.dos.l, n, n, p.Dv, it.G + row0 * z.dvu, live, z.dvu);
     if (z.dk) pack_sum(q, p.qs.l, n, ld, p.D, it.Qs + units * z.dw, live);
     if (z.dv) pack_sum(d_out, g.dos.l, n, ld, p.Dv, it.Gs + units * z.dvw, live);
-    if (it.extreme[i]) split_lse();
-    else if (plain)
+    if (it.extreme[i]) split_lse(sink);
+    if (g.d_sinks) it.sink[i] = sink_gradient(n, sink, d_lse);
+    if (it.extreme[i]) return;
+    if (plain)
       for (int64_t r = 0; r < n; r++) m[r] = acc(m[r] * kLog2e);
   }
 
@@ -154,8 +159,20 @@ class QueryRows {
   }
   static bool huge(acc lse) { return lse != -kInfinity<acc> && (lse > acc(kTrusted) || lse < acc(-kTrusted)); }
 
+  // The block's part of d_sink = -sum of P delta, P = exp(sink - m) / 2^l the sink's weight: 1 in a row that sees nothing, where delta is
+  // -d_lse. m in natural units.
+  double sink_gradient(int64_t n, acc sink, const acc* d_lse) const {
+    double sum = 0;
+    if (sink == -kInfinity<acc>) return sum;
+    for (int64_t r = row0; r < row0 + n; r++) {
+      if (it.live[r]) sum -= __builtin_exp(double(sink) - double(it.m[r])) * __builtin_exp2(-double(it.l[r])) * double(it.delta[r]);
+      else if (d_lse) sum += double(d_lse[(r - row0) * g.d_lse_s.l]);
+    }
+    return sum;
+  }
+
   // For rows whose lse is too large to hold the log of their sum: m = their maximum, l = log2 of the sum of exp(s - m).
-  void split_lse() const {
+  void split_lse(acc sink) const {
     constexpr int64_t panel = kPanel<T>;
     const QueryBlock<T> x = it.block(z, i);
     const Scores<T> scores(p, sequence);
@@ -168,7 +185,7 @@ class QueryRows {
     acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
     uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);
     for (int64_t r = 0; r < x.rows; r++)
-      if ((wanted[r] = huge(m[r]))) m[r] = -kInfinity<acc>;
+      if ((wanted[r] = huge(m[r]))) m[r] = sink, l[r] = sink != -kInfinity<acc>;
     const Range keys = sequence.keys();
     const int64_t kv_head = it.h / (p.Hq / p.Hkv);
     const elem* k = static_cast<const elem*>(p.k) + it.b * p.ks.b + kv_head * p.ks.h + sequence.k_first * p.ks.l;

@@ -41,6 +41,7 @@ struct AttentionProblem {
   const int64_t* bucket_starts;  // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0
   int64_t buckets;               // rows of table; n = buckets / 2 if bidirectional, else buckets
   bool bidirectional;
+  const void* sinks;  // (Hq,) float (double for f64) or null: one more term of each row's sum
 
   const int64_t *query_lengths, *key_lengths, *prefix_lengths;  // (B,) absolute counts, or null
   const int64_t *query_segments, *key_segments;                 // (B, Lq), (B, Lk) contiguous, or null
@@ -66,6 +67,7 @@ struct AttentionGrads {
   DenseGrad d_mask, d_bias;  // data null where not wanted
   void* d_slopes;            // (Hq,), float (double for f64), or null
   void* d_table;             // (buckets, Hq), float (double for f64), or null
+  void* d_sinks;             // (Hq,), float (double for f64), or null
 };
 
 // What each instruction set offers: pt::PT_ISA::attention_kernels.

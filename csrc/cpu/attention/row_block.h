@@ -2,6 +2,8 @@
 // A block of query rows, which walks over tiles of keys with the online softmax:
 //
 //   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)
+//
+// A sink is one more term of l, added at the end: once, however the keys were split, and a row that saw nothing is still known by l = 0.
 #pragma once
 
 #include "cpu/attention/direct.h"
@@ -184,17 +186,31 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r++) {
       const int64_t h = h0_ + r / nq_, i = s_.q_first + query(r);
       // l = 0 although the interval is not empty: every score of a plain row is -inf, which softmax takes for NaN
-      const A dead = plain_ && seen_[r].size() > 0 ? A(__builtin_nan("")) : A(0), inv = l_[r] == 0 ? dead : A(rescale / l_[r]);
+      const A dead = plain_ && seen_[r].size() > 0 ? A(__builtin_nan("")) : A(0);
+      const auto [inv, lse] = result(r, h, rescale, dead);
       auto* out = static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
       for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
       if (!p_.lse) continue;
-      const double m = plain_ ? m_[r] * p_.scale : double(m_[r]);
-      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] =
-          l_[r] == 0 ? -kInfinity<A> : A(m + __builtin_log(double(l_[r])));
+      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = lse;
     }
   }
 
  private:
+  struct Result {
+    A inv, lse;  // inv: what O is multiplied by
+  };
+  // Of a row of head h; `dead`: its inv if it saw nothing.
+  Result result(int64_t r, int64_t h, double rescale, A dead) const {
+    const A sink = sink_of<A>(p_, h);
+    const bool has_sink = sink != -kInfinity<A>;
+    if (l_[r] == 0) return has_sink ? Result{A(0), query(r) < s_.rows ? sink : -kInfinity<A>} : Result{dead, -kInfinity<A>};
+    const double m = plain_ ? m_[r] * p_.scale : double(m_[r]), l = l_[r];
+    if (!has_sink) return {A(rescale / l_[r]), A(m + __builtin_log(l))};
+    const double top = max(m, double(sink)), alpha = __builtin_exp(m - top), sum = l * alpha + __builtin_exp(sink - top);
+    const A lse = A(top + __builtin_log(sum)), least = above_sink(sink);
+    return {A(rescale * alpha / sum), lse < least ? least : lse};  // a NaN stays
+  }
+
   bool dropping() const { return p_.drop_threshold > 0 && p_.drop_threshold < 65536; }
   int64_t query(int64_t r) const { return q0_ + r % nq_; }
 

@@ -14,6 +14,20 @@ struct Range {
   INLINE int64_t size() const { return hi - lo; }
 };
 
+// The sink of a head, -inf for none. +inf counts as half of the largest number.
+template <class A>
+INLINE A sink_of(const AttentionProblem& p, int64_t h) {
+  const A sink = p.sinks ? static_cast<const A*>(p.sinks)[h] : -kInfinity<A>, most = highest<A> / 2;
+  return sink > most ? most : sink;  // a NaN stays
+}
+// The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none.
+template <class A>
+INLINE A above_sink(A sink) {
+  constexpr bool wide = sizeof(A) == 8;
+  const A ulp = (sink < 0 ? -sink : sink) * A(wide ? 0x1p-52 : 0x1p-23), tiny = A(wide ? 0x1p-1022 : 0x1p-126);
+  return sink + max(ulp, tiny);
+}
+
 class Sequence {
  public:
   Sequence() = default;

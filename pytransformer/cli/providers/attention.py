@@ -47,6 +47,7 @@ class Terms:
     scale: float
     softcap: float
     dropout_p: float
+    sinks: torch.Tensor | None = None
 
 
 def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]) -> Terms:
@@ -73,7 +74,7 @@ def _terms(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords
             terms.append(bias.movedim(-1, 0) if bias.dim() == 3 else bias.squeeze(1).movedim(-1, 1))
         return sum(terms[1:], terms[0]) if terms else None
 
-    return Terms(_smallest(visible), triangle, blind, additive, a.scale, a.softcap, a.dropout_p)
+    return Terms(_smallest(visible), triangle, blind, additive, a.scale, a.softcap, a.dropout_p, a.sinks)
 
 
 def _smallest(visible: torch.Tensor) -> torch.Tensor | None:
@@ -99,7 +100,11 @@ def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: T
         score = score + bias
     if terms.visible is not None:
         score = score.masked_fill(~terms.visible, -math.inf)
+    if terms.sinks is not None:
+        score = torch.cat([score, terms.sinks.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)], -1)
     weight = torch.softmax(score, dim=-1)
+    if terms.sinks is not None:
+        weight = weight[..., :-1]
     if terms.blind_rows and terms.visible is not None:
         weight = weight.masked_fill(~terms.visible.any(-1, keepdim=True), 0.0)
     if terms.dropout_p:
@@ -108,6 +113,8 @@ def _naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: T
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+    if terms.sinks is not None:
+        raise Unsupported("scaled_dot_product_attention has no sinks")
     mask = None if terms.triangle else terms.visible
     bias = terms.additive()
     if bias is not None:

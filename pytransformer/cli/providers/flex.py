@@ -79,6 +79,8 @@ def _mask_mod(a: Any) -> Mod | None:
 
 def _score_mod(a: Any) -> Mod | None:
     """Softcap, then what is added to the scores."""
+    if a.sinks is not None:
+        raise Unsupported("flex_attention has no sinks but by its lse")
     if a.causal == "bottom_right" and (a.slopes is not None or a.table is not None):
         raise Unsupported("this score_mod is written for biases by distance from the same index only")
     added: list[Mod] = []

@@ -21,6 +21,7 @@ Reduction = Literal["mean", "sum", "none"]
 class _Scores(TypedDict, total=False):
     causal: Alignment | None
     window: tuple[int | None, int | None] | None
+    sinks: torch.Tensor | None
     softcap: float | None
     scale: float | None
 

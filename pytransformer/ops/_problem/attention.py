@@ -37,6 +37,7 @@ class AttentionProblem:
         bias: torch.Tensor | None
         slopes: torch.Tensor | None
         table: torch.Tensor | None
+        sinks: torch.Tensor | None
         query_lengths: torch.Tensor | None
         key_lengths: torch.Tensor | None
         prefix_lengths: torch.Tensor | None
@@ -97,7 +98,7 @@ class AttentionProblem:
 
     @property
     def empty(self) -> bool:
-        """No query, or no key: out is 0 and lse -inf."""
+        """No query, or no key: out is 0, and lse what a query has that sees nothing."""
         return self.query.numel() == 0 or self.key.numel() == 0 or 0 in (self.num_queries, self.num_keys)
 
     @property

@@ -170,6 +170,7 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
         "bias bias_grad causal",
         _half,
     ),
+    "sinks": (_attention(sinks=_dense("Hq"), causal="top_left", window=(WINDOW, 0)), "sinks window causal", _window_share),
     "softcap": (_attention(softcap=20.0, causal="top_left"), "softcap causal", _half),
     "dropout": (_attention(dropout_p=0.1, dropout_seed=1234), "core dropout", _all),
     "everything": (
@@ -197,6 +198,7 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
         "varlen causal bias bias_grad",
         _packed_half,
     ),
+    "varlen_sinks": (_varlen(causal="bottom_right", sinks=_dense("Hq")), "varlen causal sinks", _packed_half),
     "varlen_t5": (_varlen(bias=_t5(True)), "varlen bias bias_grad self_check", _packed_share),
 }
 

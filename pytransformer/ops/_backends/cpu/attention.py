@@ -15,7 +15,7 @@ from ..._problem.attention import ALIGN, AttentionProblem
 from ...masks import bucket_starts
 
 MAX_HEAD_DIM = 512
-NONE, NOTHING = frozenset((None,)), (None,) * 13  # all that the raw op can take beside query, key, value and the outputs
+NONE, NOTHING = frozenset((None,)), (None,) * 14  # all that the raw op can take beside query, key, value and the outputs
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
@@ -41,7 +41,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         """The same in fewer steps where no tensor comes beside query, key and value: after a kernel has flushed the caches, Python took
         40 of 180 µs (512 tokens, bf16)."""
         query, key, value = a[:3]
-        if not NONE.issuperset(a[3:13]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        if not NONE.issuperset(a[3:14]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return forward(a)
         out, lse = op.empty_outputs(a)
         torch.ops.pytransformer_C.attention_fwd.default(
@@ -79,6 +79,7 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
         last_contiguous(a.query), last_contiguous(a.key), last_contiguous(a.value), a.mask, a.bias,
         None if a.slopes is None else a.slopes.to(a.work).contiguous(), None if a.table is None else a.table.to(a.work).contiguous(),
         None if a.table is None else torch.tensor(bucket_starts(*a.buckets)),
+        None if a.sinks is None else a.sinks.to(a.work).contiguous(),
         *a.lengths, a.cu_seqlens_q, a.cu_seqlens_k, a.dropout_seed,
     ]  # fmt: skip
     numbers = [

@@ -67,6 +67,8 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
+    if a.sinks is not None:
+        return "the kernels have no sinks yet"
     if (reason := cuda_library.why_not("attention_fwd", a.query.device)) is not None:
         return reason
     if a.query.dtype not in DTYPES:

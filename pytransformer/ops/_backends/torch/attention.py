@@ -87,6 +87,8 @@ def why_not(a: Any) -> str | None:
         return "PyTorch's kernels draw another dropout mask than ours"
     if a.softcap:
         return "PyTorch's kernels have no softcap"
+    if a.sinks is not None:
+        return "PyTorch's kernels have no sinks"
     if a.slopes is not None or a.table is not None:
         return "PyTorch's kernels have no ALiBi and no T5 bias"
     if a.scale <= 0.0:
