@@ -31,6 +31,7 @@ class MultiHeadAttention(nn.Module):
         scale: of the scores; None: 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight in training.
         context_dim: size of ``context``; None: d_model.
+        sinks: whether each head learns a sink, one more term of its softmax's denominator; zeros at first.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; grouped queries: Ainslie et al., "GQA" (2023).
     """
@@ -47,6 +48,7 @@ class MultiHeadAttention(nn.Module):
         scale: float | None = None,
         dropout: float = 0.0,
         context_dim: int | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -65,6 +67,7 @@ class MultiHeadAttention(nn.Module):
         else:
             self.qkv = nn.Linear(d_model, sum(self.widths), bias)
         self.out = nn.Linear(self.widths[0], d_model, bias)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.cross = cross
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
 
@@ -91,7 +94,7 @@ class MultiHeadAttention(nn.Module):
             query, key, value = map(self._heads, self.qkv(x).split(self.widths, -1))
             if cache is not None:
                 key, value = cache.append(key, value)
-        arguments = {**visible, "scale": self.scale}
+        arguments = {**visible, "scale": self.scale, "sinks": self.sinks}
         packed = x.dim() == 2
         run = attention_varlen if packed else attention
         p = self.dropout if self.training else 0.0

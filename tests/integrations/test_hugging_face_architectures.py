@@ -221,7 +221,7 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
         ("UMT5ForConditionalGeneration", "attention_mask", lambda *_, **__: None),  # lost causality
         ("DeepseekV32ForCausalLM", "selected", lambda module, mask, *_: mask),  # a dropped keyword
         ("MiniMaxM3VLTextModel", "selected", lambda module, mask, *_: mask),
-        ("GptOssForCausalLM", "gate_of_sinks", lambda lse, sinks: torch.ones_like(lse)[..., None]),
+        ("GptOssForCausalLM", "sinks_of", lambda kwargs: (None, None)),
         ("SplinterModel", "_mask_terms", lambda *_: (None, "top_left", None)),  # a mask read as another
     ],
 )

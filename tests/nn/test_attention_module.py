@@ -196,3 +196,15 @@ def test_taps_see_weights_and_outputs_and_leave_nothing():
 
 def _qkv(tap: nn.AttentionTap) -> tuple[torch.Tensor, ...]:
     return tap.query, tap.key, tap.value
+
+
+def test_sinks_are_learned_and_scale_no_score():
+    """Zeros at first: softmax off by one."""
+    layer = nn.MultiHeadAttention(16, 4, sinks=True)
+    x = torch.randn(2, 5, 16)
+    q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in layer.qkv(x).chunk(3, -1))
+    weight = torch.exp(q @ k.mT / 2)
+    expected = layer.out((weight / (1 + weight.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(-2))
+    assert_same_logits(layer(x), expected)
+    layer(x).square().sum().backward()
+    assert bool(layer.sinks.grad.all()) and "sinks" not in nn.MultiHeadAttention(16, 4).state_dict()

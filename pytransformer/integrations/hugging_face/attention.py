@@ -18,7 +18,7 @@ from ...ops.attention import attention
 from ...ops.attention_varlen import attention_varlen
 from ...ops.attention_weights import attention_weights
 from ...ops.masks import RelativePositionBias, buckets_of
-from .keywords import gate_of_sinks, refuse_unknown, selected
+from .keywords import gate_of_sinks, refuse_unknown, selected, sinks_of
 from .mask import Mask, Packed
 from .models import described
 
@@ -67,18 +67,19 @@ def attention_forward(
         bias, causal = _table_bias(module, position_bias, causal, mask, query.shape[2], key.shape[2])
     elif getattr(module, "position_bias_is_zero", False):
         bias = None
+    sinks, sinks_by_query = sinks_of(kwargs)
     terms: MaskAndBias = {
-        "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": kwargs.get("softcap"), "scale": scaling,
+        "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks, "softcap": kwargs.get("softcap"),
+        "scale": scaling,
     }  # fmt: skip
-    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    if sinks is None and not weights_wanted(kwargs):
+    if sinks_by_query is None and not weights_wanted(kwargs):
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
     weights = None
     if weights_wanted(kwargs):
         weights = attention_weights(query.detach(), key.detach(), lse.detach(), **terms)
-    if sinks is not None:
-        gate = gate_of_sinks(lse, sinks)
+    if sinks_by_query is not None:
+        gate = gate_of_sinks(lse, sinks_by_query)
         out = (out * gate).to(out.dtype)
         weights = weights if weights is None else weights * gate.detach()
     return out.transpose(1, 2).contiguous(), weights if weights is None else weights.to(query.dtype)

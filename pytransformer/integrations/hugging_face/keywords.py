@@ -82,16 +82,21 @@ def selected(
     return block_mask
 
 
+def sinks_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(sinks (H,), which our attention takes; sinks that differ from query to query, (B, H, Lq, 1)), under whichever name they come."""
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    return (sinks, None) if sinks is None or sinks.dim() == 1 else (None, sinks)
+
+
 def gate_of_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    r"""What a sink leaves of a softmax: with a logit s more in the denominator, whose value is zero,
+    r"""What a sink of each query leaves of a softmax: with a logit s more in the denominator, whose value is zero,
     :math:`e^{lse} / (e^{lse} + e^s) = \sigma(lse - s)`.
 
     Args:
         lse: (B, H, Lq).
-        sinks: (H,), or (B, H, Lq, 1), broadcast.
+        sinks: (B, H, Lq, 1), broadcast.
 
     Returns:
         (B, H, Lq, 1), to be multiplied with the output, before or after dropout.
     """
-    sinks = sinks[:, None, None] if sinks.dim() == 1 else sinks
     return torch.sigmoid(lse[..., None] - sinks.to(lse.dtype))
