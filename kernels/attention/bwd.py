@@ -5,8 +5,8 @@
     dS = P * (dP - D);  d_value = (keep * keep_scale * P)ᵀ @ d_out;  dX = dS * (1 - (s / softcap)²) with softcap, else dS
     d_query = scale * dX @ key;  d_key = scale * dXᵀ @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
 
-``preprocess`` makes D and the maximum of each row; a program of ``dkdv`` owns a tile of keys (all query heads of its key
-head), one of ``dq`` a tile of queries, one of ``dbias`` a tile of a mask's or bias's gradient, in whose own shape it
+``preprocess`` makes D, the maximum of each row and d_sink = -sum of e^(sink - lse) * D; a program of ``dkdv`` owns a tile of keys (all
+query heads of its key head), one of ``dq`` a tile of queries, one of ``dbias`` a tile of a mask's or bias's gradient, in whose own shape it
 sums over what was broadcast. Each recomputes S with queries as rows, the orientation in which the dropout mask is cheap; ``dkdv``
 without dropout may have keys as rows, so that weights and dS are in place for its other two products.
 """
@@ -349,10 +349,13 @@ def backward(
         *map(rows, (a.query, a.key, a.value, out, grad_out)),
         *(None if t is None else rows(t) for t in (dq, dk, dv)),
     )
+    sinks = _alloc_partials(a, step, 1) if "sinks" in wanted else None
     launch(
-        attention_backward_preprocess, step.programs, device, a.query, a.key, out, lse, grad_lse, saved, strides, p, kind,
+        attention_backward_preprocess, step.programs, device, a.query, a.key, out, lse, grad_lse, sinks, saved, strides, p, kind,
         warps=warps, stages=1,
     )  # fmt: skip
+    if sinks is not None:
+        wanted["sinks"].copy_(sinks.sum((0, 2))[:, 0])
     if not wanted.keys().isdisjoint(("query", "slopes", "table")):
         slopes = _alloc_partials(a, step, 1) if "slopes" in wanted else None
         table = _alloc_partials(a, step, kind.BUCKETS) if "table" in wanted else None

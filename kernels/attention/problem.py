@@ -96,6 +96,7 @@ class Problem(NamedTuple):
     bias: Dense | None
     slopes: torch.Tensor | None
     diagonals: Diagonals | None
+    sinks: torch.Tensor | None  # (Hq,) float32
     split_kv: SplitKV | None
     seed: torch.Tensor | None
     threshold: int
@@ -189,6 +190,7 @@ def lower(a: AttentionProblem) -> Problem:
         bias=_dense(a.bias),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
         diagonals=None,
+        sinks=None if a.sinks is None else a.sinks.float().contiguous(),
         split_kv=None,
         seed=a.dropout_seed,
         threshold=threshold(a.dropout_p),

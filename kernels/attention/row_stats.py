@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row stats that attention's backward starts from: delta, the maximum of each row, and log2 of its sum where lse would lose it."""
+"""The row stats that attention's backward starts from: delta, the maximum of each row, and log2 of its sum where lse would lose it;
+and the gradient of sinks, which needs no more."""
 
 from __future__ import annotations
 
@@ -19,23 +20,27 @@ from .tiles import (
     scores,
     segments_of,
     sequence,
+    sink_of,
     tile_range,
     visible,
+    with_sink,
 )
 
 LARGE = tl.constexpr(1024.0)  # beyond it lse, rounded, loses digits of the log of the sum
 
 
 @kernel
-def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl.constexpr):
-    """The row stats of BM queries: delta, row_max and log2_sum."""
+def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, p, C: tl.constexpr):
+    """The row stats of BM queries: delta, row_max and log2_sum, and their part of the sink's gradient."""
     i_tile, i_b, i_h = query_tile(p, C)
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     i = i_tile * C.BM + tl.arange(0, C.BM)
     m_i = i < num_q
     p_row = at_row_stats(row_q + i, i_b, i_h, p)
     b_lse = tl.load(LSE + p_row, mask=m_i, other=float("-inf"))
-    m_i = m_i & (b_lse != float("-inf"))
+    m_q = m_i  # of queries that see nothing too
+    b_sink = float("-inf") if p.sinks is None else sink_of(i_h, p)
+    m_i = m_i & ((b_lse <= b_sink) == 0)
     b_o = load_rows(at_head(OUT, strides.o, i_b, i_h), strides.o, row_q, i, m_i, True, C.DV, C.BDV)
     b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, True, C.DV, C.BDV)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
@@ -49,6 +54,16 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, saved, strides, p, C: tl
                 Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C
             )
         tl.store(saved.log2_sum + p_row, b_log2_sum, mask=i < num_q)
+    if DSINKS is not None:
+        unit = b_sink * LOG2E if C.BASE2 else b_sink
+        b_ds = -b_delta * power(unit - b_row_max, C)
+        if C.SPLIT_LSE:
+            b_ds *= tl.exp2(-b_log2_sum)
+        b_ds = tl.where(m_i, b_ds, 0.0)
+        if DLSE is not None:  # alone, the sink has the weight 1
+            b_ds += tl.load(DLSE + p_row, mask=m_q & (b_lse == b_sink), other=0.0)
+        i_program = (i_b * p.heads + i_h).to(tl.int64) * ((p.num_queries + C.BM - 1) // C.BM) + i_tile
+        tl.store(DSINKS + i_program, tl.where(b_sink == float("-inf"), 0.0, tl.sum(b_ds, 0)))
     tl.store(saved.delta + p_row, b_delta, mask=i < num_q)
     tl.store(saved.row_max + p_row, tl.where(m_i, b_row_max, float("inf")), mask=i < num_q)
 
@@ -75,4 +90,6 @@ def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, 
         safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
         b_l = b_l * power(b_m - safe, C) + tl.sum(power(b_s - safe[:, None], C), 1)
         b_m = b_row_max
+    if p.sinks is not None:
+        b_m, b_l, _alpha = with_sink(b_m, b_l, i_h, p, C)
     return b_m, tl.log2(tl.where(b_l == 0.0, 1.0, b_l))

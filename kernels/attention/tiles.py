@@ -315,12 +315,46 @@ def tile_rows(i_tile, i_head, p, C: tl.constexpr):
 def finish(OUT, LSE, strides, row_q, num_q, i, i_b, i_h, b_m, b_l, b_o, p, C: tl.constexpr):
     """Write out and lse from the maximum, sum (0 for a row that sees nothing) and product of each row."""
     dead = b_l == 0.0
+    b_scale = p.keep_scale
+    if p.sinks is not None:
+        b_m, b_l, alpha = with_sink(b_m, b_l, i_h, p, C)
+        b_scale = alpha * p.keep_scale
     b_l = tl.where(dead, 1.0, b_l)
-    b_lse = tl.where(dead, float("-inf"), (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2)
-    b_o = tl.where(dead[:, None], 0.0, b_o * (p.keep_scale / b_l)[:, None])
+    b_lse = (b_m * LN2 if C.BASE2 else b_m) + tl.log2(b_l) * LN2
+    if p.sinks is None:
+        b_lse = tl.where(dead, float("-inf"), b_lse)
+    else:
+        b_sink = sink_of(i_h, p)
+        b_lse = tl.maximum(b_lse, above_sink(b_sink), propagate_nan=tl.PropagateNan.ALL)
+        b_lse = tl.where(dead, tl.where(i < num_q, b_sink, float("-inf")), b_lse)
+    b_o = tl.where(dead[:, None], 0.0, b_o * (b_scale / b_l)[:, None])
     m_i = i < (num_q if p.cu_queries is not None or (C.PACK_GQA and C.DECODE_APART) else p.num_queries)
     store_rows(at_head(OUT, strides.o, i_b, column(i_h, C)), strides.o, row_q, i, m_i, b_o, C.DV, C.BDV)
     tl.store(at_row_stats(LSE, i_b, i_h, p) + row_q + i, b_lse, mask=m_i)
+
+
+@triton.jit
+def sink_of(i_h, p):
+    """The sink of a row's head, -inf for none: a number, or [BM] where the rows of a tile have different heads. +inf counts as half of the
+    largest number, which in base 2 is one still."""
+    return tl.minimum(tl.load(p.sinks + i_h), 0.5 * FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def above_sink(b_sink):
+    """The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none."""
+    ulp = tl.maximum(tl.abs(b_sink) * 1.1920929e-07, 1.17549435e-38)
+    return tl.where(b_sink == float("-inf"), b_sink, b_sink + ulp)
+
+
+@triton.jit
+def with_sink(b_m, b_l, i_h, p, C: tl.constexpr):
+    """Maximum and sum of each row with its sink as one more term, in the units of scores, and what older sums are multiplied by."""
+    b_sink = sink_of(i_h, p) * LOG2E if C.BASE2 else sink_of(i_h, p)
+    top = tl.maximum(b_m, b_sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    alpha = power(b_m - safe, C)
+    return top, b_l * alpha + power(b_sink - safe, C), alpha
 
 
 @triton.jit

@@ -45,8 +45,6 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if a.sinks is not None:
-        return "the kernels have no sinks yet"
     return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
 
 
