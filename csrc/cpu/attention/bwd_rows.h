@@ -81,7 +81,8 @@ class QueryRows {
         for (int64_t s = 0; s < it.parts; s++)
           for (int64_t r = 0; r < it.block_rows(z, i); r++) it.row_sums[t][s * it.rows + row0 + r] = 0;
     it.extreme[i] = 0;
-    const bool plain = Scores<T>(p, sequence).plain();
+    const Scores<T> scores(p, sequence);
+    const bool plain = scores.plain();
     const int64_t n = it.block(z, i).rows, ld = BackwardTile<T>::padded(n);
     const elem *q = at<elem>(p.q, p.qs), *d_out = at<elem>(g.d_out, g.dos), *out = at<elem>(p.out, p.os);
     const acc *lse = at<acc>(p.lse, p.lse_s), *d_lse = g.d_lse ? at<acc>(g.d_lse, g.d_lse_s) : nullptr;
@@ -89,7 +90,7 @@ class QueryRows {
     uint8_t* live = it.live + row0;
     const acc sink = sink_of<acc>(p, it.h);
     for (int64_t r = 0; r < n; r++) {
-      const Range v = it.seen[row0 + r] = sequence.visible(it.q0 + row0 + r);
+      const Range v = it.seen[row0 + r] = scores.trim(it.h, it.q0 + row0 + r, sequence.visible(it.q0 + row0 + r));
       acc e = lse[r * p.lse_s.l];
       live[r] = !(e <= sink) || (plain && v.size() > 0 && sink == -kInfinity<acc>);
       if (live[r] && e == -kInfinity<acc>) e = acc(__builtin_nan(""));  // every product is -inf: as in the forward

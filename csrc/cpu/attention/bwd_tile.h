@@ -84,7 +84,7 @@ class BackwardTile {
   // was done.
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
            TileTerms<T>* terms) {
-    if (!find_visible(q, k)) return false;
+    if (!find_visible(scores, h, q, k)) return false;
     score_products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
     const bool general = q.extreme || !scores.plain();
@@ -110,12 +110,14 @@ class BackwardTile {
   };
 
   // Columns that each row sees (none: 0, 0), those that a group of kRows rows reads, in whole steps, and those of all groups.
-  bool find_visible(const QueryBlock<T>& q, const KeyBlock<T>& k) {
+  bool find_visible(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
     clo = z.BK, chi = 0, seen = 0;
     for (int64_t r = 0, g = 0; r < q.rows; r += kGroup, g++) {
       int64_t first = z.BK, last = 0;
       for (int64_t i = r; i < min(r + kGroup, q.rows); i++) {
-        const int64_t a = max<int64_t>(q.seen[i].lo - k.k0, 0), e = min(q.seen[i].hi - k.k0, k.n);
+        Range in{max(q.seen[i].lo, k.k0), min(q.seen[i].hi, k.k0 + k.n)};
+        if (in.size() > 0) in = scores.trim(h, q.q0 + i, in);
+        const int64_t a = in.lo - k.k0, e = in.hi - k.k0;
         lo[i] = hi[i] = 0;
         if (a < e) lo[i] = int(a), hi[i] = int(e), first = min(first, a), last = max(last, e);
       }

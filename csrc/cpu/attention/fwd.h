@@ -127,9 +127,7 @@ class Forward {
       const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s), nq = min(block_rows(s), s.Lq - q0);
       local_arena.reset(RowBlock<T>::bytes(f_, nq, ld));
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
-      const Range keys = block.keys();
-      for (int64_t k0 = keys.lo / kPanel<T> * kPanel<T>; k0 < keys.hi; k0 += ld)
-        block.tile({packed_k(u), packed_v(u), 0, padded_keys(s)}, k0, min(ld, keys.hi - k0));
+      block.pieces(0, s.Lk, [&](int64_t k0, int64_t n) { block.tile({packed_k(u), packed_v(u), 0, padded_keys(s)}, k0, n); });
       block.finish();
       return;
     }
@@ -140,17 +138,14 @@ class Forward {
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.rows, ld);
     const int64_t hkv = u.h0 / f_.group;
     packed *K = local_arena.take<packed>(f_.k_units(ld)), *V = local_arena.take<packed>(f_.v_units(ld));
-    const Range keys = block.keys();
-    const int64_t end = min(keys.hi, (i + 1) * u.chunk);
-    for (int64_t k0 = max(keys.lo / kPanel<T> * kPanel<T>, i * u.chunk); k0 < end; k0 += ld) {
-      const int64_t n = min(ld, end - k0);
+    block.pieces(i * u.chunk, (i + 1) * u.chunk, [&](int64_t k0, int64_t n) {
       if (u.heads * s.rows <= kDirectRows) {
         block.direct_tile(hkv, k0, n);
       } else {
         f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V);
         block.tile({K, V, k0, ld}, k0, n);
       }
-    }
+    });
     if (u.splits > 1) block.partial(partials(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));
     else block.finish();
   }

@@ -9,7 +9,8 @@ namespace PT_ISA {
 namespace {
 
 template <template <class> class Op, class... Args>
-void run(const AttentionProblem& p, const Args&... args) {
+void run(AttentionProblem p, const Args&... args) {
+  map_tiles(p);
   switch (p.dtype) {
     case DType::f32: return Op<Float<float>>(p, args...).run();
     case DType::bf16: return Op<Bf16>(p, args...).run();

@@ -16,6 +16,17 @@ struct Dense {
   bool boolean = false;  // true: uint8, nonzero = attend; else added to the score, -inf = invisible
 };
 
+// What a boolean mask says of each tile of 2^row_bits queries x 2^key_bits keys. The strides are of tiles: 0 where they are shared.
+struct TileMap {
+  static constexpr int32_t kNone = -1, kAll = -2, kSome = 0;  // all pairs hidden, all visible; >= 0: some
+  const int32_t* data = nullptr;                              // null: no map
+  Strides stride;
+  int row_bits = 0, key_bits = 0;
+  const uint32_t* bits = nullptr;  // null: pairs stand in the dense mask. Else a tile's state is the place of its bits [queries][keys / 32]
+  const int32_t* at(int64_t b, int64_t h, int64_t i) const { return data + b * stride.b + h * stride.h + (i >> row_bits) * stride.l; }
+  int32_t state(int64_t b, int64_t h, int64_t i, int64_t j) const { return at(b, h, i)[(j >> key_bits) * stride.d]; }
+};
+
 // One gradient of a Dense term, in float (double for f64 problems), contiguous over the term's own broadcast shape:
 // stride 0 where the term was broadcast, so the kernel sums there. Zero-filled by the caller.
 struct DenseGrad {
@@ -36,6 +47,7 @@ struct AttentionProblem {
   Strides lse_s;  // b, h, l
 
   Dense mask, bias;              // each may be absent (data == nullptr); both may be additive
+  TileMap tiles;                 // of a boolean mask: the kernels make it
   const void* slopes;            // (Hq,) float (double for f64) or null: bias -slope * |j - i - offset|
   const void* table;             // (buckets, Hq) float (double for f64), contiguous, or null: T5 relative bias
   const int64_t* bucket_starts;  // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0

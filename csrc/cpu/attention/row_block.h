@@ -76,22 +76,45 @@ class RowBlock {
     started_ = local_arena.take<uint8_t>(padded);
     if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, ld));
     if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(ld)), table_ = local_arena.take<char>(KeepBits::table_bytes(ld));
+    if (p_.tiles.data) live_ = local_arena.take<uint8_t>(live_bytes(s.Lk));
     const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
     for (int64_t g = 0; g < heads; g++)
       copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
     keys_ = {s.Lk, 0};
     for (int64_t r = 0; r < padded; r++) {
       m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
-      seen_[r] = r < rows_ && r % nq < valid ? s.visible(query(r)) : Range{0, 0};
+      seen_[r] = r < rows_ && r % nq < valid ? scores_.trim(h0 + r / nq, query(r), s.visible(query(r))) : Range{0, 0};
       if (seen_[r].size() > 0) keys_ = {min(keys_.lo, seen_[r].lo), max(keys_.hi, seen_[r].hi)};
     }
+    if (live_) mark_live_tiles();
   }
   static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t ld) {
     const int64_t padded = round_up(rows, T::width);
     return Arena::bytes_for<packed>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) +
            3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) +
            Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) + Arena::bytes_for<uint32_t>(KeepBits::words(ld)) +
-           Arena::bytes_for<char>(KeepBits::table_bytes(ld));
+           Arena::bytes_for<char>(KeepBits::table_bytes(ld)) + (f.p.tiles.data ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
+  }
+
+  // f(k0, n): the keys of [from, end) that any row sees, in pieces of up to ld, each from a panel on; without those that the mask hides
+  // from every row by whole tiles.
+  template <class F>
+  INLINE void pieces(int64_t from, int64_t end, const F& f) const {
+    from = max(from, keys_.lo / kPanel<T> * kPanel<T>), end = min(end, keys_.hi);
+    while (from < end) {
+      int64_t stop = min(end, from + ld_);
+      if (live_) {
+        if (!live_[from / kLiveKeys]) {
+          from = (from / kLiveKeys + 1) * kLiveKeys;
+          continue;
+        }
+        int64_t tile = from / kLiveKeys + 1;
+        while (tile * kLiveKeys < stop && live_[tile]) tile++;
+        stop = min(stop, tile * kLiveKeys);
+      }
+      f(from, stop - from);
+      from = stop;
+    }
   }
 
   Range keys() const { return keys_; }  // that any row sees; empty if hi <= lo
@@ -226,6 +249,24 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
+  // In live_, a mark for each kLiveKeys keys of which some row sees a tile.
+  static constexpr int64_t kLiveKeys = 64;
+  static_assert(kLiveKeys % kPanel<T> == 0 && kBlockKeys % kLiveKeys == 0);
+  static int64_t live_bytes(int64_t keys) { return ceil_div(keys, kLiveKeys) + 1; }
+  void mark_live_tiles() {
+    for (int64_t c = 0; c < live_bytes(s_.Lk); c++) live_[c] = 0;
+    for (int64_t r = 0; r < rows_;) {  // rows of the same tiles at once
+      const MaskRow<A> row(p_, s_.b, h0_ + r / nq_, query(r));
+      Range seen{s_.Lk, 0};
+      for (const int32_t* tiles = row.tiles(); r < rows_ && p_.tiles.at(s_.b, h0_ + r / nq_, query(r)) == tiles; r++)
+        if (seen_[r].size() > 0) seen = {min(seen.lo, seen_[r].lo), max(seen.hi, seen_[r].hi)};
+      for (int64_t j = seen.lo; j < seen.hi; j = row.tile_end(j)) {
+        if (row.tile(j) == TileMap::kNone) continue;
+        for (int64_t c = j / kLiveKeys; c * kLiveKeys < min(seen.hi, row.tile_end(j)); c++) live_[c] = 1;
+      }
+    }
+  }
+
   // Which keys of the tile each group of kRows rows works on: from the first to the last that one of its rows sees, widened to vectors at
   // the front. False: none at all.
   bool reach(int64_t k0, int64_t n) {
@@ -233,7 +274,9 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r += kRows<T>) {
       Range g{n, 0};
       for (int64_t i = r; i < min<int64_t>(r + kRows<T>, rows_); i++) {
-        const Range s{max(seen_[i].lo - k0, int64_t(0)), min(seen_[i].hi - k0, n)};
+        Range s{max(seen_[i].lo, k0), min(seen_[i].hi, k0 + n)};
+        if (s.size() > 0) s = scores_.trim(h0_ + i / nq_, query(i), s);
+        s = {s.lo - k0, s.hi - k0};
         if (s.size() > 0) g = {min(g.lo, s.lo), max(g.hi, s.hi)};
       }
       g = g.size() > 0 ? Range{g.lo / (2 * T::width) * (2 * T::width), g.hi} : Range{0, 0};
@@ -362,7 +405,8 @@ class RowBlock {
   A *S_, *O_, *m_, *l_, *alpha_, *diagonals_ = nullptr;
   opnd* P_;
   Range *seen_, *reach_, keys_;
-  uint8_t* started_;  // per first row of a group: O holds something
+  uint8_t* started_;         // per first row of a group: O holds something
+  uint8_t* live_ = nullptr;  // where a boolean mask has tiles; see mark_live_tiles()
   KeepBits bits_;
   uint32_t* keep_ = nullptr;
   char* table_ = nullptr;

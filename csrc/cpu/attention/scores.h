@@ -3,12 +3,13 @@
 //
 //   Sequence   (sequence.h) the visible keys of a query as one interval [lo, hi)
 //   DenseRow   (dense.h) one dense mask or bias, seen from one row
+//   MaskRow    (tiles.h) the boolean mask, seen from one row: by tiles, and by pairs where a tile hides some
 //   Scores     everything an interval cannot say: dense masks and biases, unsorted segments, ALiBi, T5, softcap
 //
 // Rows are queries and lanes are keys, forward and backward. All indices here are local; starts enter inside.
 #pragma once
 
-#include "cpu/attention/dense.h"
+#include "cpu/attention/live_keys.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -43,14 +44,18 @@ class Scores {
 
   // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
   bool plain() const {
-    return !p_.mask.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 && !s_.unsorted_segments();
+    return !p_.mask.data && !p_.tiles.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 &&
+           !s_.unsorted_segments();
   }
 
   // Called between products: a tile reads a short piece of each row of a dense term, in which the hardware sees no stream.
   INLINE void fetch(int64_t h, int64_t i, int64_t k0, int64_t n) const {
-    if (p_.mask.stride.l) DenseRow<A>(p_.mask, s_.b, h, i).fetch(k0, n);
+    if (p_.mask.stride.l && (!p_.tiles.data || p_.tiles.state(s_.b, h, i, k0) >= 0)) DenseRow<A>(p_.mask, s_.b, h, i).fetch(k0, n);
     if (p_.bias.stride.l) DenseRow<A>(p_.bias, s_.b, h, i).fetch(k0, n);
   }
+
+  // Of the keys `range` of query i, those between the first and the last tile in which the mask shows a pair.
+  INLINE Range trim(int64_t h, int64_t i, Range range) const { return p_.tiles.data ? MaskRow<A>(p_, s_.b, h, i).trim(range) : range; }
 
   // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
   // nq + nk values; to be passed to row() with the same i0 + nq and k0. The bucket moves with the distance, so this is one walk.
@@ -90,13 +95,14 @@ class Scores {
 
   // One pass a term: a loop that only adds is several times faster than one that asks at each step which terms there are.
   vec chunk(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope) const {
-    const DenseRow<A> terms[] = {DenseRow<A>(p_.mask, s_.b, h, i), DenseRow<A>(p_.bias, s_.b, h, i)};
+    const DenseRow<A> terms[] = {DenseRow<A>(p_.tiles.data ? Dense{} : p_.mask, s_.b, h, i), DenseRow<A>(p_.bias, s_.b, h, i)};
     const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>);
     mask visible[kSteps];
     for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] = mask_range<vec>(seen.lo - k0 - j, min(seen.hi - k0, n) - j);
     if (s_.unsorted_segments())
       for (int64_t j = 0; j < n; j += T::width)
         visible[j / T::width] &= same_segment(s_.query_segments()[i], s_.key_segments() + k0 + j, n - j);
+    const bool hides = p_.tiles.data && hide(h, i, k0, n, visible);
 
     vec scale = set1<vec>(A(p_.scale));  // not yet applied to s
     if (p_.softcap != 0) {
@@ -113,9 +119,7 @@ class Scores {
     const int last = p_.slopes || diagonal ? -1 : terms[1].additive() ? 1 : terms[0].additive() ? 0 : -1;
     for (int t = 0; t < 2; t++) {
       const DenseRow<A>& term = terms[t];
-      if (term.present() && term.boolean()) {
-        for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= term.bits(k0 + j, n - j);
-      } else if (term.present() && t != last) {
+      if (term.present() && t != last) {
         term.each(k0, n, [&](int64_t j, vec x) {
           visible[j / T::width] &= to_mask(x != minus_inf);
           store(s + j, sum(load(s + j), scale, x));
@@ -144,7 +148,7 @@ class Scores {
     if (last >= 0) {
       const auto one = [&](int64_t j, vec x) { finish(j, visible[j / T::width] & to_mask(x != minus_inf), sum(load(s + j), scale, x)); };
       int64_t done = 0;
-      if (seen.lo <= k0 && seen.hi >= k0 + n && !s_.unsorted_segments() && !(terms[0].present() && terms[0].boolean())) {
+      if (seen.lo <= k0 && seen.hi >= k0 + n && !s_.unsorted_segments() && !hides) {
         // All of it visible, as far as the term's values are finite: while they are, a few vectors at a time need one look.
         vec row_maxima[DenseRow<A>::kFour] = {minus_inf, minus_inf, minus_inf, minus_inf};
         done = terms[last].fours(k0, n, [&](int64_t j, const vec* x) {
@@ -165,6 +169,23 @@ class Scores {
       for (int64_t j = 0; j < n; j += T::width) finish(j, visible[j / T::width], vmax(lowest, vec(load(s + j) * scale)));
     }
     return row_max;
+  }
+
+  // Takes from visible[] what the boolean mask hides of keys k0 .. k0 + n - 1. False: nothing.
+  bool hide(int64_t h, int64_t i, int64_t k0, int64_t n, mask* visible) const {
+    const MaskRow<A> row(p_, s_.b, h, i);
+    bool hides = false;
+    for (int64_t j = 0; j < n;) {
+      const int64_t end = min(n, row.tile_end(k0 + j) - k0);
+      const int32_t tile = row.tile(k0 + j);
+      hides |= tile != TileMap::kAll;
+      if (tile >= 0)
+        for (; j < end; j += T::width) visible[j / T::width] &= row.bits(k0 + j, n - j);
+      else if (tile == TileMap::kNone)
+        for (; j < end; j += T::width) visible[j / T::width] = 0;
+      j = end;
+    }
+    return hides;
   }
 
   // s * scale + t, saturated at the largest finite numbers, but NaN where s or t is not finite.

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which keys no query may see: they are packed as zeros, so that what they hold reaches nothing.
+#pragma once
+
+#include "cpu/attention/tiles.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// False if some lane of a row of d elements is infinite or NaN.
+template <class T>
+bool finite_row(const typename T::elem* row, int64_t d) {
+  using vec = typename T::vec;
+  vec zeros{};
+  for (int64_t c = 0; c < d; c += T::width) zeros = fma(T::load(row + c, d - c), vec{}, zeros);
+  return to_mask(zeros == vec{}) == mask_n<vec>(T::width);
+}
+
+// Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key. Packing reads such rows as zero, so that what
+// they hold reaches nothing. The intervals and terms that do not depend on the query tell it at once; where terms or segments do depend
+// on it, pairs are looked at only for keys whose K or V is not finite, since for the others zero weights do as well. False: all live,
+// live not written.
+template <class T>
+bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
+  using A = typename T::acc;
+  const Range seen = s.keys();
+  const auto by_key = [](const Dense& d) { return d.data && d.stride.l == 0; };
+  const auto by_pair = [](const Dense& d) { return d.data && d.stride.l != 0; };
+  const bool pairs = by_pair(p.mask) || by_pair(p.bias) || p.tiles.bits || s.query_segments();
+  if (!by_key(p.mask) && !by_key(p.bias) && !pairs && seen.lo <= k0 && seen.hi >= k0 + n) return false;
+  for (int64_t j = 0; j < n; j++) live[j] = 0;
+  if (s.rows == 0) return true;
+  const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h || p.bias.stride.h || p.tiles.stride.h ? group : 1;
+  const Range keys{max<int64_t>(0, seen.lo - k0), min(n, seen.hi - k0)};
+  for (int64_t h = hkv * group; h < hkv * group + differing; h++) {
+    const DenseRow<A> mask_row(by_key(p.mask) ? p.mask : Dense{}, s.b, h, 0), bias_row(by_key(p.bias) ? p.bias : Dense{}, s.b, h, 0);
+    for (int64_t j = keys.lo; j < keys.hi; j++) live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
+  }
+  const auto at = [&](const void* base, const Strides& x, int64_t j) {
+    return static_cast<const typename T::elem*>(base) + s.b * x.b + hkv * x.h + (s.k_first + j) * x.l;
+  };
+  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
+    const Range r = s.visible(i);
+    return j >= r.lo && j < r.hi && (!s.unsorted_segments() || s.query_segments()[i] == s.key_segments()[j]) &&
+           (p.tiles.data ? MaskRow<A>(p, s.b, h, i).visible(j) : DenseRow<A>(p.mask, s.b, h, i).visible(j)) &&
+           DenseRow<A>(p.bias, s.b, h, i).visible(j);
+  };
+  for (int64_t j = keys.lo; pairs && j < keys.hi; j++) {
+    if (!live[j] || (finite_row<T>(at(p.k, p.ks, k0 + j), p.D) && finite_row<T>(at(p.v, p.vs, k0 + j), p.Dv))) continue;
+    live[j] = 0;
+    for (int64_t x = 0; !live[j] && x < differing * s.rows; x++) live[j] = sees(hkv * group + x / s.rows, x % s.rows, k0 + j);
+  }
+  return true;
+}
+
+}  // namespace PT_ISA
+}  // namespace pt

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The boolean mask by tiles: which of them hide all of their pairs, none, or some. Kernels skip the first kind, do not look at the mask in
+// the second, and read it in the third alone.
+//
+//   map_tiles()  makes the map of a dense mask: one pass over the mask, at the strides it has
+//   MaskRow      the mask, whatever its source of bits, seen from one query
+#pragma once
+
+#include "cpu/attention/dense.h"
+#include "cpu/core/arena.h"
+#include "cpu/core/parallel.h"
+
+namespace pt {
+namespace PT_ISA {
+
+inline thread_local Arena tiles_arena;  // of the calling thread: the map
+
+// 16 queries: a pass over them costs 3 instructions for 64 pairs beside reading the mask, and a band of keys is followed within 16.
+constexpr int kMapRowBits = 4, kMapKeyBits = 6;
+typedef uint8_t vbytes __attribute__((vector_size(kVecBytes), may_alias, aligned(1)));
+
+// What the mask says of `rows` rows of n <= 64 neighbouring bytes. A tile that hides some pairs is mostly known by its first row: of a mask
+// of such tiles a 16th is read.
+INLINE int32_t tile_state(const uint8_t* p, int64_t row, int64_t rows, int64_t n) {
+  bool any = false, all = true;
+  if (n == 64) {
+    constexpr int vectors = 64 / kVecBytes;
+    constexpr uint64_t ones = 0x0101010101010101;
+    vbytes some[vectors] = {}, least[vectors];
+    UNROLL for (int v = 0; v < vectors; v++) least[v] = ~vbytes{};
+    for (int64_t i = 0, end = 1; i < rows && (all || !any); end = rows) {
+      for (; i < min(end, rows); i++) UNROLL for (int v = 0; v < vectors; v++) {
+          const vbytes x = *reinterpret_cast<const vbytes*>(p + i * row + v * kVecBytes);
+          some[v] |= x, least[v] = x < least[v] ? x : least[v];
+        }
+      uint64_t words[2][8];
+      __builtin_memcpy(words[0], some, 64), __builtin_memcpy(words[1], least, 64);
+      for (int w = 0; w < 8; w++) any |= words[0][w] != 0, all &= ((words[1][w] - ones) & ~words[1][w] & (ones << 7)) == 0;  // no zero byte
+    }
+  } else {
+    for (int64_t i = 0; i < rows && (all || !any); i++)
+      for (int64_t j = 0; j < n; j++) any |= p[i * row + j] != 0, all &= p[i * row + j] != 0;
+  }
+  return all ? TileMap::kAll : any ? TileMap::kSome : TileMap::kNone;
+}
+INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t rows, int64_t n) {
+  bool any = false, all = true;
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < n; j++) any |= p[i * row + j * key] != 0, all &= p[i * row + j * key] != 0;
+  return all ? TileMap::kAll : any ? TileMap::kSome : TileMap::kNone;
+}
+
+// Fills in p.tiles for a dense boolean mask, in tiles_arena. Of a tile without a pair that intervals (causality, window, lengths) leave
+// visible nothing is said, and nothing is read.
+inline void map_tiles(AttentionProblem& p) {
+  if (!p.mask.data || !p.mask.boolean) return;
+  const Strides& m = p.mask.stride;
+  const int64_t rows = m.l ? p.Lq : 1, keys = m.d ? p.Lk : 1;  // those that the mask tells apart
+  const int64_t down = ceil_div(rows, int64_t(1) << kMapRowBits), across = ceil_div(keys, int64_t(1) << kMapKeyBits);
+  const int64_t heads = m.h ? p.Hq : 1, batch = m.b ? p.B : 1;
+  tiles_arena.reset(Arena::bytes_for<int32_t>(batch * heads * down * across));
+  int32_t* const tiles = tiles_arena.take<int32_t>(batch * heads * down * across);
+  p.tiles.data = tiles, p.tiles.row_bits = kMapRowBits, p.tiles.key_bits = kMapKeyBits;
+  p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0, m.d ? 1 : 0};
+
+  AttentionProblem bare = p;  // intervals alone
+  bare.query_segments = bare.key_segments = nullptr;
+  const auto one_row = [&](int64_t t) {
+    const int64_t r = t % down, h = t / down % heads, b = t / down / heads;
+    const int64_t first = r << kMapRowBits, n = min(rows - first, int64_t(1) << kMapRowBits);
+    Range seen{p.Lk, 0};
+    for (int64_t e = m.b ? b : 0; e < (m.b ? b + 1 : p.B); e++) {  // every sequence that reads this row of the map
+      const Sequence s(bare, e);
+      const int64_t last = min(m.l ? first + n : s.rows, s.rows) - 1;
+      if (last >= first) seen = {min(seen.lo, s.visible(first).lo), max(seen.hi, s.visible(last).hi)};  // both ends rise
+    }
+    const auto* at = static_cast<const uint8_t*>(p.mask.data) + b * m.b + h * m.h + first * m.l;
+    int32_t* out = tiles + t * across;
+    for (int64_t c = 0; c < across; c++) {
+      const int64_t j = c << kMapKeyBits, some = min(keys - j, int64_t(1) << kMapKeyBits);
+      if (seen.size() <= 0 || (m.d && (j >= seen.hi || j + some <= seen.lo))) out[c] = TileMap::kNone;
+      else out[c] = m.d == 1 ? tile_state(at + j, m.l, n, some) : strided_state(at + j * m.d, m.l, m.d, n, some);
+    }
+  };
+  const int64_t all = batch * heads * down, together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
+  for_each_task(ceil_div(all, together), p.threads, [&](int64_t task) {
+    for (int64_t t = task * together; t < min(all, (task + 1) * together); t++) one_row(t);
+  });
+}
+
+// The boolean mask seen from one query; p.tiles.data is not null.
+template <class A>
+class MaskRow {
+ public:
+  MaskRow(const AttentionProblem& p, int64_t b, int64_t h, int64_t i)
+      : dense_(p.tiles.bits ? Dense{} : p.mask, b, h, i), tiles_(p.tiles.at(b, h, i)), step_(p.tiles.stride.d),
+        key_bits_(p.tiles.key_bits) {
+    if (p.tiles.bits)
+      bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
+  }
+  const int32_t* tiles() const { return tiles_; }
+  int32_t tile(int64_t j) const { return tiles_[(j >> key_bits_) * step_]; }
+  int64_t tile_end(int64_t j) const { return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX; }
+  // What is left of a range without the tiles at its ends that hide everything; empty as {x, x}.
+  Range trim(Range r) const {
+    while (r.lo < r.hi && tile(r.lo) == TileMap::kNone) r.lo = min(r.hi, tile_end(r.lo));
+    while (r.lo < r.hi && tile(r.hi - 1) == TileMap::kNone) r.hi = max(r.lo, ((r.hi - 1) >> key_bits_) << key_bits_);
+    return r;
+  }
+  // Keys j .. j + n - 1 of a tile that hides some pairs; with bits, j is a multiple of the lanes.
+  INLINE mask bits(int64_t j, int64_t n) const {
+    if (!bits_) return dense_.bits(j, n);
+    const int64_t k = j & ((int64_t(1) << key_bits_) - 1);
+    return mask(bits_[tile(j) * tile_words_ + (k >> 5)] >> (k & 31));
+  }
+  bool visible(int64_t j) const {
+    const int32_t t = tile(j);
+    return t == TileMap::kAll || (t != TileMap::kNone && (bits(j, 1) & 1));
+  }
+
+ private:
+  int64_t words() const { return (int64_t(1) << key_bits_) / 32; }
+  const DenseRow<A> dense_;
+  const int32_t* tiles_;
+  const uint32_t* bits_ = nullptr;
+  int64_t step_, tile_words_ = 0;
+  int key_bits_;
+};
+
+}  // namespace PT_ISA
+}  // namespace pt
