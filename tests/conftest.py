@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if seed := config.getoption("--torch-seed"):
+        os.environ["PYTRANSFORMER_TEST_SEED"] = str(seed)  # which tests' own processes read
         shift_seeds(seed)
 
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import torch
 
 from pytransformer.testing.cases import case
@@ -33,3 +37,17 @@ def test_a_shift_changes_every_seed_and_keeps_equal_ones_equal(request) -> None:
         assert all(map(torch.equal, runs[0], drawn())), "undone"
     finally:
         shift_seeds(set_by_option)
+
+
+def test_a_process_of_a_test_draws_as_the_test(monkeypatch) -> None:
+    print_drawn = "import pytransformer.testing, torch; torch.manual_seed(3); print(torch.randn(1).item())"
+    set_by_option = os.environ.get("PYTRANSFORMER_TEST_SEED", "0")
+    try:
+        for shift in (0, 2):
+            shift_seeds(shift)
+            monkeypatch.setenv("PYTRANSFORMER_TEST_SEED", str(shift))
+            there = subprocess.check_output([sys.executable, "-c", print_drawn], text=True)
+            torch.manual_seed(3)
+            assert float(there) == torch.randn(1).item()
+    finally:
+        shift_seeds(int(set_by_option))

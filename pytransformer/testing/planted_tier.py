@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that is broken in one of the ways a GPU may show, imitated on the CPU: for the tests of verdicts, in their process and in the
-worker's."""
+"""A tier that is broken in one of the ways a GPU may show: for the tests of verdicts, in their process and in the worker's.
+
+``planted`` has a stand-in for the tier, which fails before its kernel as well as in it. ``checked_apart`` leaves the tier as it is, for
+faults in its own kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ import dataclasses
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from ..ops._core import checking, verdicts
+import pytransformer as pt
+
+from ..ops._core import checking, lane, verdicts
 from ..ops._core import registry as _registry
 from ..ops._core.registry import Backend
+from .hugging_face import distance, model_distance_limit
 
 TIER = "triton"  # guarded: it needs a verdict wherever it is
 
@@ -74,28 +81,54 @@ def plant(fault: str) -> None:
 @contextlib.contextmanager
 def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[list[str]]:
     """Here and in the workers, with verdicts kept in ``folder``. Here the faulty tier must not run: yields what did run of it."""
-    op, ran = _registry.OPS["attention"], []
-    saved = op.backends
+    ran: list[str] = []
+    cpu = _registry.OPS["attention"].backends["cpu"]
 
     def forward(a: Any) -> Any:
         ran.append("forward")
-        return saved["cpu"].forward(a)
+        return cpu.forward(a)
 
-    with pytest.MonkeyPatch.context() as patch:
+    preamble = f"from pytransformer.testing.planted_tier import plant; plant({fault!r})"
+    with checked_apart(dataclasses.replace(cpu, name=TIER, forward=forward, infer=None), preamble, folder, seconds=seconds):
+        yield ran
+
+
+@contextlib.contextmanager
+def checked_apart(tier: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
+    """The guarded tier comes first for attention, as if it were at home on the CPU, which the C++ lane does not ask about. What checks it
+    runs ``preamble`` first and has ``seconds``; verdicts are kept in ``folder``."""
+    op = _registry.OPS["attention"]
+    saved = op.backends
+    with pytest.MonkeyPatch.context() as patch, lane.off():
         patch.setenv("PYTRANSFORMER_CACHE", str(folder))
         patch.setenv("PYTRANSFORMER_VERIFY", "first")
-        patch.setattr(checking, "PREAMBLE", f"from pytransformer.testing.planted_tier import plant; plant({fault!r})")
+        patch.setattr(checking, "PREAMBLE", preamble)
         patch.setattr(verdicts, "FIRST_SECONDS", seconds)
-        patch.setitem(_registry.HOME, TIER, "cpu")
-        op.backends = {TIER: dataclasses.replace(saved["cpu"], name=TIER, forward=forward, infer=None)} | {
-            n: b for n, b in saved.items() if n != TIER
-        }
+        patch.setitem(_registry.HOME, tier.name, "cpu")
+        op.backends = {tier.name: tier} | {n: b for n, b in saved.items() if n != tier.name}
         verdicts.forget()
         try:
-            yield ran
+            yield
         finally:
             op.backends = saved
             verdicts.forget()
+
+
+def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], tier: str, says: str) -> None:
+    """The way twice, by a tier that a check finds broken: right by the backend cpu, and told once with what was found."""
+    with warnings.catch_warnings(record=True) as told, _registry.trace() as by:
+        warnings.simplefilter("always")
+        results = [way(), way()]
+    reasons = {f.reason for f in pt.fallbacks()}
+    pt.clear_fallbacks()
+    assert tier not in {backend for _, backend in by}, f"ran on the broken tier: {by}"
+    for got in results:
+        for mine, theirs in zip(got, want, strict=True):
+            assert distance(mine, theirs) < model_distance_limit(torch.float32)
+    messages = [str(w.message) for w in told if tier in str(w.message)]
+    assert len(messages) == 1 and "runs on the backend cpu" in messages[0], messages
+    assert says in messages[0] and verdicts.VERDICT in messages[0], messages
+    assert len(reasons) == 1
 
 
 def inputs() -> list[torch.Tensor]:

@@ -16,8 +16,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core import checking, lane, verdict_file, verdicts
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.hugging_face import distance, model_distance_limit
-from pytransformer.testing.planted_tier import FAULTS, TIER, inputs, planted
+from pytransformer.testing.planted_tier import FAULTS, TIER, check_told_once, inputs, planted
 from pytransformer.testing.way_down import WAYS
 
 pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]
@@ -29,20 +28,9 @@ def test_a_broken_tier_is_found_first_and_told_once(fault: str, tmp_path: Path, 
     """By every way: a right result, and one message with what was found. The worker's signal or silence does not reach us."""
     want = {name: way() for name, way in WAYS.items()}
     for name, way in WAYS.items():
-        with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran, trace() as by:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                results = [way(), way()]
-            reasons = {f.reason for f in pt.fallbacks()}
-        pt.clear_fallbacks()
-        assert not ran and (TIER not in {backend for _, backend in by}), f"{name} ran on the broken tier"
-        for got in results:
-            for mine, theirs in zip(got, want[name], strict=True):
-                assert distance(mine, theirs) < model_distance_limit(torch.float32)
-        messages = [str(w.message) for w in told if TIER in str(w.message)]
-        assert len(messages) == 1 and "runs on the backend cpu" in messages[0], messages
-        assert FAULTS[fault][1] in messages[0] and "verify: " in messages[0], messages
-        assert len(reasons) == 1
+        with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran:
+            check_told_once(way, want[name], TIER, FAULTS[fault][1])
+        assert not ran, f"{name} ran on the broken tier"
     assert list(tmp_path.glob("verdict-*.json"))
     assert "in a process of its own, once" in capfd.readouterr().err
 
