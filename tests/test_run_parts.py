@@ -120,15 +120,14 @@ def test_an_instruction_set_that_cannot_run_is_skipped_with_the_reason(run_parts
 
 def test_the_settings_cover_every_value(run_parts, monkeypatch) -> None:
     """Each instruction set of the sources once, and PyTorch's two with one thread and with two; three seeds that are not the default's."""
-    settings = [dict(part.environment) for part in run_parts.SETTINGS]
+    parts = importlib.import_module("parts")
+    settings = [dict(part.environment) for part in parts.SETTINGS]
     monkeypatch.syspath_prepend(str(run_parts.ROOT / "csrc"))
     assert [s[run_parts.ISA_VARIABLE] for s in settings] == [isa.name for isa in importlib.import_module("toolchain").ISAS]
-    assert {(s["ATEN_CPU_CAPABILITY"], s["OMP_NUM_THREADS"]) for s in settings} == {
-        (i, t) for i in run_parts.HELD for t in "12"
-    }
-    seeds = {option for part in run_parts.SETTINGS for option in part.options if option.startswith("--torch-seed=")}
+    assert {(s["ATEN_CPU_CAPABILITY"], s["OMP_NUM_THREADS"]) for s in settings} == {(i, t) for i in parts.HELD for t in "12"}
+    seeds = {option for part in parts.SETTINGS for option in part.options if option.startswith("--torch-seed=")}
     assert len(seeds - {"--torch-seed=0"}) >= 3
-    result = run_parts.Result(run_parts.SETTINGS[0], 1.0, None, 5)
+    result = run_parts.Result(parts.SETTINGS[0], 1.0, None, 5)
     line = run_parts.recorded(f"{run_parts.START}\n{run_parts.END}", [result], True, "a", "b")
     assert "| ok | no | a | b |" in line, "slow tests are left out"
 

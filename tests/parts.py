@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the test run, what belongs to each, and what each needs. run_parts.py runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+REST = "cpu"  # every file and folder that no other part names
+NO_SLOW = "not gpu and not slow"  # pytest's markers; of two -m the last holds
+
+
+class Part(NamedTuple):
+    name: str
+    title: str
+    minutes: float  # on two cores of the machine that NOMINAL speaks of
+    folders: tuple[str, ...] = ()  # of tests/; patterns in the parts of --full
+    environment: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()  # of pytest
+    needs: str = ""  # an environment variable: a folder whose packages come before the installed ones; without it: skipped
+    jobs: int = 1  # processes that compute at once
+
+
+INSTALL = Part("install", "install and CPU build", 5, jobs=2)
+CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
+BUILDS = (INSTALL, CUDA_BUILD)
+INTERPRETED = (("TRITON_INTERPRET", "1"),)
+PARTS = (
+    Part(REST, "reference and cpu", 6),
+    Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
+    Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
+    Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
+    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
+    Part("commands", "commands and benchmarks", 3, ("cli",)),
+)
+# Run again in another way; of what --full does whole.
+WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
+SAMPLES = (
+    Part(
+        "lane-off",
+        "a sample of the ops without the C++ lane",
+        1.5,
+        ("ops/test_[acfl]*.py",),
+        WITHOUT_LANE,
+        ("-k", "cpu and not fuzz"),
+    ),
+)
+# Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
+OPS = ("ops", "test_fuzz*.py")
+ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
+NO_REFERENCE = ("-k", "not reference")  # which has no instruction sets
+SANITIZE, BENCH = "sanitize", "bench"
+NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
+# Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
+# A covering array of strength 1, and of 2 in (PyTorch's set, threads). Planted faults and slow tests are of the parts above.
+ROUNDED = ("ops", "nn", "models", "integrations", "training", "regressions", "cpu/test_attention*.py", "test_fuzz*.py")
+HELD = {
+    "avx2": (("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")),
+    "avx512": (
+        ("ATEN_CPU_CAPABILITY", "avx512"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX512"),
+    ),
+}
+
+
+def setting(isa: str, torch_isa: str, threads: int, seed: int) -> Part:
+    environment = ((ISA_VARIABLE, isa), *HELD[torch_isa], ("OMP_NUM_THREADS", str(threads)))
+    seeds = (f"--torch-seed={seed}", f"--fuzz-seed={seed}", "--fuzz-cases=300")
+    title = f"setting {isa}, PyTorch {torch_isa}, threads {threads}, seed {seed}"
+    return Part(f"settings-{isa}", title, 0, ROUNDED, environment, ("-m", NO_SLOW, *seeds))
+
+
+SETTINGS = (
+    setting("amx_bf16", "avx512", 2, 4),
+    setting("avx512_bf16", "avx512", 1, 1),
+    setting("avx512", "avx2", 2, 2),
+    setting("avx2", "avx2", 1, 3),
+    setting("generic", "avx512", 2, 1),
+)
+FULL_PARTS = (
+    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, ((ISA_VARIABLE, isa),), NO_REFERENCE) for isa in ISAS),
+    *SETTINGS,
+    Part("python-lane", "ops without the C++ lane", 0, ("ops",), WITHOUT_LANE, ("-k", "cpu or not reference")),
+    Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
+    Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
+    Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
+    Part("triton-3.9", "triton 3.9", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_9"),
+    Part("peers", "timm and diffusers", 0, ("integrations/test_other_libraries.py",), needs="PYTRANSFORMER_TEST_PEERS"),
+    Part(BENCH, "the benchmark suite", 0),
+)
