@@ -98,6 +98,12 @@ FEATURES: dict[str, Any] = {
     "shared_bias": lambda: {"bias": torch.randn(1, 1, 257, 389), "softcap": 2.0},
     "bias_of_heads": lambda: {"bias": torch.randn(1, 4, 257, 389), "attn_mask": torch.randn(2, 1, 257, 1)},
     "bias_of_keys": lambda: {"bias": torch.randn(1, 4, 1, 389), "attn_mask": torch.randn(1, 1, 1, 1)},
+    "sinks": lambda: {
+        "sinks": torch.tensor([0.0, -torch.inf, 30.0, -2.0]),
+        "causal": "bottom_right",
+        "query_lengths": torch.tensor([257, 199]),
+        "key_lengths": torch.tensor([300, 30]),
+    },
     "alibi": lambda: {"bias": pt.AlibiBias(torch.rand(4) / 8), "causal": "bottom_right"},
     "t5": lambda: {"bias": pt.RelativePositionBias(torch.randn(32, 4), True, 128)},
     "t5_causal": lambda: {
@@ -117,13 +123,13 @@ def test_gradients(dtype: torch.dtype, feature: str) -> None:
     check(t, torch.randn(2, 4, 257, dtype=work), **FEATURES[feature]())
 
 
-@pytest.mark.parametrize("feature", ["plain", "dropout", "t5"])
+@pytest.mark.parametrize("feature", ["plain", "dropout", "t5", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set(isa: str, dtype: torch.dtype, feature: str) -> None:
     check(draw((2, 4, 2, 257, 389, 72, 72), dtype), **FEATURES[feature]())
 
 
-@pytest.mark.parametrize("feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5"])
+@pytest.mark.parametrize("feature", ["plain", "shared_bias", "bias_of_heads", "alibi", "t5", "sinks"])
 def test_threads_change_nothing(feature: str) -> None:
     t, keywords = draw((2, 4, 2, 257, 389, 40, 24), torch.bfloat16), FEATURES[feature]()
     threads = torch.get_num_threads()
@@ -159,13 +165,15 @@ def test_more_than_one_phase() -> None:
     check(draw((1, 20, 1, 300, 300, 512, 512), torch.float32), causal="top_left", bias=torch.randn(1, 1, 300, 300))
 
 
-@pytest.mark.parametrize("wanted", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "bias", "sinks"])
 def test_one_gradient_alone_is_the_same(wanted: str) -> None:
-    t, bias = draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16), torch.randn(2, 1, 130, 200)
-    every = gradients(t, bias=bias)
-    inputs = {"query": t["query"], "key": t["key"], "value": t["value"], "bias": bias.detach()}
+    t, bias, sinks = draw((2, 4, 2, 130, 200, 40, 24), torch.bfloat16), torch.randn(2, 1, 130, 200), torch.randn(4)
+    every = gradients(t, bias=bias, sinks=sinks)
+    inputs = {"query": t["query"], "key": t["key"], "value": t["value"], "bias": bias.detach(), "sinks": sinks}
     inputs[wanted] = inputs[wanted].detach().requires_grad_()
-    out = pt.attention(inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"], backend="cpu")
+    out = pt.attention(
+        inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"], sinks=inputs["sinks"], backend="cpu"
+    )
     assert torch.equal(torch.autograd.grad(out, inputs[wanted], t["grad_out"])[0], every[wanted])
 
 

@@ -108,6 +108,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "mask": dict(attn_mask=torch.rand(131, 545) < 0.3, scale=-0.2),
     "float mask": dict(attn_mask=torch.randn(2, 1, 131, 1), bias=torch.randn(1, 2, 1, 545).bfloat16()),
     "alibi": dict(bias=pt.AlibiBias(torch.tensor([0.5, 0.02])), causal="bottom_right"),
+    "sinks": dict(sinks=torch.tensor([6.0, -torch.inf]), key_lengths=torch.tensor([541, 17]), causal="bottom_right"),
     "t5": dict(bias=pt.RelativePositionBias(torch.randn(32, 2), True, 128), window=(300, 300)),
     "one-sided t5": dict(bias=pt.RelativePositionBias(torch.randn(16, 2), False, 64), attn_mask=torch.rand(131, 545) < 0.7),
     "dropout": dict(dropout_p=0.3, dropout_seed=-12345678901, window=(None, 200)),

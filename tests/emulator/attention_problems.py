@@ -100,6 +100,17 @@ PROBLEMS = (
         lambda n: {"attn_mask": n(1, 1, 1, 1), "bias": alibi(n, 2), "causal": "top_left", "softcap": 5.0},
     ),
     Problem(
+        "sinks", BF16, (1, 2, 1, 70, 150, 64, 64),
+        lambda n: {"sinks": torch.tensor([1.5, 20.0]), "causal": "bottom_right", "window": (100, None)},
+    ),
+    Problem(
+        "sinks alone, finfo.min", F32, (2, 3, 1, 40, 60, 24, 24),
+        lambda n: {"attn_mask": n(40, 60).masked_fill(torch.arange(40)[:, None] % 9 == 2, -torch.inf).masked_fill(
+                       torch.arange(40)[:, None] % 9 == 4, torch.finfo(F32).min),
+                   "sinks": torch.tensor([torch.finfo(F32).min, -torch.inf, 3.0]), "key_lengths": torch.tensor([60, 5]),
+                   "query_lengths": torch.tensor([33, 40]), "dropout_p": 0.2, "dropout_seed": 3},
+    ),
+    Problem(
         "rows that see nothing, finfo.min", F16, (1, 1, 1, 40, 40, 32, 32),
         lambda n: {"attn_mask": torch.full((40, 40), -torch.inf).masked_fill((n(40, 40) > 0) & (torch.arange(40) != 7)[:, None],
                                                                              torch.finfo(F32).min),

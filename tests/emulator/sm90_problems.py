@@ -71,6 +71,12 @@ UNLIKE = (
 )  # fmt: skip
 # With terms: tiles of 96, 64 or 48 in backward, in pieces of 16. T5's tables have distances that some tiles are wholly beyond, or none.
 TERMS = (
+    Problem("sinks", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"sinks": torch.tensor([1.5, 20.0]), "causal": "bottom_right"}),
+    Problem(
+        "sinks, wide", F16, (2, 2, 2, 70, 150, 128, 256),
+        lambda n: {"sinks": torch.tensor([-2.0, -torch.inf]), "causal": "bottom_right", "query_lengths": integers(70, 50),
+                   "key_lengths": integers(150, 20)},
+    ),
     Problem("softcap", BF16, (1, 2, 1, 140, 200, 64, 64), lambda n: {"softcap": 3.0, "scale": -0.3}),
     Problem("ALiBi", BF16, (1, 2, 1, 130, 260, 128, 128), lambda n: {"causal": "bottom_right", "bias": alibi(n, 2)}),
     Problem(

@@ -94,8 +94,8 @@ void reduce_partials(AttentionEdge& e, const AttentionBackward& g, int tiles, co
 
 void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
                    PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask,
-                   MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor bucket_ranges, bool deterministic,
-                   int64_t device, int64_t stream_) {
+                   MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks, MaybeTensor bucket_ranges,
+                   bool deterministic, int64_t device, int64_t stream_) {
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -106,6 +106,11 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   AttentionBackward& g = request.g;
   g.p = e.p, g.at = r.at, g.d_out = r.d_out, g.delta = r.delta, g.row_max = r.row_max;
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
+  if (dsinks) {
+    STD_TORCH_CHECK(e.p.sinks, "attention: a gradient of nothing");
+    attention_backward_dsinks({e.p, r.at, r.lse, r.d_lse, r.delta, r.row_max, g.log2_sum, e.floats<float>(dsinks, "dsinks", e.p.heads)},
+                              stream);
+  }
   g.dq = e.result(dq, "dq", e.p.heads, e.rows_q(), e.p.head_dim);
   g.dk = e.result(dk, "dk", e.key_heads(), e.rows_k(), e.p.head_dim);
   g.dv = e.result(dv, "dv", e.key_heads(), e.rows_k(), e.p.value_dim);
@@ -170,7 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
                    "Tensor(a!) out, Tensor(b!) lse, " PT_ATTENTION_ARGUMENTS(PT_SCHEMA) "int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("attention_bwd(Tensor grad_out, Tensor? grad_lse, " PT_QUERY_KEY_VALUE "Tensor out, Tensor lse, " PT_ATTENTION_ARGUMENTS(
       PT_SCHEMA) "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, "
-                 "Tensor(g!)? dtable, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
+                 "Tensor(g!)? dtable, Tensor(h!)? dsinks, Tensor? bucket_ranges, bool deterministic, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP(
       "attention_plan(" PT_QUERY_KEY_VALUE PT_ATTENTION_ARGUMENTS(PT_SCHEMA) "bool deterministic, int device, int stream) -> str"));
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/bwd_dsinks.cuh"
 #include "cuda/attention/bwd_preprocess.cuh"
 #include "cuda/attention/bwd_reduce_partials.cuh"
 #include "cuda/attention/kernels.h"
@@ -73,6 +74,11 @@ void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, voi
   run_pass(
       f.b.p, plan, false, [&](auto t) { sm90_attention_bwd_dbias_as<decltype(t)>(f, plan.sm90, stream); },
       [&](auto t) { sm80_attention_bwd_dbias_as<decltype(t)>(f, plan.sm80, stream); });
+}
+
+void attention_backward_dsinks(const AttentionDsinks& f, void* stream) {
+  launch(attention_bwd_dsinks_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.p.heads, 1)), kDsinksThreads, kDsinksThreads / 32 * 16,
+         stream, f);
 }
 
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
+#include "cuda/attention/sink.cuh"
 #include "cuda/tile/numbers.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/vectors.cuh"
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(128) attention_bwd_preprocess_kernel(const __g
   if (!live || team.rank() != 0) return;
   const int64_t at = row_stat_at(r.at, b, h, s.row_q + i);
   const float lse = load_one(r.lse + at);
-  const bool dead = lse == minus_infinity();
+  const bool dead = lse <= sink_of(p, h);
   store_one(r.delta + at, dead ? 0.0f : sum - (r.d_lse ? load_one(r.d_lse + at) : 0.0f));
   store_one(r.row_max + at, dead ? infinity() : lse);
 }

@@ -18,6 +18,7 @@ namespace pt::cuda {
   X(MaybeTensor, bias, "Tensor?")           \
   X(MaybeTensor, slopes, "Tensor?")         \
   X(MaybeTensor, diagonals, "Tensor?")      \
+  X(MaybeTensor, sinks, "Tensor?")          \
   X(MaybeTensor, query_lengths, "Tensor?")  \
   X(MaybeTensor, key_lengths, "Tensor?")    \
   X(MaybeTensor, prefix_lengths, "Tensor?") \
@@ -198,6 +199,7 @@ class AttentionEdge {
   void read_score_mod(const AttentionArguments& a) {
     p.mask = dense(a.mask, "mask"), p.bias = dense(a.bias, "bias");
     p.slopes = floats<const float>(a.slopes, "slopes", p.heads);
+    p.sinks = floats<const float>(a.sinks, "sinks", p.heads);
     if (a.diagonals) {
       const int64_t width = a.diagonals->numel() / p.heads;
       STD_TORCH_CHECK(a.before >= 0 && a.before < width, "attention: before is ", a.before, " of ", width, " diagonals");

@@ -16,6 +16,7 @@ void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, v
 // d_query, d_key and d_value at once, the first added across blocks in any order: to g.dq_accum, of as many zeros as the plan says.
 void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, void* stream);
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream);
+void attention_backward_dsinks(const AttentionDsinks& f, void* stream);
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream);
 
 }  // namespace pt::cuda

@@ -71,6 +71,7 @@ struct AttentionProblem {
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
   const float* slopes;     // (Hq,)
+  const float* sinks;      // (Hq,), or null: one more term of each row's sum
   const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
   int before, after;
   const uint64_t* seed;
@@ -143,6 +144,16 @@ struct AttentionPreprocess {
   PerQuery at;
   float *delta, *row_max;
 };
+
+// sums[h] = -sum over queries of P * delta, P = exp(sink - row_max) / 2^log2_sum being the sink's weight: 1 where it is all that a query
+// has, whose delta is -d_lse.
+struct AttentionDsinks {
+  AttentionProblem p;
+  PerQuery at;
+  const float *lse, *d_lse, *delta, *row_max, *log2_sum;  // d_lse may be null, and log2_sum where it is 0
+  float* sums;
+};
+constexpr int kDsinksThreads = 512;
 
 // A mask's or bias's gradient, in its own shape: each element is the sum over what shares it.
 struct AttentionDbias {

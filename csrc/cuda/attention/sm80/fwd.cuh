@@ -10,6 +10,7 @@
 
 #include "cuda/attention/recompute.cuh"
 #include "cuda/attention/score_mod.cuh"
+#include "cuda/attention/sink.cuh"
 #include "cuda/attention/sm80/config.h"
 #include "cuda/tile/reduce.cuh"
 
@@ -31,7 +32,7 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
   ptx::syncthreads();  // its buffers are where tiles go
   if (large != 0.0f) return false;
   if (here) {
-    store_one(f.row_max + at, lse == minus_infinity() ? infinity() : lse);
+    store_one(f.row_max + at, lse <= sink_of(f.p, h) ? infinity() : lse);
     store_one(f.log2_sum + at, 0.0f);
   }
   return true;
@@ -150,20 +151,17 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    l[half] = sum_of_quad(l[half]);
-    if (i >= s.num_q) l[half] = 0.0f;
-    const bool dead = l[half] == 0.0f;
-    factor[half] = dead ? 0.0f : ptx::div_rn(p.keep_scale, l[half]);
+    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
+    const RowEnd end = end_row(p, w.h, i < s.num_q, row_max, sum_of_quad(l[half]));
+    factor[half] = end.factor;
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
     const int64_t stat = row_stat_at(f.at, w.b, w.h, index[half]);
-    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
-    const float log2_sum = ptx::log2(l[half]);
     if (K::has_score_mod && !f.out.data) {
-      store_one(f.row_max + stat, dead ? infinity() : row_max);
-      store_one(f.log2_sum + stat, dead ? 0.0f : log2_sum);
+      store_one(f.row_max + stat, end.row_max);
+      store_one(f.log2_sum + stat, end.log2_sum);
     } else {
-      store_one(f.lse + stat, dead ? minus_infinity() : ptx::fma_rn(log2_sum, kLn2, row_max));
+      store_one(f.lse + stat, end.lse);
     }
   }
   if (!K::has_score_mod || f.out.data) store_rows<T>(f.out, w.b, w.h, o, factor, index, part);

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attention/recompute.cuh"
+#include "cuda/attention/sink.cuh"
 #include "cuda/attention/sm90/mask_loader.cuh"
 
 namespace pt::cuda {
@@ -118,13 +119,11 @@ struct Sm90ForwardBlock {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int i = w.i0 + own_row(r);
-      const float total = sum_of_quad(rows.sum[r]), sum = i < w.s.num_q ? total : 0.0f;
-      const bool dead = sum == 0.0f;
-      factor[r] = dead ? 0.0f : ptx::div_rn(p.keep_scale, sum);
-      index[r] = i < written ? w.s.row_q + i : -1;
-      if (lane_id() % 4 != 0 || index[r] < 0) continue;
       const float row_max = PT_FAULT(lse_without_its_maximums_scale) || K::has_score_mod ? rows.max[r] : rows.max[r] * p.scale;
-      store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), dead ? minus_infinity() : ptx::fma_rn(ptx::log2(sum), kLn2, row_max));
+      const RowEnd end = end_row(p, w.h, i < w.s.num_q, row_max, sum_of_quad(rows.sum[r]));
+      factor[r] = end.factor;
+      index[r] = i < written ? w.s.row_q + i : -1;
+      if (lane_id() % 4 == 0 && index[r] >= 0) store_one(f.lse + row_stat_at(f.at, w.b, w.h, index[r]), end.lse);
     }
     if (!PT_FAULT(no_flag_set) && K::elementwise_mask && (PT_FAULT(a_flag_set_for_nothing) || not_finite(o, factor)))
       flag_nonfinite(f.recompute, int64_t(w.b) * p.heads + (PT_FAULT(the_flag_of_another_head_forward) ? 0 : w.h), w.i0);

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..._core.registry import Backend, Op
 from ..._core.tensors import last_contiguous
 from ..._problem.attention import AttentionProblem
 from ...masks import bucket_row
-from ..gpu.attention import gradients, outputs, why_not_sizes
+from ..gpu.attention import gradients, no_pairs, no_pairs_gradients, outputs, why_not_sizes
 from . import library as cuda_library
 
 WIDTH = 8  # columns are widened to multiples of it
@@ -31,7 +30,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = outputs(op, a, check_values)
         if a.empty:
-            return out.zero_(), lse.fill_(-math.inf)
+            return no_pairs(op, a, out, lse)
         cuda_library.call("attention_fwd", a.query.device, *_rows(a), out, lse, *_shared(a))
         return out, lse
 
@@ -42,12 +41,13 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         grad_out, grad_lse = grads
         results, by_name = gradients(op, a, wanted)
         if a.empty:
-            return [None if r is None else r.zero_() for r in results]
+            no_pairs_gradients(a, by_name, lse, grad_lse)
+            return results
         # Sums over sequences are float32 whatever their dtype; dense gradients go where they belong if the kernel can write them.
         sums = {
             n: torch.empty(r.shape, dtype=torch.float32, device=r.device)
             for n, r in by_name.items()
-            if n in ("slopes", "table")
+            if n in ("slopes", "table", "sinks")
         }
         sums |= {n: r if r.dtype in DTYPES else r.float() for n, r in by_name.items() if n in ("mask", "bias")}
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
@@ -55,7 +55,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         cuda_library.call(
             "attention_bwd", a.query.device, whole_rows(grad_out), None if grad_lse is None else grad_lse.contiguous(), *_rows(a),
             last_contiguous(out), lse.contiguous(), *_shared(a), *map(by_name.get, ("query", "key", "value")),
-            *map(sums.get, ("mask", "bias", "slopes", "table")), ranges, a.deterministic,
+            *map(sums.get, ("mask", "bias", "slopes", "table", "sinks")), ranges, a.deterministic,
         )  # fmt: skip
         for name, total in sums.items():
             if total is not by_name[name]:
@@ -67,8 +67,6 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if a.sinks is not None:
-        return "the kernels have no sinks yet"
     if (reason := cuda_library.why_not("attention_fwd", a.query.device)) is not None:
         return reason
     if a.query.dtype not in DTYPES:
@@ -122,7 +120,8 @@ def _shared(a: AttentionProblem) -> list[Any]:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
         diagonals = a.table.float().t()[:, row].contiguous()
     return [
-        a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals, *a.lengths, a.cu_seqlens_q,
+        a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
+        None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
         a.cu_seqlens_k, a.dropout_seed, before, a.align, a.left, a.right, a.query_start, a.key_start, a.num_queries, a.num_keys,
         a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip

@@ -41,6 +41,26 @@ def gradients(
     return results, by_name
 
 
+def no_pairs(op: Op, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of a problem without queries or without keys, whose queries have their sinks alone."""
+    if a.sinks is not None and lse.numel():
+        lse.copy_(op.reference(a)[1])
+    else:
+        lse.fill_(-math.inf)
+    return out.zero_(), lse
+
+
+def no_pairs_gradients(
+    a: AttentionProblem, by_name: dict[str, torch.Tensor], lse: torch.Tensor, grad_lse: torch.Tensor | None
+) -> None:
+    """Its gradients: zeros, but that lse of a query is its sink."""
+    for result in by_name.values():
+        result.zero_()
+    if "sinks" in by_name and grad_lse is not None:
+        alone = torch.where(lse > -math.inf, grad_lse, 0.0)
+        by_name["sinks"].copy_(alone.sum(1) if a.packed else alone.sum((0, 2)))
+
+
 def why_not_sizes(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do a problem of this size, or None."""
     if (widest := max(a.head_dim, a.value_dim)) > MAX_HEAD_DIM:
