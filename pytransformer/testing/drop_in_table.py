@@ -97,7 +97,10 @@ def generated(cache: str | None) -> Callable[[Family], str]:
     def cell(family: Family) -> str:
         if family.kind not in ("decoder", "seq2seq", "audio"):
             return NOTHING
-        settings: dict[str, Any] = dict(max_new_tokens=TOKENS, do_sample=False, use_cache=cache is not None)
+        # Random models may want to end at once, by their weights' seed.
+        settings: dict[str, Any] = dict(
+            max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, use_cache=cache is not None
+        )
         if cache == "static":
             settings.update(cache_implementation="static", disable_compile=True)
         for side in ("none",) if family.kind == "audio" else ("left", "right"):

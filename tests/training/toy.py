@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pytransformer as pt
+import pytransformer.testing  # a process draws as the test that starts it
 from pytransformer.training import IGNORED, Batches, Recipe, Trainer, warmup_cosine
 
 WORDS, WIDTH = 13, 16
