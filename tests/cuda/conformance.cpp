@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// conformance SEED: runs the kernels of conformance.cuh on random inputs and prints, a line each, a name and the words it left. Built for
-// the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
-#include "conformance.cuh"
+// conformance SEED: runs the kernels of conformance.cuh and conformance_sm90.cuh on random inputs and prints, a line each, a name and the
+// words it left. Built for the emulator by csrc/emulator/build.py, and for a GPU by nvcc -x cu.
+#include "conformance_sm90.cuh"
 
 #include "cuda/tensor_map.cuh"
 

@@ -36,7 +36,7 @@ def build(capability: tuple[int, int]) -> Path:
     number = "{}{}".format(*capability)
     hopper = capability == (9, 0)
     program = DIRECTORY / f"conformance_sm_{number}"
-    newest = max(path.stat().st_mtime for path in (*ROOT.glob("csrc/cuda/**/*.cuh"), *ROOT.glob("tests/cuda/conformance.*")))
+    newest = max(path.stat().st_mtime for path in (*ROOT.glob("csrc/cuda/**/*.cuh"), *ROOT.glob("tests/cuda/conformance*")))
     if program.exists() and program.stat().st_mtime >= newest:
         return program
     if shutil.which("nvcc") is None:
@@ -159,10 +159,10 @@ NOTHING_TO_SHOW = {"opaque", "grid_size", "fence_operand"}
 
 
 def test_every_instruction_is_in_it() -> None:
-    """Each function of csrc/cuda/ptx is called by a kernel of conformance.cuh, or by what that calls of csrc/cuda/tile."""
+    """Each function of csrc/cuda/ptx is called by a kernel of conformance*.cuh, or by what that calls of csrc/cuda/tile."""
     headers = "".join(path.read_text() for path in (ROOT / "csrc/cuda/ptx").glob("*.cuh"))
     functions = set(re.findall(r"PT_DEVICE (?:constexpr )?\w+ (\w+)\(", headers)) - NOTHING_TO_SHOW
-    users = [ROOT / "tests/cuda/conformance.cuh", *(ROOT / "csrc/cuda/tile" / f"{n}.cuh" for n in ("ring", "warpgroup"))]
+    users = [*ROOT.glob("tests/cuda/conformance*.cuh"), *(ROOT / "csrc/cuda/tile" / f"{n}.cuh" for n in ("ring", "warpgroup"))]
     called = set(re.findall(r"ptx::(\w+)[<(]", "".join(path.read_text() for path in users)))
     assert len(functions) > 50 and functions - called == set()
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "../cuda/conformance.cuh"
+#include "../cuda/conformance_sm90.cuh"
 
 namespace {
 
