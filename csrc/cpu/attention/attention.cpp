@@ -96,12 +96,11 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
 #define ATTENTION_ARGUMENTS                                                                                                              \
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
       dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                             \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? " \
-  "key_lengths, "                                                                                                                    \
-  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, Tensor? dropout_seed, "         \
-  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "          \
-  "float softcap, float dropout_p"
+#define ATTENTION_SCHEMA                                                                                                     \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, " \
+  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "  \
+  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, "    \
+  "int max_k, float scale, float softcap, float dropout_p"
 
 // The tensors must outlive the problem.
 pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "cpu/attention/direct.h"
+#include "cpu/attention/forward_shape.h"
 #include "cpu/core/arena.h"
-#include "cpu/core/pack.h"
 #include "cpu/core/philox.h"
 
 namespace pt {
@@ -16,44 +16,6 @@ namespace PT_ISA {
 
 constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
 constexpr int64_t kDirectRows = 4;   // up to here K and V are not packed at all
-
-// Packed K and V of keys first .. first + ld - 1: k[key panel][unit][key], v[column panel][key / pack][column]
-template <class T>
-struct PackedKeys {
-  const typename T::packed *k, *v;
-  int64_t first, ld;
-};
-
-template <class T>
-struct ForwardShape {
-  const AttentionProblem& p;
-  int64_t du, dv, group;  // packed elements of a row of K, padded; columns of V, padded; query heads of a key/value head
-  explicit ForwardShape(const AttentionProblem& p)
-      : p(p), du(round_units<T>(p.D)), dv(round_up(p.Dv, T::width)), group(p.Hkv > 0 ? p.Hq / p.Hkv : 1) {}
-
-  const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
-    return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
-  }
-  int64_t k_units(int64_t ld) const { return ld * du; }
-  int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
-
-  // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1.
-  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::packed* k,
-            typename T::packed* v) const {
-    constexpr int64_t panel = kPanel<T>;
-    uint8_t live[panel];
-    for (int64_t j = k0; j < k0 + n; j += panel) {
-      const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
-      const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
-      pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep, panel, du);
-      for (int64_t col = 0; col < dv; col += panel) {
-        const int64_t w = min(panel, dv - col);
-        pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, min(w, p.Dv - col), 0,
-                     v + (col * ld + to * w) / T::pack, keep);
-      }
-    }
-  }
-};
 
 template <class T>
 class RowBlock {
