@@ -76,7 +76,7 @@ void run_passes(AttentionEdge& e, AttentionBackward& g, const BackwardPlan& plan
 // The gradients of slopes and T5's table: sums of what the tiles of queries left.
 void reduce_partials(AttentionEdge& e, const AttentionBackward& g, int tiles, const MaybeTensor& dslopes, const MaybeTensor& dtable,
                      const MaybeTensor& bucket_ranges, void* stream) {
-  AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles, 1, 1};
+  AttentionReducePartials sums{nullptr, nullptr, nullptr, e.p.sequences, e.p.heads, tiles, 1, 1, {}};
   if (dslopes) {
     sums.partials = g.slope_partials, sums.sums = e.floats<float>(dslopes, "dslopes", e.p.heads);
     attention_backward_reduce_partials(sums, stream);

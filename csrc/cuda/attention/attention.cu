@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/bwd_dsinks.cuh"
 #include "cuda/attention/bwd_preprocess.cuh"
 #include "cuda/attention/bwd_reduce_partials.cuh"
 #include "cuda/attention/kernels.h"
@@ -77,12 +76,15 @@ void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, voi
 }
 
 void attention_backward_dsinks(const AttentionDsinks& f, void* stream) {
-  launch(attention_bwd_dsinks_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.p.heads, 1)), kDsinksThreads, kDsinksThreads / 32 * 16,
-         stream, f);
+  AttentionReducePartials sums{};
+  sums.sinks = f;
+  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(unsigned(f.p.heads)), kReduceThreads, kReduceThreads / 32 * 16, stream,
+         sums);
 }
 
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream) {
-  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.heads, (f.outputs + 3) / 4)), 128, 0, stream, f);
+  launch(attention_bwd_reduce_partials_kernel<Kind<256, true>>, dim3(attention_blocks(1, f.heads, (f.outputs + 3) / 4)), kReduceThreads, 0,
+         stream, f);
 }
 
 }  // namespace pt::cuda

@@ -1,16 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward, what comes after the pass for d_query: the gradients of ALiBi's slopes and of T5's table.
+// Attention backward, sums that no pass owns: the gradients of ALiBi's slopes and of T5's table, from what the pass for d_query left, and
+// of sinks, from row stats.
 #pragma once
 
-#include "cuda/attention/problem.h"
+#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/sink.cuh"
 #include "cuda/tile/fragments.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
 
+// A block for each head, in a fixed order.
+PT_DEVICE void sum_over_queries(const AttentionDsinks& f) {
+  const AttentionProblem& p = f.p;
+  const int h = int(blockIdx.x);
+  const float sink = sink_of(p, h);
+  float sum = 0.0f;
+  for (int b = 0; b < p.sequences; ++b) {
+    const Sequence s(p, b);
+    for (int i = int(threadIdx.x); i < s.num_q; i += kReduceThreads) {
+      const int64_t at = row_stat_at(f.at, b, h, s.row_q + i);
+      const float lse = load_one(f.lse + at);
+      if (lse <= sink) {
+        if (f.d_lse && !PT_FAULT(sinks_alone_without_lses_gradient)) sum += load_one(f.d_lse + at);
+      } else {
+        const float log2_sum = f.log2_sum ? load_one(f.log2_sum + at) : 0.0f;
+        const float weight = ptx::exp2(ptx::fma_rn(sink - load_one(f.row_max + at), kLog2e, -log2_sum));
+        sum = ptx::fma_rn(PT_FAULT(the_sign_of_the_sinks_gradient) ? weight : -weight, load_one(f.delta + at), sum);
+      }
+    }
+  }
+  BlockTeam team(0);
+  sum = team.sum({sum, 0.0f}).a;
+  if (threadIdx.x == 0) store_one(f.sums + h, sink == minus_infinity() ? 0.0f : sum);
+}
+
 // A warp for each number.
 template <class K>
-__global__ void __launch_bounds__(128) attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
+__global__ void __launch_bounds__(kReduceThreads) attention_bwd_reduce_partials_kernel(const __grid_constant__ AttentionReducePartials f) {
+  if (f.sinks.sums) return sum_over_queries(f.sinks);
   const int number = int(blockIdx.x) * 4 + int(threadIdx.x) / 32;
   if (number >= f.outputs * f.heads) return;
   const int u = number / f.heads, h = number % f.heads;

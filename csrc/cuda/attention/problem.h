@@ -127,13 +127,25 @@ struct AttentionKeyPadding {
 };
 constexpr int kKeyPaddingThreads = 256;
 
-// sums[u, h] = the sum of parts[:, h, :, lo:hi] with lo, hi = ranges[u]; (0, 1) if null.
+// sums[h] = -sum over queries of P * delta, P = exp(sink - row_max) / 2^log2_sum being the sink's weight: 1 where it is all that a query
+// has, whose delta is -d_lse.
+struct AttentionDsinks {
+  AttentionProblem p;
+  PerQuery at;
+  const float *lse, *d_lse, *delta, *row_max, *log2_sum;  // d_lse may be null, and log2_sum where it is 0
+  float* sums;
+};
+
+// sums[u, h] = the sum of parts[:, h, :, lo:hi] with lo, hi = ranges[u]; (0, 1) if null. Or, where its sums are not null, what `sinks`
+// says.
 struct AttentionReducePartials {
   const float* partials;  // (sequences, heads, tiles, width)
   const int32_t* ranges;
   float* sums;
   int sequences, heads, tiles, width, outputs;
+  AttentionDsinks sinks;
 };
+constexpr int kReduceThreads = 128;
 
 // delta = rows of (out * d_out) - d_lse, and row_max = lse.
 struct AttentionPreprocess {
@@ -144,16 +156,6 @@ struct AttentionPreprocess {
   PerQuery at;
   float *delta, *row_max;
 };
-
-// sums[h] = -sum over queries of P * delta, P = exp(sink - row_max) / 2^log2_sum being the sink's weight: 1 where it is all that a query
-// has, whose delta is -d_lse.
-struct AttentionDsinks {
-  AttentionProblem p;
-  PerQuery at;
-  const float *lse, *d_lse, *delta, *row_max, *log2_sum;  // d_lse may be null, and log2_sum where it is 0
-  float* sums;
-};
-constexpr int kDsinksThreads = 512;
 
 // A mask's or bias's gradient, in its own shape: each element is the sum over what shares it.
 struct AttentionDbias {
