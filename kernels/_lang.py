@@ -121,6 +121,11 @@ def told_of_launches(told: Callable[[Any, int, tuple[Any, ...], int], None]) -> 
         _thread.told = None
 
 
+def telling() -> bool:
+    """Whether launches are told of in this thread."""
+    return getattr(_thread, "told", None) is not None
+
+
 @triton.jit
 def dot(a, b, acc, C: tl.constexpr):
     """acc + a @ b in C.PRECISION. The interpreter's product of bfloat16 matrices is wrong: there, multiply in float32.

@@ -152,7 +152,7 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(run)
     def call(*arguments: Any, **named: Any) -> None:
-        if _lang._observer or _cold or tuned.are_tried():
+        if _lang._observer or _cold or tuned.are_tried() or _lang.telling():
             return run(*arguments, **named)
         tensors: list[torch.Tensor] = []
         addresses: list[int] = []
@@ -180,6 +180,24 @@ def replayed(run: Callable[..., None]) -> Callable[..., None]:
             _known[key] = NEVER if recorder.why_not else Replay(recorder.steps, sizes, tensors[0].device)
 
     return call
+
+
+@contextlib.contextmanager
+def recorded(recorder: Any) -> Iterator[None]:
+    """Within the block the launches of this thread are the recorder's too: see ops/_core/recording.py of the package."""
+
+    def told(compiled: Any, programs: int, arguments: tuple[Any, ...], parameters: int) -> None:
+        whole = not _lang.INTERPRETED and len(arguments) == parameters
+        recorder.launched(compiled[(programs, 1, 1)] if whole else None, arguments)
+
+    if not _lang.INTERPRETED:
+        recorder.launches_on(triton.runtime.driver.active.get_current_stream)
+    with _lang.told_of_launches(told):
+        yield
+
+
+# While one of these holds something, calls are worked out anew: they decide too.
+watchers: tuple[Any, ...] = (_lang._observer, tuned._tried, _cold)
 
 
 @contextlib.contextmanager

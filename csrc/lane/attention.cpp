@@ -12,6 +12,8 @@
 #include <map>
 #include <tuple>
 
+#include "reader.h"
+
 namespace pt::lane {
 namespace {
 
@@ -99,22 +101,27 @@ py::tuple AttentionOp<W>::others(const Numbers& n) {
 }
 
 template <class W>
-bool AttentionOp<W>::fits(Inputs& t, Numbers& n) {
-  const Tensor &query = t[W::kQuery], &key = t[W::kKey], &value = t[W::kValue], &prefix = pick<W::kPrefixLengths>(t);
-  if (query.dim() != W::kDim || key.dim() != W::kDim || value.dim() != W::kDim || key.size(1) == 0) return false;
-  constexpr int64_t kMaxHead = 512;  // of the kernels: found out here, before a seed is drawn
-  for (int64_t size : {query.size(-1), value.size(-1)})
-    if (size == 0 || size > kMaxHead) return false;
-  if (!(n.dropout_p >= 0 && n.dropout_p <= 1) || (prefix.defined() && !n.align) || autocast_casts(query)) return false;
-  if (!floating(t[W::kSlopes]) || !floating(t[W::kTable]) || !floating(t[W::kSinks])) return false;
-  if constexpr (W::kDim == 4) {
-    if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
+bool AttentionOp<W>::complete(Inputs& t, Numbers& n) {
+  const Tensor& query = t[W::kQuery];
+  if (query.dim() != W::kDim || t[W::kKey].dim() != W::kDim || t[W::kValue].dim() != W::kDim || query.size(-1) == 0) return false;
+  if constexpr (W::kDim == 4)
     for (Tensor* term : {&t[W::kMask], &t[W::kBias]})
       while (term->defined() && term->dim() < 4) *term = term->unsqueeze(0);
-  }
   if (std::isnan(n.scale)) n.scale = std::pow(double(query.size(-1)), -0.5);
-  t[W::kSeed] = drawn(t[W::kSeed], n.dropout_p);
   return true;
+}
+
+template <class W>
+bool AttentionOp<W>::fits(const Inputs& t, const Numbers& n) {
+  const Tensor &query = t[W::kQuery], &prefix = pick<W::kPrefixLengths>(t);
+  constexpr int64_t kMaxHead = 512;  // of the kernels: found out here, before a seed is drawn
+  for (int64_t size : {query.size(-1), t[W::kValue].size(-1)})
+    if (size == 0 || size > kMaxHead) return false;
+  if (t[W::kKey].size(1) == 0 || !(n.dropout_p >= 0 && n.dropout_p <= 1)) return false;
+  if ((prefix.defined() && !n.align) || autocast_casts(query)) return false;
+  if constexpr (W::kDim == 4)
+    if (t[W::kBias].defined() && t[W::kBias].scalar_type() == at::kBool) return false;
+  return floating(t[W::kSlopes]) && floating(t[W::kTable]) && floating(t[W::kSinks]);
 }
 
 template struct AttentionOp<Padded>;
@@ -164,18 +171,17 @@ void read_positions(Reader& read, PyObject* causal, PyObject* window, AttentionN
   }
 }
 
-// From softcap to strict, the last nine of both ops.
+// From softcap to strict, the last eight of both ops.
 template <class A>
-PyObject* finish_attention(Reader& read, PyObject* const* a, typename A::Inputs& t, AttentionNumbers& n) {
+PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t, AttentionNumbers& n) {
+  PyObject* const* a = given.first + given.count - 8;
   if (a[0] != Py_None) n.softcap = read.number(a[0]), read.require(n.softcap > 0);
   if (a[1] != Py_None) n.scale = read.number(a[1]);
   n.dropout_p = read.number(a[2]);
   t[A::kSeed] = read.seed(a[3], n.dropout_p);
   const size_t outputs = read.boolean(a[4]) ? 2 : 1;
   n.deterministic = read.boolean(a[5]);
-  read.no_other_backend(a[6]);
-  read.boolean(a[7]);  // strict: what runs here is no fallback
-  return finish<A>(read, t, n, outputs, outputs);
+  return finish<A>(read, t, n, outputs, outputs, read.route(a[6], a[7]), [&] { return given.tuple(); });
 }
 
 }  // namespace
@@ -192,7 +198,7 @@ LANE_ENTRY(attention) {
   if (THPVariable_Check(a[11])) t[A::kBias] = read.tensor(a[11]);
   else read_bias<A>(read, a[11], t, n);
   t[A::kSinks] = read.tensor_or_none(a[12]);
-  return finish_attention<A>(read, a + 13, t, n);
+  return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }
 
@@ -209,7 +215,7 @@ LANE_ENTRY(attention_varlen) {
   read_positions(read, a[7], a[8], n);
   read_bias<A>(read, a[9], t, n);
   t[A::kSinks] = read.tensor_or_none(a[10]);
-  return finish_attention<A>(read, a + 11, t, n);
+  return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }
 

@@ -4,14 +4,14 @@
 
 #include <algorithm>
 
-#include "lane.h"
+#include "reader.h"
 
 namespace pt::lane {
 namespace {
 
 struct CrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  enum { kX, kWeight, kBias, kTarget, kInputs };
+  enum { kX, kWeight, kBias, kTarget, kInputs, kSeed = -1 };
   enum Reduction { kMean, kSum, kNone };
   static constexpr size_t kDifferentiable = 3, kSaved = 2, kGrads = 1;
   using Inputs = std::array<Tensor, kInputs>;
@@ -34,7 +34,8 @@ struct CrossEntropy {
                         const Tensor& lse, const Maybe& product, const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
                         int64_t ignore_index, double label_smoothing);
 
-  static bool fits(Inputs& t, Numbers& n) {
+  static bool complete(Inputs&, Numbers&) { return true; }
+  static bool fits(const Inputs& t, const Numbers& n) {
     const Tensor &x = t[kX], &weight = t[kWeight], &bias = t[kBias], &target = t[kTarget];
     if (x.dim() == 0 || !x.numel() || !floating(x) || autocast_casts(x)) return false;
     if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type() || weight.size(1) != x.size(-1) || !weight.size(0)) return false;
@@ -141,8 +142,7 @@ LANE_ENTRY(linear_cross_entropy) {
   n.ignore_index = read.integer(a[4]);
   n.label_smoothing = read.number(a[5]);
   n.reduction = read.choice(a[6], C::kReductions);
-  read.no_other_backend(a[7]), read.boolean(a[8]);
-  return finish<C>(read, t, n, 1, 1);
+  return finish<C>(read, t, n, 1, 1, read.route(a[7], a[8]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 

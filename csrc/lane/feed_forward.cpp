@@ -2,7 +2,7 @@
 // pt.feed_forward: the lowering of ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 
-#include "lane.h"
+#include "reader.h"
 
 namespace pt::lane {
 namespace {
@@ -36,7 +36,8 @@ struct FeedForward {
 
   static bool is_bias(size_t i) { return i == kB1 || i == kB2 || i == kGateBias; }
 
-  static bool fits(Inputs& t, Numbers& n) {
+  static bool complete(Inputs&, Numbers&) { return true; }
+  static bool fits(const Inputs& t, const Numbers&) {
     const Tensor& x = t[kX];
     if (x.dim() == 0 || !floating(x) || autocast_casts(x) || (t[kGateBias].defined() && !t[kGateWeight].defined())) return false;
     for (size_t i : {kX, kW1, kW2, kGateWeight}) {
@@ -50,7 +51,6 @@ struct FeedForward {
       const Tensor& b = t[i];
       if (b.defined() && (!floating(b) || b.dim() != 1 || b.size(0) != (i == kB2 ? t[kW2].size(0) : hidden))) return false;
     }
-    t[kSeed] = drawn(t[kSeed], n.dropout_p);
     return true;
   }
 
@@ -145,8 +145,7 @@ LANE_ENTRY(feed_forward) {
   n.dropout_p = read.number(a[8]);
   t[F::kSeed] = read.seed(a[9], n.dropout_p);
   n.save = !read.boolean(a[10]);
-  read.no_other_backend(a[11]), read.boolean(a[12]);
-  return finish<F>(read, t, n, 1, 1);
+  return finish<F>(read, t, n, 1, 1, read.route(a[11], a[12]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C++ lane: an op called eagerly, from Python's arguments to the raw op of the CPU library, without Python on the way. What is not for
-// it, an entry answers with NotImplemented; the Python lane (pytransformer/ops) then does the call, and words every error.
+// The C++ lane: an op called eagerly, from Python's arguments to the raw op of the CPU library, or to what the backend of a GPU did for the
+// like of it (program.h), without Python on the way. What is not for it, an entry answers with NotImplemented; the Python lane
+// (pytransformer/ops) then does the call, and words every error.
 //
 // What an op is to the lane is a struct like Attention of attention.h:
 //   Inputs              tensors, undefined where not given, those with a gradient first (kDifferentiable)
 //   Numbers             all else; collect(f) shows each to f
 //   Outputs, Saved      tensors; the last kSaved of the outputs are kept for backward
 //   kGrads              how many outputs may have gradients
-//   fits                whether a call is for the lane; fills in what it leaves open
+//   kSeed               the input that dropout is seeded with, or -1
+//   complete            fills in what a call leaves open: dimensions, a scale; false where the arguments are plainly wrong
+//   fits                whether a completed call is for the library of the tier `cpu`
 //   forward, backward   lower them to the raw ops of pytransformer_C, below autograd
 //   tensors, others     the arguments of the Python op
 // Ops that share a lowering number their inputs by one set of names, -1 for what an op does not have: pick().
@@ -22,18 +25,20 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
 #include <array>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "program.h"
+
 namespace pt::lane {
 
-using at::Tensor;
 using Maybe = std::optional<Tensor>;
-using torch::autograd::variable_list;
 
 inline Maybe maybe(const Tensor& t) { return t.defined() ? Maybe(t) : std::nullopt; }
 
@@ -52,9 +57,9 @@ const Tensor& pick(const Tensors& all) {
 bool unwatched();
 
 // Tells the traces of ops/_core/registry.py, if there are any, which raw op ran.
-void record(const char* op, const char* direction);
+void record(const char* op, const char* direction, const char* backend = "cpu");
 
-// Whether a kernel may read and write the tensor by its address: dense, on the CPU, of no subclass, no wrapper, no tangent.
+// Whether a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, of no subclass, no wrapper, no tangent.
 bool plain(const Tensor& t);
 bool plain(PyObject* tensor);  // its Python type too
 
@@ -68,8 +73,24 @@ struct Limits {
 };
 extern Limits limits;  // those of the facts that are numbers
 
-variable_list backward_in_python(const char* op, const variable_list& grads, const variable_list& tensors, const variable_list& saved,
-                                 const std::vector<bool>& wanted, py::tuple (*others)(const void* numbers), const void* numbers);
+// By which backend a call goes: the library of the tier `cpu`, or a program that was recorded of another.
+struct Route {
+  enum Backend { kAny, kCpu, kTriton, kCuda } backend = kAny;  // forced
+  bool strict = false;
+  bool recorded = false;
+};
+
+// A call as the Python lane has it: of the raw op, or of its backward.
+struct InPython {
+  const char* op;
+  variable_list tensors, saved;
+  std::function<py::tuple()> others;  // under the GIL
+  Route route;
+};
+variable_list backward_in_python(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
+// What recording.py makes of a call, for program_for(). `given`: the public function's arguments; `save`: a backward may follow.
+py::object record_forward(const InPython& call, const std::function<py::object()>& given, bool save);
+py::object record_backward(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted);
 
 // ---- memory (memory.cpp): all that the lane allocates without filling it
 
@@ -77,6 +98,7 @@ variable_list backward_in_python(const char* op, const variable_list& grads, con
 void replace_memory(PyObject* function);
 
 Tensor empty(at::IntArrayRef shape, const at::TensorOptions& options);
+Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::TensorOptions& options);
 
 // The functions of the same names in ops/_core/tensors.py.
 Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape);
@@ -97,9 +119,14 @@ Maybe maybe_matrix(const Tensor& t);
 Tensor vector_target(const Tensor& t, at::ScalarType work);
 Tensor matrix_target(const Tensor& t);
 Tensor deliver(const Tensor& written, const Tensor& t);
-Tensor filled(int64_t value);  // a number
-// The seed of a call that drops something: drawn if none is given, as dropout_arguments of ops/_core/tensors.py draws it.
-Tensor drawn(const Tensor& seed, double dropout_p);
+Tensor filled(int64_t value, at::Device device);  // a number
+// The seed of a call that drops something, as dropout_arguments of ops/_core/tensors.py draws it.
+Tensor drawn(at::Device device);
+template <class Op>
+bool draws(const typename Op::Inputs& t, const typename Op::Numbers& n) {
+  if constexpr (Op::kSeed < 0) return false;
+  else return n.dropout_p != 0 && !t[Op::kSeed].defined();
+}
 // Stands for an output that an op leaves out.
 const Tensor& nothing();
 
@@ -117,8 +144,8 @@ class OpNode final : public torch::autograd::Node {
  public:
   std::string name() const override { return std::string(Op::kName) + "_functionBackward"; }
 
-  void save(const typename Op::Inputs& given, const typename Op::Numbers& n) {
-    numbers = n;
+  void save(const typename Op::Inputs& given, const typename Op::Numbers& n, const Route& r) {
+    numbers = n, route = r;
     for (size_t i = 0; i < given.size(); i++)
       if (given[i].defined()) inputs[i] = SavedVariable(given[i], false);
   }
@@ -145,7 +172,8 @@ class OpNode final : public torch::autograd::Node {
     for (const Tensor& t : saved) direct = direct && plain(t);
     if (!any_wanted || !any_given) return variable_list(Op::kDifferentiable);
     grads.resize(Op::kGrads);
-    if (!direct) return python(grads, given, saved, wanted);
+    if (!direct) return backward_in_python(in_python(given, saved), grads, wanted);
+    if (route.recorded) return recorded(grads, given, saved, wanted);
     record(Op::kName, "_bwd");
     at::AutoDispatchBelowADInplaceOrView below;
     return Op::backward(given, saved, numbers, grads, wanted);
@@ -162,6 +190,7 @@ class OpNode final : public torch::autograd::Node {
     for (const auto& v : inputs) args.collect(v, false);
     for (const auto& v : outputs) args.collect(v, true);
     numbers.collect([&](const auto& value) { args.collect(value); });
+    args.collect(int64_t(route.backend)), args.collect(route.strict);
   }
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
     for (auto& v : inputs) saved.before(v);
@@ -173,18 +202,40 @@ class OpNode final : public torch::autograd::Node {
   }
 
  private:
-  variable_list python(const variable_list& grads, const typename Op::Inputs& given, const typename Op::Saved& saved,
-                       const std::vector<bool>& wanted) const {
+  InPython in_python(const typename Op::Inputs& given, const typename Op::Saved& saved) const {
     variable_list kept(saved.begin(), saved.end());
     for (Tensor& t : kept)
       if (!t.defined()) t = nothing();
-    const auto others = [](const void* n) { return Op::others(*static_cast<const typename Op::Numbers*>(n)); };
-    return backward_in_python(Op::kName, grads, Op::tensors(given), kept, wanted, others, &numbers);
+    return {Op::kName, Op::tensors(given), std::move(kept), [this] { return Op::others(numbers); }, route};
+  }
+
+  variable_list recorded(const variable_list& grads, const typename Op::Inputs& given, const typename Op::Saved& saved,
+                         const std::vector<bool>& wanted) const {
+    const py::gil_scoped_acquire gil;
+    Key key(Op::kName, "_bwd", route.backend);
+    numbers.collect([&](const auto& value) { key.add(value); });
+    for (bool want : wanted) key.add(want);
+    for (const Tensor& g : grads) key.add(g);
+    for (const Tensor& t : given) key.add(t);
+    for (const Tensor& t : saved) key.add(t);
+    const auto program = program_for(key, [&] { return record_backward(in_python(given, saved), grads, wanted); });
+    if (program) {
+      variable_list all(grads);
+      for (const Tensor& t : Op::tensors(given)) all.push_back(t);
+      for (const Tensor& t : saved) all.push_back(t);
+      try {
+        variable_list results = program->run(all);
+        record(Op::kName, "_bwd", program->backend());
+        return results;
+      } catch (const std::exception&) { PyErr_Clear(); }
+    }
+    return backward_in_python(in_python(given, saved), grads, wanted);
   }
 
   std::array<SavedVariable, std::tuple_size_v<typename Op::Inputs>> inputs;
   std::array<SavedVariable, Op::kSaved> outputs;
   typename Op::Numbers numbers;
+  Route route;
 };
 
 template <class Node>
@@ -196,125 +247,77 @@ auto make_node() {
 #endif
 }
 
-// The op, with gradients of its first `differentiable` outputs where an input needs one; or nothing where it refuses the arguments: Python
-// finds out again, and says in its own words what is wrong. The caller has seen that nobody watches.
+inline bool needs_gradient(at::TensorList differentiable) {
+  return at::GradMode::is_enabled() &&
+         std::any_of(differentiable.begin(), differentiable.end(), [](const Tensor& t) { return t.defined() && t.requires_grad(); });
+}
+
+// The first `differentiable` outputs get gradients of the inputs.
 template <class Op>
-std::optional<typename Op::Outputs> run(const typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable) {
-  bool needs_gradient = false;
-  if (at::GradMode::is_enabled())
-    for (size_t i = 0; i < Op::kDifferentiable; i++) needs_gradient |= inputs[i].defined() && inputs[i].requires_grad();
-  typename Op::Outputs outputs;
-  try {
-    at::AutoDispatchBelowADInplaceOrView below;
-    outputs = Op::forward(inputs, numbers, needs_gradient);
-  } catch (const std::exception&) { return std::nullopt; }
-  record(Op::kName, "_fwd");
-  if (!needs_gradient) return outputs;
+void attach(const typename Op::Inputs& inputs, const typename Op::Numbers& numbers, const Route& route, typename Op::Outputs& outputs,
+            size_t differentiable) {
   const auto node = make_node<OpNode<Op>>();
   torch::autograd::edge_list edges;
   edges.reserve(Op::kDifferentiable);
   for (size_t i = 0; i < Op::kDifferentiable; i++)
     edges.push_back(inputs[i].defined() ? torch::autograd::impl::gradient_edge(inputs[i]) : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
-  node->save(inputs, numbers);
+  node->save(inputs, numbers, route);
   for (size_t i = 0; i < differentiable; i++) torch::autograd::set_history(outputs[i], node);
   node->save(outputs, differentiable);
+}
+
+// The op by the library of the tier `cpu`, with gradients where an input needs one; or nothing where it refuses the arguments: Python
+// finds out again, and says in its own words what is wrong. The caller has seen that nobody watches.
+template <class Op>
+std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
+                                        const Route& route = {}) {
+  const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable});
+  if constexpr (Op::kSeed >= 0)
+    if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = drawn(at::kCPU);
+  typename Op::Outputs outputs;
+  try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    outputs = Op::forward(inputs, numbers, needs);
+  } catch (const std::exception&) { return std::nullopt; }
+  record(Op::kName, "_fwd");
+  if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
   return outputs;
 }
 
-// ---- Python's arguments
-
-// Reads arguments one by one; what is not for the lane makes it say so once and for all.
-class Reader {
- public:
-  explicit operator bool() const { return mine_; }
-  void require(bool condition) { mine_ = mine_ && condition; }
-
-  Tensor tensor(PyObject* o) {
-    require(mine_ && plain(o));
-    return mine_ ? THPVariable_Unpack(o) : Tensor();
+// The same by a program, if there is one. `given` makes the public function's arguments. The caller has the GIL.
+template <class Op>
+std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, const typename Op::Numbers& numbers, size_t differentiable,
+                                                 const Route& route, const std::function<py::object()>& given) {
+  const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable}), draw = draws<Op>(inputs, numbers);
+  const at::Device device = inputs[0].device();
+  Key key(Op::kName, "_fwd", route.backend);
+  key.add(needs), key.add(draw);
+  numbers.collect([&](const auto& value) { key.add(value); });
+  for (const Tensor& t : inputs) key.add(t);
+  const auto program = program_for(key, [&] {
+    typename Op::Inputs example(inputs);
+    if constexpr (Op::kSeed >= 0)
+      if (draw) example[Op::kSeed] = filled(0, device);  // a seed is drawn once for a call
+    return record_forward({Op::kName, Op::tensors(example), {}, [&] { return Op::others(numbers); }, route}, given, needs);
+  });
+  if (!program) return std::nullopt;
+  if constexpr (Op::kSeed >= 0)
+    if (draw) inputs[Op::kSeed] = drawn(device);
+  typename Op::Outputs outputs;
+  try {
+    variable_list found = program->run(Op::tensors(inputs));
+    std::move(found.begin(), found.begin() + std::min(found.size(), outputs.size()), outputs.begin());
+  } catch (const std::exception&) {
+    PyErr_Clear();
+    return std::nullopt;
   }
-  Tensor tensor_or_none(PyObject* o) { return o == Py_None ? Tensor() : tensor(o); }
-  double number(PyObject* o) {  // finite
-    require(PyFloat_CheckExact(o));
-    const double value = mine_ ? PyFloat_AS_DOUBLE(o) : 0;
-    require(value - value == 0);
-    return value;
-  }
-  int64_t integer(PyObject* o) {
-    require(PyLong_CheckExact(o));
-    int overflow = 0;
-    const int64_t value = mine_ ? PyLong_AsLongLongAndOverflow(o, &overflow) : 0;
-    require(!overflow);
-    return value;
-  }
-  int64_t natural(PyObject* o) {
-    const int64_t value = integer(o);
-    require(value >= 0);
-    return value;
-  }
-  bool boolean(PyObject* o) {
-    require(PyBool_Check(o));
-    return o == Py_True;
-  }
-  int64_t choice(PyObject* o, std::initializer_list<const char*> names) {
-    int64_t found = 0;
-    for (const char* name : names) {
-      if (PyUnicode_CheckExact(o) && !PyUnicode_CompareWithASCIIString(o, name)) return found;
-      found++;
-    }
-    require(false);
-    return 0;
-  }
-  // Lengths, segments, offsets.
-  Tensor integers_or_none(PyObject* o) {
-    Tensor t = tensor_or_none(o);
-    require(!t.defined() || at::isIntegralType(t.scalar_type(), false));
-    return mine_ && t.defined() ? t.to(at::kLong).contiguous() : t;
-  }
-  // Undefined where none is given, or nothing is dropped.
-  Tensor seed(PyObject* o, double dropout_p) {
-    require(dropout_p >= 0 && dropout_p <= 1);
-    if (!mine_ || dropout_p == 0 || o == Py_None) return {};
-    if (THPVariable_Check(o)) {
-      const Tensor t = tensor(o);
-      require(mine_ && t.dim() == 0 && t.scalar_type() == at::kLong);
-      return t;
-    }
-    const int64_t value = integer(o);
-    return mine_ ? filled(value) : Tensor();
-  }
-  void no_other_backend(PyObject* o) { require(o == Py_None || (PyUnicode_CheckExact(o) && !PyUnicode_CompareWithASCIIString(o, "cpu"))); }
-
- private:
-  bool mine_ = true;
-};
-
-// Other threads may run Python while a kernel runs.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
+  record(Op::kName, "_fwd", program->backend());
+  if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
+  return outputs;
+}
 
 // ---- entries: each gets all arguments of the public function by position, and returns NotImplemented where the call is for Python
-
-// Runs the op, if it fits; the first `returned` outputs.
-template <class Op>
-PyObject* finish(const Reader& read, typename Op::Inputs& t, typename Op::Numbers& n, size_t differentiable, size_t returned) {
-  if (!read) Py_RETURN_NOTIMPLEMENTED;
-  std::optional<typename Op::Outputs> outputs;
-  {
-    const WithoutGil others_run;
-    if (Op::fits(t, n)) outputs = run<Op>(t, n, differentiable);
-  }
-  if (!outputs) Py_RETURN_NOTIMPLEMENTED;
-  if (returned == 1) return THPVariable_Wrap(std::move((*outputs)[0]));
-  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move((*outputs)[0])), THPVariable_Wrap(std::move((*outputs)[1])));
-}
 
 #define LANE_ENTRY(name) PyObject* name##_entry(PyObject*, PyObject* const* a, Py_ssize_t count)
 LANE_ENTRY(attention);

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "lane.h"
+#include "reader.h"
 
 namespace pt::lane {
 namespace {
@@ -69,16 +69,21 @@ struct Norm : Which {
     return residual.defined() ? residual : t[W::kX];
   }
 
-  static bool fits(Inputs& t, Numbers& n) {
+  static bool complete(Inputs& t, Numbers& n) {
+    const Tensor& x = t[W::kX];
+    if (x.dim() < n.dims) return false;
+    n.columns = c10::multiply_integers(x.sizes().slice(x.dim() - n.dims));
+    if (n.eps != n.eps) n.eps = eps_of(stream(t).scalar_type());
+    return true;
+  }
+
+  static bool fits(const Inputs& t, const Numbers& n) {
     const Tensor &x = t[W::kX], &weight = t[W::kWeight], &bias = pick<W::kBias>(t), &residual = pick<W::kResidual>(t);
-    if (!x.is_contiguous() || !x.numel() || !floating(x) || x.dim() < n.dims || !floating(weight) || !floating(bias)) return false;
+    if (!x.is_contiguous() || !x.numel() || !floating(x) || !floating(weight) || !floating(bias)) return false;
     const at::IntArrayRef normalized = x.sizes().slice(x.dim() - n.dims);
     for (const Tensor& v : {std::cref(weight), std::cref(bias)})
       if (v.defined() && v.sizes() != normalized) return false;
     if (residual.defined() && (!floating(residual) || !residual.is_contiguous() || residual.sizes() != x.sizes())) return false;
-    n.columns = c10::multiply_integers(normalized);
-    if (n.eps != n.eps) n.eps = eps_of(stream(t).scalar_type());
-    if constexpr (W::kSeed >= 0) t[W::kSeed] = drawn(t[W::kSeed], n.dropout_p);
     return true;
   }
 
@@ -147,8 +152,7 @@ LANE_ENTRY(layer_norm) {
   Norm<LayerNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[2]), read.tensor_or_none(a[3])};
   read_shape(read, a[1], t[LayerNorm::kX], n);
   n.eps = read.number(a[4]);
-  read.no_other_backend(a[5]), read.boolean(a[6]);
-  return finish<Norm<LayerNorm>>(read, t, n, 1, 1);
+  return finish<Norm<LayerNorm>>(read, t, n, 1, 1, read.route(a[5], a[6]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -161,8 +165,7 @@ LANE_ENTRY(rms_norm) {
   Norm<RmsNorm>::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[2])};
   read_shape(read, a[1], t[RmsNorm::kX], n);
   if (a[3] != Py_None) n.eps = read.number(a[3]);
-  read.no_other_backend(a[4]), read.boolean(a[5]);
-  return finish<Norm<RmsNorm>>(read, t, n, 1, 1);
+  return finish<Norm<RmsNorm>>(read, t, n, 1, 1, read.route(a[4], a[5]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -178,8 +181,7 @@ LANE_ENTRY(add_norm) {
   n.dropout_p = read.number(a[5]);
   t[AddNorm::kSeed] = read.seed(a[6], n.dropout_p);
   n.rms = read.choice(a[7], {"layer", "rms"});
-  read.no_other_backend(a[8]), read.boolean(a[9]);
-  return finish<Norm<AddNorm>>(read, t, n, 2, 2);
+  return finish<Norm<AddNorm>>(read, t, n, 2, 2, read.route(a[8], a[9]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -2,6 +2,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_permuted.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/randint.h>
 #include <c10/core/InferenceMode.h>
 
@@ -30,6 +32,10 @@ void replace_memory(PyObject* function) { Py_XSETREF(replacement, function == Py
 // Past the dispatcher, which takes as long again: nobody watches.
 Tensor empty(at::IntArrayRef shape, const at::TensorOptions& options) {
   return as_tests_want(at::detail::empty_cpu(shape, c10::typeMetaToScalarType(options.dtype())));
+}
+
+Tensor empty_strided(at::IntArrayRef shape, at::IntArrayRef strides, const at::TensorOptions& options) {
+  return as_tests_want(at::empty_strided(shape, strides, options));
 }
 
 Tensor empty_in_order(const Tensor& like, at::IntArrayRef shape) {
@@ -81,16 +87,14 @@ Tensor deliver(const Tensor& written, const Tensor& t) {
   return empty_in_order(t).copy_(written);
 }
 
-Tensor filled(int64_t value) {
+Tensor filled(int64_t value, at::Device device) {
+  if (!device.is_cpu()) return at::full({}, value, at::TensorOptions(device).dtype(at::kLong));
   const Tensor t = empty({}, at::kLong);
   *t.mutable_data_ptr<int64_t>() = value;
   return t;
 }
 
-Tensor drawn(const Tensor& seed, double dropout_p) {
-  if (dropout_p == 0 || seed.defined()) return seed;
-  return at::randint(INT64_MIN, INT64_MAX, {}, at::kLong);
-}
+Tensor drawn(at::Device device) { return at::randint(INT64_MIN, INT64_MAX, {}, at::TensorOptions(device).dtype(at::kLong)); }
 
 const Tensor& nothing() {
   static const Tensor none = [] {

@@ -36,6 +36,9 @@ PyMethodDef methods[] = {
     {"activate", activate, METH_O, "activate(replacement): override aten::scaled_dot_product_attention"},
     {"deactivate", deactivate, METH_NOARGS, "end the override"},
     {"replace_memory", replace_memory_entry, METH_O, "replace_memory(function or None): what takes the place of each new tensor"},
+    {"precision", precision_entry, METH_NOARGS, "how exact products are now, for recording.py"},
+    {"programs", programs_entry, METH_NOARGS, "(number of programs, reasons why calls have none): see program.h"},
+    {"forget", forget_entry, METH_NOARGS, "forget every program: see program.h"},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_lane", "The C++ lane of eager calls; see lane.h.", -1, methods};

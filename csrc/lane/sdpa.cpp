@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "reader.h"
 
 namespace pt::lane {
 namespace {
@@ -26,8 +27,24 @@ bool as_attention(const Attention::Inputs& t, bool enable_gqa) {
 
 bool mine(const Attention::Inputs& t, bool enable_gqa) {
   for (const Tensor& i : t)
-    if (!plain(i) || !of_no_subclass(i)) return false;
+    if (!plain(i) || !of_no_subclass(i) || (i.defined() && i.device() != t[0].device())) return false;
   return as_attention(t, enable_gqa);
+}
+
+// The arguments of pt.attention for these.
+py::object as_given(const Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {
+  const py::none none;
+  const auto object = [](const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); };
+  const py::object causal = n.align ? py::object(py::str("top_left")) : py::object(none);
+  const py::object mask = object(t[Attention::kMask]), q = object(t[0]), k = object(t[1]), v = object(t[2]);
+  return py::make_tuple(q, k, v, mask, causal, none, none, none, none, none, none, none, none, scale, n.dropout_p, none, false, true, none,
+                        false);
+}
+
+std::optional<Attention::Outputs> run_anywhere(Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {
+  if (t[0].is_cpu()) return Attention::fits(t, n) ? run<Attention>(t, n, 1) : std::nullopt;
+  const py::gil_scoped_acquire gil;
+  return run_recorded<Attention>(t, n, 1, {.recorded = true}, [&] { return as_given(t, n, scale); });
 }
 
 Tensor in_python(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value, const Maybe& mask, double dropout_p,
@@ -45,8 +62,8 @@ Tensor scaled_dot_product_attention(c10::DispatchKeySet keys, const Tensor& quer
     AttentionNumbers n;
     n.align = is_causal, n.dropout_p = dropout_p;
     if (scale) n.scale = *scale;
-    if (Attention::fits(t, n))
-      if (auto outputs = run<Attention>(t, n, 1)) return (*outputs)[0];
+    if (Attention::complete(t, n))
+      if (auto outputs = run_anywhere(t, n, scale)) return (*outputs)[0];
   }
   return in_python(keys, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
 }
@@ -62,10 +79,11 @@ LANE_ENTRY(scaled_dot_product_attention) {
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
   n.dropout_p = read.number(a[4]);
   n.align = read.boolean(a[5]);
-  if (a[6] != Py_None) n.scale = read.number(a[6]);
+  std::optional<double> scale;
+  if (a[6] != Py_None) scale = n.scale = read.number(a[6]);
   const bool enable_gqa = read.boolean(a[7]);
   read.require(read && as_attention(t, enable_gqa));
-  return finish<A>(read, t, n, 1, 1);
+  return finish<A>(read, t, n, 1, 1, read.route(Py_None, Py_False), [&] { return as_given(t, n, scale); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The whole module as one unit: most of the time goes into torch's headers.
 #include "attention.cpp"
+#include "builder.cpp"
 #include "cross_entropy.cpp"
 #include "feed_forward.cpp"
 #include "layer_norm.cpp"
 #include "memory.cpp"
 #include "module.cpp"
+#include "program.cpp"
 #include "sdpa.cpp"
 #include "watch.cpp"

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -13,16 +12,19 @@
 namespace pt::lane {
 namespace {
 
+// The dispatch keys of a tensor that is nothing but a tensor. None is allocated: a mode may be on, and there may be no GPU.
 struct KeySets {
-  static c10::DispatchKeySet of_a_tensor(bool inference) {
+  static c10::DispatchKeySet of_a_tensor(c10::Device device, c10::DispatchKey key, bool inference) {
     const c10::InferenceMode guard(inference);
-    return at::detail::empty_cpu({0}, at::kFloat).key_set();  // past the dispatcher: a mode may be on
+    c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), nullptr, false);
+    return c10::make_intrusive<c10::TensorImpl>(std::move(nothing), c10::DispatchKeySet(key), caffe2::TypeMeta::Make<float>())->key_set();
   }
-  c10::DispatchKeySet usual = of_a_tensor(false), inference = of_a_tensor(true);
+  KeySets(c10::Device device, c10::DispatchKey key) : usual(of_a_tensor(device, key, false)), inference(of_a_tensor(device, key, true)) {}
+  c10::DispatchKeySet usual, inference;
 };
-const KeySets& plain_keys() {
-  static const KeySets keys;
-  return keys;
+bool plain_keys(c10::DispatchKeySet keys) {
+  static const KeySets cpu(at::kCPU, c10::DispatchKey::CPU), cuda(c10::Device(at::kCUDA, 0), c10::DispatchKey::CUDA);
+  return keys == cpu.usual || keys == cpu.inference || keys == cuda.usual || keys == cuda.inference;
 }
 
 // Owned until the process ends.
@@ -66,33 +68,41 @@ bool unwatched() {
          !torch::profiler::impl::profilerEnabled() && std::all_of(watchers.begin(), watchers.end(), holds_nothing);
 }
 
-void record(const char* op, const char* direction) {
+void record(const char* op, const char* direction, const char* backend) {
   if (holds_nothing(traces)) return;
   const py::gil_scoped_acquire gil;
   for (py::handle trace : py::reinterpret_borrow<py::list>(traces))
-    trace.attr("append")(py::make_tuple(std::string(op) + direction, "cpu"));
+    trace.attr("append")(py::make_tuple(std::string(op) + direction, backend));
 }
 
 bool plain(const Tensor& t) {
   if (!t.defined()) return true;
-  const c10::DispatchKeySet keys = t.key_set();
-  const auto& [usual, inference] = plain_keys();
-  return (keys == usual || keys == inference) && !has_tangent(t);
+  return plain_keys(t.key_set()) && !has_tangent(t);
 }
 
 bool plain(PyObject* o) { return THPVariable_CheckExact(o) && plain(THPVariable_Unpack(o)); }
 
-variable_list backward_in_python(const char* op, const variable_list& grads, const variable_list& tensors, const variable_list& saved,
-                                 const std::vector<bool>& wanted, py::tuple (*others)(const void*), const void* numbers) {
+namespace {
+
+py::tuple wrapped(const variable_list& list) {
+  py::tuple all(list.size());
+  for (size_t i = 0; i < list.size(); i++) all[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(list[i]));
+  return all;
+}
+
+py::object name_of(Route::Backend backend) {
+  if (backend == Route::kAny) return py::none();
+  return py::str(backend == Route::kCpu ? "cpu" : backend == Route::kTriton ? "triton" : "cuda");
+}
+
+}  // namespace
+
+variable_list backward_in_python(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted) {
   py::gil_scoped_acquire gil;
-  const auto wrapped = [](const variable_list& list) {
-    py::tuple all(list.size());
-    for (size_t i = 0; i < list.size(); i++) all[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(list[i]));
-    return all;
-  };
   py::object found;
   try {
-    found = py::reinterpret_borrow<py::object>(backward)(op, wrapped(grads), wrapped(tensors), others(numbers), wrapped(saved), wanted);
+    found = py::reinterpret_borrow<py::object>(backward)(call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved),
+                                                         wanted, name_of(call.route.backend), call.route.strict);
   } catch (py::error_already_set& error) {
     error.restore();
     python_error carried;
@@ -102,6 +112,17 @@ variable_list backward_in_python(const char* op, const variable_list& grads, con
   variable_list results;
   for (py::handle result : found) results.push_back(result.is_none() ? Tensor() : THPVariable_Unpack(result.ptr()));
   return results;
+}
+
+py::object record_forward(const InPython& call, const std::function<py::object()>& given, bool save) {
+  const py::handle record(fact("record_forward"));
+  return record(call.op, given(), wrapped(call.tensors), call.others(), save, name_of(call.route.backend), call.route.strict);
+}
+
+py::object record_backward(const InPython& call, const variable_list& grads, const std::vector<bool>& wanted) {
+  const py::handle record(fact("record_backward"));
+  return record(call.op, wrapped(grads), wrapped(call.tensors), call.others(), wrapped(call.saved), wanted, name_of(call.route.backend),
+                call.route.strict);
 }
 
 }  // namespace pt::lane

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # order of preference, unless an op has one of its own
 # The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
+
+
+Recorded = Callable[[Any], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Backend:
     extra_bytes: Callable[[Any], int] = lambda a: 0
     infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
     note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
+    # What goes by shapes, strides and numbers alone may be recorded, within ``recorded(recorder)``: see recording.py.
+    recorded: Recorded | None = None
 
 
 class Backends(dict[str, Backend]):

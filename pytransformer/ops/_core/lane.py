@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ lane: eager calls on CPU tensors without Python on the way.
+"""The C++ lane: eager calls without Python on the way.
 
 A public function asks it first. It takes a call only where nothing watches and every argument is plain, and answers NotImplemented to all
 others, which Python then computes: the Python code stays the specification, and words every error. How the lane works is told in
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..masks import AlibiBias, RelativePositionBias, bucket_starts
-from . import native, registry, verdicts
+from . import native, recording, registry, verdicts
 from .fallbacks import failures
 from .registry import OPS
 
@@ -42,7 +42,10 @@ facts: dict[str, Any] = {
     "AlibiBias": AlibiBias,
     "RelativePositionBias": RelativePositionBias,
     "bucket_starts": bucket_starts,
+    "record_forward": recording.forward,
+    "record_backward": recording.backward,
 }
+_watchers: list[Any] = [registry._forced, registry._observers, registry.replaced, failures, verdicts.watched, _off]
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -82,9 +85,9 @@ def why_not() -> str | None:
         except ImportError as error:
             reason = f"not loadable: {error}"
     if module is not None:
-        watchers = (registry._forced, registry._observers, registry.replaced, failures, verdicts.watched, _off)
         verdicts.prepare_cpu()
-        module.connect(watchers, registry._traces, _backward, facts)
+        recording.Recorder.precision = staticmethod(module.precision)
+        module.connect(tuple(_watchers), registry._traces, _backward, facts)
     globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
     return reason
 
@@ -119,6 +122,29 @@ def off() -> Iterator[None]:
         _off.pop()
 
 
+def watch(*containers: dict[Any, Any] | list[Any]) -> None:
+    """Keep the lane away while one of these holds something, besides those that it looks at anyway."""
+    new = [c for c in containers if not any(c is known for known in _watchers)]
+    if new:
+        _watchers.extend(new)
+        _call("connect", tuple(_watchers), registry._traces, _backward, facts)
+
+
+def forget() -> None:
+    """Record every kind of call anew: where the choice of backends is made anew."""
+    if why_not.cache_info().currsize:  # else nothing was recorded
+        _call("forget")
+
+
+def programs() -> tuple[int, list[str]]:
+    """How many kinds of calls were recorded for the lane, and why others were not. For tests and tools."""
+    module = None if why_not() else importlib.import_module("pytransformer._lane")
+    return (0, []) if module is None else module.programs()
+
+
+verdicts.when_forgotten.append(forget)
+
+
 def activate(replacement: Callable[..., torch.Tensor]) -> bool:
     """Put the lane's kernel in place of PyTorch's scaled_dot_product_attention; what is not its own goes to ``replacement``. False if
     there is no lane."""
@@ -143,8 +169,17 @@ def _call(name: str, *arguments: Any) -> bool:
     return True
 
 
-def _backward(op: str, grads: Any, tensors: Any, others: Any, saved: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-    """The backward of a node of the lane that is watched or differentiated again."""
+def _backward(
+    op: str,
+    grads: Any,
+    tensors: Any,
+    others: Any,
+    saved: Any,
+    wanted: Sequence[bool],
+    backend: str | None,
+    strict: bool,
+) -> list[torch.Tensor | None]:
+    """The backward of a node of the lane that is watched or differentiated again, or has no program."""
     target = OPS[op]
-    results = target.gradients(grads, (*tensors, *saved), others, list(wanted), target.backward)
+    results = target.gradients(grads, (*tensors, *saved), (*others[:-2], backend, strict), list(wanted), target.backward)
     return [result if want else None for result, want in zip(results, wanted)]

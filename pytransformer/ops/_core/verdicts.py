@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ Key = tuple[str, str, torch.device, torch.dtype]  # op, backend, device, dtype o
 settled: set[Key] = set()  # right whatever the call
 order_of: dict[tuple[str, str], tuple[str, ...]] = {}  # (op, type of device): a measured order of the backends
 watched: list[str] = []  # what keeps the C++ lane away: backends that it would use and a verdict does not
+when_forgotten: list[Callable[[], None]] = []
 _known: dict[tuple[Any, ...], str | None] = {}  # of calls on keys that are not settled
 _devices: dict[torch.device, Found] = {}
 _lock = threading.RLock()
@@ -239,3 +240,5 @@ def forget() -> None:
     with _lock:
         for memory in (settled, order_of, _known, _devices, watched):
             memory.clear()
+        for forget_too in when_forgotten:
+            forget_too()

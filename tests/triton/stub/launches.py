@@ -62,7 +62,8 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
 
     def attention(name: str, B: int = 2, H: int = 2, Lq: int = 40, Lk: int = 40, D: int = 16, **options: Any) -> Any:
         q, k, v = zeros(B, H, Lq, D), zeros(B, H, Lk, D), zeros(B, H, Lk, D)
-        return name, lambda: pt.attention(q, k, v, backend="triton", **options), (q, k, v)
+        terms = [t for t in options.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+        return name, lambda: pt.attention(q, k, v, backend="triton", **options), (q, k, v, *terms)
 
     yield attention("attention of one", 1, 1, 1, 1, 1)
     yield attention("one query", Lq=1, H=40)

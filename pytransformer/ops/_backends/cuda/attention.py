@@ -62,7 +62,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
                 by_name[name].copy_(total)
         return results
 
-    return Backend("cuda", forward, backward, why_not, _extra_bytes, note=_note)
+    return Backend("cuda", forward, backward, why_not, _extra_bytes, note=_note, recorded=cuda_library.recorded)
 
 
 def why_not(a: AttentionProblem) -> str | None:

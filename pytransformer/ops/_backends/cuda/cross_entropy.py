@@ -38,7 +38,7 @@ PARTIALS_BYTES_EMULATED, D_LOGITS_BYTES_EMULATED = 1 << 11, 1 << 16
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """The backend of linear_cross_entropy."""
     kernels = gpu.Kernels(_forward, _backward)
-    ours = gpu.backend("cuda", op, lambda: kernels, check_values, why_not, _extra_bytes)
+    ours = gpu.backend("cuda", op, lambda: kernels, check_values, why_not, _extra_bytes, cuda_library.recorded)
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         return op.backends["reference"].forward(a) if a.x.numel() == 0 else ours.forward(a)

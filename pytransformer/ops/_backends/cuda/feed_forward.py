@@ -22,7 +22,7 @@ from .matmul import ROWS_OF_A_PART, operand, padded_bias, result, room, use_cubl
 
 def backend(op: Op) -> Backend:
     """The backend of feed_forward."""
-    return gpu.backend("cuda", op, _forward, _backward, why_not)
+    return gpu.backend("cuda", op, _forward, _backward, why_not, cuda_library.recorded)
 
 
 def why_not(a: Any) -> str | None:

@@ -34,7 +34,9 @@ def backend(op: Op) -> Backend:
             return f"rows of at most {MOST_COLUMNS:,} numbers, got {columns:,}"
         return None
 
-    return Backend("cuda", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes)
+    return Backend("cuda", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes,
+        recorded=cuda_library.recorded,
+    )  # fmt: skip
 
 
 def _launch_forward(f: NormForward) -> None:

@@ -7,10 +7,11 @@ take CPU tensors (csrc/emulator, for tests). A path instead of 1 names another b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,13 @@ def runs_sm90a(device: torch.device) -> bool:
         return path == "sm90"
     built = (native.build_info() or {}).get("cuda", {}).get("archs", ())
     return path != "portable" and "sm_90a" in built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@contextlib.contextmanager
+def recorded(recorder: Any) -> Iterator[None]:
+    """The raw ops are ops like others, but for the stream: they get the current one each time."""
+    recorder.launches_on((lambda index: 0) if emulating() else torch._C._cuda_getCurrentRawStream)
+    yield
 
 
 def call(op: str, device: torch.device, *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._core.backend import Recorded
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, looks_at_values
 
@@ -35,6 +36,7 @@ def backend(
     check_values: Callable[[Any], None],
     why_not: Callable[[Any], str | None],
     extra_bytes: Callable[[Any], int],
+    recorded: Recorded,
 ) -> Backend:
     """The backend of linear_cross_entropy; `load` is called when its kernels are first wanted."""
 
@@ -72,7 +74,7 @@ def backend(
                 result.copy_(found.view(result.shape))
         return results
 
-    return Backend(name, forward, backward, why_not, extra_bytes)
+    return Backend(name, forward, backward, why_not, extra_bytes, recorded=recorded)
 
 
 def _flat(a: Any) -> Any:

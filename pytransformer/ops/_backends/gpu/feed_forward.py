@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..._core.backend import Recorded
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, matrix
 
@@ -21,6 +22,7 @@ def backend(
     run_forward: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None],
     run_backward: Callable[[Any, torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]], None],
     why_not: Callable[[Any], str | None],
+    recorded: Recorded,
 ) -> Backend:
     """The backend of feed_forward.
 
@@ -54,7 +56,7 @@ def backend(
                 _copy_back(targets["x"], by_name["x"])
         return results
 
-    return Backend(name, forward, backward, why_not, _hidden_bytes)
+    return Backend(name, forward, backward, why_not, _hidden_bytes, recorded=recorded)
 
 
 def _empty(a: Any) -> bool:

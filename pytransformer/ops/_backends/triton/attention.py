@@ -40,7 +40,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         run(_contiguous(a), grad_out, grad_lse, last_contiguous(out), lse.contiguous(), by_name)
         return results
 
-    return Backend("triton", forward, backward, why_not, _extra_bytes, note=_note)
+    return Backend("triton", forward, backward, why_not, _extra_bytes, note=_note, recorded=availability.recorded)
 
 
 def why_not(a: AttentionProblem) -> str | None:

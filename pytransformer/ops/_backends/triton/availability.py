@@ -6,13 +6,16 @@ Triton and the kernels are imported when such a backend is first asked for, neve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ..._core import native
+from ..._core import lane, native
 from ..._core.registry import WRONG_DEVICE
 
 
@@ -45,6 +48,16 @@ def _unavailable(device: torch.device, name: str) -> str | None:
     if interpreting != INTERPRETED:
         return "TRITON_INTERPRET changed after Triton was imported, by torch perhaps; set it before Python starts"
     return None
+
+
+@contextlib.contextmanager
+def recorded(recorder: Any) -> Iterator[None]:
+    """Launches within the block are told to the recorder; what else decides them keeps the lane away."""
+    from pytransformer.kernels import _launch
+
+    lane.watch(*_launch.watchers)
+    with _launch.recorded(recorder):
+        yield
 
 
 @functools.cache

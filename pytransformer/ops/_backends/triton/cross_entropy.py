@@ -15,7 +15,7 @@ from . import availability
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     """The backend of linear_cross_entropy."""
-    return gpu.backend("triton", op, _load, check_values, why_not, _extra_bytes)
+    return gpu.backend("triton", op, _load, check_values, why_not, _extra_bytes, availability.recorded)
 
 
 def _load() -> gpu.Kernels:

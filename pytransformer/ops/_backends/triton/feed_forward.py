@@ -18,7 +18,7 @@ LARGEST_SIDE = 1 << 30  # of a matrix other than its rows: columns are counted i
 
 def backend(op: Op) -> Backend:
     """The backend of feed_forward."""
-    return gpu.backend("triton", op, _forward, _backward, why_not)
+    return gpu.backend("triton", op, _forward, _backward, why_not, availability.recorded)
 
 
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:

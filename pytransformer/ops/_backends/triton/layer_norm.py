@@ -28,8 +28,9 @@ def backend(op: Op) -> Backend:
         return None
 
     return Backend(
-        "triton", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes
-    )
+        "triton", lowered_forward(op, _launch_forward), lowered_backward(op, _launch_backward), why_not, _extra_bytes,
+        recorded=availability.recorded,
+    )  # fmt: skip
 
 
 def _launch_forward(f: NormForward) -> None:
