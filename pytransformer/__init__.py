@@ -13,6 +13,7 @@ from .ops import public as _public
 from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
 from .ops._core.registry import use_backend
 from .ops.attention_weights import attention_summary, attention_weights
+from .ops.block_mask import BlockMask
 from .ops.masks import AlibiBias, RelativePositionBias
 from .ops.public import *  # noqa: F403  # the ops
 from .ops.scaled_dot_product import scaled_dot_product_attention
@@ -21,6 +22,7 @@ from .verify import verify
 __all__ = [
     "AlibiBias",
     "BackendError",
+    "BlockMask",
     "RelativePositionBias",
     "__version__",
     "activate",

@@ -17,11 +17,12 @@
 namespace pt::lane {
 namespace {
 
-#define TERMS                                                                                                                              \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,                  \
-      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                      \
-      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, \
-      int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+#define TERMS                                                                                                                          \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,              \
+      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                  \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,         \
+      const Maybe &block_bits, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t query_start, \
+      int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
@@ -37,8 +38,8 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2), max_k = packed ? n.max_k : t[A::kKey].size(2);
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
     vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
-    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), term(t[A::kSeed]),
-    n.bidirectional, n.align, n.left, n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(), Maybe(),
+    Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -86,7 +87,9 @@ template <class W>
 variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
     return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
-  else return {t.begin(), t.begin() + W::kStarts};
+  variable_list all(t.begin(), t.begin() + W::kStarts);
+  all.resize(all.size() + kBlockTensors);
+  return all;
 }
 
 template <class W>

@@ -7,6 +7,7 @@ calls one raw op; see docs/ops/attention.md for the mathematics.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -32,17 +33,21 @@ from ._core.tensors import (
     shape_of,
 )
 from ._problem.attention import PaddedAttention
+from .block_mask import BlockMask, as_block_mask
 from .masks import AlibiBias, RelativePositionBias
 
 # query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
 # each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
+# Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other.
 # window: -1 = unbounded. softcap 0 = none. The starts are the absolute indices of the first query and key: causality,
 # window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
-Tensor? dropout_seed, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt query_start, SymInt key_start,
+Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
+Tensor? block_bits, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt query_start, SymInt key_start,
 float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 ALIGNMENTS = (None, *get_args(Alignment))
+NO_BLOCKS = (None,) * 5
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 # Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
 ORDER = ("triton", "cuda", "cpu", "torch", "reference")
@@ -106,7 +111,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     causal: Alignment | None = None,
     window: tuple[int | None, int | None] | None = None,
     query_lengths: torch.Tensor | None = None,
@@ -135,7 +140,7 @@ def attention(
         key: (B, Hkv, Lk, D); Hq must be a multiple of Hkv (grouped-query attention).
         value: (B, Hkv, Lk, Dv).
         attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
-            has a gradient).
+            has a gradient). Or a :class:`BlockMask`, or FlexAttention's: what it hides by blocks costs nothing.
         causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: decoding
             with a cache).
         window: (left, right), ``i + offset - left <= j <= i + offset + right``; None on a side is unbounded. The offset is
@@ -225,6 +230,7 @@ def _prepare(
     if (query_segments is None) != (key_segments is None):
         raise ValueError("attention: query_segments and key_segments go together; give both or neither")
     dense, slopes, table, bidirectional, max_distance = biases("attention", bias, query, heads)
+    blocks, attn_mask = _blocks(attn_mask, full, query)
     p, seed = dropout_arguments("attention", dropout_p, dropout_seed, query.device)
     check_backend("attention", backend)
     arguments = attention_op.Arguments(
@@ -234,7 +240,7 @@ def _prepare(
         _integers("prefix_lengths", prefix_lengths, (batch,), query),
         _integers("query_segments", query_segments, (batch, num_queries), query),
         _integers("key_segments", key_segments, (batch, key.shape[2]), query),
-        seed, bidirectional, max_distance, align, left, right, 0, 0,
+        seed, *blocks, bidirectional, max_distance, align, left, right, 0, 0,
         head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
         0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
         p, bool(deterministic),
@@ -323,6 +329,19 @@ def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.T
     if sinks.shape[0] != heads:
         raise ValueError(f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}")
     return sinks
+
+
+def _blocks(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tuple[Sequence[torch.Tensor | None], Any]:
+    """(the tensors of a block mask, or Nones; the mask if it is another)."""
+    blocks = as_block_mask(mask)
+    if blocks is None:
+        return NO_BLOCKS, mask
+    check_same("attention", "query", query, "attn_mask", blocks.blocks.offsets)
+    if any(n not in (1, m) for n, m in zip(blocks.shape[:2], full[:2])) or blocks.shape[2:] != full[2:]:
+        raise ValueError(
+            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq, Lk) of {tuple(full)}"
+        )
+    return blocks.blocks, None
 
 
 def _dense(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:

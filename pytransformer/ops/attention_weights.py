@@ -133,6 +133,9 @@ def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor)
         query=a.query[:, heads][:, :, rows].to(work),
         key=a.key[:, heads // group].to(work),
         mask=pick(a.mask),
+        block_offsets=a.block_offsets
+        if a.block_offsets is None or a.block_offsets.shape[1] == 1
+        else a.block_offsets[:, heads],
         bias=pick(a.bias),
         slopes=None if a.slopes is None else a.slopes[heads],
         table=None if a.table is None else a.table[:, heads],

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from ..ops._problem.blocks import visible_block_pairs
 from ..ops.masks import buckets_of
 from .philox import keep_mask, keep_scale
 
 # Arguments of attention that packed sequences do not have.
-PADDED_ONLY = ("mask", "bias", "prefix_lengths", "query_segments", "key_segments")
+BLOCKS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
+PADDED_ONLY = (*BLOCKS, "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +124,9 @@ def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = Tr
         yield j < _per_batch(a.key_lengths)
     if a.query_segments is not None:
         yield a.query_segments[:, None, :, None] == a.key_segments[:, None, None, :]
+    if a.block_offsets is not None:
+        local = torch.arange(a.query.shape[2], device=i.device) if rows is None else rows - a.query_start
+        yield visible_block_pairs(a.block_offsets, a.block_entries, a.block_bits, local, a.key.shape[2])
     for dense in (a.mask, a.bias):
         if dense is not None:
             yield dense if dense.dtype == torch.bool else dense.detach() != -math.inf

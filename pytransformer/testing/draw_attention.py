@@ -22,6 +22,7 @@ ODD_HEAD_DIMS = (1, 3, 7, 20, 33, 65)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPE_WEIGHTS = (32, 34, 20, 14)
 DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
+BLOCK_SIZES = ((32, 32), (64, 64), (32, 64), (64, 32), (128, 128))
 BUDGET = 120_000  # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
 
 # Chance of each keyword in a problem that is not plain. `causal` is needed by `prefix_lengths`, hence often.
@@ -60,6 +61,7 @@ class Problem:
     packed: bool  # run as attention_varlen
     features: frozenset[str] = field(default_factory=frozenset)
     layouts: dict[str, str] = field(default_factory=dict)
+    block_size: tuple[int, int] | None = None  # the boolean mask goes as a block mask to backends that take them
 
     @property
     def limits(self) -> str:
@@ -111,6 +113,7 @@ class _Drawer:
     def __init__(self, seed: int, case: int, only: frozenset[str] | None) -> None:
         self.rng = random.Random(f"attention/{seed}/{case}")
         self.only = only
+        self.block_rng = random.Random(f"blocks/{seed}/{case}")
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
 
     def chance(self, p: float) -> bool:
@@ -271,6 +274,8 @@ class _Drawer:
                 layout = random_layout(r, mask)
                 self.keywords["attn_mask"] = mask if 0 in mask.stride() else place(mask, layout, fill=True)
                 self.features.add("bool_mask")
+                if self.only is None and self.block_rng.random() < 0.4:
+                    self.features.add("blocks")
             else:
                 self.tensors["attn_mask"] = self.extremes(mask.to(r.choice(near)))
                 self.features.add("float_mask")
@@ -389,6 +394,7 @@ class _Drawer:
             self.packed,
             frozenset(self.features),
             self.layouts,
+            self.block_rng.choice(BLOCK_SIZES) if "blocks" in self.features else None,
         )
 
 

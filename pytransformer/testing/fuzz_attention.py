@@ -15,6 +15,7 @@ from .draw_attention import Problem, draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
 
+TAKE_NO_BLOCKS = ("triton", "cuda", "torch")  # of block masks: they get the dense one
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 
 
@@ -84,11 +85,22 @@ def run(problem: Problem, backend: str) -> Run:
             leaves = _leaves(problem, problem.tensors)
             args = leaves["query"], leaves["key"], leaves["value"]
             keywords |= problem.public_keywords(leaves)
+            if problem.block_size and backend not in TAKE_NO_BLOCKS:
+                keywords["attn_mask"] = _in_blocks(problem, keywords["attn_mask"])
             explained = pt.explain(op, *args, **keywords).backend
             out, lse = _outputs(pt.attention(*args, **keywords))
             results = {"out": out, "lse": lse}
             results |= _gradients(problem, leaves, out, lse, problem.grad_out, problem.grad_lse)
     return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
+
+
+def _in_blocks(problem: Problem, mask: Tensor) -> Any:
+    """The boolean mask as a block mask: lengths full, batch and heads as they are."""
+    from pytransformer import BlockMask
+
+    mask = mask[(None,) * (4 - mask.dim())]
+    lengths = (problem.tensors["query"].shape[2], problem.tensors["key"].shape[2])
+    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=problem.block_size or 64)
 
 
 def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..ops._problem.blocks import FULL
 from .faults import BACKWARD_FAULTS as FAULTS_OF_ANY_BACKWARD
 from .faults import FAITHFUL, BackwardFault, Fault, Forward, Outputs, as_contiguous, patching, replacing, value_of
 
@@ -130,6 +131,18 @@ def _select_rows_only(select: Callable[..., Tensor], where: Tensor, x: Tensor) -
     return select(where, x) if where.shape[-1] == 1 else x
 
 
+def _without_last_block(offsets: Tensor) -> Tensor:
+    """The last list that has a block loses one."""
+    filled = (offsets.diff(dim=-1) > 0).flatten()
+    if not filled.any():
+        return offsets
+    batch, heads, lists = offsets.shape
+    last = int(filled.nonzero()[-1])
+    offsets = offsets.clone().view(-1, lists)
+    offsets[last // (lists - 1), last % (lists - 1) + 1 :] -= 1
+    return offsets.view(batch, heads, lists)
+
+
 def _round_up(lengths: Tensor, limit: int) -> Tensor:
     return ((lengths + 7) // 8 * 8).clamp(max=limit)
 
@@ -177,6 +190,11 @@ FAULTS |= {
         mask=_if_floating(lambda m: torch.where(m == torch.finfo(m.dtype).min, -math.inf, m))
     ),
     "hidden_by_addition": _both(_torch_with(where=_add_to_hide), _patching(_select=_select_rows_only)),
+    "visible_block_skipped": replacing(block_offsets=lambda a: _without_last_block(a.block_offsets)),
+    "partial_block_lost": replacing(block_bits=lambda a: a.block_bits * (torch.arange(len(a.block_bits)) > 0)[:, None, None]),
+    "partial_blocks_taken_whole": replacing(block_entries=lambda a: a.block_entries.index_fill(1, torch.tensor([1]), FULL)),
+    "bits_of_the_next_block": replacing(block_bits=lambda a: a.block_bits.roll(1, 0)),
+    "blocks_of_first_head": replacing(block_offsets=lambda a: a.block_offsets[:, :1]),
     "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
 }
 

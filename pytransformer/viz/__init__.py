@@ -6,6 +6,7 @@ the layers, heads and rows asked for, from the log of the sum that the fused ker
 """
 
 from ._figure import figure, save
+from .blocks import block_map
 from .depth import mean_distances, plot_distances, plot_positions
 from .maps import gallery, head_lines, heat_map
 from .models import Seen, attention_of, load_model, position_table
@@ -13,6 +14,7 @@ from .models import Seen, attention_of, load_model, position_table
 __all__ = [
     "Seen",
     "attention_of",
+    "block_map",
     "figure",
     "gallery",
     "head_lines",

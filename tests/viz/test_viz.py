@@ -108,6 +108,15 @@ def test_mean_distances_leave_padding_out():
     assert not torch.allclose(viz.mean_distances(distance), wanted), "the padding of this case must count"
 
 
+def test_a_block_map_has_a_square_for_each_block_that_runs():
+    mask = pt.BlockMask.sliding_window(256, (64, 0))
+    figure = viz.block_map(mask)
+    full, partial = (len(c.get_paths()) for c in figure.axes[0].collections)
+    assert (full, partial) == (0, 7) and "43.8% of the blocks run" in texts(figure)
+    with pytest.raises(TypeError, match=r"wanted a pytransformer\.BlockMask, got Tensor"):
+        viz.block_map(mask.to_dense())
+
+
 def test_wrong_input_is_named(tmp_path, weights):
     with pytest.raises(ValueError, match=r"heat_map: weights must have 2 dimensions, .* got shape \(3, 4, 7, 7\)"):
         viz.heat_map(weights)

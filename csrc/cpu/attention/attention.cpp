@@ -87,20 +87,59 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
   CHECK_VALUE(cu[sequences] <= total, name, " ends at ", cu[sequences], ", but there are only ", total, " rows");
 }
 
+// Block n of queries has the entries offsets[n] .. offsets[n + 1]: every block of keys and every place of bits is looked at here, since
+// kernels take addresses from them.
+pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe& bits, const pt::AttentionProblem& p) {
+  pt::BlockMask m;
+  if (!offsets) return m;
+  STD_TORCH_CHECK(entries && bits, "block_offsets, block_entries and block_bits come together");
+  for (const Maybe* t : {&offsets, &entries, &bits})
+    STD_TORCH_CHECK((*t)->scalar_type() == ScalarType::Int && (*t)->is_contiguous(), "a tensor of the block mask is not contiguous int32");
+  STD_TORCH_CHECK(offsets->dim() == 3 && bits->dim() == 3, "block_offsets or block_bits has not 3 dimensions");
+  const int64_t n = entries->size(0), places = bits->size(0), rows = bits->size(1), keys = 32 * bits->size(2);
+  check_shape(*entries, "block_entries", {n, 2});
+  STD_TORCH_CHECK(rows >= 32 && keys >= 32 && !(rows & (rows - 1)) && !(keys & (keys - 1)), "blocks are of ", rows, " x ", keys,
+                  " pairs; wanted powers of two from 32 on");
+  m.B = offsets->size(0), m.H = offsets->size(1), m.row_bits = __builtin_ctzll(rows), m.key_bits = __builtin_ctzll(keys);
+  const int64_t down = (p.Lq + rows - 1) / rows, across = (p.Lk + keys - 1) / keys;
+  STD_TORCH_CHECK((m.B == 1 || m.B == p.B) && (m.H == 1 || m.H == p.Hq), "the block mask is of ", m.B, " x ", m.H,
+                  " batch elements and heads");
+  check_shape(*offsets, "block_offsets", {m.B, m.H, down + 1});
+  m.offsets = static_cast<const int32_t*>(offsets->data_ptr()), m.entries = static_cast<const int32_t*>(entries->data_ptr());
+  m.bits = static_cast<const uint32_t*>(bits->data_ptr());
+  for (int64_t list = 0; list < m.B * m.H; list++)
+    for (int64_t i = 0; i <= down; i++) {
+      const int32_t at = m.offsets[list * (down + 1) + i], before = i ? m.offsets[list * (down + 1) + i - 1] : 0;
+      CHECK_VALUE(at >= before && at <= n, "block_offsets fall, or go beyond the ", n, " entries");
+    }
+  for (int64_t e = 0; e < n; e++) {
+    CHECK_VALUE(m.entries[2 * e] >= 0 && m.entries[2 * e] < across, "block_entries names block ", m.entries[2 * e], " of keys; there are ",
+                across);
+    CHECK_VALUE(m.entries[2 * e + 1] >= -1 && m.entries[2 * e + 1] < places, "block_entries names bits ", m.entries[2 * e + 1],
+                "; there are ", places, " partial blocks");
+  }
+  static const uint32_t none[1] = {};
+  if (!m.bits) m.bits = none;  // an empty tensor has no address, and bits stand for "blocks" to the kernels
+  return m;
+}
+
 // The arguments that forward and backward share, after the outputs of each.
-#define ATTENTION_PARAMETERS                                                                                                          \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,        \
-      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe dropout_seed, bool bidirectional, \
-      int64_t align, int64_t left, int64_t right, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, \
-      double softcap, double dropout_p
+#define ATTENTION_PARAMETERS                                                                                                            \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,          \
+      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries, \
+      Maybe block_bits, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t query_start,        \
+      int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 #define ATTENTION_ARGUMENTS                                                                                                              \
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
-      dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                     \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, " \
-  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "  \
-  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, "    \
-  "int max_k, float scale, float softcap, float dropout_p"
+      block_offsets, block_entries, block_bits, dropout_seed, bidirectional, align, left, right, query_start, key_start, max_q, max_k,   \
+      scale, softcap, dropout_p
+#define ATTENTION_SCHEMA                                                                                                             \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? " \
+  "key_lengths, "                                                                                                                    \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                               \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? dropout_seed, "                                         \
+  "bool bidirectional, int align, int left, int right, int query_start, int key_start, int max_q, int max_k, float scale, "          \
+  "float softcap, float dropout_p"
 
 // The tensors must outlive the problem.
 pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -138,6 +177,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
 
   p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
+  p.blocks = block_mask(block_offsets, block_entries, block_bits, p);
+  STD_TORCH_CHECK(!mask || !block_offsets, "mask and a block mask exclude each other");
   p.slopes = statistics(slopes, "slopes", work, {p.Hq});
   p.sinks = statistics(sinks, "sinks", work, {p.Hq});
   p.bidirectional = bidirectional;
@@ -160,7 +201,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.cu_q = integers(cu_q, "cu_seqlens_q", {p.B + 1}), p.cu_k = integers(cu_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
     check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq), check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
-    STD_TORCH_CHECK(!mask && !bias && !query_segments, "packed sequences take no dense mask or bias and no segments");
+    STD_TORCH_CHECK(!mask && !bias && !block_offsets && !query_segments,
+                    "packed sequences take no dense mask or bias, no block mask and no segments");
   }
 
   STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");

@@ -10,7 +10,8 @@ namespace {
 
 template <template <class> class Op, class... Args>
 void run(AttentionProblem p, const Args&... args) {
-  map_tiles(p);
+  if (p.blocks.offsets) map_blocks(p);
+  else map_tiles(p);
   switch (p.dtype) {
     case DType::f32: return Op<Float<float>>(p, args...).run();
     case DType::bf16: return Op<Bf16>(p, args...).run();

@@ -16,6 +16,14 @@ struct Dense {
   bool boolean = false;  // true: uint8, nonzero = attend; else added to the score, -inf = invisible
 };
 
+// A block mask: for each block of queries the blocks of keys that are visible, as ops/_problem/blocks.py has it.
+struct BlockMask {
+  const int32_t *offsets = nullptr, *entries = nullptr;  // [B][H][blocks of queries + 1]; [entries][block of keys, place of its bits or -1]
+  const uint32_t* bits = nullptr;                        // [partial blocks][queries][keys / 32]
+  int64_t B = 1, H = 1;                                  // 1: shared
+  int row_bits = 0, key_bits = 0;                        // blocks of 2^row_bits queries x 2^key_bits keys
+};
+
 // What a boolean mask says of each tile of 2^row_bits queries x 2^key_bits keys. The strides are of tiles: 0 where they are shared.
 struct TileMap {
   static constexpr int32_t kNone = -1, kAll = -2, kSome = 0;  // all pairs hidden, all visible; >= 0: some
@@ -47,7 +55,8 @@ struct AttentionProblem {
   Strides lse_s;  // b, h, l
 
   Dense mask, bias;              // each may be absent (data == nullptr); both may be additive
-  TileMap tiles;                 // of a boolean mask: the kernels make it
+  BlockMask blocks;              // the mask in another form
+  TileMap tiles;                 // of a boolean mask or of blocks: the kernels make it
   const void* slopes;            // (Hq,) float (double for f64) or null: bias -slope * |j - i - offset|
   const void* table;             // (buckets, Hq) float (double for f64), contiguous, or null: T5 relative bias
   const int64_t* bucket_starts;  // (n,) least distance of each bucket of one direction, non-decreasing, starts[0] = 0

@@ -147,7 +147,7 @@ class RowBlock {
   static int64_t partial_head(int64_t rows) { return round_up(2 * rows, 64); }
   static int64_t partial_size(const ForwardShape<T>& f, int64_t rows) { return partial_head(rows) + rows * f.dv; }
 
-  // Takes the place of tile() calls: the sum of the n partial results, in order.
+  // In place of tile() calls: the sum of the n partial results, in order.
   void combine(const A* partials, int64_t n) {
     const int64_t size = partial_size(f_, rows_);
     for (int64_t r = 0; r < rows_; r++) {
@@ -261,7 +261,7 @@ class RowBlock {
     return *n > 0;
   }
 
-  // T::width rows from r0: S -> P, and their m, l, alpha.
+  // T::width rows: S -> P, m, l, alpha.
   void softmax(int64_t r0, int64_t k0, int64_t n) {
     const int64_t nr = min<int64_t>(T::width, rows_ - r0);
     Range valid[T::width];  // lanes of the tile that count; the rest of reach_ becomes 0 in P
@@ -367,8 +367,7 @@ class RowBlock {
   A *S_, *O_, *m_, *l_, *alpha_, *diagonals_ = nullptr;
   opnd* P_;
   Range *seen_, *reach_, keys_;
-  uint8_t* started_;         // per first row of a group: O holds something
-  uint8_t* live_ = nullptr;  // where a boolean mask has tiles; see mark_live_tiles()
+  uint8_t *started_, *live_ = nullptr;  // per first row of a group: O holds something; see mark_live_tiles()
   KeepBits bits_;
   uint32_t* keep_ = nullptr;
   char* table_ = nullptr;

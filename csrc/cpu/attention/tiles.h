@@ -2,7 +2,7 @@
 // The boolean mask by tiles: which of them hide all of their pairs, none, or some. Kernels skip the first kind, do not look at the mask in
 // the second, and read it in the third alone.
 //
-//   map_tiles()  makes the map of a dense mask: one pass over the mask, at the strides it has
+//   map_tiles()  makes the map of a dense mask: one pass over the mask, at the strides it has; map_blocks() that of a block mask
 //   MaskRow      the mask, whatever its source of bits, seen from one query
 #pragma once
 
@@ -85,6 +85,24 @@ inline void map_tiles(AttentionProblem& p) {
   const int64_t all = batch * heads * down, together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
   for_each_task(ceil_div(all, together), p.threads, [&](int64_t task) {
     for (int64_t t = task * together; t < min(all, (task + 1) * together); t++) one_row(t);
+  });
+}
+
+// The same for a block mask, whose tiles are its blocks.
+inline void map_blocks(AttentionProblem& p) {
+  const BlockMask& m = p.blocks;
+  const int64_t down = ceil_div(p.Lq, int64_t(1) << m.row_bits), across = ceil_div(p.Lk, int64_t(1) << m.key_bits);
+  tiles_arena.reset(Arena::bytes_for<int32_t>(m.B * m.H * down * across));
+  int32_t* const tiles = tiles_arena.take<int32_t>(m.B * m.H * down * across);
+  p.tiles = {tiles, {m.B > 1 ? m.H * down * across : 0, m.H > 1 ? down * across : 0, across, 1}, m.row_bits, m.key_bits, m.bits};
+  constexpr int64_t together = 64;
+  for_each_task(ceil_div(m.B * m.H * down, together), p.threads, [&](int64_t task) {
+    for (int64_t t = task * together; t < min(m.B * m.H * down, (task + 1) * together); t++) {
+      int32_t* row = tiles + t * across;
+      for (int64_t c = 0; c < across; c++) row[c] = TileMap::kNone;
+      const int32_t* list = m.offsets + t + t / down;  // a list of offsets is one longer than there are rows
+      for (int64_t e = list[0]; e < list[1]; e++) row[m.entries[2 * e]] = m.entries[2 * e + 1] < 0 ? TileMap::kAll : m.entries[2 * e + 1];
+    }
   });
 }
 

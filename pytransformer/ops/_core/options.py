@@ -6,9 +6,12 @@ For hints alone: torch.compile cannot make a TypedDict by calling it; a plain di
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
+
+if TYPE_CHECKING:
+    from ..block_mask import BlockMask
 
 from ..masks import AlibiBias, RelativePositionBias
 
@@ -37,7 +40,7 @@ class _Call(TypedDict, total=False):
 class MaskAndBias(_Scores, total=False):
     """What makes the softmax weights of :func:`pytransformer.attention`; :func:`pytransformer.attention_weights` takes the same."""
 
-    attn_mask: torch.Tensor | None
+    attn_mask: torch.Tensor | BlockMask | None
     query_lengths: torch.Tensor | None
     key_lengths: torch.Tensor | None
     prefix_lengths: torch.Tensor | None

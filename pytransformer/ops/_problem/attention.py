@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from typing_extensions import Self
 
+from .blocks import Blocks
+
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 
 
@@ -46,6 +48,11 @@ class AttentionProblem:
         cu_seqlens_q: torch.Tensor | None
         cu_seqlens_k: torch.Tensor | None
         dropout_seed: torch.Tensor | None
+        block_offsets: torch.Tensor | None
+        block_entries: torch.Tensor | None
+        key_block_offsets: torch.Tensor | None
+        key_block_entries: torch.Tensor | None
+        block_bits: torch.Tensor | None
         bidirectional: bool
         max_distance: int
         causal: str
@@ -136,6 +143,13 @@ class AttentionProblem:
         """The mask if it must be read for each pair of query and key."""
         return None if self.key_padding is not None else self.mask
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """The block mask."""
+        lists = self.block_offsets, self.block_entries, self.key_block_offsets, self.key_block_entries, self.block_bits
+        found = [t for t in lists if t is not None]
+        return Blocks(*found) if found else None
+
     # ---- what happens to scores besides scale
 
     @property
@@ -192,6 +206,7 @@ class PackedAttention(AttentionProblem):
 
     __slots__ = ()
     packed = True
+    block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = None
     mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = None
     query_start = key_start = 0
 

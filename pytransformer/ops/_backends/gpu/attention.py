@@ -63,6 +63,8 @@ def no_pairs_gradients(
 
 def why_not_sizes(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do a problem of this size, or None."""
+    if a.block_offsets is not None:
+        return "dense masks, and no block masks yet; mask.to_dense() makes one"
     if (widest := max(a.head_dim, a.value_dim)) > MAX_HEAD_DIM:
         return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
     rows = max(a.num_queries, a.num_keys)

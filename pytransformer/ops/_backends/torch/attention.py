@@ -85,6 +85,8 @@ def why_not(a: Any) -> str | None:
         )
     if a.dropout_p:
         return "PyTorch's kernels draw another dropout mask than ours"
+    if a.block_offsets is not None:
+        return "PyTorch's kernels take no block masks"
     if a.softcap:
         return "PyTorch's kernels have no softcap"
     if a.sinks is not None:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block masks as tensors: which blocks of pairs of queries and keys are visible, wholly or in part, and the pairs of the latter as bits.
+
+The raw op takes these tensors, kernels and the reference read them; :class:`pytransformer.BlockMask` makes and checks them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SIZES = (32, 64, 128, 256, 512)  # queries or keys of a block
+FULL = -1  # in place of the place of a block's bits: every pair of the block is visible
+
+
+class Blocks(NamedTuple):
+    """The tensors of a block mask, whose batch and head dimensions are full or 1.
+
+    Attributes:
+        offsets: (B, H, blocks of queries + 1) int32: the entries of block n of queries are those from offsets[n] to offsets[n + 1].
+        entries: (entries, 2) int32: a block of keys, rising, and the place of its bits in ``bits``, or FULL.
+        key_offsets, key_entries: the transpose: by blocks of keys, the blocks of queries.
+        bits: (partial blocks, queries of a block, keys of a block / 32) int32: bit k of word w is key 32 w + k. Pairs beyond the
+            tensors are 0.
+    """
+
+    offsets: torch.Tensor
+    entries: torch.Tensor
+    key_offsets: torch.Tensor
+    key_entries: torch.Tensor
+    bits: torch.Tensor
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.bits.shape[1], 32 * self.bits.shape[2]
+
+    @property
+    def total(self) -> int:
+        """Blocks, visible or not, of all heads that the mask tells apart."""
+        batch, heads, queries = self.offsets.shape
+        return batch * heads * (queries - 1) * (self.key_offsets.shape[2] - 1)
+
+    @property
+    def share(self) -> float:
+        """Of all blocks, those with a visible pair: the others are skipped. Known from the shapes alone."""
+        return self.entries.shape[0] / self.total if self.total else 0.0
+
+    @property
+    def note(self) -> str:
+        rows, keys = self.block_size
+        partial = f"{self.bits.shape[0]:,} of them read pair by pair"
+        return f"{self.share:.1%} of the {self.total:,} blocks of {rows} x {keys} pairs run, {partial}"
+
+
+def entry_rows(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which (batch, head, block of queries), counted through; which entry) of every entry that the offsets name, in order."""
+    first, counts = offsets[..., :-1].flatten().long(), offsets.diff(dim=-1).flatten().long()
+    rows = torch.repeat_interleave(torch.arange(counts.numel(), device=offsets.device), counts)
+    before = counts.cumsum(0) - counts
+    return rows, (first - before)[rows] + torch.arange(rows.numel(), device=offsets.device)
+
+
+def unpack_bits(words: torch.Tensor) -> torch.Tensor:
+    """bool (..., 32 n) of int32 (..., n)."""
+    return ((words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).bool().flatten(-2)
+
+
+def pack_bits(pairs: torch.Tensor) -> torch.Tensor:
+    """int32 (..., n) of bool (..., 32 n)."""
+    weights = 1 << torch.arange(32, dtype=torch.int64, device=pairs.device)
+    words = (pairs.unflatten(-1, (-1, 32)).long() * weights).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def visible_block_pairs(
+    offsets: torch.Tensor, entries: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    """bool (B, H, len(rows), num_keys), B and H those of ``offsets``: the visible pairs of the queries ``rows``."""
+    batch, heads, queries = offsets.shape
+    size, width = bits.shape[1], 32 * bits.shape[2]
+    columns = -(-num_keys // width)
+    state = torch.full((batch * heads * (queries - 1), columns), FULL - 1, dtype=torch.int64, device=offsets.device)
+    place, entry = entry_rows(offsets)
+    state[place, entries[entry, 0].long()] = entries[entry, 1].long()
+    state = state.view(batch, heads, queries - 1, columns)[:, :, rows // size]  # (B, H, rows, columns)
+    if bits.shape[0]:
+        pairs = unpack_bits(bits[state.clamp_min(0), (rows % size)[:, None]])
+    else:
+        pairs = torch.zeros(*state.shape, width, dtype=torch.bool, device=offsets.device)
+    pairs = torch.where(state[..., None] < 0, state[..., None] == FULL, pairs)
+    return pairs.flatten(-2)[..., :num_keys]
+
+
+def check_blocks(b: Blocks, shape: tuple[int, int, int, int]) -> None:
+    """ValueError for whatever a kernel would take an address from."""
+    for name, t in b._asdict().items():
+        if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
+            raise ValueError(f"BlockMask: {name} must be an int32 tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        if t.device != b.offsets.device:
+            raise ValueError(f"BlockMask: {name} is on {t.device}, offsets on {b.offsets.device}")
+    if b.bits.dim() != 3:
+        raise ValueError(f"BlockMask: bits must be (partial blocks, queries, keys / 32), got {tuple(b.bits.shape)}")
+    rows, keys = b.block_size
+    if rows not in SIZES or keys not in SIZES:
+        raise ValueError(f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got {b.block_size}")
+    down, across = -(-shape[2] // rows), -(-shape[3] // keys)
+    for names, offsets, entries, n, columns in (
+        (("offsets", "entries"), b.offsets, b.entries, down, across),
+        (("key_offsets", "key_entries"), b.key_offsets, b.key_entries, across, down),
+    ):
+        _check_lists(names, offsets, entries, (*shape[:2], n + 1), columns, b.bits.shape[0])
+    if b.entries.shape != b.key_entries.shape:
+        raise ValueError(f"BlockMask: {b.entries.shape[0]} entries, but {b.key_entries.shape[0]} in the transpose")
+
+
+def _check_lists(
+    names: tuple[str, str], offsets: torch.Tensor, entries: torch.Tensor, shape: tuple[int, ...], columns: int, places: int
+) -> None:
+    """Lists of blocks as the kernels read them: offsets that rise within the entries, blocks that exist, in rising order."""
+    if tuple(offsets.shape) != shape:
+        raise ValueError(f"BlockMask: {names[0]} must have shape {shape}, got {tuple(offsets.shape)}")
+    if entries.dim() != 2 or entries.shape[1] != 2:
+        raise ValueError(f"BlockMask: {names[1]} must be (entries, 2), got {tuple(entries.shape)}")
+    if offsets.numel() and (
+        bool((offsets.diff(dim=-1) < 0).any()) or int(offsets.min()) < 0 or int(offsets.max()) > len(entries)
+    ):
+        raise ValueError(f"BlockMask: {names[0]} must rise from 0 to at most {len(entries)}, the number of entries")
+    if not len(entries):
+        return
+    low, high = entries.amin(0).tolist(), entries.amax(0).tolist()
+    if low[0] < 0 or high[0] >= columns:
+        raise ValueError(f"BlockMask: {names[1]} names block {low[0] if low[0] < 0 else high[0]}; there are {columns}")
+    if low[1] < FULL or high[1] >= places:
+        raise ValueError(
+            f"BlockMask: {names[1]} names bits {low[1] if low[1] < FULL else high[1]}; there are {places} partial blocks"
+        )
+    rows, entry = entry_rows(offsets)
+    found = entries[entry, 0]
+    if bool(((found[1:] <= found[:-1]) & (rows[1:] == rows[:-1])).any()):
+        raise ValueError(f"BlockMask: {names[1]} of a list must rise")

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pt.BlockMask``: which blocks of pairs attention computes; see docs/ops/attention-sparse.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate
+from ._block_picture import picture
+from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
+
+BLOCK_SIZE = 64  # a panel of keys of the CPU's kernels, and half a tile of the GPUs'
+_FLEX = "torch.nn.attention.flex_attention"
+_CACHE = "_pytransformer_block_mask"
+
+
+class BlockMask:
+    """The visible pairs of (B, H, Lq, Lk), by blocks: those of which nothing is visible cost nothing, neither memory nor time.
+
+    Made once, by one of the constructors, and given to many calls as ``attn_mask``. B and H may be 1: then all batch elements or heads
+    share it. Memory is 8 bytes for a visible block, and a bit for each pair of one of which only some pairs are visible.
+
+    Attributes:
+        shape: (B, H, Lq, Lk).
+        block_size: (queries, keys) of a block.
+        blocks: the tensors, as the kernels get them.
+    """
+
+    def __init__(self, shape: Sequence[int], blocks: Blocks) -> None:
+        self.shape: Shape = _shape(shape)
+        self.blocks = blocks
+        check_blocks(blocks, self.shape)
+
+    # ---- constructors
+
+    @classmethod
+    def from_dense(cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] = BLOCK_SIZE) -> Self:
+        """Of a boolean mask (True = attend) of (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk)."""
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+            what = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise ValueError(
+                f"BlockMask.from_dense: mask must be bool and (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk), got {what}"
+            )
+        mask = mask[(None,) * (4 - mask.dim())]
+
+        def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return mask[b, h, i, j]
+
+        return cls._of(mod, _shape(mask.shape), _sizes(block_size), mask.device, vectorized=True)
+
+    @classmethod
+    def from_function(
+        cls,
+        mask_mod: MaskMod,
+        B: int | None,
+        H: int | None,
+        Lq: int,
+        Lk: int,
+        *,
+        block_size: int | tuple[int, int] = BLOCK_SIZE,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Of ``mask_mod(b, h, q, k)``, True where query q may attend to key k, as FlexAttention's: its arguments are integer tensors
+        of no dimension (it runs under ``torch.vmap``). Evaluated some blocks at a time, never (Lq, Lk) at once.
+
+        Args:
+            B, H: None or 1 if ``mask_mod`` does not look at b, or h.
+        """
+        shape = _shape((B or 1, H or 1, Lq, Lk))
+        return cls._of(mask_mod, shape, _sizes(block_size), torch.device(device))
+
+    @classmethod
+    def sliding_window(
+        cls, length: int, window: tuple[int, int], *, block_size: int = BLOCK_SIZE, device: torch.device | str = "cpu"
+    ) -> Self:
+        """``i - window[0] <= j <= i + window[1]``. The keyword ``window`` of attention says the same without a mask; this one
+        can be combined with others."""
+        left, right = _naturals("window", window)
+        device = torch.device(device)
+        sizes = _sizes(block_size)
+        return cls._of(
+            lambda b, h, i, j: (j >= i - left) & (j <= i + right), _shape((1, 1, length, length)), sizes, device,
+            band(length, left, right, sizes, device), vectorized=True,
+        )  # fmt: skip
+
+    @classmethod
+    def strided(
+        cls, length: int, stride: int, *, causal: bool = True, block_size: int = BLOCK_SIZE, device: torch.device | str = "cpu"
+    ) -> Self:
+        """The keys less than ``stride`` away, and every ``stride``-th: ``|i - j| < stride or (i - j) % stride == 0``.
+
+        Source: Child et al., "Generating long sequences with sparse transformers" (2019), section 4.2.
+        """
+        if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+            raise ValueError(f"BlockMask.strided: stride must be an int of at least 1, got {stride!r}")
+
+        def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            seen = ((i - j).abs() < stride) | ((i - j) % stride == 0)
+            return seen & (j <= i) if causal else seen
+
+        return cls._of(mod, _shape((1, 1, length, length)), _sizes(block_size), torch.device(device), vectorized=True)
+
+    @classmethod
+    def longformer(
+        cls,
+        length: int,
+        window: int,
+        global_tokens: int | Sequence[int] = 0,
+        *,
+        block_size: int = BLOCK_SIZE,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """``window // 2`` keys on each side, and global tokens, which see all and which all see.
+
+        Args:
+            global_tokens: the first so many, or their positions.
+
+        Source: Beltagy et al., "Longformer: the long-document transformer" (2020), section 3.1.
+        """
+        device, sizes = torch.device(device), _sizes(block_size)
+        (half,) = (n // 2 for n in _naturals("window", (window,)))
+        places = list(range(global_tokens)) if isinstance(global_tokens, int) else [int(n) for n in global_tokens]
+        if any(not 0 <= n < length for n in places):
+            raise ValueError(f"BlockMask.longformer: global_tokens must be between 0 and {length - 1}, got {global_tokens!r}")
+        is_global = torch.zeros(length, dtype=torch.bool, device=device)
+        is_global[torch.tensor(places, dtype=torch.long, device=device)] = True
+        down, across = counts(length, length, sizes)
+        keys = band(length, half, half, sizes, device)
+        rows = torch.tensor(sorted({n // sizes[0] for n in places}), dtype=torch.long, device=device)
+        columns = torch.tensor(sorted({n // sizes[1] for n in places}), dtype=torch.long, device=device)
+        more = [
+            rows[:, None] * across + torch.arange(across, device=device),
+            torch.arange(down, device=device)[:, None] * across + columns,
+        ]
+        return cls._of(
+            lambda b, h, i, j: ((i - j).abs() <= half) | is_global[i] | is_global[j], _shape((1, 1, length, length)), sizes, device,
+            torch.cat([keys, *(m.flatten() for m in more)]).unique(), vectorized=True,
+        )  # fmt: skip
+
+    @classmethod
+    def big_bird(
+        cls,
+        length: int,
+        *,
+        window_blocks: int = 3,
+        global_blocks: int = 2,
+        random_blocks: int = 3,
+        seed: int = 0,
+        heads: int = 1,
+        block_size: int = BLOCK_SIZE,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """By whole blocks: ``window_blocks`` around the diagonal, the first ``global_blocks``, which see all and which all see, and
+        ``random_blocks`` of every block of queries, drawn for each head from ``seed``.
+
+        Source: Zaheer et al., "Big Bird: transformers for longer sequences" (2020), section 2 (ITC).
+        """
+        window_blocks, global_blocks, random_blocks = _naturals("blocks", (window_blocks, global_blocks, random_blocks))
+        sizes = _sizes(block_size)
+        down, across = counts(length, length, sizes)
+        generator = torch.Generator().manual_seed(seed)
+        seen = []
+        for h in range(heads):
+            q, side = torch.arange(down), window_blocks // 2
+            pairs = [
+                (q[:, None] + torch.arange(-side, window_blocks - side)),
+                torch.arange(min(global_blocks, across)).expand(down, -1),
+            ]
+            pairs.append(torch.stack([torch.randperm(across, generator=generator)[:random_blocks] for _ in range(down)]))
+            columns = torch.cat(pairs, 1)
+            keys = (q[:, None] * across + columns)[(columns >= 0) & (columns < across)]
+            keys = torch.cat([keys, torch.arange(min(global_blocks, down) * across)]).unique()
+            seen.append(keys + h * down * across)
+        keys = torch.cat(seen).to(device)
+        bits = torch.zeros(0, sizes[0], sizes[1] // 32, dtype=torch.int32, device=device)
+        shape = _shape((1, heads, length, length))
+        return cls(shape, assemble(shape, keys, torch.full_like(keys, FULL), bits))
+
+    @classmethod
+    def from_flex(cls, mask: Any) -> Self:
+        """Of FlexAttention's, whose ``mask_mod`` is evaluated on its partial blocks alone. The result is kept with it."""
+        if (found := getattr(mask, _CACHE, None)) is not None:
+            return found
+        sizes = _sizes(tuple(mask.BLOCK_SIZE))
+        batch, heads, down = mask.kv_num_blocks.shape
+        across = mask.kv_indices.shape[-1]
+        lq, lk = getattr(mask, "seq_lengths", None) or (down * sizes[0], across * sizes[1])
+
+        def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
+            if counts is None or indices is None:
+                return torch.zeros(0, dtype=torch.int64, device=mask.kv_indices.device)
+            row = torch.arange(batch * heads * down, device=indices.device).view(batch, heads, down, 1) * across
+            return (row + indices)[torch.arange(across, device=indices.device) < counts[..., None]]
+
+        partial = listed(mask.kv_num_blocks, mask.kv_indices)
+        full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+        shape = _shape((batch, heads, lq, lk))
+        made = cls._of(mask.mask_mod, shape, sizes, mask.kv_indices.device, partial)
+        whole = assemble(shape, full.sort()[0], torch.full_like(full, FULL), made.blocks.bits[:0])
+        setattr(mask, _CACHE, both := made | cls(shape, whole))
+        return both
+
+    # ---- what it is
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        return self.blocks.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.offsets.device
+
+    @property
+    def share(self) -> float:
+        """Of all blocks, those that run."""
+        return self.blocks.share
+
+    def to_dense(self) -> torch.Tensor:
+        """bool (B, H, Lq, Lk)."""
+        rows = torch.arange(self.shape[2], device=self.device)
+        return visible_block_pairs(self.blocks.offsets, self.blocks.entries, self.blocks.bits, rows, self.shape[3])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        made = object.__new__(type(self))
+        made.shape, made.blocks = self.shape, Blocks(*(t.to(device) for t in self.blocks))
+        return made
+
+    def __and__(self, other: Self) -> Self:
+        return self._combined(other, "&")
+
+    def __or__(self, other: Self) -> Self:
+        return self._combined(other, "|")
+
+    def __repr__(self) -> str:
+        rows, keys = self.block_size
+        partial = self.blocks.bits.shape[0]
+        return (
+            f"BlockMask(shape={self.shape}, blocks of {rows} x {keys}: {self.share:.1%} run, {partial} of them hide some pairs, "
+            f"{self.device})\n{picture(self.blocks)}"
+        )
+
+    def _combined(self, other: Self, how: str) -> Self:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return type(self)(*combine(self.shape, self.blocks, other.shape, other.blocks, how))
+
+    @classmethod
+    def _of(
+        cls,
+        mod: MaskMod,
+        shape: Shape,
+        sizes: tuple[int, int],
+        device: torch.device,
+        candidates: torch.Tensor | None = None,
+        vectorized: bool = False,
+    ) -> Self:
+        return cls(shape, evaluate(mod, shape, sizes, device, candidates, vectorized))
+
+
+def as_block_mask(mask: Any) -> BlockMask | None:
+    """The block mask that was given, ours or FlexAttention's; None for anything else."""
+    if isinstance(mask, BlockMask):
+        return mask
+    flex = sys.modules.get(_FLEX)
+    return BlockMask.from_flex(mask) if flex is not None and isinstance(mask, flex.BlockMask) else None
+
+
+# ---- checks and helpers
+
+
+def _shape(shape: Sequence[int]) -> Shape:
+    if len(shape) != 4 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        raise ValueError(f"BlockMask: the shape must be (B, H, Lq, Lk), got {tuple(shape)}")
+    return (shape[0], shape[1], shape[2], shape[3])
+
+
+def _sizes(block_size: Any) -> tuple[int, int]:
+    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(sizes) != 2 or any(n not in SIZES for n in sizes):
+        raise ValueError(f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got {block_size!r}")
+    return sizes[0], sizes[1]
+
+
+def _naturals(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise ValueError(f"BlockMask: {name} must be ints of at least 0, got {tuple(numbers)}")
+    return tuple(numbers)
