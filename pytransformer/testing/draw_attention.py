@@ -42,6 +42,7 @@ CHANCES = {
     "return_lse": 0.5,
 }
 LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+LATER = ("sinks",)
 PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", "return_lse")
 
 
@@ -112,6 +113,8 @@ def _short(value: Any) -> str:
 class _Drawer:
     def __init__(self, seed: int, case: int, only: frozenset[str] | None) -> None:
         self.rng = random.Random(f"attention/{seed}/{case}")
+        # Keywords that came later are drawn apart, so that a number is the problem that it was, with or without them.
+        self.later = random.Random(f"attention/later/{seed}/{case}")
         self.only = only
         self.block_rng = random.Random(f"blocks/{seed}/{case}")
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
@@ -218,10 +221,15 @@ class _Drawer:
             flat[torch.rand(flat.shape, generator=self.generator) < 0.1] = lowest
         return flat.reshape(x.shape)
 
-    def sinks(self) -> Tensor:
-        """Of all sizes; some heads without one."""
-        x = self.normal(self.Hq) * self.rng.choice((0.0, 1.0, 4.0, 30.0))
-        return x.masked_fill(torch.rand(self.Hq, generator=self.generator) < 0.15, -torch.inf)
+    def draw_sinks(self) -> bool:
+        """Of all sizes, some heads without one, at their place; whether they take a gradient."""
+        r, generator = self.later, torch.Generator().manual_seed(self.later.getrandbits(60))
+        x = torch.randn(self.Hq, generator=generator) * r.choice((0.0, 1.0, 4.0, 30.0))
+        x = x.masked_fill(torch.rand(self.Hq, generator=generator) < 0.15, -torch.inf)
+        x = x.to(torch.float64 if self.dtype == torch.float64 else r.choice((self.dtype, torch.float32, torch.bfloat16)))
+        self.layouts["sinks"] = random_layout(r, x)
+        self.tensors["sinks"] = place(x, self.layouts["sinks"])
+        return r.random() < 0.9
 
     # ---- keywords
 
@@ -229,7 +237,8 @@ class _Drawer:
         r = self.rng
         plain = self.chance(0.08)
         self.packed = self.chance(0.15) and self.only is None
-        want = {k for k, p in CHANCES.items() if not plain and self.chance(p) and (not self.packed or k in PACKED)}
+        drawn = {k for k, p in CHANCES.items() if not plain and (self.later.random() if k in LATER else r.random()) < p}
+        want = {k for k in drawn if not self.packed or k in PACKED}
         if self.only is not None:
             want &= self.only
         self.keywords: dict[str, Any] = {}
@@ -279,8 +288,6 @@ class _Drawer:
             else:
                 self.tensors["attn_mask"] = self.extremes(mask.to(r.choice(near)))
                 self.features.add("float_mask")
-        if "sinks" in want:
-            self.tensors["sinks"] = self.sinks().to(r.choice(near))
         if "bias" in want:
             kind = r.choice(("alibi", "t5")) if self.packed else r.choice(("dense", "alibi", "t5"))
             self.features.add(kind)
@@ -379,6 +386,8 @@ class _Drawer:
         wanted = tuple(self.tensors)
         if self.chance(0.2):
             wanted = tuple(n for n in wanted if self.chance(0.5))
+        if "sinks" in self.features and self.draw_sinks():
+            wanted = (*wanted, "sinks")
         self.features |= {"gqa"} if self.G > 1 else set()
         self.features |= {"value_dim"} if self.Dv != self.D else set()
         self.features |= {"varlen"} if self.packed else set()

@@ -75,12 +75,12 @@ def test_dropout_mask(
     assert torch.equal(out != 0, keep)
     # d_value[j, c] = the weight of query c for key j, if the gradient of out picks query c in column c.
     grad = torch.eye(num_queries, num_keys, dtype=dtype).expand(2, heads, -1, -1)
-    gradients = attention_op.bwd(grad, None, *a, out, lse, [True, True, True, False, False, False, False], "cuda", True)
+    gradients = attention_op.bwd(grad, None, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
     assert torch.equal(gradients[2][..., :num_queries].mT != 0, keep)
     # With delta taken off by a gradient of lse, d_query[i, j] = scale * weight * keep * keep_scale * grad[i, j].
     ones = torch.ones_like(query)
     delta = (out.double() * ones.double()).sum(-1).float()
-    gradients = attention_op.bwd(ones, delta, *a, out, lse, [True, True, True, False, False, False, False], "cuda", True)
+    gradients = attention_op.bwd(ones, delta, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
     assert torch.equal(gradients[0].abs() > 1e-4, keep)
 
 

@@ -156,7 +156,7 @@ def test_backward_of_another_backend_s_forward() -> None:
     a, _, _ = OPS["attention"].prepare(*leaves, attn_mask=keep)
     a = a._replace(query=leaves[0].detach(), key=leaves[1].detach(), value=leaves[2].detach())
     grad = torch.randn(2, 2, 21, 16)
-    wanted = [True] * 3 + [False] * 4
+    wanted = [True] * 3 + [False] * 5
     found = {}
     for forward, backward in (("cpu", "torch"), ("torch", "cpu"), ("reference", "reference")):
         out, lse = OPS["attention"].fwd(*a, forward, True)
