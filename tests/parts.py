@@ -86,6 +86,6 @@ FULL_PARTS = (
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
     Part("triton-3.9", "triton 3.9", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_9"),
-    Part("peers", "timm and diffusers", 0, ("integrations/test_other_libraries.py",), needs="PYTRANSFORMER_TEST_PEERS"),
+    Part("peers", "timm and diffusers", 0, ("integrations/test_*librar*.py",), needs="PYTRANSFORMER_TEST_PEERS"),
     Part(BENCH, "the benchmark suite", 0),
 )

@@ -77,6 +77,7 @@ NAMES = {
     "pytransformer/testing/planted_tier.py": "a wrong tier of attention",
     "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
     "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",
+    "pytransformer/testing/sweep/diffusion.py": "a setting of diffusers bears that name",
     "pytransformer/testing/way_down.py": "a failing backend of attention",
 }
 

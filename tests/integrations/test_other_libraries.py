@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -15,29 +14,22 @@ import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import distance, model_distance_limit
 from pytransformer.testing.models import random_sum
+from pytransformer.testing.sweep import libraries
 
 LIMIT = model_distance_limit(torch.float32)
 
 
-def load(name: str, *, ops: tuple[str, ...] = ()) -> ModuleType:
-    """The library, or a skip that says why not.
-
-    ``ops`` of torchvision are declared first: without its C++ library, which is for CUDA, it can then be imported.
-    """
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in ops:
-        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
-            library.define(schema)
+def load(name: str) -> ModuleType:
+    """The library, or a skip that says why not."""
     try:
-        return importlib.import_module(name)
+        return libraries.load(name)
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"{name} cannot be imported: {str(error).splitlines()[0]}")
 
 
 @pytest.fixture(scope="module")
 def timm() -> ModuleType:
-    boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    return load("timm", ops=(f"nms{boxes}", f"qnms{boxes}"))
+    return load("timm")
 
 
 @pytest.fixture(autouse=True)

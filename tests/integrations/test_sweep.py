@@ -49,23 +49,24 @@ def rows(model_type: str) -> report.Rows:
     return report.clean(compare.rows(model_type))
 
 
-def kinds(row: dict[str, Any]) -> dict[str, str]:
-    """Verdict and cells without the figures, which differ from machine to machine."""
-    return {"verdict": row["verdict"]} | {name: cell.partition(":")[0] for name, cell in row.get("cells", {}).items()}
-
-
 def wrong(rows: report.Rows) -> set[str]:
     return {name for name, row in rows.items() if row["verdict"] == "wrong"}
 
 
 def committed_for(version: str) -> report.Rows:
     """The committed rows, none for another version of transformers: nothing may be wrong there either, but much may be another way."""
-    results = report.load()
+    results = report.load(report.place(version))
     return results["rows"] if results["transformers"] == version else {}
 
 
-def test_nothing_is_wrong() -> None:
-    assert not wrong(report.load()["rows"])
+@pytest.mark.parametrize("path", [report.RESULTS, report.OLDER], ids=lambda path: path.stem)
+def test_nothing_is_wrong(path: Path) -> None:
+    assert not wrong(report.load(path)["rows"])
+
+
+def test_results_stand_by_their_version() -> None:
+    assert report.place(report.load()["transformers"]) == report.place("99.0.0") == report.RESULTS
+    assert report.place(report.load(report.OLDER)["transformers"]) == report.OLDER
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,9 @@ def test_as_sdpa_needs_an_excuse() -> None:
 
 
 def test_the_page_is_made_of_the_results() -> None:
-    assert report.DOC.read_text() == report.page(report.load()), "run: python -m pytransformer.testing.sweep --write"
+    assert report.DOC.read_text() == report.page(report.load(), report.load(report.OLDER)), (
+        "run: python -m pytransformer.testing.sweep --write"
+    )
 
 
 @pytest.mark.unpoisoned
@@ -114,7 +117,7 @@ def test_sample(hugging_face: Any, model_type: str) -> None:
     committed, found = committed_for(hugging_face.__version__), rows(model_type)
     for name, row in found.items():
         assert row["verdict"] not in ("wrong", "not built"), f"{name}: {row}"
-        assert not committed or kinds(row) == kinds(committed[name]), name
+        assert not committed or report.kinds(row) == report.kinds(committed[name]), name
 
 
 @pytest.mark.slow
@@ -142,7 +145,7 @@ def test_every_architecture(hugging_face: Any, tmp_path: Path, letter: str) -> N
     assert not wrong(found)
     # Of those not built, the libraries here may make more.
     built = {name for name, row in committed.items() if row["verdict"] != "not built"}
-    assert {name: kinds(found[name]) for name in built} == {name: kinds(committed[name]) for name in built}
+    assert {name: report.kinds(found[name]) for name in built} == {name: report.kinds(committed[name]) for name in built}
 
 
 def test_a_cut_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

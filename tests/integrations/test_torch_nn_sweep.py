@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
@@ -145,3 +146,49 @@ def test_every_mask(kind: str, settings: dict[str, bool], training: bool, way: s
         for mine, theirs in zip(got, want):
             assert theirs.isfinite().all(), name
             assert distance(mine, theirs) < LIMIT or (mine - theirs).norm() < LIMIT, name
+
+
+SETTINGS_OF_ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {}, "no biases": dict(bias=False), "a key and a value added": dict(add_bias_kv=True),
+    "a zero added": dict(add_zero_attn=True), "both added": dict(add_bias_kv=True, add_zero_attn=True),
+    "other widths": dict(kdim=12, vdim=20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [None, True, False], ids=["no weights", "weights, mean", "weights by head"])
+@pytest.mark.parametrize("way", ["activate", "convert", "both"])
+@pytest.mark.parametrize("name", SETTINGS_OF_ATTENTION)
+def test_every_setting_of_attention(name: str, way: str, weights: bool | None) -> None:
+    """Cross-attention of nn.MultiheadAttention with each of its options, each mask, and the weights that `need_weights` asks for."""
+    settings = SETTINGS_OF_ATTENTION[name]
+    torch.manual_seed(5)
+    model = nn.MultiheadAttention(E, H, batch_first=True, **settings)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # its biases start at zero
+    ours = copy.deepcopy(model)
+    if way != "activate":
+        pt.integrations.convert(ours)
+    widths = (E, settings.get("kdim", E), settings.get("vdim", E))
+    leaves = [torch.randn(B, n, width, requires_grad=True) for n, width in zip((L, M, M), widths)]
+    for (mask, m), (padding, p) in itertools.product(attention_masks(L, M).items(), paddings(M).items()):
+        keywords: dict[str, Any] = dict(attn_mask=m, key_padding_mask=p, need_weights=weights is not None)
+        keywords |= {} if weights is None else dict(average_attn_weights=weights)
+        want = attended(model, leaves, keywords)
+        with trace() as ran, contextlib.nullcontext() if way == "convert" else pt.activate():
+            got = attended(ours, leaves, keywords)
+        assert weights is not None or way == "convert" or "attention_fwd" in {op for op, _ in ran}
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want):
+            assert theirs.isfinite().all(), (mask, padding)
+            assert distance(mine, theirs) < LIMIT or (mine - theirs).norm() < LIMIT, (mask, padding)
+
+
+def attended(model: nn.Module, leaves: list[torch.Tensor], keywords: dict[str, Any]) -> list[torch.Tensor]:
+    """The output, the weights where they are asked for, and the gradients of inputs and parameters."""
+    out, weights = model(*leaves, **keywords)
+    assert (weights is not None) == keywords["need_weights"]
+    parameters = list(model.parameters())
+    loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+    found = [out.detach(), *([] if weights is None else [weights.detach()])]
+    return found + list(torch.autograd.grad(loss, [*leaves, *parameters]))

@@ -44,9 +44,12 @@ def main() -> int:
             progress.advance()
             progress.step(f"{model_type}: {', '.join(row['verdict'] for row in found.values()) or 'a part of others'}")
     if arguments.write:
-        earlier = report.load()["rows"] if arguments.types else {}
-        report.save(earlier | rows)
-        report.DOC.write_text(report.page(report.load()))
+        import transformers
+
+        place = report.place(transformers.__version__)
+        earlier = report.load(place)["rows"] if arguments.types else {}
+        report.save(earlier | rows, place)
+        report.DOC.write_text(report.page(report.load(), report.load(report.OLDER)))
     console = Console()
     console.table(("class", "verdict", "differs"), [(name, row["verdict"], told(row)) for name, row in rows.items()])
     console.print(", ".join(f"{verdict} {count}" for verdict, count in report.counts(rows).items()))

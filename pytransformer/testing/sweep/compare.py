@@ -21,7 +21,7 @@ from pytransformer.testing.hugging_face import conditioned_limit, distance, flat
 from . import inputs as make
 from .inputs import Inputs
 from .subjects import MOST_PARAMETERS, Subject, subjects
-from .watch import watch
+from .watch import BY_ITSELF, watch
 
 OURS = "pytransformer"
 LIMIT = model_distance_limit(torch.float32)
@@ -87,12 +87,12 @@ def loss(outputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
     return torch.stack(parts).sum() if parts else None
 
 
-def run(model: Any, inputs: Inputs) -> Outcome:
-    """Outputs at real positions, and the gradients of every parameter."""
+def run(model: Any, inputs: Inputs, by_itself: frozenset[Any] = BY_ITSELF) -> Outcome:
+    """Outputs at real positions, and the gradients of every parameter; which modules called functions of `by_itself`."""
     found = Outcome()
     model.zero_grad()
     torch.manual_seed(0)
-    with trace() as ran, watch() as seen:
+    with trace() as ran, watch(by_itself) as seen:
         try:
             outputs = {name: real(t, inputs) for name, t in leaves(model(**inputs))}
             if (total := loss(outputs)) is not None:

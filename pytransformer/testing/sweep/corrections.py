@@ -118,7 +118,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "hgnet_v2": HGNET,
     "maskformer": {"backbone_config": swin},
     **{name: {"backbone_config": rt_detr_resnet, **DETECTOR} for name in ("rt_detr", "rt_detr_v2")},
-    **{name: {"backbone_config": hgnet, **DETECTOR} for name in ("d_fine", "deimv2", "pp_doclayout_v4")},
+    **{name: {"backbone_config": hgnet, **DETECTOR} for name in ("d_fine", "deimv2")},
+    "pp_doclayout_v4": {
+        "backbone_config": hgnet,
+        **DETECTOR,
+        "num_queries": 2,
+    },  # the third and fourth scores are a rounding apart
     "pp_doclayout_v3": {"backbone_config": hgnet_from_the_first_stage, **DETECTOR, "x4_feat_dim": 16},
     **{name: {"backbone_config": dinov2, **DEPTH} for name in ("depth_anything", "prompt_depth_anything")},
     **dict.fromkeys(("align_vision_model", "efficientnet"), EFFICIENT),

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import resource
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -22,9 +22,7 @@ class Child(NamedTuple):
     answer: Connection
 
 
-def child(model_type: str, answer: Connection) -> None:
-    from .compare import rows
-
+def child(model_type: str, rows: Callable[[str], Rows], answer: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     quiet()
@@ -48,12 +46,11 @@ def prepare() -> None:
 
     torch.set_num_threads(1)
     pt.integrations.transformers.register()
-    from . import compare  # noqa: F401
 
 
-def start(model_type: str) -> Child:
+def start(model_type: str, rows: Callable[[str], Rows]) -> Child:
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=child, args=(model_type, there), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=child, args=(model_type, rows, there), daemon=True)
     process.start()
     there.close()
     return Child(model_type, process, here)
@@ -75,11 +72,14 @@ def finish(running: Child) -> Rows:
     return {running.model_type: {"verdict": "not built", "reason": reason}}
 
 
-def sweep(model_types: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, Rows]]:
-    """(model type, its rows) in order, `jobs` at a time."""
+def sweep(model_types: Sequence[str], jobs: int = 1, rows: Callable[[str], Rows] | None = None) -> Iterator[tuple[str, Rows]]:
+    """(model type, its rows) in order, `jobs` at a time; those of `rows`, or of transformers' model types."""
     prepare()
+    from . import compare
+
+    judged = rows or compare.rows
     for first in range(0, len(model_types), jobs):
-        batch = [start(model_type) for model_type in model_types[first : first + jobs]]
+        batch = [start(model_type, judged) for model_type in model_types[first : first + jobs]]
         for running in batch:
             wait([running.answer], SECONDS)
             yield running.model_type, finish(running)

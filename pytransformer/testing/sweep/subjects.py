@@ -51,19 +51,24 @@ class Subject:
         torch.manual_seed(7)
         with nan_where_uninitialised():
             model = self.model_class._from_config(copy.deepcopy(self.config), attn_implementation=implementation)
-        generator = torch.Generator().manual_seed(11)
-        with torch.no_grad():
-            for p in {id(p): p for p in model.parameters()}.values():
-                if not p.is_floating_point():
-                    continue
-                noise = torch.randn(p.shape, generator=generator).to(p.dtype)
-                if p.isnan().any():
-                    p.copy_(NOISE * noise)
-                elif p.dim() < 2 or not p.any():
-                    p.add_(NOISE * noise)
-                elif p.std() < SMALL:
-                    p.mul_(GAIN)
-        return model.float().eval()
+        return stirred(model)
+
+
+def stirred(model: Any) -> Any:
+    """In float32 and eval mode, with weights under which attention matters; the same at every call."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for p in {id(p): p for p in model.parameters()}.values():
+            if not p.is_floating_point():
+                continue
+            noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+            if p.isnan().any():
+                p.copy_(NOISE * noise)
+            elif p.dim() < 2 or not p.any():
+                p.add_(NOISE * noise)
+            elif p.std() < SMALL:
+                p.mul_(GAIN)
+    return model.float().eval()
 
 
 @contextmanager

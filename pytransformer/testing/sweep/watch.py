@@ -13,25 +13,21 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 F = torch.nn.functional
-SOFTMAXES = {
-    torch.softmax,
-    F.softmax,
-    torch.Tensor.softmax,
-    torch._C._nn.scaled_dot_product_attention,
-    F.multi_head_attention_forward,
-}
+SOFTMAXES = frozenset({torch.softmax, F.softmax, torch.Tensor.softmax})
+BY_ITSELF = SOFTMAXES | {torch._C._nn.scaled_dot_product_attention, F.multi_head_attention_forward}
 ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 
 
 @contextmanager
-def watch() -> Iterator[set[str]]:
-    """The classes of attention modules that call softmax or PyTorch's attention inside the block."""
+def watch(functions: frozenset[Any] = BY_ITSELF) -> Iterator[set[str]]:
+    """The classes of attention modules that call one of `functions` inside the block: softmax or PyTorch's attention. Under
+    ``activate()`` only :data:`SOFTMAXES` are their own."""
     stack: list[torch.nn.Module] = []
     seen: set[str] = set()
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function in SOFTMAXES:
+            if function in functions:
                 name = next((type(m).__name__ for m in reversed(stack) if not isinstance(m, torch.nn.Softmax)), "")
                 if ATTENTION.search(name):
                     seen.add(name)

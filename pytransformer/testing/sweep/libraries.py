@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""timm's families and diffusers' models, small and with random weights: their own code against ours.
+
+    python -m pytransformer.testing.sweep.libraries            # a table of verdicts
+    python -m pytransformer.testing.sweep.libraries --write    # into the results file and docs/other-libraries.md
+
+Each model runs by itself, under ``activate()``, and after ``convert`` under ``activate()``: outputs and the gradients of all
+parameters. The judgement is the sweep's (:mod:`.compare`). Needs timm and diffusers, and torchvision, which timm imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import pytransformer as pt
+from pytransformer.console import Console, escape_markdown
+
+from .compare import Cells, NotBuilt, Outcome, failed, judge, off, run, sentence, verdict
+from .diffusion import MODELS
+from .inputs import Inputs, generator
+from .report import ROOT, clean, counts, table_of
+from .run import sweep
+from .subjects import MOST_PARAMETERS, nan_where_uninitialised, stirred
+from .watch import SOFTMAXES
+
+Rows = dict[str, dict[str, Any]]
+RESULTS, DOC = ROOT / "tests" / "integrations" / "libraries.json", ROOT / "docs" / "other-libraries.md"
+VERDICTS = {
+    "ours": "every attention ran on our op, and all agrees with the model's own code",
+    "ours in part": "the same, but modules of the classes named did attention of their own, as they do without us",
+    "not on the interface": "the model does attention by itself; all agrees, `convert` included",
+    "no attention": "no module called attention computed any; all agrees, `convert` included",
+    "wrong": "ours differs, or fails",
+    "not built": "a small model could not be built or run, by its own code",
+}
+BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+SMALLEST = re.compile(r"test|atto|femto|pico|nano|xxs|xxtiny|xx_small|xtiny|xs_|_xs|tiny|small|mini|_s_|_b0|_b1|lite")
+ATTENDS = re.compile(r"scaled_dot_product|softmax\(|Attention\(|import .*Attention|VisionTransformer")
+STAGES = (1, 1, 1, 1)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"img_size": 64, "depth": 2}, {"img_size": 64, "depths": STAGES}, {"depths": STAGES}, {"stages": STAGES}, {"layers": STAGES},
+    {"img_size": 64}, {"depth": 2}, {},
+)  # fmt: skip
+SIDES = (64, 128, 224, 256)
+
+
+def load(name: str) -> Any:
+    """The library; raises ImportError or RuntimeError. Operators of torchvision are declared first: without its C++ library, which
+    the wheels have for CUDA only, it can then be imported."""
+    global _library
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            _library.define(operator + BOXES)
+    return importlib.import_module(name)
+
+
+_library: Any = None
+
+
+def subjects() -> list[str]:
+    """Every file of timm's models with attention in it, and every model of :data:`.diffusion.MODELS`."""
+    attends = [m for m in load("timm").list_modules() if ATTENDS.search(inspect.getsource(load(f"timm.models.{m}")))]
+    return [f"timm/{module}" for module in attends] + [f"diffusers/{name}" for name in MODELS]
+
+
+# ---- building
+
+
+def families(module: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Models of a file of timm's, the likely smallest first, each in the smallest form that it takes."""
+    timm = load("timm")
+    names = timm.list_models(module=module)
+    for name in sorted(names, key=lambda n: (not SMALLEST.search(n), len(n)))[:4]:
+        for settings in SETTINGS:
+            yield name, functools.partial(timm.create_model, name, **settings)
+
+
+def images(side: int) -> Inputs:
+    return {"x": torch.randn(2, 3, side, side, generator=generator())}
+
+
+def attempts(subject: str) -> Iterator[tuple[str, Callable[[], Any], Inputs]]:
+    library, _, name = subject.partition("/")
+    if library == "timm":
+        for model, build in families(name):
+            for side in SIDES:
+                yield model, build, images(side)
+    else:
+        settings, inputs = MODELS[name]
+        yield name, functools.partial(getattr(load("diffusers"), name), **settings), inputs()
+
+
+def parameters(build: Callable[[], Any]) -> int:
+    """How many, without making them where the model allows that."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in build().parameters())
+    except (NotImplementedError, RuntimeError):  # it computes when it is built
+        return sum(p.numel() for p in build().parameters())
+
+
+def built(subject: str) -> tuple[str, Any, Inputs, Outcome]:
+    """The first model of the subject that can be built and run. Raises :class:`NotBuilt` with the last error."""
+    error: Exception | None = None
+    models: dict[Any, Any] = {}
+    for name, build, inputs in attempts(subject):
+        try:
+            if build not in models:
+                models = {build: None}
+                if (count := parameters(build)) > MOST_PARAMETERS:
+                    raise NotBuilt(f"too large: {count} parameters")
+                torch.manual_seed(7)
+                with nan_where_uninitialised():
+                    models = {build: stirred(build())}
+        except Exception as problem:
+            error = problem
+        if models[build] is None:
+            continue
+        outcome = run(copy.deepcopy(models[build]), inputs)
+        if outcome.error is None and outcome.outputs:
+            return name, models[build], inputs, outcome
+        error = outcome.error or error
+    raise NotBuilt(f"{type(error).__name__}: {sentence(error)[:160]}" if error else "no models")
+
+
+# ---- comparing
+
+
+def row(model: Any, inputs: Inputs, theirs: Outcome) -> dict[str, Any]:
+    """Everything that is known of a model. Each run has its own copy: some of timm's keep a bias with its graph in eval mode."""
+
+    def noise() -> dict[str, float]:
+        moved, draw = copy.deepcopy(model), generator()
+        with torch.no_grad():
+            for p in moved.parameters():
+                p.mul_(1 + torch.finfo(torch.float32).eps * torch.randn(p.shape, generator=draw))
+        return off(run(moved, inputs), theirs)
+
+    ran: list[Outcome] = []
+
+    def cell(model: Any) -> str:
+        with pt.activate():
+            ran.append(run(model, inputs, SOFTMAXES))
+        return judge(ran[-1], theirs, lambda: theirs, functools.cache(noise), padded=False)
+
+    cells: Cells = {"activate": cell(copy.deepcopy(model))}
+    try:
+        converted = copy.deepcopy(model)
+        done = len(pt.integrations.convert(converted).converted)
+        if done:
+            cells["convert"] = cell(converted)
+    except Exception as error:
+        done, cells["convert"] = 0, failed(error)
+    left = sorted({name for outcome in ran for name in outcome.left})
+    found = {
+        "verdict": verdict(cells, ran, left), "cells": cells, "converted": done, "left": left,
+        "calls": ran[0].ours, "reference": sum(outcome.reference for outcome in ran),
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value}
+
+
+def rows(subject: str) -> Rows:
+    """The row of a subject, named after the model that stands for it."""
+    try:
+        name, model, inputs, theirs = built(subject)
+        if subject.startswith("timm/"):
+            subject = f"{subject}: {name}"
+        return {subject: row(model, inputs, theirs)}
+    except NotBuilt as problem:
+        return {subject: {"verdict": "not built", "reason": str(problem).removeprefix("NotBuilt: ")}}
+    except Exception as error:
+        return {subject: {"verdict": "not built", "reason": f"{type(error).__name__}: {sentence(error)[:160]}"}}
+
+
+# ---- results and page
+
+
+def load_results() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
+    return found
+
+
+def save(found: Rows) -> None:
+    """One row a line."""
+    versions = {name: load(name).__version__ for name in ("timm", "diffusers")}
+    head = json.dumps({**versions, "torch": torch.__version__.split("+")[0]})
+    lines = [f"  {json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in sorted(clean(found).items())]
+    RESULTS.write_text(head[:-1] + ', "rows": {\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    cells = row["cells"]
+    told = [cells["activate"], cells.get("convert", "–"), str(row.get("calls", 0)), str(row.get("converted", 0))]
+    return f"| {name} | {row['verdict']} | {' | '.join(map(escape_markdown, told))} | {', '.join(row.get('left', ()))} |"
+
+
+def page(results: dict[str, Any]) -> str:
+    found: Rows = results["rows"]
+    attends = {n: r for n, r in found.items() if r["verdict"] not in ("no attention", "not built")}
+    none = [n.partition(": ")[2] or n for n, r in found.items() if r["verdict"] == "no attention"]
+    table = [line(name, row) for name, row in attends.items()]
+    reasons = [f"| {n} | {escape_markdown(r['reason'])} |" for n, r in found.items() if r["verdict"] == "not built"]
+    verdicts = [f"| {word} | {counts(found)[word]} | {meaning} |" for word, meaning in VERDICTS.items()]
+    of_diffusers = sum(name.startswith("diffusers") for name in found)
+    return "\n".join([
+        "# timm and diffusers, one by one", "",
+        "<!-- generated by python -m pytransformer.testing.sweep.libraries --write: do not edit -->", "",
+        f"Of every file of timm {results['timm']} with attention in it a small model, and {of_diffusers} models of "
+        f"diffusers {results['diffusers']}, with random weights in float32 on the CPU (torch {results['torch']}): by its own code, under "
+        "`activate()`, and after `convert` under `activate()`. Compared are the outputs and the gradients of all parameters; the limit is "
+        "that of [architectures](architectures.md). A call that our op would not take raises here (`PYTRANSFORMER_STRICT=1`).", "",
+        "| verdict | models | meaning |", "|---|---|---|", *verdicts, "",
+        table_of(("model", "verdict", "activate", "convert", "calls of our op", "modules converted", "attention of its own"), table), "",
+        f"No module called attention computed any in {', '.join(none)}." if none else "", "",
+        "## Not built", "", table_of(("model", "reason"), reasons), "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", metavar="subject", help="as timm/eva or diffusers/UNet2DModel (default: all)")
+    parser.add_argument("--write", action="store_true", help=f"put them into {RESULTS.name}, and write docs/{DOC.name}")
+    arguments = parser.parse_args()
+    prepare()
+    found: Rows = {}
+    console = Console(sys.stderr)
+    chosen = arguments.subjects or subjects()
+    with console.progress(len(chosen)) as progress:
+        for subject, made in sweep(chosen, rows=rows):
+            found |= made
+            progress.advance()
+            progress.step(f"{subject}: {', '.join(row['verdict'] for row in made.values())}")
+    if arguments.write:
+        earlier = load_results()["rows"] if arguments.subjects else {}
+        save({name: row for name, row in earlier.items() if name.partition(":")[0] not in chosen} | found)
+        DOC.write_text(page(load_results()))
+    Console().table(
+        ("model", "verdict", "differs"),
+        [
+            (n, r["verdict"], r.get("reason", "") or "; ".join(c for c in r["cells"].values() if c != "same"))
+            for n, r in found.items()
+        ],
+    )
+    return 1 if counts(found)["wrong"] else 0
+
+
+def prepare() -> None:
+    """Imports what the children share; a call that our op would not take is an error."""
+    os.environ["PYTRANSFORMER_STRICT"] = "1"
+    load("timm")
+    diffusers = load("diffusers")
+    for name in MODELS:
+        getattr(diffusers, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
