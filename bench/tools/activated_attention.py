@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`F.scaled_dot_product_attention` as it is and under `pt.activate()`, interleaved: is a program ever slower for having added the line?
 
-    python bench/tools/activated.py --out FILE.json      # attention as in `pytransformer bench --suite aims`
-    python bench/tools/activated.py --write              # the committed run's table, into docs/ops/attention-torch.md
+    python bench/tools/activated_attention.py --out FILE.json      # attention as in `pytransformer bench --suite aims`
+    python bench/tools/activated_attention.py --write              # the committed run's table, into docs/ops/attention-torch.md
 
 Both call the same function with the same tensors, masks as a program would keep them. Which backend computes is what the machine's
 verdict says (`pytransformer verify` before it). "ratio" is the time under activate() over PyTorch's, round by round: [p20, median, p80];
@@ -32,16 +32,17 @@ from pytransformer.ops._core.registry import OPS, trace
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "activated.json"
 DOCUMENT = ROOT / "docs" / "ops" / "attention-torch.md"
-START, END = "<!-- activated: start, written by bench/tools/activated.py --write -->", "<!-- activated: end -->"
-COMMAND = "python bench/tools/activated.py"
+START, END = "<!-- activated: start, written by bench/tools/activated_attention.py --write -->", "<!-- activated: end -->"
+COMMAND = "python bench/tools/activated_attention.py"
 WAYS = {"torch": contextlib.nullcontext, "activated": pt.activate}
 SLOWER = 1.03  # what noise alone does to the median of a row on a shared machine
 PLAIN, MODES = ("full", "causal"), ("fwd", "fwd+bwd")
 
 
-def steps() -> Iterator[Step]:
-    """Padded attention, warm caches."""
-    return (step for step in SUITES["aims"]() if step.case.op == "attention" and not step.cold)
+def steps(longest: int) -> Iterator[Step]:
+    """Padded attention, warm caches, at most so many queries."""
+    found = (step for step in SUITES["aims"]() if step.case.op == "attention" and not step.cold)
+    return (step for step in found if step.case.shape["Lq"] <= longest)
 
 
 def contender(problem: Problem, prepared: Prepared, grads: list[torch.Tensor], way: str) -> clock.Contender:
@@ -76,9 +77,9 @@ def measure(step: Step, seconds: float) -> dict[str, Any]:
     return row | {f"{way}_ms": t.median_ms for way, t in times.items()} | {"ratio": times["activated"].over(times["torch"])}
 
 
-def run(seconds: float, only: str) -> dict[str, Any]:
+def run(seconds: float, only: str, longest: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
-    for step in steps():
+    for step in steps(longest):
         if only not in step.title:
             continue
         try:
@@ -127,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="each way is timed for, a row (default %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose title has this text")
+    parser.add_argument("--longest", type=int, default=1 << 30, metavar="L", help="rows of at most so many queries")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--write", action="store_true", help="put the committed run's table into the docs, instead")
@@ -135,7 +137,7 @@ def main() -> None:
         DOCUMENT.write_text(written(json.loads(COMMITTED.read_text()), DOCUMENT.read_text()))
         return
     torch.set_num_threads(options.threads)
-    document = run(options.seconds, options.only)
+    document = run(options.seconds, options.only, options.longest)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(document, indent=1) + "\n")
