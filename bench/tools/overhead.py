@@ -123,8 +123,8 @@ def microseconds(contenders: list[Way], rounds: int, repeat: int) -> dict[str, l
 
 def measure(op: str, mode: str, rounds: int, repeat: int) -> dict[str, object]:
     times = microseconds(ways(op, mode), rounds, repeat)
-    least = {f"{name}_us": min(found) for name, found in times.items()}
-    return {"op": op, "mode": mode, **least, "medians": {name: statistics.median(found) for name, found in times.items()}}
+    fastest = {f"{name}_us": min(found) for name, found in times.items()}
+    return {"op": op, "mode": mode, **fastest, "medians": {name: statistics.median(found) for name, found in times.items()}}
 
 
 def tables(document: dict[str, Any]) -> str:

@@ -54,13 +54,13 @@ SHORTEST = 512  # keys, in the tables of plain attention
 
 
 class Aim(NamedTuple):
-    """A promise: cases, dtypes and what is compared (fwd, bwd, fwd+bwd), and the least ratio."""
+    """A promise: cases, dtypes and what is compared (fwd, bwd, fwd+bwd), and the smallest ratio."""
 
     what: str
     cases: tuple[str, ...]
     dtypes: tuple[str, ...]
     mode: str
-    least: float
+    min_ratio: float
     shortest: int = 0  # key length from which on it counts
 
 
@@ -100,12 +100,12 @@ def aims(document: Row, found: list[Pair], avx2: Row | None) -> str:
             if case in aim.cases and dtype in aim.dtypes and dict(shape).get("Lk", aim.shortest) >= aim.shortest
         ]
         known = [v for v in values if v is not None]
-        met = f"{sum(v >= aim.least for v in known)} of {len(known)}"
-        rows.append([aim.what, f"{aim.least:g}", span(known), met if known else "–"])
+        met = f"{sum(v >= aim.min_ratio for v in known)} of {len(known)}"
+        rows.append([aim.what, f"{aim.min_ratio:g}", span(known), met if known else "–"])
     held = [p.ratio for p in pairs(avx2) if p.ratio is not None] if avx2 else []
     met = f"{sum(v >= 0.9 for v in held)} of {len(held)}" if held else "–"
     rows.append(["every op held to AVX2, PyTorch too", "0.9", span(held), met])
-    for what, names, dtypes, key, least in SHARES:
+    for what, names, dtypes, key, min_share in SHARES:
         shares = []
         for p in found:
             o, whole = p.ours, peaks.get(key)
@@ -114,8 +114,8 @@ def aims(document: Row, found: list[Pair], avx2: Row | None) -> str:
             if o["case"] in names and o["dtype"] in dtypes and o["mode"] == "fwd" and whole and long:
                 shares.append(o["tflops" if key == "tflops" else "gbps"] / whole)
         known = f"{min(shares):.0%} to {max(shares):.0%}" if shares else "–"
-        met = f"{sum(s >= least for s in shares)} of {len(shares)}" if shares else "–"
-        rows.append([what, f"{least:.0%}", known, met])
+        met = f"{sum(s >= min_share for s in shares)} of {len(shares)}" if shares else "–"
+        rows.append([what, f"{min_share:.0%}", known, met])
     return table(("what", "aim", "measured, least to most", "aim met by"), rows)
 
 

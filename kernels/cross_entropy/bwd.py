@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytransformer.ops._problem.cross_entropy import chunks, float_product
+from pytransformer.ops._problem.cross_entropy import chunks, float_gemm
 
 from .._lang import LOG2E, kernel, launch, narrow
 from .chunks import describe, load_logits, logits_of, rows_of
@@ -103,14 +103,14 @@ def backward(
             warps=config.warps, stages=1,
         )  # fmt: skip
         if dx is not None:
-            float_product(dz[:n], a.weight, dx_part[:n])
+            float_gemm(dz[:n], a.weight, dx_part[:n])
             dx[part] = torch.where(valid[part], dx_part[:n] * (g[part] / kind.SCALE)[:, None], 0.0)
         if d_weight is not None:
             x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)  # an ignored row may hold NaN
             if dw_part is None:
-                float_product(dz[:n].t(), x, d_weight)
+                float_gemm(dz[:n].t(), x, d_weight)
             else:
                 for some in chunks(classes, len(dw_part)):
-                    d_weight[some] += float_product(dz[:n, some].t(), x, dw_part[: len(d_weight[some])])
+                    d_weight[some] += float_gemm(dz[:n, some].t(), x, dw_part[: len(d_weight[some])])
     if d_weight is not None:
         d_weight *= most / kind.SCALE

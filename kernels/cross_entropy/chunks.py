@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytransformer.ops._problem.cross_entropy import float_product
+from pytransformer.ops._problem.cross_entropy import float_gemm
 
 from .configs import Config
 
@@ -42,7 +42,7 @@ def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]
 
 def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """x @ weightᵀ of a chunk's rows, in the buffer; the bias is added where they are read."""
-    return float_product(x, a.weight.t(), buffer[: len(x)])
+    return float_gemm(x, a.weight.t(), buffer[: len(x)])
 
 
 @triton.jit

@@ -212,8 +212,8 @@ def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | Non
 def filtered(logits: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
     """The logits (…, vocabulary) with -inf for what top-k and then top-p leave out; the likeliest token always stays."""
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, -1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.topk(top_k, -1).values[..., -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     if top_p is not None and top_p < 1:
         ordered, where = logits.sort(-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)

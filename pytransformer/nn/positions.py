@@ -35,13 +35,15 @@ class Positions(nn.Module):
         Raises:
             ValueError: the sequence is longer than the positions.
         """
-        most = self.weight.shape[0]
+        max_length = self.weight.shape[0]
         if ids is not None:
-            if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < most:
-                raise ValueError(f"position ids must be between 0 and {most - 1}, got {int(ids.min())} to {int(ids.max())}")
+            if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < max_length:
+                raise ValueError(
+                    f"position ids must be between 0 and {max_length - 1}, got {int(ids.min())} to {int(ids.max())}"
+                )
             return nn.functional.embedding(ids, self.weight)
-        if start + length > most:
-            raise ValueError(f"a sequence of {start + length} tokens is longer than the model's {most} positions")
+        if start + length > max_length:
+            raise ValueError(f"a sequence of {start + length} tokens is longer than the model's {max_length} positions")
         return self.weight[start : start + length]
 
 

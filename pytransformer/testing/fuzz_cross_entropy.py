@@ -138,8 +138,8 @@ def solve(problem: Problem) -> dict[str, oracle.Result]:
 
     def put(name: str, value: Tensor, size: Tensor, kept: torch.dtype, terms: Tensor | None = None) -> None:
         # terms: what an element of dz is multiplied with; each may lose what lies below the smallest subnormal, or weight
-        least = 2.0**-24 if dtype == torch.float16 else 2.0**-120
-        floor = torch.zeros_like(size) if terms is None else least * (1 + terms).expand(size.shape)
+        tiny = 2.0**-24 if dtype == torch.float16 else 2.0**-120
+        floor = torch.zeros_like(size) if terms is None else tiny * (1 + terms).expand(size.shape)
         results[name] = oracle.Result(value, size, floor, terms is not None, kept)
 
     if reduction == "none":

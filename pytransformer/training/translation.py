@@ -57,13 +57,15 @@ class Translator:
         said = self.target.tokens([*ids, self.target.end_id])
         return Alignment(self.target.decode(ids), self.source.tokens(source), said, weights)
 
-    def _translate_ids(self, texts: Sequence[str], beams: int, most: int | None) -> tuple[list[list[int]], list[list[int]]]:
+    def _translate_ids(
+        self, texts: Sequence[str], beams: int, max_tokens: int | None
+    ) -> tuple[list[list[int]], list[list[int]]]:
         device = next(self.model.parameters()).device
         sources = [[*ids, self.source.end_id] for ids in self.source.encode_all(texts)]
         longest, limit = max(map(len, sources)), self.model.config.max_length
         if longest > limit:
             raise ValueError(f"translate: a sentence of {longest} tokens is longer than the model's {limit} positions")
-        most = min(2 * longest + 20, limit) if most is None else most
+        max_tokens = min(2 * longest + 20, limit) if max_tokens is None else max_tokens
         ids = pad(sources, self.source.pad_id).to(device)
         mask = ids != self.source.pad_id
         made = generate(
@@ -71,7 +73,7 @@ class Translator:
             ids,
             mask,
             beams=beams,
-            max_new_tokens=most,
+            max_new_tokens=max_tokens,
             stop=(self.target.end_id,),
             pad_token_id=self.target.pad_id,
         )

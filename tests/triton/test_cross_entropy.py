@@ -35,7 +35,7 @@ def test_logits_never_exceed_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.mm(a, b, out=out)
 
     for module in (chunks, bwd):
-        monkeypatch.setattr(module, "float_product", product)
+        monkeypatch.setattr(module, "float_gemm", product)
     rows, d, classes = 70, 8, 600
     x, w = torch.randn(rows, d, requires_grad=True), torch.randn(classes, d, requires_grad=True)
     pt.linear_cross_entropy(x, w, torch.zeros(rows, dtype=torch.int64), backend="triton").backward()

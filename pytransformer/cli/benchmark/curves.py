@@ -63,8 +63,8 @@ def sweeps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
             alike: dict[tuple[tuple[str, int], ...], list[Row]] = {}
             for row in members:
                 alike.setdefault(_rest(row, name), []).append(row)
-            least = 2 if len(names) == 1 else 3
-            groups = [group for group in alike.values() if len({_size(row, name) for row in group}) >= least]
+            min_points = 2 if len(names) == 1 else 3
+            groups = [group for group in alike.values() if len({_size(row, name) for row in group}) >= min_points]
             if groups:
                 found.setdefault(name, []).extend(groups)
     return found

@@ -41,11 +41,11 @@ ALLOWED = 2.0  # times the error of eager code
 Parts = tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor, str]
 
 
-def _tokens(batch: int, length: int, words: int, *, least: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and their mask: lengths spread evenly from `least` to `length`, padded on the right."""
+def _tokens(batch: int, length: int, words: int, *, min_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask: lengths spread evenly from `min_length` to `length`, padded on the right."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, words, (batch, length), generator=generator)
-    lengths = torch.linspace(least, length, batch).round().long()
+    lengths = torch.linspace(min_length, length, batch).round().long()
     mask = torch.arange(length)[None] < lengths[:, None]
     return ids * mask, mask.long()
 
@@ -58,7 +58,7 @@ def bert(layers: int | None) -> Parts:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(num_hidden_layers=layers or 12)
-    ids, mask = _tokens(8, 128, config.vocab_size, least=64)
+    ids, mask = _tokens(8, 128, config.vocab_size, min_length=64)
     labels = ids.masked_fill((torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) > 0.15) | (mask == 0), IGNORED)
     return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask}, labels, _text(8, 128, mask)
 
@@ -67,7 +67,7 @@ def gpt2(layers: int | None) -> Parts:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers or 12)
-    ids, mask = _tokens(4, 256, config.vocab_size, least=192)
+    ids, mask = _tokens(4, 256, config.vocab_size, min_length=192)
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1)).masked_fill(mask == 0, IGNORED)
     return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": mask}, labels, _text(4, 256, mask)
 
@@ -79,8 +79,8 @@ def t5(layers: int | None) -> Parts:
     config = T5Config(
         d_model=768, d_kv=64, d_ff=3072, num_layers=n, num_decoder_layers=n, num_heads=12, decoder_start_token_id=0
     )
-    ids, mask = _tokens(4, 256, config.vocab_size, least=128)
-    target, real = _tokens(4, 64, config.vocab_size, least=32)
+    ids, mask = _tokens(4, 256, config.vocab_size, min_length=128)
+    target, real = _tokens(4, 64, config.vocab_size, min_length=32)
     labels = target.masked_fill(real == 0, IGNORED)
     inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": target, "decoder_attention_mask": real}
     return T5ForConditionalGeneration(config), inputs, labels, _text(4, 256, mask) + ", 64 in the target"

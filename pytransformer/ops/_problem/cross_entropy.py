@@ -13,7 +13,7 @@ def chunks(rows: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def float_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def float_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out = a @ b in float32 by the library, whatever the dtype of a and b: logits rounded to 16 bits would cost every digit of a
     small probability that a large logit has."""
     if a.dtype == torch.float32 or a.device.type == "cpu":

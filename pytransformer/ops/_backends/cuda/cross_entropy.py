@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of linear_cross_entropy: csrc/cuda/cross_entropy and csrc/cuda/matmul called with tensors allocated here.
 
-Forward stores no logit: the product's epilogue leaves two or three numbers for each row and 128 classes. Backward takes a chunk of
-rows at a time: a product's epilogue writes their d_logits, of which two plain products make dx and add to dweight::
+Forward stores no logit: the GEMM's epilogue leaves two or three numbers for each row and 128 classes. Backward takes a chunk of
+rows at a time: a GEMM's epilogue writes their d_logits, of which two plain GEMMs make dx and add to dweight::
 
     d_logits = (p - q) g  in x's dtype;  dx = d_logits weight;  dweight += d_logitsᵀ x;  dbias = sum over rows of d_logits, unrounded
 
@@ -20,13 +20,13 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import as_written, matrix
-from ..._problem.cross_entropy import chunks, float_product
+from ..._problem.cross_entropy import chunks, float_gemm
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, WIDTH, operand, padded_bias, room, use_cublas
+from .matmul import ROWS_OF_A_PART, WIDTH, alloc_padded, operand, padded_bias, use_cublas
 
-TILE = 128  # classes; csrc/cuda/matmul/config.h
+TILE = 128  # classes; csrc/cuda/matmul/sm90/config.h
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
 # Of what exists for a chunk of rows at a time. Forward: the partials of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
@@ -81,7 +81,7 @@ def _backward(
         scale = _scale(g) if x.dtype == torch.float16 else None
         g = g if scale is None else g * scale
         unscale = 1.0 if scale is None else 1 / scale
-        d_logits = None if dx is None and d_weight is None else room(x[:step], classes)
+        d_logits = None if dx is None and d_weight is None else alloc_padded(x[:step], classes)
         bias_partials = None if d_bias is None else torch.empty(-(-step // ROWS_OF_A_PART), classes, device=device)
         width = -(-d // WIDTH) * WIDTH
         dx_part = None if dx is None else torch.empty(step, width, device=device)
@@ -100,12 +100,12 @@ def _backward(
                 d_bias += sums.sum(0)
             if dx is not None:
                 assert to is not None and dx_part is not None
-                _product(to[:, :classes], weight, dx_part[:n])
+                _gemm(to[:, :classes], weight, dx_part[:n])
                 dx[part] = torch.where(valid[part], dx_part[:n, :d] * unscale, 0.0)
             if d_weight is not None:
                 assert to is not None and total is not None
                 clean = operand(torch.where(valid[part], x[part], 0.0))  # an ignored row may hold NaN
-                _product(to[:, :classes].t(), clean, total, add=True)
+                _gemm(to[:, :classes].t(), clean, total, add=True)
         if d_weight is not None and (scale is not None or total is not d_weight):
             assert total is not None
             torch.mul(total[:, :d], unscale, out=d_weight)
@@ -113,15 +113,15 @@ def _backward(
             d_bias *= unscale
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
     """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers."""
     columns = b.shape[1]
     if not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
     elif add:
-        out[:, :columns] += float_product(a, b, out.new_empty(len(out), columns))
+        out[:, :columns] += float_gemm(a, b, out.new_empty(len(out), columns))
     else:
-        float_product(a, b, out[:, :columns])
+        float_gemm(a, b, out[:, :columns])
 
 
 def _scale(g: torch.Tensor) -> torch.Tensor:
@@ -139,9 +139,9 @@ def _partials(a: Any) -> int:
     return (3 if a.label_smoothing > 0 else 2) * -(-a.weight.shape[0] // TILE)
 
 
-def _rows(most: int, emulated: int, bytes_of_a_row: int) -> int:
-    """How many rows at a time: a multiple of 128, the height of a product's tile."""
-    return max((emulated if cuda_library.emulating() else most) // bytes_of_a_row // 128, 1) * 128
+def _rows(max_bytes: int, emulated: int, bytes_of_a_row: int) -> int:
+    """How many rows at a time: a multiple of 128, the height of a GEMM's tile."""
+    return max((emulated if cuda_library.emulating() else max_bytes) // bytes_of_a_row // 128, 1) * 128
 
 
 def _chunk_rows(classes: int) -> int:

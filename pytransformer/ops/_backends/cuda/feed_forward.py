@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend ``cuda`` of feed_forward: csrc/cuda/feed_forward and csrc/cuda/matmul called with tensors allocated here.
 
-Products with an epilogue are the kernels'; cuBLAS does plain ones, unless ``use_cublas`` says otherwise.
+GEMMs with an epilogue are the kernels'; cuBLAS does plain ones, unless ``use_cublas`` says otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, operand, padded_bias, result, room, use_cublas
+from .matmul import ROWS_OF_A_PART, alloc_padded, operand, padded_bias, result, use_cublas
 
 
 def backend(op: Op) -> Backend:
@@ -32,10 +32,10 @@ def why_not(a: Any) -> str | None:
 
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
     x = operand(matrix(a.x))
-    hidden = room(x, a.w1.shape[0])
+    hidden = alloc_padded(x, a.w1.shape[0])
     with result(pre if a.save else None) as pre_to, result(gate if a.save and gate.numel() else None) as gate_to:
-        _first_product(a, x, hidden, pre_to, gate_to)
-    product(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
+        _first_gemms(a, x, hidden, pre_to, gate_to)
+    gemm(hidden[:, : a.w1.shape[0]], operand(matrix(a.w2)).t(), out, bias=a.b2)
 
 
 def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -48,13 +48,13 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
     x = operand(matrix(a.x))
 
     def wide(needed: bool) -> torch.Tensor | None:
-        return room(x, columns) if needed else None
+        return alloc_padded(x, columns) if needed else None
 
     if a.save:
         pre, gate = (operand(matrix(t)) if t.numel() else None for t in saved)
     else:
         pre_to, gate_to = wide(True), wide(gated)
-        _first_product(a, x, None, pre_to, gate_to)
+        _first_gemms(a, x, None, pre_to, gate_to)
         pre, gate = (t if t is None else t[:, :columns] for t in (pre_to, gate_to))
     d_pre, hidden = wide(not wanted.keys().isdisjoint(("x", "w1"))), wide("w2" in wanted)
     d_gate = wide(gated and not wanted.keys().isdisjoint(("x", "gate_weight")))
@@ -72,17 +72,17 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
     if "x" in wanted:
         assert d_pre is not None
         gate_weight = operand(matrix(a.gate_weight)) if gated else None
-        product(d_pre, operand(matrix(a.w1)), wanted["x"], d_gate, gate_weight)
+        gemm(d_pre, operand(matrix(a.w1)), wanted["x"], d_gate, gate_weight)
     for name, rows, values in (("w1", d_pre, x), ("gate_weight", d_gate, x), ("w2", d_out, hidden)):
         if name in wanted:
             assert rows is not None and values is not None
-            product(rows.t(), values, wanted[name])
+            gemm(rows.t(), values, wanted[name])
 
 
-# ---- products
+# ---- gemms
 
 
-def _first_product(
+def _first_gemms(
     a: Any, x: torch.Tensor, hidden: torch.Tensor | None, pre: torch.Tensor | None, gate: torch.Tensor | None
 ) -> None:
     """Write those of hidden, pre and gate that are there."""
@@ -93,7 +93,7 @@ def _first_product(
     )  # fmt: skip
 
 
-def product(
+def gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,

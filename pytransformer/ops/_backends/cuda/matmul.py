@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends ``cuda`` on products by warpgroups (csrc/cuda/matmul) share: which problems they take, and memory.
+"""What the backends ``cuda`` on GEMMs by warpgroups (csrc/cuda/matmul) share: which problems they take, and memory.
 
 The kernels see matrices whose rows begin at multiples of 16 bytes; other tensors are copied. A result's rows hold a multiple of eight
 columns.
@@ -18,7 +18,7 @@ from . import library as cuda_library
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDTH = 8  # elements of 16 bytes
-LARGEST_SIDE = 2**31 - 1024  # of a matrix; csrc/cuda/matmul/plan.h
+LARGEST_SIDE = 2**31 - 1024  # of a matrix; csrc/cuda/matmul/sm90/plan.h
 ROWS_OF_A_PART = 64  # rows that a line of partial sums of a bias's gradient covers; csrc/cuda/matmul/problem.h
 
 
@@ -37,7 +37,7 @@ def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
 
 
 def use_cublas(rows: int, columns: int, depth: int) -> bool:
-    """Whether cuBLAS does a GEMM without an epilogue: a pure function of csrc/cuda/matmul/plan.h."""
+    """Whether cuBLAS does a GEMM without an epilogue: a pure function of csrc/cuda/matmul/sm90/plan.h."""
     return _use_cublas(rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
 
 
@@ -51,10 +51,10 @@ def operand(t: torch.Tensor) -> torch.Tensor:
     """The matrix if its rows begin at multiples of 16 bytes and lie apart, else a copy that is so."""
     if t.stride(0) % WIDTH == 0 and t.stride(0) > 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0:
         return t
-    return room(t, t.shape[1])[:, : t.shape[1]].copy_(t)
+    return alloc_padded(t, t.shape[1])[:, : t.shape[1]].copy_(t)
 
 
-def room(like: torch.Tensor, columns: int) -> torch.Tensor:
+def alloc_padded(like: torch.Tensor, columns: int) -> torch.Tensor:
     """Uninitialised rows for a result of so many columns."""
     return like.new_empty(like.shape[0], -(-columns // WIDTH) * WIDTH)
 
