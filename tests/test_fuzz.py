@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from pytransformer.testing.draw_attention import CHANCES, PACKED, Problem, draw
+from pytransformer.testing.attention_problem import Problem
+from pytransformer.testing.draw_attention import CHANCES, PACKED, draw
 from pytransformer.testing.fuzz import fuzz, main
 
 pytestmark = pytest.mark.usefixtures("one_thread")

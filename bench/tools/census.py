@@ -5,7 +5,7 @@
     python bench/tools/census.py OLD NEW    # two trees side by side, as rows of a Markdown table
 
 Counted by the rules of this tree's tests/test_layout.py and tests/test_layers.py, whatever the tree: `git archive COMMIT | tar x -C OLD`
-makes one. docs/decisions/0110-before-and-after.md has the figures.
+makes one. docs/decisions/0108-before-and-after.md has the figures.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import bounds, oracle
-from .draw_attention import Problem, draw
+from .attention_problem import Problem
+from .draw_attention import draw
 from .kit import Calibration
 
 KEYWORDS = frozenset({"attn_mask", "causal", "scale", "return_lse"})

@@ -7,13 +7,13 @@ What is drawn, and how often, is in the tables at the top. A problem is a functi
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import oracle
+from .attention_problem import Problem
 from .guarded import place, random_layout
 
 LENGTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257)
@@ -44,70 +44,6 @@ CHANCES = {
 LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
 LATER = ("sinks",)
 PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", "return_lse")
-
-
-@dataclass
-class Problem:
-    """A drawn problem. `tensors` are the float arguments by name (bias parts as "slopes", "table"), at their
-    final strides; `keywords` are those of pytransformer.attention; `wanted` names the tensors that take a
-    gradient."""
-
-    tensors: dict[str, Tensor]
-    keywords: dict[str, Any]
-    wanted: tuple[str, ...]
-    grad_out: Tensor
-    grad_lse: Tensor | None
-    dtype: torch.dtype
-    data: str  # key of DATA
-    packed: bool  # run as attention_varlen
-    features: frozenset[str] = field(default_factory=frozenset)
-    layouts: dict[str, str] = field(default_factory=dict)
-    block_size: tuple[int, int] | None = None  # the boolean mask goes as a block mask to backends that take them
-
-    @property
-    def limits(self) -> str:
-        """Which row of bounds.LIMITS holds."""
-        if any(layout.startswith("expanded") for layout in self.layouts.values()):
-            return "repeated"
-        return "zero_mean" if self.data == "normal" else "any"
-
-    def public_keywords(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The keywords with float tensors taken from `tensors`, bias objects rebuilt around them."""
-        from pytransformer import AlibiBias, RelativePositionBias
-
-        out = dict(self.keywords)
-        for name in ("attn_mask", "bias", "sinks"):
-            if name in tensors:
-                out[name] = tensors[name]
-        if "slopes" in tensors:
-            out["bias"] = AlibiBias(tensors["slopes"])
-        if "table" in tensors:
-            out["bias"] = RelativePositionBias(tensors["table"], *out.pop("t5"))
-        return out
-
-    def solve(self) -> oracle.Solution:
-        """The float64 answer."""
-        t = self.tensors
-        return oracle.solve(t["query"], t["key"], t["value"], self.grad_out, self.grad_lse, **self.public_keywords(t))
-
-    def __str__(self) -> str:
-        shapes = " ".join(f"{n}{tuple(t.shape)}" for n, t in self.tensors.items())
-        others = ", ".join(f"{k}={_short(v)}" for k, v in self.keywords.items() if k not in self.tensors)
-        layouts = " ".join(f"{n}:{layout}" for n, layout in self.layouts.items() if layout != "contiguous")
-        return (
-            f"{'varlen ' if self.packed else ''}{str(self.dtype)[6:]} {self.data} {shapes} [{others}] "
-            f"grads {','.join(self.wanted) or 'none'} layouts {layouts or 'contiguous'}"
-        )
-
-
-def _short(value: Any) -> str:
-    return (
-        str(value.tolist())
-        if isinstance(value, Tensor) and value.numel() <= 4
-        else f"{str(value.dtype)[6:]}{tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else repr(value)
-    )
 
 
 class _Drawer:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..ops._core.fallbacks import BackendError
 from . import bounds, oracle
-from .draw_attention import Problem, draw
+from .attention_problem import Problem
+from .draw_attention import draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
 

@@ -13,9 +13,10 @@ import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds, fuzz_attention, oracle
+from pytransformer.testing.attention_problem import Problem
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
-from pytransformer.testing.draw_attention import Problem, draw
+from pytransformer.testing.draw_attention import draw
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@
 A backend of a GPU works out tiles, strides and plans in Python, and all of that goes by shapes, strides, dtypes, alignments and numbers,
 never by what tensors hold. So a call that is equal to an earlier one in all of these takes the same steps: it allocates the same
 memory, runs the same ops and launches the same kernels. :func:`forward` and :func:`backward` do a call once while a dispatch mode notes
-its ops and the backend its launches; csrc/lane/builder.cpp makes a program of them, or finds out that they are none. Decision 0110.
+its ops and the backend its launches; csrc/lane/builder.cpp makes a program of them, or finds out that they are none. Decision 0105.
 """
 
 from __future__ import annotations
