@@ -113,7 +113,7 @@ def table(document: dict[str, Any]) -> str:
     head = (
         f"Time under `pt.activate()` over that of PyTorch's function alone, least / median / greatest of the rows; slower: above {SLOWER}. "
         f"{where['cpu']} ({where['isa']}), threads: {where['threads']}, torch {where['torch']}, commit {where['commit']}, order of the "
-        f"verdict: {', '.join(document['order'])}."
+        f"backends: {', '.join(document['order'])}."
     )
     return f"{head}\n\n" + "\n".join(lines)
 
