@@ -100,6 +100,23 @@ def test_as_sdpa_needs_an_excuse() -> None:
     assert judge(off, lost, lambda: off, dict, padded=False) == AS_SDPA
 
 
+@pytest.mark.unpoisoned
+def test_what_a_model_leaves_uninitialised_is_filled() -> None:
+    """With the same numbers at every build, and never with what stood in memory."""
+    from pytransformer.testing.sweep.subjects import nan_where_uninitialised, stirred
+
+    def build() -> torch.nn.Module:
+        with nan_where_uninitialised():
+            model = torch.nn.Module()
+            model.experts = torch.nn.Parameter(torch.empty(40, 30))
+        assert model.experts.isnan().all()
+        return stirred(model)
+
+    first, second = build().experts, build().experts
+    assert first.isfinite().all() and first.std() > 0.05 and torch.equal(first, second)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_the_page_is_made_of_the_results() -> None:
     assert report.DOC.read_text() == report.page(report.load(), report.load(report.OLDER)), (
         "run: python -m pytransformer.testing.sweep --write"

@@ -75,9 +75,7 @@ def stirred(model: Any) -> Any:
 def nan_where_uninitialised() -> Iterator[None]:
     """Memory that torch.empty hands out is NaN, not whatever stood there."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # torch.utils.deterministic.fill_uninitialized_memory is on by default
+    torch.use_deterministic_algorithms(True, warn_only=True)  # with fill_uninitialized_memory, which is on by default
     try:
         yield
     finally:
