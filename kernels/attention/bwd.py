@@ -123,7 +123,7 @@ def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.const
         b_log2_sum = tl.load(saved.log2_sum + p_row, mask=m_i, other=0.0)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, MASKED, C.D, C.BD)
     b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV)
-    if p.mask is not None or p.bias is not None or p.query_segments is not None:
+    if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None:
         m_live = (b_row_max != float("inf"))[:, None]
         b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
         b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)

@@ -33,14 +33,17 @@ class Rows(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A mask or bias: strides of (B, Hq, Lq, Lk), 0 where it is broadcast. bool arrives as uint8."""
+    """A mask or bias: strides of (B, Hq, Lq, Lk), 0 where it is broadcast. bool arrives as uint8.
+
+    Without one it is there still, and kernels ask ``data``: Triton 3.6 cannot compare with None a tuple that holds one.
+    """
 
     LAYOUT = True
-    data: torch.Tensor
-    batch: int
-    head: int
-    query: int
-    key: int | None  # None is 1
+    data: torch.Tensor | None = None
+    batch: int | None = None
+    head: int | None = None
+    query: int | None = None
+    key: int | None = None  # None is 1
 
 
 class ForwardStrides(NamedTuple):
@@ -92,8 +95,8 @@ class Problem(NamedTuple):
     cu_keys: torch.Tensor | None
     query_segments: torch.Tensor | None
     key_segments: torch.Tensor | None
-    mask: Dense | None
-    bias: Dense | None
+    mask: Dense
+    bias: Dense
     slopes: torch.Tensor | None
     diagonals: Diagonals | None
     sinks: torch.Tensor | None  # (Hq,) float32
@@ -236,9 +239,9 @@ def _base2(a: AttentionProblem) -> bool:
     return not (a.added or a.softcap or a.slopes is not None or a.table is not None)
 
 
-def _dense(t: torch.Tensor | None) -> Dense | None:
+def _dense(t: torch.Tensor | None) -> Dense:
     if t is None:
-        return None
+        return Dense()
     return Dense(t.view(torch.uint8) if t.dtype == torch.bool else t, *dense_strides(t))
 
 

@@ -199,9 +199,9 @@ def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constex
     capped = s
     if p.query_segments is not None:
         m_s = m_s & (of_queries(seg_q, C) == of_keys(seg_k, C))
-    if p.mask is not None and not C.KEY_MASK:
+    if p.mask.data is not None and not C.KEY_MASK:
         s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.mask, C)
-    if p.bias is not None:
+    if p.bias.data is not None:
         s, m_s = dense_score_mod(s, m_s, i, j, i_b, i_h, p.bias, C)
     if C.SPLIT_LSE:  # two biases of -finfo.max are still a number
         s = tl.maximum(s, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -272,7 +272,7 @@ def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, BY_KEYS: tl.constexpr,
         m_s = m_s & of_queries(m_i, C)
     if MASKED or C.KEY_MASK:
         m_s = m_s & of_keys(m_j, C)
-    if p.mask is not None or p.bias is not None or p.query_segments is not None:
+    if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None:
         m_s = m_s & of_queries(m_i, C) & of_keys(m_j, C)
     return m_s
 
@@ -283,7 +283,7 @@ def visible_rows(b_rows, m_s, p, C: tl.constexpr):
 
     Such rows are not read where bounds or key masks hide them.
     """
-    if (p.mask is not None and not C.KEY_MASK) or p.bias is not None or p.query_segments is not None:
+    if (p.mask.data is not None and not C.KEY_MASK) or p.bias.data is not None or p.query_segments is not None:
         m_j = tl.max(m_s.to(tl.int32), 0) != 0
         b_rows = tl.where(m_j[:, None], b_rows, 0.0).to(b_rows.dtype)
     return b_rows

@@ -4,18 +4,22 @@ interpret: these need no TRITON_INTERPRET but run with it."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from pytransformer import kernels
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._backends.triton import availability
 
@@ -140,3 +144,24 @@ def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     for reason in (availability._unavailable(device, "x"), cuda_library.why_not("layer_norm_fwd", device)):
         assert reason is not None and "ROCm 6.4" in reason
+
+
+def may_be_none(annotation: object) -> bool:
+    return type(None) in typing.get_args(annotation)
+
+
+def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
+    """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile there. What may be absent is absent by
+    its parts."""
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    tuples = {c for m in modules for c in vars(m).values() if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "LAYOUT")}
+    hints = {c: typing.get_type_hints(c) for c in tuples}
+    holds_none = {c for c, fields in hints.items() if any(map(may_be_none, fields.values()))}
+    assert len(tuples) > 10 and holds_none, "found none"
+    wrong = {
+        f"{c.__name__}.{name}"
+        for c, fields in hints.items()
+        for name, annotation in fields.items()
+        if may_be_none(annotation) and holds_none & set(typing.get_args(annotation))
+    }
+    assert not wrong
