@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         else:
             if context is not None:
                 raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
-            query, key, value = map(self._heads, self.qkv(x).split(self.widths, -1))
+            query, key, value = map(self._heads, self.qkv(x).split_with_sizes(self.widths, -1))
             if cache is not None:
                 key, value = cache.append(key, value)
         arguments = {**visible, "scale": self.scale, "sinks": self.sinks}
@@ -110,14 +110,16 @@ class MultiHeadAttention(nn.Module):
             return cache.cross
         if context is None:
             raise ValueError("MultiHeadAttention: cross-attention needs context, or a cache that has seen it")
-        key, value = map(self._heads, self.key_value(context).split(self.widths[1:], -1))
+        key, value = map(self._heads, self.key_value(context).split_with_sizes(self.widths[1:], -1))
         if cache is not None:
             cache.cross = (key, value)
         return key, value
 
     def _heads(self, t: torch.Tensor) -> torch.Tensor:
         """(B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D), views."""
-        t = t.unflatten(-1, (-1, self.head_dim))
+        t = t.view(
+            *t.shape[:-1], t.shape[-1] // self.head_dim, self.head_dim
+        )  # unflatten and split are Python's: 12 us a call
         return t if t.dim() == 3 else t.transpose(1, 2)
 
     def extra_repr(self) -> str:

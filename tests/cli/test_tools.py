@@ -228,3 +228,15 @@ def test_call_cost_says_what_the_committed_run_measured(tool) -> None:
     overhead = tool("overhead")
     text = overhead.DOCUMENT.read_text()
     assert overhead.written(json.loads(overhead.COMMITTED.read_text()), text) == text
+
+
+def test_a_step_is_taken_apart(tool) -> None:
+    """Every part of an attention module's step is found where it is, and the parts are the whole."""
+    parts = tool("step_parts")
+    subject = parts.modules()["MultiHeadAttention"]
+    ours = parts.shares(parts.runner(subject.ours, subject.call, "forward + backward"), 20)
+    theirs = parts.shares(parts.runner(subject.theirs, subject.their_call, "forward"), 20)
+    assert abs(sum(ours.values()) - 1.0) < 1e-6 and all(ours[part] > 0 for part in parts.PARTS)
+    assert theirs["our Python"] == theirs["our ops"] == theirs["backward pass"] == 0
+    assert parts.part_of(("~", 0, "<built-in method pytransformer._lane.attention>")) == "our ops"
+    assert parts.part_of(("~", 0, "<method 'run_backward' of 'torch._C._EngineBase' objects>")) == "backward pass"

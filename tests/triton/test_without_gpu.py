@@ -154,7 +154,9 @@ def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
     """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile there. What may be absent is absent by
     its parts."""
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-    tuples = {c for m in modules for c in vars(m).values() if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "LAYOUT")}
+    tuples = {
+        c for m in modules for c in vars(m).values() if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "LAYOUT")
+    }
     hints = {c: typing.get_type_hints(c) for c in tuples}
     holds_none = {c for c, fields in hints.items() if any(map(may_be_none, fields.values()))}
     assert len(tuples) > 10 and holds_none, "found none"

@@ -218,7 +218,7 @@ class RowBlock {
   void mark_live_tiles() {
     for (int64_t c = 0; c < live_bytes(s_.Lk); c++) live_[c] = 0;
     for (int64_t r = 0; r < rows_;) {  // rows of the same tiles at once
-      const MaskRow<A> row(p_, s_.b, h0_ + r / nq_, query(r));
+      const TileRow row(p_.tiles, s_.b, h0_ + r / nq_, query(r));
       Range seen{s_.Lk, 0};
       for (const int32_t* tiles = row.tiles(); r < rows_ && p_.tiles.at(s_.b, h0_ + r / nq_, query(r)) == tiles; r++)
         if (seen_[r].size() > 0) seen = {min(seen.lo, seen_[r].lo), max(seen.hi, seen_[r].hi)};

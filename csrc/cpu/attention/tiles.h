@@ -3,6 +3,7 @@
 // the second, and read it in the third alone.
 //
 //   map_tiles()  makes the map of a dense mask: one pass over the mask, at the strides it has; map_blocks() that of a block mask
+//   TileRow      the map seen from one query
 //   MaskRow      the mask, whatever its source of bits, seen from one query
 #pragma once
 
@@ -51,7 +52,7 @@ INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t
 }
 
 // Fills in p.tiles for a dense boolean mask, in tiles_arena. Of a tile without a pair that intervals (causality, window, lengths) leave
-// visible nothing is said, and nothing is read.
+// visible nothing is said, and nothing is read. A mask that hides nothing else is left out of the problem.
 inline void map_tiles(AttentionProblem& p) {
   if (!p.mask.data || !p.mask.boolean) return;
   const Strides& m = p.mask.stride;
@@ -63,6 +64,7 @@ inline void map_tiles(AttentionProblem& p) {
   p.tiles.data = tiles, p.tiles.row_bits = kMapRowBits, p.tiles.key_bits = kMapKeyBits;
   p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0, m.d ? 1 : 0};
 
+  bool hides = false;
   AttentionProblem bare = p;  // intervals alone
   bare.query_segments = bare.key_segments = nullptr;
   const auto one_row = [&](int64_t t) {
@@ -79,13 +81,15 @@ inline void map_tiles(AttentionProblem& p) {
     for (int64_t c = 0; c < across; c++) {
       const int64_t j = c << kMapKeyBits, some = min(keys - j, int64_t(1) << kMapKeyBits);
       if (seen.size() <= 0 || (m.d && (j >= seen.hi || j + some <= seen.lo))) out[c] = TileMap::kNone;
-      else out[c] = m.d == 1 ? tile_state(at + j, m.l, n, some) : strided_state(at + j * m.d, m.l, m.d, n, some);
+      else if ((out[c] = m.d == 1 ? tile_state(at + j, m.l, n, some) : strided_state(at + j * m.d, m.l, m.d, n, some)) != TileMap::kAll)
+        __atomic_store_n(&hides, true, __ATOMIC_RELAXED);
     }
   };
   const int64_t all = batch * heads * down, together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
   for_each_task(ceil_div(all, together), p.threads, [&](int64_t task) {
     for (int64_t t = task * together; t < min(all, (task + 1) * together); t++) one_row(t);
   });
+  if (!hides) p.mask = {}, p.tiles = {};
 }
 
 // The same for a block mask, whose tiles are its blocks.
@@ -106,24 +110,44 @@ inline void map_blocks(AttentionProblem& p) {
   });
 }
 
-// The boolean mask seen from one query; p.tiles.data is not null.
-template <class A>
-class MaskRow {
+// The map seen from one query: the tiles that its keys are in.
+class TileRow {
  public:
-  MaskRow(const AttentionProblem& p, int64_t b, int64_t h, int64_t i)
-      : dense_(p.tiles.bits ? Dense{} : p.mask, b, h, i), tiles_(p.tiles.at(b, h, i)), step_(p.tiles.stride.d),
-        key_bits_(p.tiles.key_bits) {
-    if (p.tiles.bits)
-      bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
-  }
+  TileRow(const TileMap& m, int64_t b, int64_t h, int64_t i) : tiles_(m.at(b, h, i)), step_(m.stride.d), key_bits_(m.key_bits) {}
   const int32_t* tiles() const { return tiles_; }
   int32_t tile(int64_t j) const { return tiles_[(j >> key_bits_) * step_]; }
   int64_t tile_end(int64_t j) const { return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX; }
   // What is left of a range without the tiles at its ends that hide everything; empty as {x, x}.
-  Range trim(Range r) const {
+  INLINE Range trim(Range r) const {
     while (r.lo < r.hi && tile(r.lo) == TileMap::kNone) r.lo = min(r.hi, tile_end(r.lo));
     while (r.lo < r.hi && tile(r.hi - 1) == TileMap::kNone) r.hi = max(r.lo, ((r.hi - 1) >> key_bits_) << key_bits_);
     return r;
+  }
+  // Whether all tiles of keys j .. j + n - 1 hide nothing, or all some pairs.
+  struct Alike {
+    bool all, some;
+  };
+  INLINE Alike alike(int64_t j, int64_t n) const {
+    Alike found{true, true};
+    const int64_t last = ((j + n - 1) >> key_bits_) * step_;
+    for (int64_t t = (j >> key_bits_) * step_; t <= last; t++) found.all &= tiles_[t] == TileMap::kAll, found.some &= tiles_[t] >= 0;
+    return found;
+  }
+
+ protected:
+  const int32_t* tiles_;
+  int64_t step_;
+  int key_bits_;
+};
+
+// The boolean mask, whatever its source of bits, seen from one query; p.tiles.data is not null.
+template <class A>
+class MaskRow : public TileRow {
+ public:
+  MaskRow(const AttentionProblem& p, int64_t b, int64_t h, int64_t i)
+      : TileRow(p.tiles, b, h, i), dense_(p.tiles.bits ? Dense{} : p.mask, b, h, i) {
+    if (p.tiles.bits)
+      bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
   }
   // Keys j .. j + n - 1 of a tile that hides some pairs; with bits, j is a multiple of the lanes.
   INLINE mask bits(int64_t j, int64_t n) const {
@@ -139,10 +163,8 @@ class MaskRow {
  private:
   int64_t words() const { return (int64_t(1) << key_bits_) / 32; }
   const DenseRow<A> dense_;
-  const int32_t* tiles_;
   const uint32_t* bits_ = nullptr;
-  int64_t step_, tile_words_ = 0;
-  int key_bits_;
+  int64_t tile_words_ = 0;
 };
 
 }  // namespace PT_ISA
