@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer import kernels
+from pytransformer import kernels as triton_kernels
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._backends.triton import availability
 
@@ -153,7 +153,9 @@ def may_be_none(annotation: object) -> bool:
 def test_no_tuple_of_a_kernel_may_be_none_and_hold_one() -> None:
     """Triton 3.6 cannot compare such a tuple with None: attention with a dense mask did not compile there. What may be absent is absent by
     its parts."""
-    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
+    ]
     tuples = {
         c for m in modules for c in vars(m).values() if isinstance(c, type) and issubclass(c, tuple) and hasattr(c, "_fields")
     }
