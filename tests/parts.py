@@ -20,17 +20,17 @@ class Part(NamedTuple):
     jobs: int = 1  # processes that compute at once
 
 
-INSTALL = Part("install", "install and CPU build", 5, jobs=2)
+INSTALL = Part("install", "install and CPU build", 4.5, jobs=2)
 CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
-    Part(REST, "reference and cpu", 6),
+    Part(REST, "reference and cpu", 7.5),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
-    Part("emulator", "CUDA kernels emulated", 6, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
+    Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
-    Part("commands", "commands and benchmarks", 3, ("cli",)),
+    Part("commands", "commands and benchmarks", 2.5, ("cli",)),
 )
 # Run again in another way; of what --full does whole.
 WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
@@ -38,7 +38,7 @@ SAMPLES = (
     Part(
         "lane-off",
         "a sample of the ops without the C++ lane",
-        1.5,
+        1,
         ("ops/test_[acfl]*.py",),
         WITHOUT_LANE,
         ("-k", "cpu and not fuzz"),

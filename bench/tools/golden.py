@@ -24,7 +24,7 @@ from pytransformer.ops._core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "accuracy-tables.md"
-RESULTS = ROOT / "bench" / "results" / "intel-xeon-amx-2-cores" / "accuracy.json"
+RESULTS = ROOT / "bench" / "results" / "amd-epyc-zen5-2-cores" / "accuracy.json"
 START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- golden: end -->"
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = {"Lq": 256, "Lk": 256, "D": 64, "rows": 256, "d": 256, "hidden": 1024, "classes": 1000}
