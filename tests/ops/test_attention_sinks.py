@@ -12,6 +12,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.testing.attention_check import check_attention, check_packed
+from pytransformer.testing.bounds import agree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = -math.inf
@@ -41,8 +42,8 @@ def test_zeros_are_softmax_off_by_one(backend: str) -> None:
     out, lse = pt.attention(query, key, value, sinks=torch.zeros(4), return_lse=True, backend=backend, strict=True)
     weight = torch.exp(0.25 * query.double() @ key.double().mT)
     total = 1 + weight.sum(-1, keepdim=True)
-    torch.testing.assert_close(out.double(), weight / total @ value.double(), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(lse.double(), total.log()[..., 0], atol=1e-5, rtol=1e-4)
+    assert agree(out, weight / total @ value.double())
+    assert agree(lse, total.log()[..., 0])
 
 
 @pytest.mark.parametrize("keywords", [{}, {"causal": "bottom_right", "window": (30, 0)}, {"softcap": 3.0, "dropout_p": 0.3}])
@@ -73,7 +74,7 @@ def test_a_query_that_sees_nothing_has_its_sink(backend: str) -> None:
     out, lse, *_, d_sinks = results((query, key, value), sinks, backend)
     assert not out.any() and torch.equal(lse, sinks[:, None].expand(2, 4, 9))
     want = draw(2, 4, 9, seed=4).sum((0, 2)) * (sinks != NONE)
-    torch.testing.assert_close(d_sinks, want)
+    assert agree(d_sinks, want)
 
 
 def test_a_row_whose_weights_are_lost_in_lse(backend: str) -> None:
@@ -102,9 +103,9 @@ def test_the_lowest_numbers_are_data(backend: str, place: str) -> None:
     check_attention(args, {place: mask, "sinks": sinks}, backend)
     out = pt.attention(*args, **{place: mask}, sinks=sinks, backend=backend, strict=True)
     mean = args[2].repeat_interleave(2, 1).mean(2)
-    torch.testing.assert_close(out[:, 0, 1], mean[:, 0] * 7 / 8)
+    assert agree(out[:, 0, 1], mean[:, 0] * 7 / 8)
     assert not out[:, 1, 1].any()
-    torch.testing.assert_close(out[:, 2, 1], mean[:, 2])
+    assert agree(out[:, 2, 1], mean[:, 2])
 
 
 @pytest.mark.parametrize("lq, lk", [(1, 3000), (3, 2500)])
@@ -126,14 +127,14 @@ def test_packed_equals_padded(backend: str) -> None:
         one = [t[slice(*at)].transpose(0, 1)[None] for t, at in zip(args, (rows, keys, keys))]
         out, lse = pt.attention(*one, sinks=sinks, return_lse=True, backend="reference")
         total += torch.autograd.grad([out.square().sum(), lse.sum()], sinks)[0]
-    torch.testing.assert_close(want, total, atol=1e-4, rtol=1e-4)
+    assert agree(want, total)
 
 
 def test_weights_leave_the_sinks_share_out() -> None:
-    query, key, value = qkv(kv=4)
-    sinks = torch.tensor([0.0, 2.0, 30.0, NONE])
+    query, key, value = (t.double() for t in qkv(kv=4))  # of a sink of 30 lse is rounded by 16 eps in float32
+    sinks = torch.tensor([0.0, 2.0, 30.0, NONE], dtype=torch.float64)
     _, lse = pt.attention(query, key, value, sinks=sinks, return_lse=True)
     weights = pt.attention_weights(query, key, lse, sinks=sinks)
     share = torch.exp(sinks[:, None] - lse)
-    torch.testing.assert_close(weights.sum(-1) + share, torch.ones_like(share))
-    torch.testing.assert_close(weights @ value, pt.attention(query, key, value, sinks=sinks), atol=1e-5, rtol=1e-4)
+    assert agree((weights.sum(-1) + share).float(), torch.ones_like(share))
+    assert agree((weights @ value).float(), pt.attention(query, key, value, sinks=sinks))
