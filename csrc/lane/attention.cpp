@@ -21,8 +21,8 @@ namespace {
   const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,              \
       const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                  \
       const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,         \
-      const Maybe &block_bits, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t query_start, \
-      int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+      const Maybe &block_bits, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys, \
+      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
@@ -39,7 +39,8 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
     vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)), term(pick<A::kPrefixLengths>(t)),
     term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)), term(pick<A::kCuK>(t)), Maybe(), Maybe(),
-    Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys, 0, 0, max_q, max_k, n.scale, n.softcap,
+    n.dropout_p);
 }
 
 }  // namespace
@@ -99,8 +100,8 @@ py::tuple AttentionOp<W>::others(const Numbers& n) {
     return py::make_tuple(between..., n.scale, n.softcap, n.dropout_p, n.deterministic, py::none(), false);
   };
   const char* causal = kCausal[n.align];
-  if constexpr (W::kDim == 3) return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right);
-  else return all(n.bidirectional, n.max_distance, causal, n.left, n.right, 0, 0);
+  if constexpr (W::kDim == 3) return all(n.max_q, n.max_k, n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys);
+  else return all(n.bidirectional, n.max_distance, causal, n.left, n.right, n.global_keys, 0, 0);
 }
 
 template <class W>
@@ -164,7 +165,9 @@ void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumber
   if (read) t[A::kStarts] = bucket_starts(table.size(0), n.bidirectional, n.max_distance);
 }
 
-void read_positions(Reader& read, PyObject* causal, PyObject* window, AttentionNumbers& n) {
+void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
+  PyObject *causal = a[0], *window = a[1];
+  const int64_t global_keys = read.natural(a[2]);
   if (causal != Py_None) n.align = 1 + read.choice(causal, {"top_left", "bottom_right"});
   if (window == Py_None) return;
   read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
@@ -172,6 +175,7 @@ void read_positions(Reader& read, PyObject* causal, PyObject* window, AttentionN
     PyObject* given = read ? PyTuple_GET_ITEM(window, side) : Py_None;
     if (given != Py_None) (side ? n.right : n.left) = read.natural(given);
   }
+  if (n.left >= 0 || n.right >= 0) n.global_keys = global_keys;
 }
 
 // From softcap to strict, the last eight of both ops.
@@ -192,15 +196,15 @@ PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs&
 LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
-  if (count != 21 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 22 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
-  read_positions(read, a[4], a[5], n);
-  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[6 + i]);
-  if (THPVariable_Check(a[11])) t[A::kBias] = read.tensor(a[11]);
-  else read_bias<A>(read, a[11], t, n);
-  t[A::kSinks] = read.tensor_or_none(a[12]);
+  read_positions(read, a + 4, n);
+  for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + i]);
+  if (THPVariable_Check(a[12])) t[A::kBias] = read.tensor(a[12]);
+  else read_bias<A>(read, a[12], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[13]);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }
@@ -208,16 +212,16 @@ LANE_ENTRY(attention) {
 LANE_ENTRY(attention_varlen) {
   HANDLE_TH_ERRORS
   using A = AttentionVarlen;
-  if (count != 19 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 20 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
   t[A::kCuQ] = read.integers_or_none(a[3]), t[A::kCuK] = read.integers_or_none(a[4]);
   read.require(a[3] != Py_None && a[4] != Py_None);
   n.max_q = read.natural(a[5]), n.max_k = read.natural(a[6]);
-  read_positions(read, a[7], a[8], n);
-  read_bias<A>(read, a[9], t, n);
-  t[A::kSinks] = read.tensor_or_none(a[10]);
+  read_positions(read, a + 7, n);
+  read_bias<A>(read, a[10], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[11]);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import attention_varlen_forward
+from ._attention_arguments import biases, check_sinks, positions
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
@@ -19,13 +20,15 @@ from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from ._problem.attention import PackedAttention
-from .attention import ORDER, biases, check_sinks, positions
+from .attention import ORDER
 from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
 Tensor? sinks, Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
-SymInt left, SymInt right, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+SymInt left, SymInt right, SymInt global_keys, float scale, float softcap, float dropout_p, bool deterministic""".replace(
+    "\n", " "
+)
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +113,7 @@ def attention_varlen(
     *,
     causal: Alignment | None = None,
     window: tuple[int | None, int | None] | None = None,
+    global_keys: int = 0,
     bias: AlibiBias | RelativePositionBias | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -137,15 +141,15 @@ def attention_varlen(
     """
     if not torch.compiler.is_compiling():
         found = lane.attention_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, bias, sinks, softcap, scale,
-            dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, global_keys, bias, sinks, softcap,
+            scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, bias=bias,
-        sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-        backend=backend, strict=strict,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window,
+        global_keys=global_keys, bias=bias, sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        deterministic=deterministic, backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_varlen_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -162,6 +166,7 @@ def _prepare(
     *,
     causal: Any = None,
     window: Any = None,
+    global_keys: Any = 0,
     bias: Any = None,
     sinks: Any = None,
     softcap: Any = None,
@@ -200,14 +205,14 @@ def _prepare(
             raise ValueError(f"{op}: {name} must be an int >= 0, got {longest!r}")
     if isinstance(bias, torch.Tensor):
         raise TypeError(f"{op}: bias must be AlibiBias or RelativePositionBias; a dense bias has no packed form")
-    align, left, right = positions(causal, window)
+    align, left, right, global_keys = positions(causal, window, global_keys)
     _, slopes, table, bidirectional, max_distance = biases(op, bias, query, query.shape[1])
     p, seed = dropout_arguments(op, dropout_p, dropout_seed, query.device)
     check_backend(op, backend)
     arguments = attention_varlen_op.Arguments(
         query, key, value, cu_q, cu_k, slopes, table, check_sinks(op, sinks, query, query.shape[1]), seed,
         max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
-        align, left, right,
+        align, left, right, global_keys,
         query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
         0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True),
         p, bool(deterministic),

@@ -114,10 +114,9 @@ def visible_parts(a: Any, rows: torch.Tensor | None = None, *, causal: bool = Tr
         if a.prefix_lengths is not None:
             below = below | (j < _per_batch(a.prefix_lengths))
         yield below
-    if a.left >= 0:
-        yield j >= i + offset - a.left
-    if a.right >= 0:
-        yield j <= i + offset + a.right
+    for bounded, inside in ((a.left >= 0, j >= i + offset - a.left), (a.right >= 0, j <= i + offset + a.right)):
+        if bounded:
+            yield inside | (j < a.global_keys)
     if a.query_lengths is not None:
         yield i < _per_batch(a.query_lengths)
     if a.key_lengths is not None:

@@ -42,6 +42,7 @@ CHANCES = {
     "return_lse": 0.5,
 }
 LENGTHS_AND_SEGMENTS = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
+BY_POSITION = ("causal", "window", "global_keys", *LENGTHS_AND_SEGMENTS)
 LATER = ("sinks",)
 PACKED = ("causal", "window", "bias", "sinks", "softcap", "scale", "dropout_p", "return_lse")
 
@@ -53,6 +54,7 @@ class _Drawer:
         self.later = random.Random(f"attention/later/{seed}/{case}")
         self.only = only
         self.block_rng = random.Random(f"blocks/{seed}/{case}")
+        self.global_rng = random.Random(f"global keys/{seed}/{case}")
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
 
     def chance(self, p: float) -> bool:
@@ -189,6 +191,9 @@ class _Drawer:
         if "window" in want:
             sides = (None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk)
             self.keywords["window"] = (r.choice(sides), r.choice(sides))
+            if self.only is None and self.global_rng.random() < 0.5:
+                self.keywords["global_keys"] = self.global_rng.choice((1, 1, 4, 33, 70, self.Lk))
+                want.add("global_keys")
         for name, full in (("query_lengths", self.Lq), ("key_lengths", self.Lk), ("prefix_lengths", self.Lk)):
             if name in want:
                 self.keywords[name] = self.lengths(full)
@@ -267,7 +272,7 @@ class _Drawer:
             self.features.add("spoiled")
         names = [n for n in ("attn_mask", "bias") if n in self.tensors]
         if names and self.chance(0.6):
-            by_position: dict[str, Any] = {n: k.get(n) for n in ("causal", "window", *LENGTHS_AND_SEGMENTS)}
+            by_position: dict[str, Any] = {n: k[n] for n in BY_POSITION if n in k}
             visible, _ = oracle.visible_pairs(oracle.Keywords(**by_position), self.B, self.Lq, self.Lk)
             visible = visible.expand(self.B, self.Hq, self.Lq, self.Lk)
             if mask is not None:

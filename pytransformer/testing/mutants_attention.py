@@ -151,6 +151,9 @@ FAULTS |= {
     "window_ignored": replacing(left=lambda a: -1, right=lambda a: -1),
     "window_left_off_by_one": replacing(left=lambda a: a.left + (a.left >= 0)),
     "window_right_ignored": replacing(right=lambda a: -1),
+    "global_keys_ignored": replacing(global_keys=lambda a: 0),
+    "global_keys_off_by_one": replacing(global_keys=lambda a: a.global_keys + (a.global_keys > 0)),
+    "global_keys_despite_causality": _hiding(lambda a, v: v | (torch.arange(v.shape[-1]) < a.global_keys)),
     "alignments_swapped": replacing(
         causal=lambda a: {"none": "none", "top_left": "bottom_right", "bottom_right": "top_left"}[a.causal]
     ),

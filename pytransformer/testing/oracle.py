@@ -125,6 +125,7 @@ class Keywords:
     attn_mask: Tensor | None = None
     causal: str | None = None
     window: tuple[int | None, int | None] | None = None
+    global_keys: int = 0
     query_lengths: Tensor | None = None
     key_lengths: Tensor | None = None
     prefix_lengths: Tensor | None = None
@@ -159,9 +160,9 @@ def visible_pairs(k: Keywords, batch: int, Lq: int, Lk: int) -> tuple[Tensor, Te
         visible = visible & (before if prefix is None else before | (j < prefix.cpu()[:, None, None, None]))
     left, right = k.window or (None, None)
     if left is not None:
-        visible = visible & (relative >= -left)
+        visible = visible & ((relative >= -left) | (j < k.global_keys))
     if right is not None:
-        visible = visible & (relative <= right)
+        visible = visible & ((relative <= right) | (j < k.global_keys))
     if k.query_segments is not None and k.key_segments is not None:
         visible = visible & (k.query_segments.cpu()[:, None, :, None] == k.key_segments.cpu()[:, None, None, :])
     return visible, relative

@@ -60,15 +60,17 @@ def check(t: dict[str, Tensor], **keywords: Any) -> None:
         torch.ops.pytransformer_C.set_cpu_isa("")
 
 
-def raw(query: Tensor, key: Tensor, value: Tensor, *, causal: str | None = None, left: int = -1, right: int = -1, p: float = 0.0,
-        starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None, **terms: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def raw(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: str | None = None, left: int = -1, right: int = -1, p: float = 0.0,
+    first: int = 0, starts: tuple[int, int] = (0, 0), longest: tuple[int, int] | None = None, **terms: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The raw op, which takes absolute starts and checks values itself."""
     rows, heads = (query.shape[0], query.shape[1]) if query.dim() == 3 else (query.shape[2], query.shape[1])
     out = torch.full((*query.shape[:-1], value.shape[-1]), math.nan, dtype=query.dtype)
     lse = torch.full((heads, rows) if query.dim() == 3 else query.shape[:3], math.nan)
     longest = longest or (query.shape[2], key.shape[2])
     torch.ops.pytransformer_C.attention_fwd(
-        query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False, ALIGN[causal], left, right,
+        query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False, ALIGN[causal], left, right, first,
         *starts, *longest, query.shape[-1] ** -0.5, 0.0, p,
     )  # fmt: skip
     return out, lse
@@ -177,7 +179,7 @@ def test_packed_sequences_equal_padded_ones(p: float, isa: str) -> None:
 def test_pieces_by_absolute_starts_equal_the_whole(isa: str) -> None:
     """Queries and keys cut at odd places, keys merged by lse: what a ring of devices computes. Dropout and ALiBi included."""
     t = draw(1, 2, 2, 150, 421, 16, 16, torch.float32)
-    terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290)
+    terms = dict(slopes=torch.tensor([0.05, 0.3]), p=0.2, left=100, right=290, first=20)
     whole, whole_lse = raw(*t.values(), **terms)
     for q0, q1 in ((0, 61), (61, 150)):
         parts = [raw(t["query"][:, :, q0:q1].contiguous(), t["key"][:, :, k0:k1], t["value"][:, :, k0:k1], starts=(q0, k0), **terms)

@@ -23,11 +23,12 @@ bool finite_row(const typename T::elem* row, int64_t d) {
 template <class T>
 bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, int64_t k0, int64_t n, uint8_t* live) {
   using A = typename T::acc;
-  const Range seen = s.keys();
+  const Range seen = s.keys(), gap = s.common_gap();
   const auto by_key = [](const Dense& d) { return d.data && d.stride.l == 0; };
   const auto by_pair = [](const Dense& d) { return d.data && d.stride.l != 0; };
   const bool pairs = by_pair(p.mask) || by_pair(p.bias) || p.tiles.bits || s.query_segments();
-  if (!by_key(p.mask) && !by_key(p.bias) && !pairs && seen.lo <= k0 && seen.hi >= k0 + n) return false;
+  if (!by_key(p.mask) && !by_key(p.bias) && !pairs && seen.lo <= k0 && seen.hi >= k0 + n && (gap.lo >= k0 + n || gap.hi <= k0))
+    return false;
   for (int64_t j = 0; j < n; j++) live[j] = 0;
   if (s.rows == 0) return true;
   const int64_t group = p.Hq / p.Hkv, differing = p.mask.stride.h || p.bias.stride.h || p.tiles.stride.h ? group : 1;
@@ -36,12 +37,14 @@ bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, i
     const DenseRow<A> mask_row(by_key(p.mask) ? p.mask : Dense{}, s.b, h, 0), bias_row(by_key(p.bias) ? p.bias : Dense{}, s.b, h, 0);
     for (int64_t j = keys.lo; j < keys.hi; j++) live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
   }
+  for (int64_t j = max(keys.lo, gap.lo - k0); j < min(keys.hi, gap.hi - k0); j++) live[j] = 0;
   const auto at = [&](const void* base, const Strides& x, int64_t j) {
     return static_cast<const typename T::elem*>(base) + s.b * x.b + hkv * x.h + (s.k_first + j) * x.l;
   };
   const auto sees = [&](int64_t h, int64_t i, int64_t j) {
-    const Range r = s.visible(i);
-    return j >= r.lo && j < r.hi && (!s.unsorted_segments() || s.query_segments()[i] == s.key_segments()[j]) &&
+    const Range r = s.visible(i), out = s.gap(i);
+    return j >= r.lo && j < r.hi && !(j >= out.lo && j < out.hi) &&
+           (!s.unsorted_segments() || s.query_segments()[i] == s.key_segments()[j]) &&
            (p.tiles.data ? MaskRow<A>(p, s.b, h, i).visible(j) : DenseRow<A>(p.mask, s.b, h, i).visible(j)) &&
            DenseRow<A>(p.bias, s.b, h, i).visible(j);
   };

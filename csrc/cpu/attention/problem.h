@@ -70,6 +70,7 @@ struct AttentionProblem {
 
   Align align;
   int64_t left, right;             // window, -1 = unbounded
+  int64_t global_keys;             // the keys before it lie in every window; 0 without a window
   int64_t query_start, key_start;  // absolute index of row 0
   double scale, softcap;           // softcap 0 = none
   uint64_t seed;                   // dropout

@@ -38,7 +38,7 @@ class RowBlock {
     started_ = local_arena.take<uint8_t>(padded);
     if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, ld));
     if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(ld)), table_ = local_arena.take<char>(KeepBits::table_bytes(ld));
-    if (p_.tiles.data) live_ = local_arena.take<uint8_t>(live_bytes(s.Lk));
+    if (skips(p_)) live_ = local_arena.take<uint8_t>(live_bytes(s.Lk));
     const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
     for (int64_t g = 0; g < heads; g++)
       copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
@@ -55,7 +55,7 @@ class RowBlock {
     return Arena::bytes_for<packed>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) +
            3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) +
            Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) + Arena::bytes_for<uint32_t>(KeepBits::words(ld)) +
-           Arena::bytes_for<char>(KeepBits::table_bytes(ld)) + (f.p.tiles.data ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
+           Arena::bytes_for<char>(KeepBits::table_bytes(ld)) + (skips(f.p) ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
   }
 
   // f(k0, n): the keys of [from, end) that any row sees, in pieces of up to ld, each from a panel on; without those that the mask hides
@@ -211,12 +211,20 @@ class RowBlock {
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
-  // In live_, a mark for each kLiveKeys keys of which some row sees a tile.
+  // In live_, a mark for each kLiveKeys keys of which some row may see one.
   static constexpr int64_t kLiveKeys = 64;
   static_assert(kLiveKeys % kPanel<T> == 0 && kBlockKeys % kLiveKeys == 0);
   static int64_t live_bytes(int64_t keys) { return ceil_div(keys, kLiveKeys) + 1; }
+  static bool skips(const AttentionProblem& p) { return p.tiles.data || p.global_keys; }
   void mark_live_tiles() {
-    for (int64_t c = 0; c < live_bytes(s_.Lk); c++) live_[c] = 0;
+    for (int64_t c = 0; c < live_bytes(s_.Lk); c++) live_[c] = !p_.tiles.data;
+    if (p_.tiles.data) mark_tiles_of_mask();
+    Range gap{0, s_.Lk};  // of every row
+    for (int64_t r = 0; r < rows_; r++)
+      if (seen_[r].size() > 0) gap = {max(gap.lo, s_.gap(query(r)).lo), min(gap.hi, s_.gap(query(r)).hi)};
+    for (int64_t c = ceil_div(gap.lo, kLiveKeys); (c + 1) * kLiveKeys <= gap.hi; c++) live_[c] = 0;
+  }
+  void mark_tiles_of_mask() {
     for (int64_t r = 0; r < rows_;) {  // rows of the same tiles at once
       const TileRow row(p_.tiles, s_.b, h0_ + r / nq_, query(r));
       Range seen{s_.Lk, 0};

@@ -45,7 +45,7 @@ class Scores {
   // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
   bool plain() const {
     return !p_.mask.data && !p_.tiles.data && !p_.bias.data && !p_.slopes && !p_.table && p_.softcap == 0 && p_.scale > 0 &&
-           !s_.unsorted_segments();
+           !s_.has_gaps() && !s_.unsorted_segments();
   }
 
   // Called between products: a tile reads a short piece of each row of a dense term, in which the hardware sees no stream.
@@ -54,8 +54,11 @@ class Scores {
     if (p_.bias.stride.l) DenseRow<A>(p_.bias, s_.b, h, i).fetch(k0, n);
   }
 
-  // Of the keys `range` of query i, those between the first and the last tile in which the mask shows a pair.
-  INLINE Range trim(int64_t h, int64_t i, Range range) const { return p_.tiles.data ? TileRow(p_.tiles, s_.b, h, i).trim(range) : range; }
+  // Of the keys `range` of query i, those between the first and the last that its interval, or tile in which the mask, shows.
+  INLINE Range trim(int64_t h, int64_t i, Range range) const {
+    range = s_.outside_gap(i, range);
+    return p_.tiles.data ? TileRow(p_.tiles, s_.b, h, i).trim(range) : range;
+  }
 
   // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
   // nq + nk values; to be passed to row() with the same i0 + nq and k0. The bucket moves with the distance, so this is one walk.
@@ -102,7 +105,11 @@ class Scores {
     if (s_.unsorted_segments())
       for (int64_t j = 0; j < n; j += T::width)
         visible[j / T::width] &= same_segment(s_.query_segments()[i], s_.key_segments() + k0 + j, n - j);
-    const bool hides = p_.tiles.data && hide(h, i, k0, n, visible);
+    bool hides = p_.tiles.data && hide(h, i, k0, n, visible);
+    if (const Range gap = s_.has_gaps() ? s_.gap(i) : Range{0, 0}; gap.lo < k0 + n && gap.hi > k0) {
+      hides = true;
+      for (int64_t j = 0; j < n; j += T::width) visible[j / T::width] &= ~mask_range<vec>(gap.lo - k0 - j, gap.hi - k0 - j);
+    }
 
     vec scale = set1<vec>(A(p_.scale));  // not yet applied to s
     if (p_.softcap != 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One batch element or packed sequence: its sizes, and the visible keys of a query as one interval [lo, hi). Indices are local; starts
-// enter inside.
+// One batch element or packed sequence: its sizes, and the visible keys of a query as one interval [lo, hi), which has a gap where global
+// keys lie before a window. Indices are local; starts enter inside.
 #pragma once
 
 #include "cpu/attention/problem.h"
@@ -49,6 +49,7 @@ class Sequence {
     right_ = p.right < 0 ? far : min(p.right, far);
     causal_ = p.align != Align::none;
     prefix_ = p.prefix_lengths ? p.prefix_lengths[b] : 0;
+    global_ = max<int64_t>(0, min(p.global_keys, key_end_) - key_start_);
     if (p.query_segments) {
       query_segments_ = p.query_segments + b * p.Lq, key_segments_ = p.key_segments + b * p.Lk;
       sorted_ = true;
@@ -56,9 +57,9 @@ class Sequence {
     }
   }
 
-  // The keys query i < rows may see; empty as {x, x}. Exact unless unsorted_segments().
+  // The keys query i < rows may see; empty as {x, x}. Exact unless has_gaps() or unsorted_segments().
   INLINE Range visible(int64_t i) const {
-    Range r = interval(i);
+    Range r = reach(i);
     if (query_segments_ && sorted_) {
       const int64_t s = query_segments_[i];
       r.lo = max(r.lo, first_not_below(s));
@@ -67,11 +68,30 @@ class Sequence {
     r.hi = max(r.hi, r.lo);
     return r;
   }
-  // Contains every key that any query sees: both ends of the interval rise with i.
-  Range keys() const {
-    if (rows == 0) return {0, 0};
-    const Range r{interval(0).lo, interval(rows - 1).hi};
+  // Contains every key that any query sees, or one of first .. last: both ends of the interval rise with i, and so do the global keys.
+  Range keys() const { return rows == 0 ? Range{0, 0} : keys(0, rows - 1); }
+  Range keys(int64_t first, int64_t last) const {
+    const int64_t end = globals(last);
+    const Range r{end ? 0 : interval(first).lo, max(end, interval(last).hi)};
     return {r.lo, max(r.lo, r.hi)};
+  }
+  // Keys of visible(i) that query i does not see: those between the global ones and its window. Both ends rise with i.
+  bool has_gaps() const { return global_ > 0; }
+  INLINE Range gap(int64_t i) const {
+    const Range window = interval(i);
+    const int64_t end = globals(i);
+    return {end, window.lo < window.hi ? max(end, window.lo) : end};
+  }
+  // What no query sees of keys().
+  Range common_gap() const { return rows == 0 || !has_gaps() ? Range{0, 0} : Range{gap(rows - 1).lo, gap(0).hi}; }
+  // A range of keys without its ends in the gap of query i; empty as {x, x}.
+  INLINE Range outside_gap(int64_t i, Range r) const {
+    if (!has_gaps()) return r;
+    const Range out = gap(i);
+    if (r.lo >= out.lo) r.lo = max(r.lo, out.hi);
+    if (r.hi <= out.hi) r.hi = min(r.hi, out.lo);
+    r.hi = max(r.hi, r.lo);
+    return r;
   }
   // Then segments are compared pair by pair (Scores), and visible() only bounds them.
   bool unsorted_segments() const { return query_segments_ && !sorted_; }
@@ -106,6 +126,17 @@ class Sequence {
     if (causal_) hi = min(hi, max(diagonal + 1, prefix_));
     return {clamp<int64_t>(lo - key_start_, 0, Lk), clamp<int64_t>(hi - key_start_, 0, Lk)};
   }
+  // The end of the global keys that query i sees.
+  INLINE int64_t globals(int64_t i) const {
+    if (!causal_) return global_;
+    return clamp<int64_t>(max(i + query_start_ + offset + 1, prefix_) - key_start_, 0, global_);
+  }
+  INLINE Range reach(int64_t i) const {
+    const Range window = interval(i);
+    if (!has_gaps()) return window;
+    const int64_t end = globals(i);
+    return end ? Range{0, window.lo < window.hi ? max(end, window.hi) : end} : window;
+  }
   int64_t first_not_below(int64_t s) const {
     int64_t lo = 0, hi = Lk;
     while (lo < hi) {
@@ -115,7 +146,7 @@ class Sequence {
     }
     return lo;
   }
-  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0;
+  int64_t query_start_ = 0, key_start_ = 0, key_end_ = 0, left_ = 0, right_ = 0, prefix_ = 0, global_ = 0;
   const int64_t *query_segments_ = nullptr, *key_segments_ = nullptr;
   bool causal_ = false, sorted_ = false;
 };

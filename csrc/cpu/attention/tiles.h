@@ -74,7 +74,9 @@ inline void map_tiles(AttentionProblem& p) {
     for (int64_t e = m.b ? b : 0; e < (m.b ? b + 1 : p.B); e++) {  // every sequence that reads this row of the map
       const Sequence s(bare, e);
       const int64_t last = min(m.l ? first + n : s.rows, s.rows) - 1;
-      if (last >= first) seen = {min(seen.lo, s.visible(first).lo), max(seen.hi, s.visible(last).hi)};  // both ends rise
+      if (last < first) continue;
+      const Range keys = s.keys(first, last);
+      seen = {min(seen.lo, keys.lo), max(seen.hi, keys.hi)};
     }
     const auto* at = static_cast<const uint8_t*>(p.mask.data) + b * m.b + h * m.h + first * m.l;
     int32_t* out = tiles + t * across;

@@ -28,6 +28,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="LEFT,RIGHT",
         help="a side left empty is unbounded: 128,",
     )
+    group.add_argument("--global-keys", type=int, default=0, metavar="N", help="the first keys, which every window has")
     group.add_argument(
         "--mask",
         choices=("bool", "float", "padding"),
@@ -56,6 +57,7 @@ def call(arguments: argparse.Namespace, tensor: Tensor) -> Arguments:
     kwargs: dict[str, Any] = {
         "causal": arguments.causal,
         "window": arguments.window,
+        "global_keys": arguments.global_keys,
         "softcap": arguments.softcap,
         **dropout(arguments),
     }

@@ -55,9 +55,9 @@ def _mask_mod(a: Any) -> Mod | None:
         prefix = torch.zeros_like(full_q) if a.prefix_lengths is None else a.prefix_lengths
         terms.append(lambda b, h, i, j: (j <= i + offset[b]) | (j < prefix[b]))
     if a.left >= 0:
-        terms.append(lambda b, h, i, j: j >= i + offset[b] - a.left)
+        terms.append(lambda b, h, i, j: (j >= i + offset[b] - a.left) | (j < a.global_keys))
     if a.right >= 0:
-        terms.append(lambda b, h, i, j: j <= i + offset[b] + a.right)
+        terms.append(lambda b, h, i, j: (j <= i + offset[b] + a.right) | (j < a.global_keys))
     if lengths_q is not None or lengths_k is not None:
         terms.append(lambda b, h, i, j: (i < valid_q[b]) & (j < valid_k[b]))
     if a.query_segments is not None:

@@ -24,6 +24,7 @@ Reduction = Literal["mean", "sum", "none"]
 class _Scores(TypedDict, total=False):
     causal: Alignment | None
     window: tuple[int | None, int | None] | None
+    global_keys: int
     sinks: torch.Tensor | None
     softcap: float | None
     scale: float | None

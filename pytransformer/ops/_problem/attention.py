@@ -58,6 +58,7 @@ class AttentionProblem:
         causal: str
         left: int
         right: int
+        global_keys: int
         query_start: int
         key_start: int
         scale: float

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attention's keywords become arguments of the raw ops: each checked and lowered by a function of its own, for padded and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+
+from ._core.options import Alignment
+from ._core.tensors import check_choice, check_same, check_tensor, shape_of
+from .block_mask import as_block_mask
+from .masks import AlibiBias, RelativePositionBias
+
+ALIGNMENTS = (None, *get_args(Alignment))
+NO_BLOCKS = (None,) * 5
+
+
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Size:
+    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape."""
+    if not query.dtype == key.dtype == value.dtype:
+        check_same("attention", "query", query, "key", key, dtype=True)
+        check_same("attention", "query", query, "value", value, dtype=True)
+    shape = batch, heads, _, head_dim = query.shape
+    key_batch, key_heads, num_keys, key_dim = key.shape
+    value_batch, value_heads, num_values, value_dim = value.shape
+    wrong = None
+    if key_batch != batch or value_batch != batch:
+        wrong = "query, key and value must have the same batch size"
+    elif key_dim != head_dim:
+        wrong = "query and key must have the same head size"
+    elif head_dim == 0 or value_dim == 0:
+        wrong = "the head size must be at least 1"
+    elif key_heads != value_heads or num_keys != num_values:
+        wrong = "key and value must have the same heads and length"
+    elif key_heads == 0 or heads % key_heads:
+        wrong = "query's heads must be a multiple of key's heads"
+    if wrong:
+        raise ValueError(f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}")
+    return shape
+
+
+def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int, int]:
+    """(alignment, left, right, global keys) of the raw op; -1: unbounded. Without a window there are no global keys."""
+    check_choice("attention", "causal", causal, ALIGNMENTS)
+    if isinstance(global_keys, bool) or not isinstance(global_keys, (int, torch.SymInt)) or global_keys < 0:
+        raise ValueError(f"attention: global_keys must be an int >= 0, got {global_keys!r}")
+    if window is None:
+        return causal or "none", -1, -1, 0
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)) or side < 0):
+            raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
+    left, right = (-1 if side is None else side for side in window)
+    first: Any = global_keys if left >= 0 or right >= 0 else 0  # may be a SymInt, as both sides
+    return causal or "none", left, right, first
+
+
+def biases(
+    op: str, bias: Any, query: torch.Tensor, heads: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, bool, int]:
+    """(dense, slopes, table, bidirectional, max_distance) of the raw op."""
+    if bias is None or isinstance(bias, torch.Tensor):
+        return bias, None, None, False, 0
+    if isinstance(bias, AlibiBias):
+        check_tensor(op, "bias.slopes", bias.slopes, floating=True, ndim=1)
+        check_same(op, "query", query, "bias.slopes", bias.slopes)
+        if bias.slopes.shape[0] != heads:
+            raise ValueError(f"{op}: bias.slopes must have one slope per query head, {heads}, got {bias.slopes.shape[0]}")
+        return None, bias.slopes, None, False, 0
+    if isinstance(bias, RelativePositionBias):
+        table, distance = bias.table, bias.max_distance
+        check_tensor(op, "bias.table", table, floating=True, ndim=2)
+        check_same(op, "query", query, "bias.table", table)
+        least = 4 if bias.bidirectional else 2
+        if table.shape[1] != heads or table.shape[0] < least or (bias.bidirectional and table.shape[0] % 2):
+            even = "an even number of, " if bias.bidirectional else ""
+            raise ValueError(
+                f"{op}: bias.table must be (buckets, Hq) with {even}at least {least} buckets and {heads} heads, got {shape_of(table)}"
+            )
+        exact = table.shape[0] // (4 if bias.bidirectional else 2)
+        if isinstance(distance, bool) or not isinstance(distance, int) or not exact < distance < 2**31:
+            raise ValueError(
+                f"{op}: bias.max_distance must be an int greater than {exact} for {table.shape[0]} buckets, got {distance!r}"
+            )
+        return None, None, table, bool(bias.bidirectional), distance
+    raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
+
+
+def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.Tensor | None:
+    """The sinks, one for each query head."""
+    if sinks is None:
+        return None
+    check_tensor(op, "sinks", sinks, floating=True, ndim=1)
+    check_same(op, "query", query, "sinks", sinks)
+    if sinks.shape[0] != heads:
+        raise ValueError(f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}")
+    return sinks
+
+
+def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tuple[Sequence[torch.Tensor | None], Any]:
+    """(the tensors of a block mask, or Nones; the mask if it is another)."""
+    blocks = as_block_mask(mask)
+    if blocks is None:
+        return NO_BLOCKS, mask
+    check_same("attention", "query", query, "attn_mask", blocks.blocks.offsets)
+    if any(n not in (1, m) for n, m in zip(blocks.shape[:2], full[:2])) or blocks.shape[2:] != full[2:]:
+        raise ValueError(
+            f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq, Lk) of {tuple(full)}"
+        )
+    return blocks.blocks, None
+
+
+def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+    """A mask or bias as a view of 4 dimensions, each full or 1."""
+    if t is None:
+        return None
+    check_tensor("attention", name, t)
+    check_same("attention", "query", query, name, t)
+    if not (t.dtype.is_floating_point or (name == "attn_mask" and t.dtype == torch.bool)):
+        allowed = "bool or floating" if name == "attn_mask" else "floating"
+        raise TypeError(f"attention: {name} must be {allowed}, got {t.dtype}")
+    if t.dtype.is_floating_point:
+        check_tensor("attention", name, t, floating=True)
+    if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], full[::-1])):
+        raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to (B, Hq, Lq, Lk) = {tuple(full)}")
+    return t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
+
+
+def integers(name: str, t: Any, shape: tuple[int, ...], query: torch.Tensor) -> torch.Tensor | None:
+    """Lengths or segments as a contiguous int64 tensor of this shape. Values are checked inside the op."""
+    if t is None:
+        return None
+    check_tensor("attention", name, t)
+    check_same("attention", "query", query, name, t)
+    if t.dtype.is_floating_point or t.dtype == torch.bool or t.dtype.is_complex:
+        raise TypeError(f"attention: {name} must have an integer dtype, got {t.dtype}")
+    if tuple(t.shape) != shape:
+        raise ValueError(f"attention: {name} must have shape {shape}, got {shape_of(t)}")
+    return t.to(torch.int64).contiguous()

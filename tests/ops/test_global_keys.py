@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``global_keys``: a window together with the first keys; what random problems (tests/test_fuzz.py) cannot name."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._backends.gpu.attention import why_not_sizes
+from pytransformer.ops.attention import attention_op
+from pytransformer.testing import bounds
+from pytransformer.testing.attention_check import check_attention, check_packed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(lq: int, lk: int, heads: int = 4, kv: int = 2, dim: int = 16, batch: int = 2) -> tuple[torch.Tensor, ...]:
+    return draw(batch, heads, lq, dim), draw(batch, kv, lk, dim, seed=1), draw(batch, kv, lk, dim, seed=2)
+
+
+def seen(lq: int, lk: int, left: int, right: int, first: int, offset: int = 0) -> torch.Tensor:
+    """The rule, pair by pair."""
+    distance = torch.arange(lk) - torch.arange(lq)[:, None] - offset
+    return ((distance >= -left) & (distance <= right)) | (torch.arange(lk) < first)
+
+
+# Tiles of the kernels are of 64 keys, blocks of 96 to 192: gaps of several, of a part of one, and none.
+@pytest.mark.parametrize("first", [1, 4, 65, 200, 1000])
+@pytest.mark.parametrize("window", [(5, 3), (64, None), (None, 2), (130, 0)])
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+def test_values_and_gradients(backend: str, causal: str | None, window: tuple[int | None, int | None], first: int) -> None:
+    """Keys that no query sees hold NaN, those between the first and the window among them where there is one query."""
+    for lq, lk in ((300, 300), (1, 700), (70, 500)):
+        options: dict[str, Any] = {"causal": causal, "window": window, "global_keys": first}
+        options["key_lengths"] = torch.tensor([lk, lk // 2])
+        check_attention(qkv(lq, lk), options, backend, poisoned=True)
+
+
+def test_it_is_a_union(backend: str) -> None:
+    """The dense mask that says the same; ALiBi's distances, dropout and sinks go on counting from the query."""
+    args = qkv(300, 300)
+    more: dict[str, Any] = {
+        "bias": pt.AlibiBias(torch.tensor([0.5, 0.1, 0.02, 0.0])),
+        "sinks": torch.tensor([0.0, 1.0, 2.0, -1.0]),
+    }
+    more |= {"dropout_p": 0.2, "dropout_seed": 5}
+    window = {"window": (20, 7), "global_keys": 3}
+    found = check_attention(args, {**window, **more}, backend)
+    said = check_attention(args, {"attn_mask": seen(300, 300, 20, 7, 3), **more}, "reference")
+    for name, want in said.items():
+        assert bounds.agree(found[name], want), name
+
+
+@pytest.mark.parametrize("kind", ["bool", "blocks", "floating"])
+def test_masks_hide_the_first_keys_too(backend: str, kind: str) -> None:
+    mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(3)) < 0.3
+    mask[:, :, 50:120, :130] = False
+    given: Any = mask
+    if kind == "blocks":
+        given = pt.BlockMask.from_dense(mask)
+    if kind == "floating":
+        given = torch.where(mask, draw(2, 1, 200, 300, seed=4), -torch.inf)
+    options: dict[str, Any] = {"window": (40, 10), "global_keys": 70, "causal": "bottom_right"}
+    if kind != "blocks":
+        check_attention(qkv(200, 300), {**options, "attn_mask": given}, backend, poisoned=True)
+        return
+    out = pt.attention(*qkv(200, 300), **options, attn_mask=given, backend=backend, strict=True)
+    want = pt.attention(*qkv(200, 300), **options, attn_mask=mask, backend="reference")
+    assert bounds.agree(out, want)
+
+
+def test_segments_hide_them_too(backend: str) -> None:
+    """Sorted ones, which are an interval, and others."""
+    for ids in (torch.arange(300).div(90, rounding_mode="floor"), torch.arange(300) * 7 % 3):
+        segments = ids.expand(2, 300).contiguous()
+        options: dict[str, Any] = {"window": (15, 0), "global_keys": 100, "query_segments": segments, "key_segments": segments}
+        check_attention(qkv(300, 300), options, backend, poisoned=True)
+
+
+def test_a_window_that_has_ended_leaves_the_first_keys(backend: str) -> None:
+    """Queries far past key_lengths, aligned top left: nothing but the first keys."""
+    options: dict[str, Any] = {"window": (5, 3), "global_keys": 2, "key_lengths": torch.tensor([150, 1])}
+    check_attention(qkv(300, 300), options, backend, poisoned=True)
+    mask = torch.ones(2, 1, 300, 300, dtype=torch.bool)  # hides one pair, or it would be left out
+    mask[:, :, 7, 5] = False
+    check_attention(qkv(300, 300), {**options, "attn_mask": mask}, backend, poisoned=True)
+
+
+def test_packed_equals_padded(backend: str) -> None:
+    offsets = torch.tensor([0, 5, 5, 133]), torch.tensor([0, 9, 20, 160])
+    args = draw(133, 4, 16), draw(160, 2, 16, seed=1), draw(160, 2, 16, seed=2), *offsets, 128, 140
+    check_packed(args, {"window": (9, 0), "global_keys": 4, "causal": "bottom_right"}, backend)
+
+
+def test_decoding_step_by_step_is_the_whole(backend: str) -> None:
+    """A cache that keeps the first keys and a window: each step sees what its row saw."""
+    query, key, value = qkv(90, 90)
+    options: dict[str, Any] = {
+        "causal": "bottom_right",
+        "window": (16, 0),
+        "global_keys": 4,
+        "backend": backend,
+        "strict": True,
+    }
+    whole = pt.attention(query, key, value, **options)
+    for i in (0, 3, 4, 20, 21, 89):
+        step = pt.attention(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1], **options)
+        assert bounds.agree(step, whole[:, :, i : i + 1]), i
+
+
+def test_without_a_window_it_says_nothing(backend: str) -> None:
+    args = qkv(40, 40)
+    for window in (None, (None, None)):
+        out = pt.attention(*args, causal="top_left", window=window, global_keys=7, backend=backend, strict=True)
+        assert torch.equal(out, pt.attention(*args, causal="top_left", backend=backend, strict=True))
+
+
+def test_weights() -> None:
+    query, key, value = qkv(50, 50)
+    options: dict[str, Any] = {"window": (3, 0), "global_keys": 2, "causal": "top_left"}
+    out, lse = pt.attention(query, key, value, **options, return_lse=True)
+    weights = pt.attention_weights(query, key, lse, **options)
+    assert torch.equal(weights[0, 0] > 0, seen(50, 50, 3, 0, 2) & torch.ones(50, 50, dtype=torch.bool).tril())
+    assert bounds.agree(weights @ value.repeat_interleave(2, 1), out)
+    assert bool((pt.attention_summary(query, key, lse, **options)["entropy"][:, :, 6:] > 0).all())
+
+
+@pytest.mark.skipif(pt.ops._core.native.why_not("attention_fwd") is not None, reason="needs the native CPU library")
+def test_what_lies_between_costs_nothing() -> None:
+    """8,192 keys of which each query sees 132: forward and backward together take less than a fifth of what causality alone takes, where
+    the share of tiles is a twentieth."""
+    args = [t.requires_grad_() for t in qkv(8192, 8192, heads=1, kv=1, dim=32, batch=1)]
+
+    def seconds(**options: Any) -> float:
+        taken = []
+        for _ in range(3):
+            start = time.thread_time()
+            pt.attention(*args, causal="top_left", **options, backend="cpu", strict=True).sum().backward()
+            taken.append(time.thread_time() - start)
+        return min(taken)
+
+    assert seconds(window=(127, 0), global_keys=4) < seconds() / 5
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, True, "4", None])
+def test_bad_values_are_named(given: Any) -> None:
+    with pytest.raises(ValueError, match="global_keys must be an int >= 0, got"):
+        pt.attention(*qkv(5, 5), window=(2, 0), global_keys=given)
+
+
+def test_a_piece_of_a_sequence_goes_by_absolute_indices(backend: str) -> None:
+    """Of keys 45 to 115 the global ones are those before 60, for queries 90 to 135 and a window of 20."""
+    tensors = [t.requires_grad_() for t in qkv(45, 70)]
+    results = {}
+    for name in ("reference", backend):
+        a = attention_op.prepare(*tensors, window=(20, 5), global_keys=60, causal="top_left")[0]
+        a = a._replace(query_start=90, key_start=45)
+        out, lse = attention_op(a, name, True)
+        results[name] = [out, lse, *torch.autograd.grad([out.square().sum(), lse.sum()], tensors)]
+    assert all(map(bounds.agree, results[backend], results["reference"]))
+
+
+def test_kernels_for_gpus_say_that_they_have_it_not() -> None:
+    a = attention_op.prepare(*qkv(5, 5), window=(2, 0), global_keys=1)[0]
+    assert "global_keys" in str(why_not_sizes(a)) and why_not_sizes(a._replace(global_keys=0)) is None
