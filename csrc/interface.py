@@ -20,3 +20,11 @@ def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
     for path in edges(csrc) if part == "cpu" else sorted(csrc.glob(f"{part}/*")):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
+
+
+def compiled(csrc: Path = CSRC) -> str:
+    """A digest of all that the libraries of ops are compiled from: a verdict on them holds as long as it is the same."""
+    found = hashlib.sha256()
+    for path in sorted(path for part in ("common", "cpu", "cuda") for path in (csrc / part).rglob("*") if path.is_file()):
+        found.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]

@@ -14,7 +14,7 @@ from .ops._core import verdicts
 
 
 def verify(
-    *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float = 120.0
+    *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float | None = None
 ) -> list[dict[str, Any]]:
     """Check every backend on this machine against float64 and time those that are right, each in a process of its own; the verdict is
     kept in the user's cache directory, and used from then on, in this process too. The same as ``pytransformer verify``.
@@ -22,7 +22,8 @@ def verify(
     Args:
         ops, backends: names; all of them if none are given.
         devices: ``"cpu"`` or ``"cuda"``; the CPU, and the GPU if there is one, if none are given.
-        seconds: time for a device. What was not checked then has no verdict.
+        seconds: time for a device; 120 if not given, and more where the machine is slow or busy. What was not checked then has no verdict,
+            and is left to the next call.
 
     Returns:
         A verdict for each device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``, ``times``, ``key``, ``path``.
@@ -37,12 +38,13 @@ def verify(
         for v in values
         for w in (f"--{name}", v)
     ]
+    words += [] if seconds is None else ["--seconds", str(seconds)]
     code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "verify", "--json", "--seconds", str(seconds), *words]
+    command = [sys.executable, "-c", code, "verify", "--json", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, env=dict(os.environ), check=False)
     verdicts.forget()
     if done.returncode == 2:
-        raise ValueError(f"verify: {' '.join(words) or seconds} was not understood; what is wrong is on stderr")
+        raise ValueError(f"verify: {' '.join(words)} was not understood; what is wrong is on stderr")
     try:
         return json.loads(done.stdout)
     except ValueError:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytransformer.ops._core import verdict_file
+
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
 import sys, torch, pytransformer as pt, pytransformer.kernels
@@ -186,3 +188,30 @@ def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-S", "-c", ask], env=environment, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).resolve() == Path(torch.__file__).resolve().parent
+
+
+LOAD = """
+import sys, torch
+from pytransformer.ops._core import verdict_file
+found = verdict_file.load(torch.device("cpu"))
+print("found", found and found["name"])
+"""
+
+
+@building
+def test_verdicts_of_the_results_are_shipped(tmp_path: Path) -> None:
+    """Measured in this checkout, by another build of the same sources: found by an installed package, until a source changes."""
+    source = source_distribution(tmp_path / "sdist")
+    key = verdict_file.key(torch.device("cpu")) | {"binaries": "of another machine", "driver": "another"}
+    verdict = {"schema": verdict_file.SCHEMA, "key": key, "checks": [], "name": "planted"}
+    folder = source / "bench" / "results" / "some-gpu"
+    folder.mkdir(parents=True)
+    (folder / "verdict-1.json").write_text(json.dumps(verdict))
+    wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")
+    assert "pytransformer/verdicts/some-gpu-verdict-1.json" in zipfile.ZipFile(wheel).namelist()
+    python = install(wheel, tmp_path / "environment")
+    cache = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache")}
+    assert "found planted" in call(python, "-c", LOAD, cwd=tmp_path, **cache)
+    (kernel,) = tmp_path.glob("environment/lib/*/site-packages/pytransformer/kernels/layer_norm/fwd.py")
+    kernel.write_text(kernel.read_text() + "\n")
+    assert "found None" in call(python, "-c", LOAD, cwd=tmp_path, **cache)

@@ -15,7 +15,7 @@ import torch
 import pytransformer as pt
 from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
-from pytransformer.ops._core import verdict_file
+from pytransformer.ops._core import checking, verdict_file
 from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.testing.cases import cases
 from pytransformer.testing.planted_tier import TIER, inputs, planted
@@ -91,6 +91,38 @@ def test_everything_is_checked() -> None:
             assert {job["dtype"] for job in jobs if job["op"] == op} == set(plan.DTYPES)
         assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, *plan.WIDE} or backend == "none"
         assert jobs[0]["dtype"] == "bfloat16"
+
+
+def test_a_run_whose_time_was_up_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it found right stays checked; what was not checked or not right is checked. After a whole run all is checked anew."""
+    monkeypatch.setenv("PYTRANSFORMER_CACHE", str(tmp_path))
+    outcomes = ["right", "declined", "wrong", "not checked"]
+    ran: list[int] = []
+
+    def run_jobs(jobs: list[Any], **_: Any) -> list[Any]:
+        ran.append(len(jobs))
+        return [job | {"outcome": outcomes[place % len(outcomes)], "detail": None} for place, job in enumerate(jobs)]
+
+    def run() -> dict[str, Any]:
+        verify.run(arguments(op=["rms_norm", "layer_norm"], backend=["cpu"], seconds=None))
+        (found,) = json.loads(capsys.readouterr().out)
+        return found
+
+    monkeypatch.setattr(checking, "run_jobs", run_jobs)
+    monkeypatch.setattr(plan, "timings", lambda *a: [])
+    total = len(plan.checks("cpu", "cpu", ["rms_norm", "layer_norm"]))
+    first = run()
+    assert ran == [total] and len(first["complete"]) < 2 * len(plan.DTYPES)
+    verify.show(verify.Console(), first)
+    assert f"{total // 4} not checked: run it again" in capsys.readouterr().out
+    outcomes[:] = ["right"]
+    second = run()
+    assert ran[1] == total - sum(x["outcome"] in ("right", "declined") for x in first["checks"])
+    assert len(second["checks"]) == total and len(second["complete"]) == 2 * len(plan.DTYPES)
+    run()
+    assert ran[2] == total
 
 
 def test_an_order_needs_a_clear_lead_in_every_case() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._core import checking, lane, verdict_file, verdicts
+from pytransformer.ops._core import checking, deadline, lane, verdict_file, verdicts
+from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.testing.planted_tier import FAULTS, TIER, check_told_once, inputs, planted
 from pytransformer.testing.way_down import WAYS
@@ -177,6 +177,71 @@ def test_a_shipped_verdict_is_used_without_asking(kept: Path, tmp_path: Path, mo
     assert backend_of() == "cpu"
 
 
+@pytest.fixture
+def imitated(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.device, Path]:
+    """A GPU as far as a verdict's key goes, and the folder of shipped verdicts."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(verdict_file, "shipped", lambda: sorted(folder.glob("*.json")))
+    return torch.device("cuda", 0), folder
+
+
+def test_the_users_own_verdict_comes_before_shipped_ones_and_the_drivers_before_anothers(
+    imitated: tuple[torch.device, Path],
+) -> None:
+    gpu, folder = imitated
+
+    def ship(name: str, **parts: str) -> None:
+        content = {
+            "schema": verdict_file.SCHEMA,
+            "key": verdict_file.key(gpu) | parts,
+            "checks": [line("right")],
+            "name": name,
+        }
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+    def found() -> str | None:
+        return (verdict_file.load(gpu) or {}).get("name")
+
+    assert verdict_file.key(gpu)["device"] == "NVIDIA H200 (sm_90)" and found() is None
+    for part in verdict_file.ALIKE:
+        ship(f"0 another {part}", **{part: "another"})
+    assert found() is None
+    ship("1 another driver", driver="12080")
+    assert found() == "1 another driver"
+    ship("2 this driver", binaries="another")
+    assert found() == "2 this driver"
+    verdict_file.add_checks(
+        gpu, [line("wrong", "causal=top_left", backend="cuda")]
+    )  # of a first call: nothing shipped is lost
+    assert [x["outcome"] for x in verdict_file.load(gpu)["checks"]] == ["right", "wrong"]  # type: ignore[index]
+    verdict_file.save(gpu, {"checks": [], "name": "own"})
+    assert found() == "own"
+
+
+def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: now)
+    monkeypatch.setattr(deadline, "loop_time", lambda: slow * deadline.NOMINAL)
+    slow, exact, limits = 1.0, Deadline(100, Stopwatch(exact=True)), [Deadline(100), Deadline(2)]
+    now = 50.0
+    assert [limit.left() for limit in (exact, *limits)] == [50, 50, 0]
+    slow = 4.0  # busy from now on
+    now = 90.0
+    assert [limit.left() for limit in (exact, *limits)] == [10, 40, 0]
+    slow = 0.1  # a fast machine gets the seconds too
+    now = 120.0
+    assert [limit.left() for limit in (exact, *limits)] == [0, 10, 0]
+    slow = 1e3  # what hangs has to end
+    now += 10 * deadline.MOST - 1e-6
+    assert limits[0].left() == pytest.approx(0, abs=1e-6) and limits[0].left() > 0
+    now += 1e-3
+    assert limits[0].left() == 0 == limits[0].left()
+
+
 def test_a_warm_call_asks_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     with lane.off():
@@ -197,15 +262,23 @@ import pytransformer.cli.verify.worker as w
 def do(job):
     if job["n"] == 1: os.abort()
     if job["n"] == 3: time.sleep(100)
-    return {**job, "outcome": "right"}
-w._DO = {"test": do}""",
+    return {**job, "outcome": "right", "process": os.getpid()}
+w._DO = {"test": do}
+w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""",
     )
     jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
     told: list[dict[str, Any]] = []
     found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
     assert [line["outcome"] for line in found] == ["right", "crashed", "right", "hung", "right"] and told == found
     assert found[1]["detail"] == "the process ended by SIGABRT"
-    late = checking.run_jobs(jobs, seconds=1.5, until=time.monotonic())
+    wide = [{"do": "test", "device": "cpu", "n": n, "last": 128} for n in (5, 6, 7, 8)]
+    same = checking.run_jobs(wide, seconds=60)
+    processes = [line["process"] for line in same]
+    assert processes[0] == processes[1] == processes[2] != processes[3], (
+        "a wide problem does not end the process, a lost context does"
+    )
+    assert [line["outcome"] for line in same] == ["right", "right", "crashed", "right"]
+    late = checking.run_jobs(jobs, seconds=1.5, until=Deadline(0))
     assert {line["outcome"] for line in late} == {"not checked"}
     monkeypatch.setattr(checking, "PREAMBLE", "raise SystemExit(3)")
     (line,) = checking.run_jobs(jobs[:1], seconds=1.5)

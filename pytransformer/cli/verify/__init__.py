@@ -23,8 +23,10 @@ from pytransformer.cli import OK, WRONG, UsageError, machine
 from pytransformer.cli.verify import plan
 from pytransformer.console import Console
 from pytransformer.ops._core import checking, verdict_file, verdicts
+from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import BACKENDS, OPS
 
+DEVICE_SECONDS = 120.0  # on an idle machine of nominal speed: see deadline.py
 JOB_SECONDS = 30.0  # a kernel or two to compile, a small problem to compute
 CHECKS_SHARE = 0.75  # of the time; the rest is for times
 CORES_A_PROCESS = 4
@@ -47,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=120.0,
         metavar="N",
-        help="time for a device; what is not checked then is left out (120)",
+        help="time for a device; what is not checked then is left to the next run (120 on an idle machine, more on a slow or busy one)",
     )
 
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         for word in found or ():
             if word not in known:
                 raise UsageError(f"{name}: got {word!r}; there are {', '.join(known)}")
-    if arguments.seconds <= 0:
+    if arguments.seconds is not None and arguments.seconds <= 0:
         raise UsageError(f"--seconds must be greater than 0, got {arguments.seconds}")
     devices = arguments.device or (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     if "cuda" in devices and not torch.cuda.is_available():
@@ -81,15 +82,16 @@ def bad(line: Line) -> bool:
     return line["outcome"] not in (verdicts.RIGHT, verdicts.DECLINED, verdicts.UNCHECKED)
 
 
-def examine(kind: str, ops: list[str], backends: list[str], seconds: float) -> Line:
-    """Check and time on the current device of this type, and write the verdict: its contents, and its path."""
+def examine(kind: str, ops: list[str], backends: list[str], seconds: float | None) -> Line:
+    """Check and time on the current device of this type, and write the verdict: its contents, and its path. A run whose time was up is gone
+    on with by the next: what it found right, or declined, stays checked."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    began = time.monotonic()
-    jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
-    checks = _checked(kind, jobs, began, CHECKS_SHARE * seconds)
-    checks = [plan.checked(line) for line in checks]
+    began, until = time.monotonic(), Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None))
+    all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
+    kept, jobs = plan.continued(verdict_file.own(device), all_jobs)
+    checks = kept + [plan.checked(line) for line in _checked(kind, jobs, until)]
     timing = plan.timings(checks, kind, ops)
-    times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=began + seconds) if timing else []
+    times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=until) if timing else []
     verdict = merged(verdict_file.load(device), checks, times)
     verdict |= {
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -100,11 +102,11 @@ def examine(kind: str, ops: list[str], backends: list[str], seconds: float) -> L
     return {"key": verdict_file.key(device), "path": None if path is None else str(path), **verdict}
 
 
-def _checked(kind: str, jobs: dict[str, list[Line]], began: float, seconds: float) -> list[Line]:
+def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:
     """The results. On a GPU, where compilers take the time, backends are checked side by side, by several processes each."""
     apart = max(1, machine.usable_cores() // CORES_A_PROCESS) if kind == "cuda" else 1
     parts = [(backend, own[i::apart]) for i in range(apart) for backend, own in jobs.items() if own[i::apart]]
-    lock, results = threading.Lock(), list[Line]()
+    lock, results, seconds = threading.Lock(), list[Line](), CHECKS_SHARE * whole.seconds
     with Console(sys.stderr).progress(sum(map(len, jobs.values())), seconds=seconds) as progress:
 
         def told(line: Line) -> None:
@@ -118,7 +120,7 @@ def _checked(kind: str, jobs: dict[str, list[Line]], began: float, seconds: floa
             with lock:
                 progress.step(f"{kind}: the backend {backend}")
             share = 1.0 if kind == "cuda" else (turn + 1) / len(parts)
-            until = max(began + share * seconds, time.monotonic() + 1)
+            until = Deadline(max(share * seconds, whole.watch.count() + 1), whole.watch)
             return checking.run_jobs(own, seconds=JOB_SECONDS, until=until, told=told)
 
         with ThreadPoolExecutor(max(1, len(parts)) if kind == "cuda" else 1) as pool:
@@ -167,3 +169,5 @@ def show(console: Console, verdict: Line) -> None:
         )
     where = verdict["path"] or "nowhere: the cache directory cannot be written"
     console.print(f"{len(verdict['checks'])} checks in {verdict['seconds']} s, {len(wrong)} not right. Kept in {where}")
+    if left := sum(line["outcome"] == verdicts.UNCHECKED for line in verdict["checks"]):
+        console.print(f"{left} not checked: run it again, which goes on from here")

@@ -14,7 +14,7 @@ import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
-from pytransformer.ops._core.verdicts import RIGHT, Features, features
+from pytransformer.ops._core.verdicts import DECLINED, RIGHT, UNCHECKED, Features, features
 from pytransformer.testing.cases import Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
@@ -26,7 +26,7 @@ SHAPES = {
     "cuda": {"B": 4, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "rows": 8192},
 }
 MARGIN = 1.1  # a backend goes before another if it is faster by this in the mean, and in no case slower by it
-FIELDS = ("op", "backend", "dtype", "case", "features", "size", "outcome", "detail", "bound_used")
+FIELDS = ("op", "backend", "dtype", "case", "last", "features", "size", "outcome", "detail", "bound_used")
 
 Line = dict[str, Any]
 
@@ -66,6 +66,22 @@ def _sized(op: str) -> list[tuple[Case, int | None]]:
 def checked(line: Line) -> Line:
     """What is kept of a check."""
     return {name: line.get(name) for name in FIELDS}
+
+
+def continued(before: Line | None, jobs: dict[str, list[Line]]) -> tuple[list[Line], dict[str, list[Line]]]:
+    """(what stays checked, the jobs of each backend that are left). After a run that left some of them unchecked those are left, and what
+    was not right; otherwise, nothing being unfinished, all are."""
+    ours = {_name_of(job): backend for backend, own in jobs.items() for job in own}
+    known = {_name_of(line): line for line in (before or {}).get("checks", []) if "last" in line and _name_of(line) in ours}
+    unfinished = {ours[name] for name, line in known.items() if line["outcome"] == UNCHECKED}
+    done = {name: line for name, line in known.items() if ours[name] in unfinished and line["outcome"] in (RIGHT, DECLINED)}
+    left = {backend: [job for job in own if _name_of(job) not in done] for backend, own in jobs.items()}
+    return list(done.values()), left
+
+
+def _name_of(line: Line) -> tuple[Any, ...]:
+    names = ("op", "backend", "dtype", "case", "last", "size")
+    return (*(line.get(name) for name in names), *line["features"])
 
 
 def complete(found: Iterable[Line]) -> list[list[str]]:

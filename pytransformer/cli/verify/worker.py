@@ -35,7 +35,7 @@ def main() -> None:
     for job in json.loads(sys.stdin.readline()):
         line = _DO[job["do"]](job)
         if lost := _lost_context(job):
-            line |= {"last": True} | ({"outcome": "crashed", "detail": lost} if line.get("outcome") == RIGHT else {})
+            line |= {"no more": True} | ({"outcome": "crashed", "detail": lost} if line.get("outcome") == RIGHT else {})
         print(json.dumps(line), file=answers, flush=True)
         if lost:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import signal
@@ -15,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from .deadline import EVERY, Deadline
 
 WORKER = "pytransformer.cli.verify.worker"  # started by name: it stands above this layer
 PREAMBLE = ""  # what the process runs first; tests plant faults by it
@@ -30,17 +31,18 @@ def run_jobs(
     *,
     seconds: float,
     start_seconds: float = 60.0,
-    until: float = math.inf,
+    until: Deadline | None = None,
     told: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
     """The results of the jobs, in order; each is told as it comes. A job that takes longer than ``seconds``, or whose process dies, has the
-    outcome "hung" or "crashed", and a new process takes the rest. What was not done ``until`` then (time.monotonic), or by a process
-    that did not start in ``start_seconds``, is "not checked"."""
+    outcome "hung" or "crashed", and a new process takes the rest. What was not done ``until`` then, or by a process that did not start in
+    ``start_seconds``, is "not checked". The seconds are more on a slow or busy machine: see deadline.py."""
+    until = until or Deadline(float("inf"))
     results: list[Line] = []
     starts = 0
     while len(results) < len(jobs):
         rest = jobs[len(results) :]
-        late = time.monotonic() >= until
+        late = not until.left()
         found: Iterable[Line]
         if late or starts == MOST_STARTS:
             why = "the time was up" if late else f"{starts} processes were lost before it"
@@ -54,7 +56,7 @@ def run_jobs(
     return results
 
 
-def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, until: float) -> Iterator[Line]:
+def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, until: Deadline) -> Iterator[Line]:
     """Results until the jobs or the process end; at least one."""
     try:
         process = subprocess.Popen(
@@ -80,19 +82,18 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
             yield _lost(jobs[0], "not checked", why)
             return
         for job in jobs:
-            limit = max(min(seconds, until - time.monotonic()), 0.0)
-            try:
-                text = lines.get(timeout=limit)
-            except queue.Empty:
-                late = time.monotonic() >= until
-                yield _lost(job, "not checked", "the time was up") if late else _lost(job, "hung", f"no answer in {limit:g} s")
+            began = time.monotonic()
+            text = _answer(lines, Deadline(seconds), until)
+            if text is None:
+                late, waited = not until.left(), f"{time.monotonic() - began:.3g} s"
+                yield _lost(job, "not checked", "the time was up") if late else _lost(job, "hung", f"no answer in {waited}")
                 return
             if not text:
                 yield _lost(job, "crashed", _how_it_ended(process))
                 return
             line = json.loads(text)
             yield line
-            if line.get("last"):  # the process says that it is of no more use: its context is lost
+            if line.get("no more"):  # the process says that it is of no more use: its context is lost
                 return
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -103,10 +104,20 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
 
 def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float) -> str | None:
     """The worker's first line says that all is imported: from there on the time is a backend's own."""
-    try:
-        return None if lines.get(timeout=seconds) else f"the process did not start: {_how_it_ended(process)}"
-    except queue.Empty:
+    text = _answer(lines, Deadline(seconds))
+    if text is None:
         return f"the process did not start in {seconds:g} s"
+    return None if text else f"the process did not start: {_how_it_ended(process)}"
+
+
+def _answer(lines: queue.Queue[str], *limits: Deadline) -> str | None:
+    """The next line, empty where the process ended, None when one of the limits is up."""
+    while wait := min(limit.left() for limit in limits):
+        with contextlib.suppress(queue.Empty):
+            return lines.get(timeout=min(wait, EVERY))
+    with contextlib.suppress(queue.Empty):  # it came in the last moment
+        return lines.get_nowait()
+    return None
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:

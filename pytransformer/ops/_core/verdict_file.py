@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where verdicts are kept: a JSON file for each machine and build, in the user's cache directory, or shipped with the package."""
+"""Where verdicts are kept: a JSON file for each machine and build, in the user's cache directory, or shipped with the package.
+
+The order: the user's own, which holds for all parts of key(), then a shipped one that was measured with this driver, then one of another
+driver. A shipped verdict holds for the parts ALIKE: compiled files differ from machine to machine though their sources do not.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -19,9 +24,10 @@ from ..._version import __version__
 from . import native
 
 SCHEMA = 1
-# Verdicts that were measured by us: in an installed package, in a checkout.
+# Verdicts that were measured by us: in an installed package, where setup.py puts them, and in a checkout.
 SHIPPED = ("verdicts/*.json", "../bench/results/*/verdict*.json")
-CODE = ("kernels", "ops/_backends", "ops/_problem", "../kernels")  # whose change makes an old verdict worthless
+KERNELS = __package__.partition(".")[0] + ".kernels"
+CODE = ("ops/_backends", "ops/_problem")  # beside the kernels, whose change makes an old verdict worthless
 ALIKE = ("device", "torch", "triton", "sources")  # what a shipped verdict must have of this machine's key
 
 
@@ -71,16 +77,24 @@ def _triton() -> str:
 
 @functools.cache
 def _build() -> tuple[str, str]:
-    """Digests of the Python sources of kernels and backends, and of what was compiled (by name, size and the build's own record)."""
+    """Digests of the sources of kernels and backends, the same in a checkout and installed, and of what was compiled (by name, size and the
+    build's own record)."""
     sources, binaries = hashlib.sha256(), hashlib.sha256()
-    for folder in CODE:
-        for path in sorted((native.PACKAGE / folder).rglob("*.py")):
-            sources.update(path.name.encode() + b"\0" + path.read_bytes())
+    for folder in (*kernel_folders(), *(native.PACKAGE / name for name in CODE)):
+        for path in sorted(path for end in ("*.py", "*.json") for path in folder.rglob(end)):
+            sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    sources.update(str((native.build_info() or {}).get("sources")).encode())  # of what is compiled
     for path in sorted(native.PACKAGE.glob("*.so")):
         binaries.update(f"{path.name} {path.stat().st_size} ".encode())
     info = native.PACKAGE / "_build_info.json"
     binaries.update(info.read_bytes() if info.is_file() else b"")
     return sources.hexdigest()[:16], binaries.hexdigest()[:16]
+
+
+def kernel_folders() -> list[Path]:
+    """Where Triton's kernels and their tables lie: in a checkout beside the package, not in it."""
+    found = importlib.util.find_spec(KERNELS)
+    return [Path(place) for place in (found and found.submodule_search_locations) or ()]
 
 
 def path_of(found: dict[str, str]) -> Path:
@@ -94,20 +108,24 @@ def shipped() -> list[Path]:
     return [path for pattern in SHIPPED for path in sorted(native.PACKAGE.glob(pattern))]
 
 
-def load(device: torch.device) -> dict[str, Any] | None:
-    """The verdict for this device: the user's own, else a shipped one, else None. A file that cannot be read counts as none."""
-    folder, ours = cache_folder(), shipped()
-    own = folder.is_dir() and next(folder.glob("verdict-*.json"), None) is not None
-    if not own and not ours:
+def own(device: torch.device) -> dict[str, Any] | None:
+    """The user's own verdict for this device, driver, libraries and build; a file that cannot be read counts as none."""
+    folder = cache_folder()
+    if not folder.is_dir() or next(folder.glob("verdict-*.json"), None) is None:
         return None  # without asking for names and digests
     here = key(device)
-    if own and (found := _read(path_of(here))) is not None and found["key"] == here:
+    found = _read(path_of(here))
+    return found if found is not None and found["key"] == here else None
+
+
+def load(device: torch.device) -> dict[str, Any] | None:
+    """The verdict for this device: the user's own, else a shipped one, else None."""
+    if (found := own(device)) is not None:
         return found
-    for path in ours:
-        found = _read(path)
-        if found is not None and all(found["key"].get(part) == here[part] for part in ALIKE):
-            return found
-    return None
+    read = [found for path in shipped() if (found := _read(path)) is not None]
+    here = key(device) if read else {}
+    fits = [found for found in read if all(found["key"].get(part) == here[part] for part in ALIKE)]
+    return min(fits, key=lambda found: found["key"].get("driver") != here["driver"], default=None)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -138,8 +156,9 @@ def save(device: torch.device, verdict: dict[str, Any]) -> Path | None:
 
 
 def add_checks(device: torch.device, lines: list[dict[str, Any]]) -> None:
-    """Put checks that a call asked for beside those that are there; a later one of the same problem takes the place of an earlier."""
-    verdict = _read(path_of(key(device))) or {"checks": []}
+    """Put checks that a call asked for beside those that are there, a shipped verdict's too, which the user's own then stands before; a
+    later one of the same problem takes the place of an earlier."""
+    verdict = load(device) or {"checks": []}
     name = ("op", "backend", "dtype", "features", "size")
     kept = {json.dumps([line.get(n) for n in name]): line for line in [*verdict["checks"], *lines]}
     save(device, {**verdict, "checks": list(kept.values())})
