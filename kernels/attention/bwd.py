@@ -23,8 +23,10 @@ from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .._launch import replayed
+from .blocks import tile_at, walk
+from .diagonals import by_bucket, diagonal_sums, last_diagonals
 from .plan import Launch, plan_backward
-from .problem import Rows, at_tile, dense_strides, lower, rows
+from .problem import Rows, at_tile, block_lists, dense_strides, lower, rows
 from .row_stats import attention_backward_preprocess
 from .tiles import (
     at_head,
@@ -123,7 +125,7 @@ def load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, MASKED: tl.const
         b_log2_sum = tl.load(saved.log2_sum + p_row, mask=m_i, other=0.0)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, MASKED, C.D, C.BD)
     b_do = load_rows(at_head(saved.do, strides.do, i_b, i_h), strides.do, row_q, i, m_i, MASKED, C.DV, C.BDV)
-    if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None:
+    if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None or C.BLOCK_KEYS:
         m_live = (b_row_max != float("inf"))[:, None]
         b_q = tl.where(m_live, b_q, 0.0).to(b_q.dtype)
         b_do = tl.where(m_live, b_do, 0.0).to(b_do.dtype)
@@ -142,7 +144,8 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     i_b = i_bh // (p.heads // p.group)
     i_hk = i_bh % (p.heads // p.group)
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
-    j = origin + (tl.program_id(0) % tiles) * C.BN + tl.arange(0, C.BN)
+    i_tile = tl.program_id(0) % tiles
+    j = origin + i_tile * C.BN + tl.arange(0, C.BN)
     lo, hi, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_j, 0, C.BM)
     b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
@@ -154,17 +157,19 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     for g in range(p.group if C.GROUPED else 1):
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
+        entry, rest, end_of_steps = walk(i_b, i_h, i_tile, first, whole_end, last, True, p, C)
         for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
-            if PART != 0 or C.CAUSAL or C.RIGHT:
-                from_tile = first if PART == 0 else (whole if PART == 1 else whole_end)
-                to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
-                for t in range(from_tile, to_tile):
+            if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.CAUSAL or C.RIGHT)):
+                from_step = first if PART == 0 else (whole if PART == 1 else rest)
+                to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
+                for n in range(from_step, to_step):
+                    t, word = tile_at(n, entry, i_tile, True, p, C)
                     i = t * C.BM + tl.arange(0, C.BM)
                     m_i = (i >= start) & (i < end)
                     b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
                         Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
                     )
-                    m_s = visible(i, j, lo, hi, m_i, m_k, PART != 1, True, p, C)
+                    m_s = visible(i, j, lo, hi, m_i, m_k, word, PART != 1, True, p, C)
                     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
@@ -206,22 +211,25 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
     b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
+    entry, rest, end_of_steps = walk(i_b, i_h, i_tile, first, whole_end, last, False, p, C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
     b_slope = tl.full([C.BM], 0.0, tl.float32)
     if DTABLE is not None:
         b_table = tl.full([C.BUCKETS], 0.0, tl.float32)
         before = tl.full([C.BM, C.BN], 0.0, tl.float32)  # dS of the tile before
+        left = last - 1  # which tile that is, or at last will be
     for PART in tl.static_range(3):
-        if PART != 0 or C.LEFT or not C.ALIGNED:
-            from_tile = first if PART == 0 else (whole if PART == 1 else whole_end)
-            to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
-            for t in range(from_tile, to_tile):
+        if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
+            from_step = first if PART == 0 else (whole if PART == 1 else rest)
+            to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
+            for n in range(from_step, to_step):
+                t, word = tile_at(n, entry, 0, False, p, C)
                 j = origin + t * C.BN + tl.arange(0, C.BN)
                 m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
-                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
+                m_s = visible(i, j, lo, hi, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
                     b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
@@ -230,6 +238,11 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                 if DSLOPES is not None:
                     b_slope -= tl.sum(b_ds * distance(i, j, offset, C), 1)
                 if DTABLE is not None:
+                    if C.BLOCK_KEYS:
+                        if t != left + 1:  # not its neighbour
+                            b_table += last_diagonals(before, i, left, offset, origin, p, C)
+                            before = tl.full([C.BM, C.BN], 0.0, tl.float32)
+                        left = t
                     b_table += by_bucket(diagonal_sums(before, b_ds, C), -C.BN, i, j, offset, p.diagonals, C)
                     before = b_ds
 
@@ -237,33 +250,12 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     if DSLOPES is not None:
         tl.store(DSLOPES + i_program, tl.sum(b_slope, 0))
     if DTABLE is not None:
-        if last > first:  # the diagonals that a tile after the last would have completed
-            j = origin + (last - 1) * C.BN + tl.arange(0, C.BN)
-            nothing = tl.full([C.BM, C.BN], 0.0, tl.float32)
-            b_table += by_bucket(diagonal_sums(before, nothing, C), 0, i, j, offset, p.diagonals, C)
+        if last > first:
+            b_table += last_diagonals(before, i, left, offset, origin, p, C)
         tl.store(DTABLE + i_program * C.BUCKETS + tl.arange(0, C.BUCKETS), b_table)
     if DQ is not None:
         m_i = i < (num_q if p.cu_queries is not None else p.num_queries)
         store_rows(at_head(DQ, strides.dq, i_b, i_h), strides.dq, row_q, i, m_i, b_dq * p.scale, C.D, C.BD)
-
-
-@triton.jit
-def diagonal_sums(before, b_ds, C: tl.constexpr):
-    """[BN]: sums of dS along the diagonals d0 - BN + c of this row of tiles, where d0 is the diagonal of the first element
-    of the tile b_ds and ``before`` is the tile to its left: one skew and one sum of columns."""
-    tl.static_assert(C.BM <= C.BN)
-    r = tl.arange(0, C.BM)[:, None]
-    c = tl.arange(0, C.BN)[None, :]
-    return tl.sum(tl.gather(tl.where(c >= r, before, b_ds), (r + c) % C.BN, 1), 0)
-
-
-@triton.jit
-def by_bucket(sums, step, i, j, offset, diagonals, C: tl.constexpr):
-    """[BUCKETS]: the sums of the diagonals that follow the tile's first one, step further, added by their bucket."""
-    d = tl.min(j, 0) - tl.min(i, 0) - offset + step
-    d = tl.minimum(tl.maximum(d, diagonals.d_min), diagonals.d_max)
-    bucket = tl.load(diagonals.bucket + diagonals.zero + d + tl.arange(0, C.BN))
-    return tl.sum(tl.where(bucket[:, None] == tl.arange(0, C.BUCKETS)[None, :], sums[:, None], 0.0), 0)
 
 
 # ---- dbias
@@ -298,12 +290,16 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
                     Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
                 )
                 seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                for t in range(tl.maximum(first, i_key), tl.minimum(last, i_key + grad.key_tiles)):
+                first = tl.maximum(first, i_key)
+                last = tl.minimum(last, i_key + grad.key_tiles)
+                entry, from_step, to_step = walk(i_b, i_h, i_tile, first, first, last, False, p, C)
+                for n in range(from_step, to_step):
+                    t, word = tile_at(n, entry, 0, False, p, C)
                     j = origin + t * C.BN + tl.arange(0, C.BN)
                     m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
                     b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
-                    m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
+                    m_s = visible(i, j, lo, hi, m_i, m_j, word, True, False, p, C)
                     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
@@ -371,7 +367,8 @@ def backward(
         step = plan.dkdv
         launch(
             attention_backward_dkdv, step.programs, device, a.query, a.key, a.value, dk, dv, saved, strides,
-            at_tile(a, problem, step.tile), step.kind, warps=step.tile.warps, stages=step.tile.stages,
+            at_tile(a, problem, step.tile)._replace(blocks=block_lists(a, by_keys=True)), step.kind,
+            warps=step.tile.warps, stages=step.tile.stages,
         )  # fmt: skip
     for name in wanted.keys() & {"mask", "bias"}:
         if name not in plan.dbias:

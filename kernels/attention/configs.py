@@ -66,6 +66,7 @@ THIRTY_TWO_BIT = {
     "forward+": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "dkdv+": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dropout dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dq": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dbias": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -92,7 +93,11 @@ DIFFERENT = {
             "dropout dkdv": {128: Config(16, 32, 8, 1)},
         },
     },
-    4: {80: {"decode": {256: Config(16, 32, 8, 2)}}, 120: {"dropout dkdv": {128: Config(16, 32, 8, 2)}}},
+    4: {
+        80: {"decode": {256: Config(16, 32, 8, 2)}},
+        90: {"dkdv+": {64: Config(16, 64, 8, 1)}},
+        120: {"dropout dkdv": {128: Config(16, 32, 8, 2)}},
+    },
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
 INTERPRETED = {
@@ -149,6 +154,15 @@ def config(
     name, size = entry_of(kernel, head_dim, itemsize, score_mods)
     different = DIFFERENT[itemsize].get(capability, {}).get(name, {})
     return different.get(size) or (SIXTEEN_BIT if itemsize == 2 else THIRTY_TWO_BIT)[name][size]
+
+
+def within(tile: Config, queries: int, keys: int, *, by_keys: bool) -> Config:
+    """The tile, or a smaller one that a block of so many queries and keys holds, with fewer warps as the side that they share out
+    (keys if by_keys) shrinks: 4 at least. BM stays at most BN where it was."""
+    BN = min(tile.BN, keys)
+    BM = min(tile.BM, queries, BN if tile.BM <= tile.BN else queries)
+    shrunk = tile.BN // BN if by_keys else tile.BM // BM
+    return Config(BM, BN, min(tile.warps, max(4, tile.warps // shrunk)), tile.stages)
 
 
 def candidates(kernel: str, head_dim: int, itemsize: int, *, score_mods: int) -> Iterator[Config]:

@@ -21,6 +21,7 @@ from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import dot, kernel, launch, narrow
 from .._launch import replayed
+from .blocks import tile_at, walk
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
 from .plan import plan_forward
 from .problem import ForwardStrides, at_tile, lower, rows
@@ -62,6 +63,7 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         first, last = kv_range(first, last, i_split, num_q, num_k, p, C)
         whole = tl.minimum(tl.maximum(whole, first), last)
         whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
+    entry, rest, end_of_steps = walk(i_b, i_head, i_tile, first, whole_end, last, False, p, C)
     K = at_head(K, strides.k, i_b, i_head // p.group)
     V = at_head(V, strides.v, i_b, i_head // p.group)
     b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
@@ -71,14 +73,15 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
     b_l = tl.full([C.BM], 0.0, tl.float32)
     b_o = tl.full([C.BM, C.BDV], 0.0, tl.float32)
     for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
-        if PART != 0 or C.LEFT or not C.ALIGNED:
-            from_tile = first if PART == 0 else (whole if PART == 1 else whole_end)
-            to_tile = whole if PART == 0 else (whole_end if PART == 1 else last)
-            for t in range(from_tile, to_tile):
+        if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.LEFT or not C.ALIGNED)):
+            from_step = first if PART == 0 else (whole if PART == 1 else rest)
+            to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
+            for n in range(from_step, to_step):
+                t, word = tile_at(n, entry, 0, False, p, C)
                 j = origin + t * C.BN + tl.arange(0, C.BN)
                 m_j = key_mask(j, i_b, i_head, (j >= start) & (j < end), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
-                m_s = visible(i, j, lo, hi, m_i, m_j, PART != 1, False, p, C)
+                m_s = visible(i, j, lo, hi, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
 

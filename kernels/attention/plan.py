@@ -73,6 +73,8 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
         a.num_queries, a.num_keys, a.group, window, a.ragged,
         max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,
     )  # fmt: skip
+    if a.blocks is not None:  # heads that share keys may have lists of their own: each walks its own
+        many, split_kv = True, None
     prefill = decode = combine = None
     partial_rows = 0
     if many:

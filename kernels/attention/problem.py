@@ -19,7 +19,7 @@ from pytransformer.reference.philox import keep_scale, threshold
 
 from .. import tuned
 from .._lang import INTERPRETED, precision
-from .configs import INTERPRETER, Config, config
+from .configs import INTERPRETER, Config, config, within
 
 UNBOUNDED = 1 << 29
 
@@ -44,6 +44,22 @@ class Dense(NamedTuple):
     head: int | None = None
     query: int | None = None
     key: int | None = None  # None is 1
+
+
+class BlockLists(NamedTuple):
+    """A block mask as the kernels walk it: for each block of queries, or of keys, a run of entries; see blocks.py.
+
+    Without one it is there still, and kernels ask ``Kind.BLOCK_KEYS``.
+    """
+
+    offsets: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
+    batch: int = 0  # strides of offsets, 0 where it is broadcast
+    head: int = 0
+    num_entries: int = 0
+    num_partial: int = 0
+    columns: int = 0  # blocks that an entry may name
 
 
 class ForwardStrides(NamedTuple):
@@ -97,6 +113,7 @@ class Problem(NamedTuple):
     key_segments: torch.Tensor | None
     mask: Dense
     bias: Dense
+    blocks: BlockLists
     slopes: torch.Tensor | None
     diagonals: Diagonals | None
     sinks: torch.Tensor | None  # (Hq,) float32
@@ -137,6 +154,8 @@ class Kind:
     PACK_GQA: bool = False  # the rows of a tile are the queries of all heads of a key head: decode
     SPLIT_KV: bool = False  # keys are split over programs
     KEYS_FIRST: bool = False  # the rows of a tile are keys, its columns queries
+    BLOCK_QUERIES: int = 0  # of a block mask; both 0 without one
+    BLOCK_KEYS: int = 0
     DECODE_APART: bool = False  # decoded sequences have a launch of their own
 
 
@@ -145,11 +164,12 @@ def capability(device: torch.device) -> int:
 
 
 def choose(kernel: str, a: AttentionProblem) -> Config:
-    """The tile for a kernel and the op's arguments."""
-    return config(
+    """The tile for a kernel and the op's arguments: within a block of a block mask."""
+    found = config(
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
+    return found if a.blocks is None else within(found, *a.blocks.block_size, by_keys=kernel.endswith("dkdv"))
 
 
 def padded(n: int) -> int:
@@ -191,6 +211,7 @@ def lower(a: AttentionProblem) -> Problem:
         cu_keys=a.cu_seqlens_k,
         mask=_dense(a.mask if mask is None else mask),
         bias=_dense(a.bias),
+        blocks=block_lists(a, by_keys=False),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
         diagonals=None,
         sinks=None if a.sinks is None else a.sinks.float().contiguous(),
@@ -211,6 +232,7 @@ def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
 
 def kind_of(a: AttentionProblem) -> Kind:
     """What to compile for the op's arguments, but for the tile: BM and BN are 0."""
+    block_queries, block_keys = (0, 0) if a.blocks is None else a.blocks.block_size
     return Kind(
         D=a.head_dim,
         DV=a.value_dim,
@@ -231,7 +253,24 @@ def kind_of(a: AttentionProblem) -> Kind:
         SPLIT_LSE=bool(a.added),
         PRECISION=precision(a.query.dtype),
         BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
+        BLOCK_QUERIES=block_queries,
+        BLOCK_KEYS=block_keys,
     )
+
+
+def block_lists(a: AttentionProblem, by_keys: bool) -> BlockLists:
+    """The lists of a block mask by blocks of queries, or by_keys its transpose."""
+    b = a.blocks
+    if b is None:
+        return BlockLists()
+    offsets, entries, other = (
+        (b.offsets, b.entries, b.key_offsets) if not by_keys else (b.key_offsets, b.key_entries, b.offsets)
+    )
+    offsets = offsets.contiguous()
+    return BlockLists(
+        offsets, entries.contiguous(), b.bits.contiguous(), *strides(offsets)[:2],
+        num_entries=entries.shape[0], num_partial=b.bits.shape[0], columns=other.shape[2] - 1,
+    )  # fmt: skip
 
 
 def _base2(a: AttentionProblem) -> bool:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .._lang import LOG2E, kernel
+from .blocks import tile_at, walk
 from .tiles import (
     at_head,
     at_row_stats,
@@ -51,7 +52,7 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
         b_log2_sum = tl.full([C.BM], 0.0, tl.float32)
         if tl.max(tl.where(m_i, tl.abs(b_lse), 0.0), 0) > LARGE:
             b_row_max, b_log2_sum = row_max_and_log2_sum(
-                Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C
+                Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C
             )
         tl.store(saved.log2_sum + p_row, b_log2_sum, mask=i < num_q)
     if DSINKS is not None:
@@ -69,8 +70,9 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
 
 
 @triton.jit
-def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
+def row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
     """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
+    i = i_tile * C.BM + tl.arange(0, C.BM)
     lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
     first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
@@ -79,12 +81,14 @@ def row_max_and_log2_sum(Q, K, i, i_b, i_h, row_q, row_k, num_q, num_k, offset, 
     K = at_head(K, strides.k, i_b, i_h // p.group)
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
-    for t in range(first, last):
+    entry, first, last = walk(i_b, i_h, i_tile, first, first, last, False, p, C)
+    for n in range(first, last):
+        t, word = tile_at(n, entry, 0, False, p, C)
         j = origin + t * C.BN + tl.arange(0, C.BN)
         m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-        m_s = visible(i, j, lo, hi, m_i, m_j, True, False, p, C)
+        m_s = visible(i, j, lo, hi, m_i, m_j, word, True, False, p, C)
         b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
         b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)

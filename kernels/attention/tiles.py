@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, steps_of, tanh
+from .blocks import block_pairs
 
 NOWHERE = tl.constexpr(1 << 29)
 
@@ -260,9 +261,9 @@ def zero_of(p):
 
 
 @triton.jit
-def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """What the bounds, of the queries or BY_KEYS of the keys, leave visible of a tile. In a whole tile that is everything, but what
-    is looked up per element may be read only where there are queries and keys."""
+def visible(i, j, lo, hi, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """What the bounds, of the queries or BY_KEYS of the keys, and a block mask leave visible of a tile. In a whole tile that is
+    everything, but what is looked up per element may be read only where there are queries and keys."""
     m_s = tile_of(True, tl.int1, C)
     if MASKED:
         if BY_KEYS:
@@ -274,6 +275,8 @@ def visible(i, j, lo, hi, m_i, m_j, MASKED: tl.constexpr, BY_KEYS: tl.constexpr,
         m_s = m_s & of_keys(m_j, C)
     if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None:
         m_s = m_s & of_queries(m_i, C) & of_keys(m_j, C)
+    if C.BLOCK_KEYS:
+        m_s = m_s & block_pairs(i, word, p, C)
     return m_s
 
 
@@ -283,7 +286,7 @@ def visible_rows(b_rows, m_s, p, C: tl.constexpr):
 
     Such rows are not read where bounds or key masks hide them.
     """
-    if (p.mask.data is not None and not C.KEY_MASK) or p.bias.data is not None or p.query_segments is not None:
+    if (p.mask.data is not None and not C.KEY_MASK) or p.bias.data is not None or p.query_segments is not None or C.BLOCK_KEYS:
         m_j = tl.max(m_s.to(tl.int32), 0) != 0
         b_rows = tl.where(m_j[:, None], b_rows, 0.0).to(b_rows.dtype)
     return b_rows

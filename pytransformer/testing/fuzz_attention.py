@@ -16,7 +16,7 @@ from .draw_attention import draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
 
-TAKE_NO_BLOCKS = ("triton", "cuda", "torch")  # of block masks: they get the dense one
+TAKE_NO_BLOCKS = ("cuda", "torch")  # of block masks: they get the dense one
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 
 

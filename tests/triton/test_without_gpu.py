@@ -82,7 +82,7 @@ def test_sizes_compile_nothing_again() -> None:
     runs = json.loads(_run("variants.py"))
     print(runs)
     assert {run: len(kernels) for run, kernels in runs.items()} == {
-        "decode": 2, "train": 4, "train_with_bias": 5, "packed": 5, "rows": 8,
+        "decode": 2, "train": 4, "train_with_bias": 5, "blocks": 4, "packed": 5, "rows": 8,
     }  # fmt: skip
     for run, kernels in runs.items():
         for name, (variants, _) in kernels.items():

@@ -167,7 +167,7 @@ class AttentionProblem:
     @property
     def by_pair(self) -> int:
         """How many things cost work for each pair of query and key."""
-        tensors = (self.mask_by_pair, self.bias, self.slopes, self.table, self.query_segments)
+        tensors = (self.mask_by_pair, self.block_bits, self.bias, self.slopes, self.table, self.query_segments)
         return sum(t is not None for t in tensors) + bool(self.softcap) + bool(self.dropout_p)
 
     @property

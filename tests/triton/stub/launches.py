@@ -85,6 +85,20 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
     yield attention("split keys", Lq=1, Lk=3000, key_lengths=ones)
     segments = {name: torch.ones(2, 40, dtype=torch.int64) for name in ("query_segments", "key_segments")}
     yield attention("segments", **segments)
+    many = torch.rand(1, 2, 40, 300) < 0.01
+    for size in (32, (64, 32), 512):
+        blocks = pt.BlockMask.from_dense(many, block_size=size)
+        yield attention(f"blocks of {size}", Lk=300, attn_mask=blocks)
+        yield attention(
+            f"blocks of {size} and more", Lk=300, attn_mask=blocks, causal="bottom_right", window=(90, 9), key_lengths=ones
+        )
+    table = torch.zeros(8, 2, requires_grad=True)
+    t5 = pt.RelativePositionBias(table)
+    *named, inputs = attention("blocks and T5", Lk=300, attn_mask=blocks, bias=t5, dropout_p=0.1, dropout_seed=3)
+    yield (*named, (*inputs, table))
+    yield attention("blocks and a bias", Lk=300, attn_mask=blocks, bias=zeros(1, 2, 40, 300), softcap=9.0)
+    yield attention("one block, of one", 1, 1, 1, 1, 1, attn_mask=pt.BlockMask.sliding_window(1, (0, 0)))
+    yield attention("no block", attn_mask=pt.BlockMask.from_dense(torch.zeros(40, 40, dtype=torch.bool)))
     one, vector, square = zeros(1, 1), zeros(64), zeros(64, 64)
     calls = {
         "norm of one": lambda: pt.layer_norm(one, (1,), one[0], one[0], backend="triton"),

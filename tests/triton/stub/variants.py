@@ -19,6 +19,7 @@ import torch
 from gpu import Gpu
 from triton.runtime.jit import compute_cache_key
 
+from pytransformer import BlockMask
 from pytransformer.kernels import _lang
 from pytransformer.ops._core.registry import OPS
 
@@ -87,6 +88,16 @@ def train_with_bias() -> None:
         call("attention", q, q, q, bias=empty(1, 4, length, length), key_lengths=torch.ones(2, dtype=torch.int64))
 
 
+def blocks() -> None:
+    """Masks with no, one and many entries and partial blocks, of one head or of each."""
+    for length in range(33, 513, 5):
+        q, half = empty(2, 4, length, 16), length // 2
+        mask = BlockMask.sliding_window(length, (half, half) if length % 3 else (length, length), block_size=32)
+        if length % 4 == 0:
+            mask &= BlockMask.from_dense(torch.zeros(2, 4, length, length, dtype=torch.bool), block_size=32)
+        call("attention", q, q, q, attn_mask=mask)
+
+
 def packed() -> None:
     for length in range(33, 513, 5):
         q, cu = empty(2 * length, 4, 16), torch.tensor([0, length, 2 * length])
@@ -102,7 +113,7 @@ def rows() -> None:
         call("linear_cross_entropy", x, weight, torch.zeros(length, dtype=torch.int64), bias=vector)
 
 
-RUNS: tuple[Callable[[], None], ...] = (decode, train, train_with_bias, packed, rows)
+RUNS: tuple[Callable[[], None], ...] = (decode, train, train_with_bias, blocks, packed, rows)
 
 
 def main() -> int:

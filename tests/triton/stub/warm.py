@@ -178,8 +178,9 @@ def main() -> int:
         for name, call, inputs in todo:
             try:
                 lanes = check(watch, call, inputs)
-                done += [lanes] if inputs else []
-                if inputs and not lanes:
+                counted = bool(inputs) and "block" not in name  # the lane leaves calls with block masks to Python
+                done += [lanes] if counted else []
+                if counted and not lanes:
                     print(f"{name}: not by the lane")
             except Exception:
                 failures += 1

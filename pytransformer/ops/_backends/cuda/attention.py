@@ -71,6 +71,8 @@ def why_not(a: AttentionProblem) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
+    if a.block_offsets is not None:
+        return "dense masks, and no block masks yet; mask.to_dense() makes one"
     return why_not_sizes(a)
 
 

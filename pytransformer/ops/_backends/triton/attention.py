@@ -45,7 +45,14 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_shared(a.query, a.value)
+    return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_blocks(a) or _why_not_shared(a.query, a.value)
+
+
+def _why_not_blocks(a: AttentionProblem) -> str | None:
+    """Tiles of keys start at absolute multiples of 32, blocks at the first key: where these differ a tile would lie in two blocks."""
+    if a.blocks is None or a.key_start % 32 == 0:
+        return None
+    return f"block masks where key_start is a multiple of 32, got {a.key_start}"
 
 
 def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -71,7 +78,9 @@ def _note(a: AttentionProblem) -> str | None:
     """By which form of the kernel forward is computed."""
     from pytransformer.kernels.attention.plan import plan_forward
 
-    return None if a.empty else plan_forward(a).note
+    if a.empty:
+        return None
+    return plan_forward(a).note + (f"; attn_mask: {a.blocks.note}" if a.blocks else "")
 
 
 def _contiguous(a: AttentionProblem) -> AttentionProblem:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How kernels walk a block mask: a program's tile lies within one block of its side, so it has one list of blocks of the other side.
+
+A list is a run of entries (block, place of its bits or -1 for a block without hidden pairs), rising. The tiles of its blocks, one
+after another, are the steps of one flat loop, so that the loop is as regular as that over a range of tiles. ``walk`` cuts the
+steps that lie outside the bounds off its ends, since both rise; ``tile_at`` says which tile a step is. Entries, blocks and places
+are clamped: what was written into the lists after they were checked leads to wrong numbers, never to memory outside.
+
+Source: the lists of full and partial blocks are FlexAttention's (Dong et al., 2024), those of our CPU tier joined and with bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(128)  # entries that a walk counts at a time: 16,384 tokens in blocks of 128
+
+
+@triton.jit
+def tiles_of_block(BY_KEYS: tl.constexpr, C: tl.constexpr):
+    """Tiles to a block along the walk: of keys, or BY_KEYS, where a program owns keys, of queries."""
+    if BY_KEYS:
+        return C.BLOCK_QUERIES // C.BM
+    return C.BLOCK_KEYS // C.BN
+
+
+@triton.jit
+def walk(i_b, i_h, i_tile, first, whole_end, last, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """(first entry, first step, end of the steps) of the tiles from first to last of this program's list; i_tile is its own tile.
+
+    Without a block mask steps are tiles: those after the whole ones, as they came.
+    """
+    entry = 0
+    if C.BLOCK_KEYS:
+        PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
+        row = i_tile * C.BN // C.BLOCK_KEYS if BY_KEYS else i_tile * C.BM // C.BLOCK_QUERIES
+        p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row
+        start = tl.minimum(tl.maximum(tl.load(p_list), 0), p.blocks.num_entries)
+        end = tl.minimum(tl.maximum(tl.load(p_list + 1), start), p.blocks.num_entries)
+        before = 0  # blocks before the first tile, and those up to the last
+        until = 0
+        for chunk in range(start, end, CHUNK):
+            e = chunk + tl.arange(0, CHUNK)
+            b_block = tl.load(p.blocks.entries + 2 * e.to(tl.int64), mask=e < end, other=1 << 29)
+            before += tl.sum((b_block < first // PER).to(tl.int32), 0)
+            until += tl.sum((b_block <= (last - 1) // PER).to(tl.int32), 0)
+        entry = start + before
+        p_entry = p.blocks.entries + 2 * entry.to(tl.int64)
+        count = until - before
+        from_block = tl.load(p_entry, mask=count > 0, other=0)
+        to_block = tl.load(p_entry + 2 * (count - 1), mask=count > 0, other=0)
+        whole_end = tl.maximum(first - from_block * PER, 0)
+        last = count * PER - tl.maximum((to_block + 1) * PER - last, 0)
+    return entry, whole_end, last
+
+
+@triton.jit
+def tile_at(n, entry, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """(tile, where the bits of its first row and keys would be if its block began with that row, or -1 if nothing is hidden) of a step.
+
+    Without a block mask a step is a tile.
+    """
+    word = 0
+    if C.BLOCK_KEYS:
+        PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
+        p_entry = p.blocks.entries + 2 * (entry + n // PER).to(tl.int64)
+        block = tl.minimum(tl.maximum(tl.load(p_entry), 0), p.blocks.columns - 1)
+        place = tl.minimum(tl.load(p_entry + 1), p.blocks.num_partial - 1)
+        n = block * PER + n % PER
+        key_tile = i_tile if BY_KEYS else n
+        word = place.to(tl.int64) * (C.BLOCK_QUERIES * C.BLOCK_KEYS // 32) + key_tile * C.BN % C.BLOCK_KEYS // 32
+        word = tl.where(place < 0, -1, word)
+    return n, word
+
+
+@triton.jit
+def block_pairs(i, word, p, C: tl.constexpr):
+    """The visible pairs of a tile, by its bits: a word for 32 keys of a query, spread where the tile's elements are."""
+    p_row = p.blocks.bits + word + (i % C.BLOCK_QUERIES) * (C.BLOCK_KEYS // 32)
+    if C.KEYS_FIRST:
+        p_words = p_row[None, :] + tl.arange(0, C.BN // 32)[:, None]
+        words = tl.load(p_words, mask=word >= 0, other=-1)  # [BN / 32, BM]
+        bits = words[:, None, :] & (1 << tl.arange(0, 32))[None, :, None]
+        pairs = tl.reshape(bits, [C.BN, C.BM])
+    else:
+        p_words = p_row[:, None] + tl.arange(0, C.BN // 32)[None, :]
+        words = tl.load(p_words, mask=word >= 0, other=-1)  # [BM, BN / 32]
+        bits = words[:, :, None] & (1 << tl.arange(0, 32))[None, None, :]
+        pairs = tl.reshape(bits, [C.BM, C.BN])
+    return pairs != 0
