@@ -14,7 +14,8 @@ from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evalu
 from ._block_picture import picture
 from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
 
-BLOCK_SIZE = 64  # a panel of keys of the CPU's kernels, and half a tile of the GPUs'
+BLOCK_SIZE = {"cuda": 128}  # a tile of the GPUs' kernels; and FlexAttention's
+BLOCK_SIZE_ELSEWHERE = 64  # a panel of keys of the CPU's kernels
 _FLEX = "torch.nn.attention.flex_attention"
 _CACHE = "_pytransformer_block_mask"
 
@@ -24,6 +25,9 @@ class BlockMask:
 
     Made once, by one of the constructors, and given to many calls as ``attn_mask``. B and H may be 1: then all batch elements or heads
     share it. Memory is 8 bytes for a visible block, and a bit for each pair of one of which only some pairs are visible.
+
+    ``block_size`` of the constructors is 32, 64, 128, 256 or 512, or a pair for queries and keys where that is said; None is 128 on CUDA,
+    64 elsewhere.
 
     Attributes:
         shape: (B, H, Lq, Lk).
@@ -39,7 +43,7 @@ class BlockMask:
     # ---- constructors
 
     @classmethod
-    def from_dense(cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] = BLOCK_SIZE) -> Self:
+    def from_dense(cls, mask: torch.Tensor, *, block_size: int | tuple[int, int] | None = None) -> Self:
         """Of a boolean mask (True = attend) of (Lq, Lk), (H, Lq, Lk) or (B, H, Lq, Lk)."""
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
             what = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -51,7 +55,7 @@ class BlockMask:
         def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return mask[b, h, i, j]
 
-        return cls._of(mod, _shape(mask.shape), _sizes(block_size), mask.device, vectorized=True)
+        return cls._of(mod, _shape(mask.shape), _sizes(block_size, mask.device), mask.device, vectorized=True)
 
     @classmethod
     def from_function(
@@ -62,7 +66,7 @@ class BlockMask:
         Lq: int,
         Lk: int,
         *,
-        block_size: int | tuple[int, int] = BLOCK_SIZE,
+        block_size: int | tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """Of ``mask_mod(b, h, q, k)``, True where query q may attend to key k, as FlexAttention's: its arguments are integer tensors
@@ -72,17 +76,17 @@ class BlockMask:
             B, H: None or 1 if ``mask_mod`` does not look at b, or h.
         """
         shape = _shape((B or 1, H or 1, Lq, Lk))
-        return cls._of(mask_mod, shape, _sizes(block_size), torch.device(device))
+        return cls._of(mask_mod, shape, _sizes(block_size, device), torch.device(device))
 
     @classmethod
     def sliding_window(
-        cls, length: int, window: tuple[int, int], *, block_size: int = BLOCK_SIZE, device: torch.device | str = "cpu"
+        cls, length: int, window: tuple[int, int], *, block_size: int | None = None, device: torch.device | str = "cpu"
     ) -> Self:
         """``i - window[0] <= j <= i + window[1]``. The keyword ``window`` of attention says the same without a mask; this one
         can be combined with others."""
         left, right = _naturals("window", window)
         device = torch.device(device)
-        sizes = _sizes(block_size)
+        sizes = _sizes(block_size, device)
         return cls._of(
             lambda b, h, i, j: (j >= i - left) & (j <= i + right), _shape((1, 1, length, length)), sizes, device,
             band(length, left, right, sizes, device), vectorized=True,
@@ -90,7 +94,13 @@ class BlockMask:
 
     @classmethod
     def strided(
-        cls, length: int, stride: int, *, causal: bool = True, block_size: int = BLOCK_SIZE, device: torch.device | str = "cpu"
+        cls,
+        length: int,
+        stride: int,
+        *,
+        causal: bool = True,
+        block_size: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> Self:
         """The keys less than ``stride`` away, and every ``stride``-th: ``|i - j| < stride or (i - j) % stride == 0``.
 
@@ -103,7 +113,7 @@ class BlockMask:
             seen = ((i - j).abs() < stride) | ((i - j) % stride == 0)
             return seen & (j <= i) if causal else seen
 
-        return cls._of(mod, _shape((1, 1, length, length)), _sizes(block_size), torch.device(device), vectorized=True)
+        return cls._of(mod, _shape((1, 1, length, length)), _sizes(block_size, device), torch.device(device), vectorized=True)
 
     @classmethod
     def longformer(
@@ -112,7 +122,7 @@ class BlockMask:
         window: int,
         global_tokens: int | Sequence[int] = 0,
         *,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """``window // 2`` keys on each side, and global tokens, which see all and which all see.
@@ -122,7 +132,7 @@ class BlockMask:
 
         Source: Beltagy et al., "Longformer: the long-document transformer" (2020), section 3.1.
         """
-        device, sizes = torch.device(device), _sizes(block_size)
+        device, sizes = torch.device(device), _sizes(block_size, device)
         (half,) = (n // 2 for n in _naturals("window", (window,)))
         places = list(range(global_tokens)) if isinstance(global_tokens, int) else [int(n) for n in global_tokens]
         if any(not 0 <= n < length for n in places):
@@ -152,7 +162,7 @@ class BlockMask:
         random_blocks: int = 3,
         seed: int = 0,
         heads: int = 1,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """By whole blocks: ``window_blocks`` around the diagonal, the first ``global_blocks``, which see all and which all see, and
@@ -161,7 +171,7 @@ class BlockMask:
         Source: Zaheer et al., "Big Bird: transformers for longer sequences" (2020), section 2 (ITC).
         """
         window_blocks, global_blocks, random_blocks = _naturals("blocks", (window_blocks, global_blocks, random_blocks))
-        sizes = _sizes(block_size)
+        sizes = _sizes(block_size, device)
         down, across = counts(length, length, sizes)
         generator = torch.Generator().manual_seed(seed)
         seen = []
@@ -186,7 +196,7 @@ class BlockMask:
         """Of FlexAttention's, whose ``mask_mod`` is evaluated on its partial blocks alone. The result is kept with it."""
         if (found := getattr(mask, _CACHE, None)) is not None:
             return found
-        sizes = _sizes(tuple(mask.BLOCK_SIZE))
+        sizes = _sizes(tuple(mask.BLOCK_SIZE), mask.kv_indices.device)
         batch, heads, down = mask.kv_num_blocks.shape
         across = mask.kv_indices.shape[-1]
         lq, lk = getattr(mask, "seq_lengths", None) or (down * sizes[0], across * sizes[1])
@@ -280,7 +290,10 @@ def _shape(shape: Sequence[int]) -> Shape:
     return (shape[0], shape[1], shape[2], shape[3])
 
 
-def _sizes(block_size: Any) -> tuple[int, int]:
+def _sizes(block_size: Any, device: torch.device | str) -> tuple[int, int]:
+    """(queries, keys) of a block; None: what suits the device."""
+    if block_size is None:
+        block_size = BLOCK_SIZE.get(torch.device(device).type, BLOCK_SIZE_ELSEWHERE)
     sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
     if len(sizes) != 2 or any(n not in SIZES for n in sizes):
         raise ValueError(f"BlockMask: the block size must be one or two of {', '.join(map(str, SIZES))}, got {block_size!r}")

@@ -111,6 +111,24 @@ def test_and_and_or() -> None:
     assert (BlockMask.from_dense(masks[1]) & rest).share == 0.0
 
 
+def test_the_block_size_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[BlockMask]:
+        return [
+            BlockMask.from_dense(torch.ones(9, 9, dtype=torch.bool)),
+            BlockMask.from_function(lambda b, h, q, k: q >= k, None, None, 9, 9),
+            BlockMask.sliding_window(9, (1, 1)),
+            BlockMask.strided(9, 2),
+            BlockMask.longformer(9, 2, 1),
+            BlockMask.big_bird(9),
+        ]
+
+    assert {mask.block_size for mask in made()} == {(64, 64)}
+    assert source._sizes(None, "cuda:1") == source._sizes(None, torch.device("cuda")) == (128, 128)
+    monkeypatch.setitem(source.BLOCK_SIZE, "cpu", 32)
+    assert {mask.block_size for mask in made()} == {(32, 32)}
+    assert BlockMask.strided(9, 2, block_size=128).block_size == (128, 128)
+
+
 def test_a_function_is_asked_for_some_blocks_at_a_time() -> None:
     asked = []
 
