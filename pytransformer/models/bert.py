@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
+from ..nn.patterns import Pattern
 from ..nn.positions import LearnedPositions
 from ..ops._core.options import ActivationName
 from ..reference.feed_forward import ACTIVATIONS
@@ -32,7 +33,8 @@ MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
 @dataclass(frozen=True)
 class BERTConfig(ModelConfig):
     """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT) and ``"classification"``. pooler: the tanh layer
-    on the first token, which nsp and classification need. num_labels: of the classification."""
+    on the first token, which nsp and classification need. num_labels: of the classification. pattern: of attention, as
+    ``{"make": "longformer", "window": 512, "global_tokens": 1}``: the arguments of :class:`pytransformer.nn.Pattern`."""
 
     vocab_size: int = 30522
     d_model: int = 768
@@ -48,6 +50,7 @@ class BERTConfig(ModelConfig):
     pooler: bool = True
     num_labels: int = 2
     eps: float = 1e-12
+    pattern: dict[str, Any] | None = None
 
 
 class BERT(Model):
@@ -75,6 +78,7 @@ class BERT(Model):
         self.positions = LearnedPositions(c.max_length, c.d_model)
         self.segments = nn.Embedding(c.num_segments, c.d_model)
         self.embedding_norm = LayerNorm(c.d_model, c.eps)
+        self._pattern = None if c.pattern is None else Pattern(**c.pattern)  # one for all layers: each mask is made once
         self.encoder = Stack([self._block() for _ in range(c.num_layers)], None, dropout=c.dropout)
         self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
         self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
@@ -85,7 +89,7 @@ class BERT(Model):
 
     def _mixing(self) -> nn.Module:
         c = self.config
-        return MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout)
+        return MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout, pattern=self._pattern)
 
     def _block(self) -> Block:
         c = self.config

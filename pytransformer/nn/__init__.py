@@ -11,9 +11,11 @@ from .conformer import ConformerBlock, ConvolutionModule
 from .feed_forward import FeedForward, MixtureOfExperts, balance_loss
 from .heads import Classifier
 from .layer_norm import LayerNorm, RMSNorm
+from .linformer import LinformerSelfAttention, SequenceProjection
 from .masks import causal, padding, position_ids
 from .mixing import FourierMixing, TokenMixing
 from .patches import PatchEmbedding
+from .patterns import Pattern
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend
 from .taps import AttentionTap, taps
@@ -34,12 +36,15 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "LearnedPositions",
+    "LinformerSelfAttention",
     "MixtureOfExperts",
     "MultiHeadAttention",
     "PatchEmbedding",
+    "Pattern",
     "RMSNorm",
     "RelativePositionTable",
     "Residual",
+    "SequenceProjection",
     "SinusoidalPositions",
     "Stack",
     "Stream",

@@ -12,6 +12,7 @@ from torch import nn
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from .cache import LayerCache
+from .patterns import Pattern
 from .taps import AttentionTap
 
 
@@ -32,6 +33,7 @@ class MultiHeadAttention(nn.Module):
         dropout: probability of dropping an attention weight in training.
         context_dim: size of ``context``; None: d_model.
         sinks: whether each head learns a sink, one more term of its softmax's denominator; zeros at first.
+        pattern: of self-attention: which pairs are computed, as Longformer's or BigBird's, for whole sequences (no cache).
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; grouped queries: Ainslie et al., "GQA" (2023).
     """
@@ -49,8 +51,11 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         context_dim: int | None = None,
         sinks: bool = False,
+        pattern: Pattern | None = None,
     ) -> None:
         super().__init__()
+        if cross and pattern is not None:
+            raise ValueError("MultiHeadAttention: a pattern is of self-attention; cross=True takes an attn_mask in the call")
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(f"MultiHeadAttention: num_heads {num_heads} must be a multiple of num_kv_heads {kv_heads}")
@@ -68,7 +73,7 @@ class MultiHeadAttention(nn.Module):
             self.qkv = nn.Linear(d_model, sum(self.widths), bias)
         self.out = nn.Linear(self.widths[0], d_model, bias)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
-        self.cross = cross
+        self.cross, self.pattern = cross, pattern
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
 
     def forward(
@@ -94,6 +99,8 @@ class MultiHeadAttention(nn.Module):
             query, key, value = map(self._heads, self.qkv(x).split_with_sizes(self.widths, -1))
             if cache is not None:
                 key, value = cache.append(key, value)
+        if self.pattern is not None:
+            visible = self._by_pattern(self.pattern, x, cache, visible)
         arguments = {**visible, "scale": self.scale, "sinks": self.sinks}
         packed = x.dim() == 2
         run = attention_varlen if packed else attention
@@ -104,6 +111,16 @@ class MultiHeadAttention(nn.Module):
             result, lse = run(query, key, value, dropout_p=p, return_lse=True, **arguments)
             self.observer(AttentionTap(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
+
+    def _by_pattern(
+        self, pattern: Pattern, x: torch.Tensor, cache: LayerCache | None, visible: dict[str, Any]
+    ) -> dict[str, Any]:
+        if cache is not None or x.dim() == 2:
+            what = "a cache" if cache is not None else "packed sequences"
+            raise ValueError(
+                f"MultiHeadAttention: {what} and the {pattern!r}: a pattern is of whole sequences, (B, L, d_model)"
+            )
+        return pattern.visible(x, visible)
 
     def _context(self, context: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
         if cache is not None and cache.cross is not None:
@@ -124,4 +141,6 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         heads, kv_heads = (w // self.head_dim for w in self.widths[:2])
-        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}"
+        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}" + (
+            "" if self.pattern is None else f", pattern={self.pattern!r}"
+        )

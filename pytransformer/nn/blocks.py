@@ -120,8 +120,10 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.dropout, self.pre = dropout, pre
-        # Blocks that mix tokens by attention alone care for nothing but which of them may see which.
-        self.packs = all(isinstance(block, Block) and isinstance(block.mixing, MultiHeadAttention) for block in blocks)
+        # Blocks that mix tokens by attention alone care for nothing but which of them may see which. A pattern counts positions.
+        self.packs = all(
+            isinstance(b, Block) and isinstance(b.mixing, MultiHeadAttention) and b.mixing.pattern is None for b in blocks
+        )
 
     def forward(
         self,

@@ -61,3 +61,59 @@ def test_a_seed_is_filled_in_on_the_device(seed: int) -> None:
     assert recorded.names == ["aten.full.default"]
     _, found = dropout_arguments("attention", 0.5, seed, torch.device("cpu"))
     assert found is not None and found.item() == seed and found.dtype == torch.int64 and found.shape == ()
+
+
+def _masked(x: torch.Tensor, mask: pt.BlockMask) -> torch.Tensor:
+    return pt.attention(x, x, x, attn_mask=mask)
+
+
+def test_a_block_mask_is_an_input_of_one_op() -> None:
+    """Decision 0106: no graph break, tensors as inputs, and a new mask of the same sizes compiles nothing."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(_masked, backend=kept, fullgraph=True)
+    x = torch.randn(1, 2, 200, 16)
+    masks = [pt.BlockMask.sliding_window(200, window) for window in ((20, 20), (25, 30), (30, 12))]
+    assert len({tuple(t.shape for t in m.blocks) for m in masks}) == 1
+    for mask in masks:
+        torch.testing.assert_close(compiled(x, mask), _masked(x, mask))
+    assert len(graphs) == 1
+    shapes = [tuple(n.meta["example_value"].shape) for n in graphs[0].graph.nodes if n.op == "placeholder"]
+    assert all(tuple(t.shape) in shapes for t in masks[0].blocks) and len(shapes) == 1 + len(masks[0].blocks)
+    calls = [n for n in graphs[0].graph.nodes if n.op == "call_function" and "attention" in str(n.target)]
+    assert len(calls) == 1, [str(n.target) for n in graphs[0].graph.nodes]
+
+
+def test_masks_of_other_sizes_are_symbols() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_masked, backend=counter, fullgraph=True)
+    for length, window in ((200, 20), (300, 90), (500, 150), (700, 200)):
+        x, mask = torch.randn(1, 2, length, 16), pt.BlockMask.sliding_window(length, (window, window))
+        torch.testing.assert_close(compiled(x, mask), _masked(x, mask))
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_sees_the_tensors_of_a_block_mask(strict: bool) -> None:
+    """As constants of the program, by the shapes that the mask has; the op takes them one by one."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = pt.BlockMask.longformer(200, 40, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _masked(x, self.mask)
+
+    module, x = Masked(), torch.randn(1, 2, 200, 16)
+    program = torch.export.export(module, (x,), strict=strict)
+    constants = [tuple(t.shape) for t in program.constants.values() if isinstance(t, torch.Tensor)]
+    assert sorted(constants) == sorted(tuple(t.shape) for t in module.mask.blocks)
+    assert str(program).count("torch.ops.pytransformer.attention_fwd") == 1
+    torch.testing.assert_close(program.module()(x), module(x))
