@@ -30,6 +30,8 @@ SAMPLE = {
     "works on its mask": ("doge", "deepseek_v4"),
     "hands on what its caller gave": ("parakeet_ctc", "llava_onevision", "lfm3_vl"),
     "a bias of positions": ("t5", "mt5"),
+    "chunks and blocks of its own, which convert knows": ("longformer", "led", "big_bird"),
+    "what is run most": ("qwen3", "phi3", "mixtral", "gemma3", "siglip", "dinov2"),
     "text beside images or sound": ("clip", "llava", "whisper"),
 }
 NAN = float("nan")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import hugging_face_rules, padding_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # which add to RULES
+from . import hugging_face_rules, long_rules, padding_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # which add to RULES
 from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]

@@ -48,7 +48,7 @@ def check(model: Any) -> None:
     if reason is not None:
         raise ValueError(
             f"pytransformer: {described(model.config, type(model).__name__)} {reason}; use attn_implementation='eager', for this part "
-            "alone with a dict of its sub_configs, and pytransformer.integrations.convert(model) for its norms and networks"
+            "alone with a dict of its sub_configs, and pytransformer.integrations.convert(model), which tells what of it becomes ours"
         )
 
 

@@ -290,7 +290,12 @@ class Trial:
             done = len(pt.integrations.convert(model).converted)
         except Exception as error:
             return 0, failed(error)
-        return done, self.cell(model, side) if done else NOTHING
+        if not done:
+            return done, NOTHING
+        said = [self.cell(model, side)]
+        if self.ours is None and self.ran[-1].ours:  # attention that only `convert` reaches: with every padding
+            said += [self.cell(model, other) for other in self.inputs if other != side]
+        return done, next((cell for cell in said if cell != SAME), SAME)
 
 
 def row(subject: Subject) -> dict[str, Any]:
@@ -347,6 +352,8 @@ def verdict(cells: Cells, ran: list[Outcome], by_itself: list[str]) -> str:
     """One of the words of :data:`.report.VERDICTS`."""
     if any(cell.startswith(("differs", "fails")) for cell in cells.values()):
         return "wrong"
+    if "build" in cells and any(outcome.ours for outcome in ran) and not by_itself:
+        return "ours by convert"
     if "build" in cells or all(cell.startswith("refused") for name, cell in cells.items() if name != "convert"):
         return "refused"
     if not any(outcome.ours for outcome in ran):

@@ -18,6 +18,7 @@ OLDER = RESULTS.with_name("architectures-older.json")  # the same of the oldest 
 VERDICTS = {
     "ours": "every attention that was seen ran on our op, and all agrees with eager code",
     "ours in part": "the same, but modules of the classes named did attention of their own",
+    "ours by convert": "`attn_implementation` is refused; after `convert` every attention that was seen runs on our op, and all agrees",
     "refused": "an error says that this model cannot run on our op, and what to do",
     "not on the interface": "the model does attention by itself, whatever its `attn_implementation`; all agrees, `convert` included",
     "no attention": "no attention was seen; `convert` works or finds nothing",

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Longformer, LED, BigBird and BigBird-Pegasus: attention of long documents by block masks, in place of chunks and gathered blocks.
+
+*Longformer and LED* have two attentions. Queries of local tokens see a window and the keys of global tokens; queries of global tokens
+have projections of their own and see everything. That is two calls of ours. Hidden queries give 0, as in eager code.
+
+*BigBird* sees a window of three blocks, the first and the last block, and random ones. Its eager code puts a key that is drawn twice
+twice into the softmax, and in eval mode draws block 0 for every row, whatever else the row sees of it. Keys that count more than once
+stand again behind the others here, and the block mask shows each copy to the rows that count it.
+
+What asks for attention weights runs eager code: they have layouts of transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from ...nn.patterns import Pattern
+from ...ops._block_lists import band, counts, evaluate
+from ...ops._core.options import MaskAndBias
+from ...ops._problem.blocks import SIZES
+from ...ops.attention import attention
+from ...ops.block_mask import BlockMask
+from .hugging_face_rules import _rule
+from .modules import probability
+from .rules import Converted, Rule, find_rule
+from .t5_rules import _weights_wanted
+
+BLOCK = 64  # of Longformer's masks, whose windows are no blocks
+
+
+def _split(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """(B, L, H D) as (B, H, L, D)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _merge(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, L, D) as (B, L, H D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _hidden(queries: torch.Tensor, keys: torch.Tensor) -> MaskAndBias:
+    """Segments by which these queries, (B, Lq) bool, see nothing and these keys, (B, Lk), are seen by nobody; {} if there are none."""
+    if queries.device.type == "cpu" and not bool(queries.any()) and not bool(keys.any()):
+        return {}
+    return {"query_segments": queries.to(torch.int32) * 2, "key_segments": keys.to(torch.int32)}
+
+
+# ---- Longformer, LED
+
+
+class WindowAndGlobal:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        is_index_masked: Any = None,
+        is_index_global_attn: Any = None,
+        is_global_attn: Any = None,
+        output_attentions: bool = False,
+    ) -> Any:
+        if output_attentions:
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, is_index_masked, is_index_global_attn, is_global_attn, output_attentions
+            )
+        half = self.one_sided_attn_window_size
+        p = self.dropout if self.training else 0.0
+        query, key, value = (_split(f(hidden_states), self.head_dim) for f in (self.query, self.key, self.value))
+        seen: MaskAndBias = {"window": (half, half), "scale": self.head_dim**-0.5}
+        if is_global_attn:
+            pattern = _window_and_columns(half, _columns(is_index_global_attn))
+            seen["window"], seen["attn_mask"] = None, pattern(hidden_states.shape[1], hidden_states.device)
+        seen |= _hidden(is_index_masked, is_index_masked)
+        out = _merge(attention(query, key, value, dropout_p=p, **seen))
+        if is_global_attn:
+            out = _with_global_rows(self, out, hidden_states, is_index_global_attn, ~is_index_masked, p)
+        return (out,)
+
+
+def _columns(is_global: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """The places of each sequence's global tokens; one for all sequences where they are alike."""
+    found = [tuple(row.nonzero().flatten().tolist()) for row in is_global.cpu()]
+    return tuple(found if len(set(found)) > 1 else found[:1])
+
+
+@functools.lru_cache(maxsize=32)
+def _window_and_columns(half: int, columns: tuple[tuple[int, ...], ...]) -> Pattern:
+    """``|i - j| <= half``, or j is one of the columns, which may differ by sequence."""
+
+    def make(length: int, device: torch.device) -> BlockMask:
+        sizes, shape = (BLOCK, BLOCK), (len(columns), 1, length, length)
+        is_column = torch.zeros(len(columns), length, dtype=torch.bool, device=device)
+        for row, places in zip(is_column, columns):
+            row[torch.tensor(places, dtype=torch.long, device=device)] = True
+        down, across = counts(length, length, sizes)
+        window = band(length, half, half, sizes, device)
+        rows = torch.arange(down, device=device)[:, None] * across
+        blocks = [
+            torch.cat([window, (rows + row.nonzero().flatten() // BLOCK).flatten()]).unique() + b * down * across
+            for b, row in enumerate(is_column)
+        ]
+        mod = lambda b, h, i, j: ((i - j).abs() <= half) | is_column[b, j]
+        return BlockMask(shape, evaluate(mod, shape, sizes, device, torch.cat(blocks), vectorized=True))
+
+    return Pattern(make)
+
+
+def _with_global_rows(
+    m: Any, out: torch.Tensor, hidden: torch.Tensor, is_global: torch.Tensor, keep: torch.Tensor, p: float
+) -> torch.Tensor:
+    """``out``, (B, L, H D), with the rows of global tokens from their own projections over all keys."""
+    many = is_global.sum(1)
+    slots = torch.arange(int(many.max()), device=hidden.device) < many[:, None]
+    picked = hidden.new_zeros(*slots.shape, hidden.shape[-1])
+    picked[slots] = hidden[is_global]
+    query, key, value = (
+        _split(f(x), m.head_dim) for f, x in ((m.query_global, picked), (m.key_global, hidden), (m.value_global, hidden))
+    )
+    found = attention(
+        query, key, value, scale=m.head_dim**-0.5, dropout_p=p, attn_mask=keep[:, None, None, :], query_lengths=many
+    )
+    return out.masked_scatter(is_global[..., None], _merge(found)[slots].to(out.dtype))
+
+
+_rule(
+    Rule("attention", "attention by a block mask, and of the global rows", WindowAndGlobal, digests=("f245dff5755b",)),
+    longformer="LongformerSelfAttention", led="LEDEncoderSelfAttention",
+)  # fmt: skip
+
+
+# ---- BigBird
+
+_PLANS: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Pattern, list[int]]]] = weakref.WeakKeyDictionary()
+_LENGTHS = 8  # of which a module keeps its plan
+
+
+class BlockSparse:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        band_mask: Any = None,
+        from_mask: Any = None,
+        to_mask: Any = None,
+        from_blocked_mask: Any = None,
+        to_blocked_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        length, size = hidden_states.shape[1], self.block_size
+        if length % size or _weights_wanted(kwargs):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, band_mask, from_mask, to_mask, from_blocked_mask, to_blocked_mask, **kwargs
+            )
+        pattern, again = plan(self, length)
+
+        def repeated(t: torch.Tensor, dim: int) -> torch.Tensor:
+            return torch.cat([t, *(t.narrow(dim, size * block, size) for block in again)], dim) if again else t
+
+        query, key, value = (_split(f(hidden_states), self.attention_head_size) for f in (self.query, self.key, self.value))
+        seen = _hidden(from_mask[:, 0, :, 0] == 0, repeated(to_mask[:, 0, 0] == 0, 1))
+        seen["attn_mask"] = pattern(length, hidden_states.device)
+        return _merge(attention(query, repeated(key, 2), repeated(value, 2), **seen)), None
+
+
+def plan(m: Any, length: int) -> tuple[Pattern, list[int]]:
+    """(the mask of L queries and L + copied keys, the blocks of keys that stand there again, in their order)."""
+    kept = _PLANS.setdefault(m, {})
+    found = kept.get((length, m.training))
+    if found is None:
+        many = times_counted(m, length)
+        most = many.amax((0, 1))  # of each block of keys
+        again = [(block, n) for block in range(len(most)) for n in range(2, int(most[block]) + 1)]
+        copies = [many[..., block] >= n for block, n in again]
+        seen = torch.stack([*(many >= 1).unbind(-1), *copies], -1)
+        if len(kept) >= _LENGTHS:
+            kept.clear()
+        found = kept[length, m.training] = _pattern_of_blocks(seen, m.block_size), [block for block, _ in again]
+    return found
+
+
+def times_counted(m: Any, length: int) -> torch.Tensor:
+    """int (H or 1, blocks of queries, blocks of keys): how often eager code puts the block into the softmax."""
+    n = length // m.block_size
+    q, k = torch.arange(n)[:, None], torch.arange(n)
+    always = ((q - k).abs() <= 1) | (q == 0) | (k == 0) | (q == n - 1) | (k == n - 1)
+    drawn = torch.from_numpy(_drawn(m, length)).long()  # (H, n - 2, blocks drawn), of all rows but the first and the last
+    if (drawn == drawn[:1]).all():
+        drawn = drawn[:1]
+    many = always.long().repeat(drawn.shape[0], 1, 1)
+    many[:, 1:-1].scatter_add_(2, drawn, torch.ones_like(drawn))
+    return many
+
+
+def _drawn(m: Any, length: int) -> Any:
+    """The random blocks, drawn by the module's own functions as its eager code calls them; numpy's generator is left as it was."""
+    import numpy
+
+    size, blocks, heads = m.block_size, m.num_random_blocks, m.num_attention_heads
+    before = numpy.random.get_state()
+    if m.training:
+        numpy.random.seed(m.seed)
+    try:
+        if length in (1024, 3072, 4096):
+            rows = [
+                m._bigbird_block_rand_mask(m.max_seqlen, m.max_seqlen, size, size, blocks, last_idx=1024)[: length // size - 2]
+                for _ in range(heads)
+            ]
+        else:
+            ends, many = m._get_rand_attn_plan(length, size, blocks)
+            rows = m._bigbird_block_rand_mask_with_head(
+                from_seq_length=length, to_seq_length=length, from_block_size=size, to_block_size=size, num_heads=heads,
+                plan_from_length=ends, plan_num_rand_blocks=many,
+            )  # fmt: skip
+    finally:
+        numpy.random.set_state(before)
+    return numpy.stack(rows)
+
+
+def _pattern_of_blocks(seen: torch.Tensor, size: int) -> Pattern:
+    """Of bool (H, blocks of queries, blocks of keys) of any size."""
+
+    def make(length: int, device: torch.device) -> BlockMask:
+        table = seen.to(device)
+        shape = (1, table.shape[0], size * table.shape[1], size * table.shape[2])
+        whole = size in SIZES
+        blocks = table.flatten().nonzero().flatten() if whole else None
+        mod = lambda b, h, i, j: table[h, i // size, j // size]
+        sizes = (size, size) if whole else (BLOCK, BLOCK)
+        return BlockMask(shape, evaluate(mod, shape, sizes, device, blocks, vectorized=True))
+
+    return Pattern(make)
+
+
+class Full:
+    """``original_full``: attention to all keys, causal by the mask, cached, and to an encoder."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if _weights_wanted(kwargs):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
+            )
+        cross, cache = encoder_hidden_states is not None, past_key_values
+        if cross and cache is not None and cache.get_seq_length(self.layer_idx) > 0:
+            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        else:
+            source = encoder_hidden_states if cross else hidden_states
+            key, value = (_split(f(source), self.attention_head_size) for f in (self.key, self.value))
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
+        query = _split(self.query(hidden_states), self.attention_head_size)
+        mask = encoder_attention_mask if cross else attention_mask  # ours, of a model told to ask our interface, or additive
+        out, _ = _on_the_interface()(self, query, key, value, mask, dropout=probability(self.dropout, self.training))
+        return out.flatten(2), None
+
+
+def _on_the_interface() -> Any:
+    from ..hugging_face import attention_forward
+
+    return attention_forward
+
+
+class KeepsOurs:
+    """Models change the type for short sequences, by a new module with the old one's weights."""
+
+    def set_attention_type(self: Any, value: str, *args: Any, **kwargs: Any) -> None:
+        was_ours = isinstance(self.self, Converted)
+        super().set_attention_type(value, *args, **kwargs)  # type: ignore[misc]
+        rule = find_rule(type(self.self))
+        if was_ours and rule is not None and rule.why_not(self.self) is None:
+            self.self.__class__ = rule.subclass(type(self.self))
+
+
+_rule(
+    Rule(
+        "attention", "attention by a block mask", BlockSparse, digests=("cf418633a265", "bae04afb3520"),
+        method="bigbird_block_sparse_attention",
+    ),
+    big_bird="BigBirdBlockSparseAttention", bigbird_pegasus="BigBirdPegasusBlockSparseAttention",
+)  # fmt: skip
+_rule(
+    Rule("attention", "attention", Full, digests=("102cefeb6c2c",)),
+    big_bird="BigBirdSelfAttention", bigbird_pegasus="BigBirdPegasusSelfAttention",
+)  # fmt: skip
+_rule(
+    Rule(
+        "attention", "ours when its type changes", KeepsOurs, digests=("082128cca62d", "3deb8888fe3a"), method="set_attention_type"
+    ),
+    big_bird="BigBirdAttention", bigbird_pegasus="BigBirdPegasusEncoderAttention",
+)  # fmt: skip
+
+
+# ---- LED's decoder
+
+
+class DecoderAttention:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        output_attentions: bool = False,
+    ) -> Any:
+        if output_attentions:
+            return super().forward(  # type: ignore[misc]
+                hidden_states, key_value_states, past_key_values, attention_mask, output_attentions
+            )
+        cross, cache, layer = key_value_states is not None, past_key_values, self.layer_idx
+        updated = getattr(cache, "is_updated", None)  # of a cache with two parts
+        if updated is not None:
+            cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+        if cross and updated is not None and updated.get(layer):
+            key, value = cache.layers[layer].keys, cache.layers[layer].values
+        else:
+            source = key_value_states if cross else hidden_states
+            key, value = (_split(f(source), self.head_dim) for f in (self.k_proj, self.v_proj))
+            if cache is not None:
+                key, value = cache.update(key, value, layer)
+                if cross and updated is not None:
+                    updated[layer] = True
+        out = attention(
+            _split(self.q_proj(hidden_states), self.head_dim), key, value, scale=self.scaling, attn_mask=attention_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.out_proj(_merge(out)), None, past_key_values
+
+
+_rule(Rule("attention", "attention", DecoderAttention, digests=("9a629bc60b41",)), led="LEDDecoderAttention")
