@@ -55,7 +55,8 @@ class BlockMask:
         def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return mask[b, h, i, j]
 
-        return cls._of(mod, _shape(mask.shape), _sizes(block_size, mask.device), mask.device, vectorized=True)
+        shape = _shape(mask.shape)
+        return cls(shape, evaluate(mod, shape, _sizes(block_size, mask.device), mask.device, vectorized=True))
 
     @classmethod
     def from_function(
@@ -76,7 +77,7 @@ class BlockMask:
             B, H: None or 1 if ``mask_mod`` does not look at b, or h.
         """
         shape = _shape((B or 1, H or 1, Lq, Lk))
-        return cls._of(mask_mod, shape, _sizes(block_size, device), torch.device(device))
+        return cls(shape, evaluate(mask_mod, shape, _sizes(block_size, device), torch.device(device)))
 
     @classmethod
     def sliding_window(
@@ -85,12 +86,11 @@ class BlockMask:
         """``i - window[0] <= j <= i + window[1]``. The keyword ``window`` of attention says the same without a mask; this one
         can be combined with others."""
         left, right = _naturals("window", window)
-        device = torch.device(device)
+        device, shape = torch.device(device), _shape((1, 1, length, length))
         sizes = _sizes(block_size, device)
-        return cls._of(
-            lambda b, h, i, j: (j >= i - left) & (j <= i + right), _shape((1, 1, length, length)), sizes, device,
-            band(length, left, right, sizes, device), vectorized=True,
-        )  # fmt: skip
+        crossed = band(length, left, right, sizes, device)
+        mod = lambda b, h, i, j: (j >= i - left) & (j <= i + right)
+        return cls(shape, evaluate(mod, shape, sizes, device, crossed, vectorized=True))
 
     @classmethod
     def strided(
@@ -113,7 +113,8 @@ class BlockMask:
             seen = ((i - j).abs() < stride) | ((i - j) % stride == 0)
             return seen & (j <= i) if causal else seen
 
-        return cls._of(mod, _shape((1, 1, length, length)), _sizes(block_size, device), torch.device(device), vectorized=True)
+        shape = _shape((1, 1, length, length))
+        return cls(shape, evaluate(mod, shape, _sizes(block_size, device), torch.device(device), vectorized=True))
 
     @classmethod
     def longformer(
@@ -147,10 +148,10 @@ class BlockMask:
             rows[:, None] * across + torch.arange(across, device=device),
             torch.arange(down, device=device)[:, None] * across + columns,
         ]
-        return cls._of(
-            lambda b, h, i, j: ((i - j).abs() <= half) | is_global[i] | is_global[j], _shape((1, 1, length, length)), sizes, device,
-            torch.cat([keys, *(m.flatten() for m in more)]).unique(), vectorized=True,
-        )  # fmt: skip
+        candidates = torch.cat([keys, *(m.flatten() for m in more)]).unique()
+        shape = _shape((1, 1, length, length))
+        mod = lambda b, h, i, j: ((i - j).abs() <= half) | is_global[i] | is_global[j]
+        return cls(shape, evaluate(mod, shape, sizes, device, candidates, vectorized=True))
 
     @classmethod
     def big_bird(
@@ -210,7 +211,7 @@ class BlockMask:
         partial = listed(mask.kv_num_blocks, mask.kv_indices)
         full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
         shape = _shape((batch, heads, lq, lk))
-        made = cls._of(mask.mask_mod, shape, sizes, mask.kv_indices.device, partial)
+        made = cls(shape, evaluate(mask.mask_mod, shape, sizes, mask.kv_indices.device, partial))
         whole = assemble(shape, full.sort()[0], torch.full_like(full, FULL), made.blocks.bits[:0])
         setattr(mask, _CACHE, both := made | cls(shape, whole))
         return both
@@ -259,18 +260,6 @@ class BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         return type(self)(*combine(self.shape, self.blocks, other.shape, other.blocks, how))
-
-    @classmethod
-    def _of(
-        cls,
-        mod: MaskMod,
-        shape: Shape,
-        sizes: tuple[int, int],
-        device: torch.device,
-        candidates: torch.Tensor | None = None,
-        vectorized: bool = False,
-    ) -> Self:
-        return cls(shape, evaluate(mod, shape, sizes, device, candidates, vectorized))
 
 
 def as_block_mask(mask: Any) -> BlockMask | None:

@@ -149,9 +149,9 @@ def test_flex_masks_are_converted_once_and_where_partial(monkeypatch: pytest.Mon
     evaluated: list[int] = []
     inner = source.evaluate
 
-    def counting(f: Any, shape: Any, sizes: Any, device: Any, candidates: Tensor, vectorized: bool) -> Any:
+    def counting(f: Any, shape: Any, sizes: Any, device: Any, candidates: Tensor) -> Any:
         evaluated.append(candidates.numel())
-        return inner(f, shape, sizes, device, candidates, vectorized)
+        return inner(f, shape, sizes, device, candidates)
 
     monkeypatch.setattr(source, "evaluate", counting)
     mask = BlockMask.from_flex(made)
