@@ -4,12 +4,12 @@
 //   if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
 //   const int head = PT_FAULT(values_of_another_head) ? 0 : w.h / p.group;
 //
-// In a normal build the macro is `false`, and nothing of a fault remains. The emulator's library (PT_EMULATE) has all faults, and
-// PYTRANSFORMER_FAULT=name plants one when it is loaded. The lists of tests/emulator/test_*mutants.py have the same names, with the problem
-// that shows each.
+// In a normal build the macro is `false`, and nothing of a fault remains. The emulator's library (PT_EMULATE) and the lane of
+// tests/ops/test_lane_mutants.py (PT_FAULTS) have all faults, and PYTRANSFORMER_FAULT=name plants one when they are loaded. The lists of
+// the tests have the same names, with what shows each.
 #pragma once
 
-#if !defined(PT_EMULATE)
+#if !defined(PT_EMULATE) && !defined(PT_FAULTS)
 #define PT_FAULT(name) false
 #else
 #include <algorithm>

@@ -88,7 +88,7 @@ struct CrossEntropy {
       return results;
     }
     double total = sum(losses);
-    if (n.reduction == kMean) total /= valid(target, n.ignore_index);
+    if (n.reduction == kMean) total /= PT_FAULT(ignored_counted) ? target.numel() : valid(target, n.ignore_index);
     results[0] = empty({}, options);
     fill(results[0], total);
     return results;
@@ -104,7 +104,7 @@ struct CrossEntropy {
       upstream = grads[0].contiguous();
     } else {
       double each = value(grads[0]);
-      if (n.reduction == kMean) each /= valid(target, n.ignore_index);
+      if (n.reduction == kMean && !PT_FAULT(mean_as_sum)) each /= valid(target, n.ignore_index);
       upstream = empty(lse.sizes(), lse.options());
       fill(upstream, each);
     }

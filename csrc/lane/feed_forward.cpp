@@ -92,7 +92,7 @@ struct FeedForward {
         continue;
       }
       const auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(held.storage()), held.key_set(), options.dtype());
-      impl->set_storage_offset(int64_t(i) * size / int64_t(options.dtype().itemsize()));
+      impl->set_storage_offset(int64_t(PT_FAULT(scratch_shared) ? 0 : i) * size / int64_t(options.dtype().itemsize()));
       impl->set_sizes_contiguous({rows, columns});
       found[i] = Tensor(impl);
     }
@@ -105,7 +105,7 @@ struct FeedForward {
     const Tensor x = matrix(t[kX]);
     const bool gated = t[kGateWeight].defined();
     const auto [hidden, d_pre, d_gate] = scratch(gated ? 3 : 2, x.size(0), t[kW1].size(0), x.options());
-    if (!n.save) run_forward(t, n, d_pre, maybe(d_gate), std::nullopt);
+    if (!n.save && !PT_FAULT(not_recomputed)) run_forward(t, n, d_pre, maybe(d_gate), std::nullopt);
     const Tensor pre = n.save ? matrix(saved[0]) : d_pre;
     const Maybe gate = n.save ? maybe_matrix(saved[1]) : maybe(d_gate);
     const auto work = work_dtype(x);

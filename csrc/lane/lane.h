@@ -34,6 +34,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/fault.h"
 #include "program.h"
 
 namespace pt::lane {
@@ -152,7 +153,7 @@ class OpNode final : public torch::autograd::Node {
 
   // The first `differentiable` outputs get gradients.
   void save(const typename Op::Outputs& results, size_t differentiable) {
-    for (size_t i = 0, first = results.size() - Op::kSaved; i < Op::kSaved; i++)
+    for (size_t i = 0, first = PT_FAULT(first_outputs_saved) ? 0 : results.size() - Op::kSaved; i < Op::kSaved; i++)
       outputs[i] = SavedVariable(results[first + i], first + i < differentiable);
   }
 
@@ -165,9 +166,9 @@ class OpNode final : public torch::autograd::Node {
       for (size_t i = 0; i < saved.size(); i++) saved[i] = outputs[i].unpack(getptr());
     }
     std::vector<bool> wanted(Op::kDifferentiable);
-    bool any_wanted = false, any_given = false, direct = !at::GradMode::is_enabled() && unwatched();
+    bool any_wanted = false, any_given = false, direct = (PT_FAULT(second_derivative_lost) || !at::GradMode::is_enabled()) && unwatched();
     for (size_t i = 0; i < wanted.size(); i++) any_wanted |= wanted[i] = task_should_compute_output(i);
-    for (const Tensor& g : grads) any_given |= g.defined(), direct = direct && plain(g);
+    for (const Tensor& g : grads) any_given |= g.defined(), direct = direct && (PT_FAULT(any_gradient_taken) || plain(g));
     for (const Tensor& t : given) direct = direct && plain(t);
     for (const Tensor& t : saved) direct = direct && plain(t);
     if (!any_wanted || !any_given) return variable_list(Op::kDifferentiable);
@@ -189,7 +190,7 @@ class OpNode final : public torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const auto& v : inputs) args.collect(v, false);
     for (const auto& v : outputs) args.collect(v, true);
-    numbers.collect([&](const auto& value) { args.collect(value); });
+    if (!PT_FAULT(numbers_not_compiled_for)) numbers.collect([&](const auto& value) { args.collect(value); });
     args.collect(int64_t(route.backend)), args.collect(route.strict);
   }
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
@@ -274,7 +275,7 @@ std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typen
                                         const Route& route = {}) {
   const bool needs = needs_gradient({inputs.data(), Op::kDifferentiable});
   if constexpr (Op::kSeed >= 0)
-    if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = drawn(at::kCPU);
+    if (draws<Op>(inputs, numbers)) inputs[Op::kSeed] = PT_FAULT(seed_not_drawn) ? filled(5, at::kCPU) : drawn(at::kCPU);
   typename Op::Outputs outputs;
   try {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -31,14 +31,15 @@ bool mine(const Attention::Inputs& t, bool enable_gqa) {
   return as_attention(t, enable_gqa);
 }
 
-// The arguments of pt.attention for these.
+// The arguments of pt.attention for these, by name: whatever other arguments it has stay as they are by default.
 py::object as_given(const Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {
-  const py::none none;
   const auto object = [](const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); };
-  const py::object causal = n.align ? py::object(py::str("top_left")) : py::object(none);
-  const py::object mask = object(t[Attention::kMask]), q = object(t[0]), k = object(t[1]), v = object(t[2]);
-  return py::make_tuple(q, k, v, mask, causal, none, none, none, none, none, none, none, none, scale, n.dropout_p, none, false, true, none,
-                        false);
+  py::dict given;
+  given["query"] = object(t[0]), given["key"] = object(t[1]), given["value"] = object(t[2]),
+  given["attn_mask"] = object(t[Attention::kMask]);
+  given["causal"] = n.align ? py::object(py::str("top_left")) : py::none();
+  given["scale"] = scale, given["dropout_p"] = n.dropout_p;
+  return given;
 }
 
 std::optional<Attention::Outputs> run_anywhere(Attention::Inputs& t, const AttentionNumbers& n, std::optional<double> scale) {

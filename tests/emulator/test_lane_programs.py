@@ -18,8 +18,8 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
-from pytransformer.ops._core import lane
-from pytransformer.ops._core.registry import Op, observing
+from pytransformer.ops._core import lane, recording
+from pytransformer.ops._core.registry import OPS, Op, observing
 from pytransformer.testing.lanes import Sees, needs_lane, same
 
 pytestmark = [needs_lane, pytest.mark.unpoisoned, pytest.mark.usefixtures("emulated", "one_thread", "sm90")]
@@ -125,6 +125,25 @@ def test_programs_give_what_was_recorded(name: str, in_python: list[str]) -> Non
         with lane.off():
             same(got, results(function, inputs, time))
     assert by_lane, lane.programs()
+
+
+def test_arguments_by_name_are_recorded_too() -> None:
+    """As the kernel of ``activate()`` gives them: on a GPU, where PyTorch's own function leads into the lane."""
+    query, key, value = (t.detach() for t in qkv())
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": None,
+        "causal": "top_left",
+        "scale": 0.3,
+        "dropout_p": 0.2,
+    }
+    op = OPS["attention"]
+    a = op.prepare(query, key, value, causal="top_left", scale=0.3, dropout_p=0.2, dropout_seed=torch.tensor(3))[0]
+    tensors, others = a[: op.num_tensors], (*a[op.num_tensors :], "cuda", True)
+    inputs, events, *_, backend, _ = recording.forward("attention", given, tensors, others, False, "cuda", True)
+    assert backend == "cuda" and events and inputs == tensors
 
 
 WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {

@@ -54,21 +54,22 @@ class Recorder(TorchDispatchMode):
 
 def forward(
     op_name: str,
-    given: tuple[Any, ...],
+    given: tuple[Any, ...] | dict[str, Any],
     tensors: tuple[Any, ...],
     others: tuple[Any, ...],
     save: bool,
     backend: str | None,
     strict: bool,
 ) -> Recorded | str | None:
-    """A recorded call of the public function with the arguments ``given``, which the lane has lowered to ``tensors`` and ``others``.
+    """A recorded call of the public function with the arguments ``given``, all by position or some by name, which the lane has lowered to
+    ``tensors`` and ``others``.
 
     Returns a reason where no call like it can be recorded, None where only this one cannot.
     """
     op = OPS[op_name]
-    named = dict(zip(inspect.signature(op.prepare).parameters, given))
+    named = given if isinstance(given, dict) else dict(zip(inspect.signature(op.prepare).parameters, given))
     seed = op.Arguments._fields.index("dropout_seed") if "dropout_seed" in op.Arguments._fields else None
-    if seed is not None and named["dropout_p"] and named["dropout_seed"] is None:
+    if seed is not None and named["dropout_p"] and named.get("dropout_seed") is None:
         named["dropout_seed"] = tensors[seed]  # or Python would draw another
     try:
         a = op.prepare(**named)[0]
