@@ -47,6 +47,7 @@ WGMMA = re.compile(
 # Spills, though its tile is the smallest there is: see docs/triton-checks.md.
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 segments D64 bf16 backward_dq|sm_120 segments D256 bf16 backward_dkdv"
+    r"|sm_90 (window D64|bias dropout D128|bias D256) bf16 backward_dkdv|sm_90 bias dropout D256 bf16 backward_dbias"
 )
 REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
