@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -340,3 +343,38 @@ def test_the_picture_and_the_device() -> None:
     )
     assert mask.to("cpu").share == mask.share and str(mask.to("meta").device) == "meta"
     assert attention_op.num_tensors >= 18
+
+
+MEMORY = """
+import sys, torch
+from pytransformer import BlockMask, attention
+from pytransformer.cli.benchmark.memory import measure_rise
+torch.set_num_threads(1)
+length = int(sys.argv[1])
+def step(length):
+    leaves = [torch.randn(1, 1, length, 64, requires_grad=True) for _ in range(3)]
+    mask = BlockMask.sliding_window(length, (256, 256))
+    attention(*leaves, attn_mask=mask).sum().backward()
+    return leaves
+step(512)
+print(measure_rise(lambda: step(length)))
+"""
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the backend cpu is not built")
+def test_memory_is_linear_at_65536_tokens() -> None:
+    """The mask, the inputs, forward and backward: twice the tokens, twice the bytes. (L, L) booleans alone would be 4 GiB."""
+    from pytransformer.cli.benchmark.memory import ENVIRONMENT, why_not
+
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+
+    def peak(length: int) -> int:
+        command = [sys.executable, "-c", MEMORY, str(length)]
+        return int(
+            subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=True).stdout
+        )
+
+    small, large = peak(32768), peak(65536)
+    assert large < 2.2 * small, (small, large)
+    assert large < 24 * 65536 * 64 * 4  # inputs, their gradients, out and its gradient are eight of these; 16 were seen

@@ -89,8 +89,9 @@ class QueryRows {
     acc *m = it.m + row0, *l = it.l + row0, *delta = it.delta + row0;
     uint8_t* live = it.live + row0;
     const acc sink = sink_of<acc>(p, it.h);
+    TileTrim trim(p, sequence.b);
     for (int64_t r = 0; r < n; r++) {
-      const Range v = it.seen[row0 + r] = scores.trim(it.h, it.q0 + row0 + r, sequence.visible(it.q0 + row0 + r));
+      const Range v = it.seen[row0 + r] = trim(it.h, it.q0 + row0 + r, sequence.visible(it.q0 + row0 + r));
       acc e = lse[r * p.lse_s.l];
       live[r] = !(e <= sink) || (plain && v.size() > 0 && sink == -kInfinity<acc>);
       if (live[r] && e == -kInfinity<acc>) e = acc(__builtin_nan(""));  // every product is -inf: as in the forward

@@ -43,9 +43,10 @@ class RowBlock {
     for (int64_t g = 0; g < heads; g++)
       copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
     keys_ = {s.Lk, 0};
+    TileTrim trim(p_, s.b);
     for (int64_t r = 0; r < padded; r++) {
       m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
-      seen_[r] = r < rows_ && r % nq < valid ? scores_.trim(h0 + r / nq, query(r), s.visible(query(r))) : Range{0, 0};
+      seen_[r] = r < rows_ && r % nq < valid ? trim(h0 + r / nq, query(r), s.visible(query(r))) : Range{0, 0};
       if (seen_[r].size() > 0) keys_ = {min(keys_.lo, seen_[r].lo), max(keys_.hi, seen_[r].hi)};
     }
     if (live_) mark_live_tiles();
