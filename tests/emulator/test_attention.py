@@ -153,6 +153,13 @@ def test_what_hidden_rows_hold_reaches_nothing() -> None:
         assert torch.equal(clean, poisoned) and bool(clean.isfinite().all())
 
 
+def test_one_operand_alone_is_copied() -> None:
+    """Of float32 a head size of 20 is whole multiples of 16 bytes: a copy of query, which is not aligned, has as many columns as key."""
+    query, key, value = (torch.randn(1, 1, 30, 20) for _ in range(3))
+    shifted = torch.cat([query, query[..., :1]], -1).roll(1, -1)[..., 1:]
+    check_attention((shifted, key, value), {}, "cuda")
+
+
 def test_zero_sizes() -> None:
     for batch, num_queries, num_keys in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         query, key = torch.randn(batch, 2, num_queries, 16), torch.randn(batch, 2, num_keys, 16)

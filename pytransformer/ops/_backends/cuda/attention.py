@@ -17,7 +17,6 @@ from ...masks import bucket_row
 from ..gpu.attention import gradients, no_pairs, no_pairs_gradients, outputs, why_not_sizes
 from . import library as cuda_library
 
-WIDTH = 8  # columns are widened to multiples of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MADE_BY = {  # pass -> the gradients that it makes
     "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query", "bwd_dkdv": "d_key and d_value",
@@ -106,7 +105,7 @@ def whole_rows(t: torch.Tensor) -> torch.Tensor:
     strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
     if columns % per == 0 and strided and (t.stride(-1) == 1 or columns == 1) and t.data_ptr() % 16 == 0:
         return t
-    padded = t.new_zeros((*t.shape[:-1], -(-columns // WIDTH) * WIDTH))
+    padded = t.new_zeros((*t.shape[:-1], -(-columns // per) * per))
     padded[..., :columns] = t
     return padded
 
@@ -140,8 +139,6 @@ def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device:
 def _extra_bytes(a: AttentionProblem) -> int:
     """Copies of operands whose rows are not aligned, in backward three float32 numbers for each row, and d_query in float32 where blocks
     add to it."""
-    copies = sum(
-        4 * t.numel() if t.dtype == torch.float32 else 2 * t.numel() for t in (a.query, a.key, a.value) if t.shape[-1] % WIDTH
-    )
+    copies = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value) if t.shape[-1] * t.element_size() % 16)
     plan = _plan(a)
     return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * (plan["dq_accum"] if plan else 0)
