@@ -240,3 +240,35 @@ def test_a_step_is_taken_apart(tool) -> None:
     assert theirs["our Python"] == theirs["our ops"] == theirs["backward pass"] == 0
     assert parts.part_of(("~", 0, "<built-in method pytransformer._lane.attention>")) == "our ops"
     assert parts.part_of(("~", 0, "<method 'run_backward' of 'torch._C._EngineBase' objects>")) == "backward pass"
+
+
+def test_curves_of_small_lengths(tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row has its share and its figures, or a reason; the pictures are drawn; the page says what the committed runs measured."""
+    pytest.importorskip("matplotlib")
+    curves = tool("curves")
+    for name in curves.WHAT:
+        committed = json.loads((curves.FOLDER / f"{name}.json").read_text())
+        text = curves.PAGE.read_text()
+        assert curves.written(name, committed, text) == text
+    monkeypatch.setattr(curves, "LENGTHS", (64, 128, 256))
+    monkeypatch.setattr(curves, "WIDTHS", (64, 128, 192))
+    monkeypatch.setitem(curves.LONGEST, "FlexAttention", 0)  # compiling takes minutes
+    for name, (measure, draw) in curves.WHAT.items():
+        document = {"environment": {"cpu": "a CPU"}, "rows": measure()}
+        draw(document, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert all(row.get("reason") or row["ms"] > 0 for row in document["rows"])
+        assert "| GRU |" in curves.table(document) or "| local 256 | ours |" in curves.table(document)
+    assert curves.exponent({1: 1.0, 2: 3.0, 4: 12.0, 8: 48.0}) == 2.0
+
+
+def test_local_patterns_are_linear_in_the_committed_run(tool) -> None:
+    curves = tool("curves")
+    rows = json.loads((curves.FOLDER / "patterns.json").read_text())["rows"]
+    for direction in (curves.FORWARD, curves.BACKWARD):
+        points = {
+            r["length"]: r["ms"]
+            for r in rows
+            if (r["pattern"], r["how"], r.get("direction")) == (curves.FIRST, "ours", direction)
+        }
+        assert max(points) == 65536 and curves.exponent(points) < 1.25
