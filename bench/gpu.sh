@@ -120,7 +120,7 @@ bench attention_any_order 45 attention --backends cuda,cuda_any_order --case ful
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_terms 90 attention --backends $peers --case key_padding,bool_mask,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
   --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
-# Many short sequences: what launches cost, of masks those of what is made again too.
+# Many short sequences: what launches cost, of masks those of what is recomputed too.
 bench attention_short 45 attention --backends $peers --case full,bool_mask --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=16,Lq=512,Lk=512,D=64
 # An image's patches: rows of a bias that are not aligned, with its gradient.
 bench attention_odd 30 attention --backends $peers --case bias --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=12,Lq=197,Lk=197,D=64

@@ -7,7 +7,8 @@
 
 Modules so small that calls are all there is: (1, 16, 64), four heads, float32, one thread. "ours" as users call it; "python" without the
 C++ lane, which is what each call cost before there was one; "torch" PyTorch's module of the same sizes, or the model of transformers with
-sdpa. The parts are shares of a run under cProfile, of the time that a step takes without it; cProfile makes Python look dearer than it is.
+sdpa. The parts are shares of a run under cProfile, of the time that a step takes without it; cProfile makes Python look more
+expensive than it is.
 """
 
 from __future__ import annotations

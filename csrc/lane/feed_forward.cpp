@@ -2,6 +2,7 @@
 // pt.feed_forward: the lowering of ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 
+#include "../common/activation.h"
 #include "reader.h"
 
 namespace pt::lane {
@@ -28,7 +29,7 @@ struct FeedForward {
 
   using Forward = void(const Tensor& x, const Tensor& w1, const Maybe& b1, const Maybe& gate_weight, const Maybe& gate_bias,
                        const Tensor& w2, const Maybe& b2, const Maybe& seed, const Maybe& pre, const Maybe& gate, const Maybe& out,
-                       int64_t hidden_rows, int64_t activation, double dropout_p);
+                       int64_t activation, double dropout_p);
   using Backward = void(const Tensor& d_out, const Tensor& x, const Tensor& w1, const Maybe& gate_weight, const Tensor& w2,
                         const Tensor& pre, const Maybe& gate, const Maybe& seed, const Tensor& hidden, const Tensor& d_pre,
                         const Maybe& d_gate, const Maybe& dx, const Maybe& dw1, const Maybe& db1, const Maybe& dgate_weight,
@@ -58,10 +59,8 @@ struct FeedForward {
     static const auto raw = raw_op<Forward>("pytransformer_C::feed_forward_fwd");
     const Tensor x = matrix(t[kX]);
     const auto work = work_dtype(x);
-    const int64_t hidden_bytes = t[kW1].size(0) * int64_t(x.element_size());
-    const int64_t hidden_rows = std::min(x.size(0), std::max(limits.least_rows, limits.hidden_bytes / hidden_bytes));
     raw.call(x, matrix(t[kW1]), vector(t[kB1], work), maybe_matrix(t[kGateWeight]), vector(t[kGateBias], work), matrix(t[kW2]),
-             vector(t[kB2], work), maybe(t[kSeed]), pre, gate, out, hidden_rows, n.activation, n.dropout_p);
+             vector(t[kB2], work), maybe(t[kSeed]), pre, gate, out, n.activation, n.dropout_p);
   }
 
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient) {
@@ -125,9 +124,8 @@ struct FeedForward {
   }
 
   static variable_list tensors(const Inputs& t) { return {t.begin(), t.end()}; }
-  static constexpr std::initializer_list<const char*> kActivations = {"relu", "gelu", "gelu_tanh", "silu"};
   static py::tuple others(const Numbers& n) {
-    return py::make_tuple(kActivations.begin()[n.activation], n.dropout_p, n.save, py::none(), false);
+    return py::make_tuple(kActivationNames.begin()[n.activation], n.dropout_p, n.save, py::none(), false);
   }
 };
 
@@ -140,7 +138,7 @@ LANE_ENTRY(feed_forward) {
   Reader read;
   F::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor_or_none(a[2]), read.tensor(a[3]), read.tensor_or_none(a[4])};
   F::Numbers n;
-  n.activation = read.choice(a[5], F::kActivations);
+  n.activation = read.choice(a[5], kActivationNames);
   t[F::kGateWeight] = read.tensor_or_none(a[6]), t[F::kGateBias] = read.tensor_or_none(a[7]);
   n.dropout_p = read.number(a[8]);
   t[F::kSeed] = read.seed(a[9], n.dropout_p);

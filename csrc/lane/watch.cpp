@@ -53,8 +53,7 @@ void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObje
   watchers.clear();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers_); i++) watchers.push_back(Py_NewRef(PyTuple_GET_ITEM(watchers_, i)));
   traces = Py_NewRef(traces_), backward = Py_NewRef(backward_), facts = Py_NewRef(facts_);
-  for (auto [name, number] : {std::pair("kept_bytes", &limits.kept_bytes), std::pair("hidden_bytes", &limits.hidden_bytes),
-                              std::pair("least_rows", &limits.least_rows), std::pair("held_bytes", &limits.held_bytes)})
+  for (auto [name, number] : {std::pair("kept_bytes", &limits.kept_bytes), std::pair("held_bytes", &limits.held_bytes)})
     *number = PyLong_AsLongLong(fact(name));
 }
 

@@ -173,7 +173,7 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
-lane.facts |= {"hidden_bytes": cpu.HIDDEN_BYTES, "least_rows": cpu.LEAST_ROWS, "held_bytes": cpu.HELD_BYTES}
+lane.facts |= {"held_bytes": cpu.HELD_BYTES}
 
 
 # ---- backends

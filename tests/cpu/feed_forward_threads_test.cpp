@@ -43,7 +43,7 @@ std::vector<Buffers> run(const Case& c, int threads) {
   p.seed = 3, p.drop_threshold = c.drop_threshold;
   if (c.gated) p.gate_weight = gate_weight.get();
   pt::FeedForwardForward f{};
-  f.pre = at(0), f.gate = c.gated ? at(1) : nullptr, f.y = at(2), f.h_rows = c.rows;
+  f.pre = at(0), f.gate = c.gated ? at(1) : nullptr, f.y = at(2);
   pt::FeedForwardBackward b{};
   b.dy = dy.get(), b.pre = f.pre, b.gate = f.gate, b.h = h.get(), b.dpre = dpre.get(), b.dgate = c.gated ? dgate.get() : nullptr;
   b.dx = at(3), b.dw1 = at(4), b.dgate_weight = c.gated ? at(5) : nullptr, b.dw2 = at(6), b.db1 = at(7), b.db2 = at(8);

@@ -149,7 +149,7 @@ PADDING = (
                    "causal": "bottom_right"},
     ),
 )  # fmt: skip
-# And beside lookups. These, and the backward of all of them, make again what met NaN: so they run without it, too.
+# And beside elementwise masks. These, and the backward of all of them, recompute what met NaN: so they run without it, too.
 PADDED_LOOKUPS = (
     Problem(
         "holes and bias", F16, (2, 1, 1, 40, 264, 128, 128),
@@ -178,7 +178,7 @@ LOOKUPS = (
     Problem("mask, transposed", F16, (1, 1, 1, 130, 144, 64, 64), lambda n: {"attn_mask": (n(1, 1, 144, 130) > 0).mT}),
     Problem("hidden queries", BF16, (2, 1, 1, 140, 40, 64, 64), lambda n: {"attn_mask": n(2, 1, 140, 1) > 0}),
     Problem("hidden keys of heads", BF16, (1, 2, 1, 40, 144, 64, 64), lambda n: {"attn_mask": n(1, 2, 1, 144) > 0}),
-    # Keys that nobody sees hold NaN: tiles are made again, of several sequences, more than blocks do it, and of several queries.
+    # Keys that nobody sees hold NaN: tiles are recomputed, of several sequences, more than blocks do it, and of several queries.
     Problem("hidden keys", BF16, (6, 1, 1, 30, 300, 64, 64), lambda n: {"attn_mask": (n(6, 1, 1, 300) > -0.5).repeat(1, 1, 30, 1)}),
     Problem(
         "hidden keys, dropout", F16, (1, 1, 1, 130, 150, 128, 128),
@@ -190,7 +190,7 @@ LOOKUPS = (
         lambda n: {"attn_mask": (torch.arange(4).view(2, 2, 1, 1) < 3) | (torch.arange(300) != 290) & (torch.arange(300) != 290)[:, None],
                    "window": (20, 20)},
     ),
-    # Of 136 tiles in each pass, for each of which one of a few blocks asks, the last is made again.
+    # Of 136 tiles in each pass, for each of which one of a few blocks asks, the last is recomputed.
     Problem(
         "the last of many heads", BF16, (34, 4, 4, 10, 20, 64, 64),
         lambda n: {"attn_mask": (torch.arange(34 * 4).view(34, 4, 1, 1) < 135) | (torch.arange(20) != 7)},
@@ -267,7 +267,7 @@ LOOKUPS = (
 )  # fmt: skip
 # Those whose d_query, d_key and d_value the portable kernels make.
 FORWARD = (
-    # Wide heads: lookups beside terms.
+    # Wide heads: elementwise masks beside a score_mod.
     Problem(
         "192 and 64, mask, softcap", F16, (1, 2, 2, 40, 144, 192, 64), lambda n: {"attn_mask": n(2, 40, 144) > 0, "softcap": 4.0},
     ),

@@ -50,7 +50,7 @@ def hidden_by(kind: str, row: int, rows: int) -> dict[str, Any]:
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
 def test_what_hidden_pairs_hold_reaches_nothing(kind: str, poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that met it are made again by the portable kernels, to the same bits as those make them; others are left alone."""
+    """Tiles that met it are recomputed by the portable kernels, to the same bits as those make them; others are left alone."""
     torch.manual_seed(0)
     rows, row = 300, 200  # queries before 128 do not come near
     query, key, value = (torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -70,7 +70,7 @@ def test_what_hidden_pairs_hold_reaches_nothing(kind: str, poison: float, monkey
 @pytest.mark.parametrize("kind", ["mask", "bias", "segments"])
 def test_gradients_that_meet_what_is_hidden(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in a key and a value that nobody sees, in a query that sees nothing and its upstream gradient: the tiles of both passes that met
-    them are made again, to the bits of the portable kernels; others are left alone."""
+    them are recomputed, to the bits of the portable kernels; others are left alone."""
     torch.manual_seed(0)
     rows, key_row, query_row = 300, 200, 140  # queries before 128 do not come near that key, keys from 192 on not that query
     tensors = [torch.randn(1, 2, rows, 64, dtype=torch.bfloat16) for _ in range(4)]

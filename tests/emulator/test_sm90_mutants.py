@@ -92,7 +92,7 @@ FAULTS = (
     Fault("tiles_with_padding_gaps_taken_whole_unordered", "few keys, unordered"),
     Fault("keys_before_the_first_weigh_something", "few keys, unordered"),
     Fault("padding_gaps_visible_to_the_mask_loader", "holes and segments"),
-    # lookups: boolean masks, segments as bits; floating terms in pairs and one by one; what is made again
+    # elementwise masks: boolean ones, segments as bits; floating ones in pairs and one by one; what is recomputed
     Fault("sixteen_other_keys", "mask"),
     Fault("bits_of_another_lanes_keys", "mask"),
     Fault("a_lanes_bits_left_out", "mask"),
@@ -261,7 +261,7 @@ FAULTS = (
     Fault("partials_of_slopes_too_near", "wide, ALiBi"),
     Fault("delta_of_wide_heads_forgotten", "wide"),
     Fault("the_other_panel_of_wide_queries", "wide"),
-    # lookups in the backward
+    # elementwise masks in the backward
     Fault("bytes_of_a_mask_turned_round_backward", "mask"),
     Fault("bits_of_the_other_row_backward", "mask"),
     Fault("bits_of_other_columns_backward", "mask"),

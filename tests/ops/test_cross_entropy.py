@@ -18,7 +18,7 @@ BACKENDS = ("reference", "cpu")
 
 
 @pytest.fixture(params=BACKENDS)
-def ce_backend(request: pytest.FixtureRequest) -> str:
+def op_backend(request: pytest.FixtureRequest) -> str:
     x, w, _, target = (t.detach() for t in _inputs(2))
     reason = pt.explain("linear_cross_entropy", x, w, target).reasons[request.param]
     if reason is not None:
@@ -33,11 +33,11 @@ def _inputs(*lead: int, d: int = 6, classes: int = 11, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-def test_equals_torch(reduction: str, smoothing: float, ce_backend: str) -> None:
+def test_equals_torch(reduction: str, smoothing: float, op_backend: str) -> None:
     x, w, b, target = _inputs(4, 5)
     target[1] = -100
     keywords: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
-    ours = pt.linear_cross_entropy(x, w, target, bias=b, **keywords, backend=ce_backend)
+    ours = pt.linear_cross_entropy(x, w, target, bias=b, **keywords, backend=op_backend)
     want = F.cross_entropy(F.linear(x, w, b).flatten(0, 1), target.flatten(), **keywords).reshape(ours.shape)
     torch.testing.assert_close(ours, want)
     grad = torch.randn_like(want)
@@ -45,55 +45,55 @@ def test_equals_torch(reduction: str, smoothing: float, ce_backend: str) -> None
         torch.testing.assert_close(a, e)
 
 
-def test_mean_over_no_valid_target_is_nan(ce_backend: str) -> None:
+def test_mean_over_no_valid_target_is_nan(op_backend: str) -> None:
     x, w, _, target = _inputs(3)
-    assert pt.linear_cross_entropy(x, w, target.fill_(7), ignore_index=7, backend=ce_backend).isnan()
-    assert pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum", backend=ce_backend) == 0
+    assert pt.linear_cross_entropy(x, w, target.fill_(7), ignore_index=7, backend=op_backend).isnan()
+    assert pt.linear_cross_entropy(x, w, target, ignore_index=7, reduction="sum", backend=op_backend) == 0
 
 
-def test_an_ignored_row_may_hold_anything(ce_backend: str) -> None:
+def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
     x, w, b, target = _inputs(4)
     with torch.no_grad():
         x[2] = float("nan")
     target[2] = -100
-    dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b, backend=ce_backend), (x, w, b))
+    dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b, backend=op_backend), (x, w, b))
     assert torch.equal(dx[2], torch.zeros(6, dtype=dx.dtype)) and all(g.isfinite().all() for g in (dx, dw, db))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_is_float32(dtype: torch.dtype, ce_backend: str) -> None:
+def test_the_loss_is_float32(dtype: torch.dtype, op_backend: str) -> None:
     x, w, b, target = _inputs(40, dtype=dtype)
-    loss = pt.linear_cross_entropy(x, w, target, bias=b, backend=ce_backend)
+    loss = pt.linear_cross_entropy(x, w, target, bias=b, backend=op_backend)
     want = F.cross_entropy(F.linear(x.double(), w.double(), b.double()), target)
     assert loss.dtype == torch.float32 and abs(loss.double() - want) < 1e-5
     assert all(g.dtype == dtype for g in torch.autograd.grad(loss, (x, w, b)))
 
 
-def test_gradcheck_and_gradgradcheck(ce_backend: str) -> None:
+def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
     x, w, b, target = _inputs(3, 2)
     target[0, 1] = -100
     for reduction in ("mean", "none"):
 
         def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, how: str = reduction) -> torch.Tensor:
-            return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=ce_backend)
+            return pt.linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.2, reduction=how, backend=op_backend)
 
         assert torch.autograd.gradcheck(function, (x, w, b))
         assert torch.autograd.gradgradcheck(function, (x, w, b))
 
 
 @pytest.mark.unpoisoned
-def test_opcheck_and_compile(ce_backend: str) -> None:
+def test_opcheck_and_compile(op_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
     x, w, b, target = _inputs(4, dtype=torch.float32)
     for save in (True, False):
         a = (x.detach(), w.detach(), target, b.detach(), -100, 0.1, "mean", save)
-        torch.library.opcheck(op.fwd, (*a, ce_backend, True))
-        saved = op.fwd(*a, ce_backend, True)[1:]
+        torch.library.opcheck(op.fwd, (*a, op_backend, True))
+        saved = op.fwd(*a, op_backend, True)[1:]
         assert bool(saved[1].numel()) == save
-        torch.library.opcheck(op.bwd, (torch.ones(()), *a, *saved, [True] * 3, ce_backend, True))
+        torch.library.opcheck(op.bwd, (torch.ones(()), *a, *saved, [True] * 3, op_backend, True))
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return pt.linear_cross_entropy(x, w, target, label_smoothing=0.1, backend=ce_backend)
+        return pt.linear_cross_entropy(x, w, target, label_smoothing=0.1, backend=op_backend)
 
     ours, want = torch.compile(function, fullgraph=True, backend="aot_eager")(x, w), function(x, w)
     torch.testing.assert_close(ours, want)
@@ -101,11 +101,11 @@ def test_opcheck_and_compile(ce_backend: str) -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_func_transforms(ce_backend: str) -> None:
+def test_func_transforms(op_backend: str) -> None:
     x, w, _, target = (t.detach() for t in _inputs(5))
 
     def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return pt.linear_cross_entropy(x, w, target, backend=ce_backend)
+        return pt.linear_cross_entropy(x, w, target, backend=op_backend)
 
     each = torch.func.vmap(torch.func.grad(loss))(x, target)
     want = torch.func.grad(lambda x: F.cross_entropy(x @ w.T, target, reduction="sum"))(x)

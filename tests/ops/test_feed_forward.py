@@ -19,7 +19,7 @@ NAMES = ("x", "w1", "b1", "w2", "b2", "gate_weight", "gate_bias")
 
 
 @pytest.fixture(params=BACKENDS)
-def ffn_backend(request: pytest.FixtureRequest) -> str:
+def op_backend(request: pytest.FixtureRequest) -> str:
     reason = pt.explain("feed_forward", *_inputs(2, 3, 4, 3)[:5]).reasons[request.param]
     if reason is not None:
         pytest.skip(f"backend {request.param}: {reason}")
@@ -42,14 +42,14 @@ def _call(t: list[torch.Tensor] | tuple[torch.Tensor, ...], **keywords: Any) -> 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_equals_linear_activation_linear(activation: str, gated: bool, ffn_backend: str) -> None:
+def test_equals_linear_activation_linear(activation: str, gated: bool, op_backend: str) -> None:
     t = _inputs(9, 20, 70, 33)
     act = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu}[activation]
     hidden = F.linear(t[0], t[1], t[2])
     hidden = act(F.linear(t[0], t[5], t[6])) * hidden if gated else act(hidden)
     want = F.linear(hidden, t[3], t[4])
     leaves = t if gated else t[:5]
-    ours = _call(leaves, activation=activation, backend=ffn_backend)
+    ours = _call(leaves, activation=activation, backend=op_backend)
     torch.testing.assert_close(ours, want)
     grad = torch.randn_like(want)
     for name, a, b in zip(NAMES, torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(want, leaves, grad)):
@@ -155,22 +155,22 @@ def test_writes_that_leave_no_trace_are_seen(rows: int) -> None:
         assert torch.equal(_call(t, backend="cpu"), _call([v.clone() for v in t], backend="cpu"))
 
 
-def test_nan_stays_in_its_row(ffn_backend: str) -> None:
+def test_nan_stays_in_its_row(op_backend: str) -> None:
     t = [v.detach() for v in _inputs(5, 16, 40, 16, torch.float32)]
     t[0][2, 3] = float("nan")
-    y = _call(t, activation="gelu", backend=ffn_backend)
+    y = _call(t, activation="gelu", backend=op_backend)
     assert y[2].isnan().all() and y[[0, 1, 3, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 6), (3, 0, 5, 6), (3, 4, 0, 6)])
-def test_nothing_to_do(shape: tuple[int, int, int, int], ffn_backend: str) -> None:
+def test_nothing_to_do(shape: tuple[int, int, int, int], op_backend: str) -> None:
     t = _inputs(*(max(n, 1) for n in shape), torch.float32)
     rows, d, hidden, out = shape
     t = [
         v.detach()[tuple(slice(n) for n in s)].requires_grad_()
         for v, s in zip(t, ((rows, d), (hidden, d), (hidden,), (out, hidden), (out,)))
     ]
-    y = _call(t, backend=ffn_backend)
+    y = _call(t, backend=op_backend)
     assert y.shape == (rows, out)
     torch.testing.assert_close(y, F.linear(F.relu(F.linear(t[0], t[1], t[2])), t[3], t[4]))
     assert all(g.shape == v.shape for g, v in zip(torch.autograd.grad(y.sum(), t), t))
@@ -181,11 +181,11 @@ def test_nothing_to_do(shape: tuple[int, int, int, int], ffn_backend: str) -> No
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, ffn_backend: str) -> None:
+def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, op_backend: str) -> None:
     t = _inputs(3, 4, 5, 3)[: 7 if gated else 5]
 
     def function(*v: torch.Tensor) -> torch.Tensor:
-        return _call(v, activation=activation, dropout_p=0.3, dropout_seed=11, recompute=gated, backend=ffn_backend)
+        return _call(v, activation=activation, dropout_p=0.3, dropout_seed=11, recompute=gated, backend=op_backend)
 
     assert torch.autograd.gradcheck(function, t)
     assert torch.autograd.gradgradcheck(function, t)
@@ -193,21 +193,21 @@ def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, ffn_backend: 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("save", [False, True])
-def test_opcheck(save: bool, ffn_backend: str) -> None:
+def test_opcheck(save: bool, op_backend: str) -> None:
     op = OPS["feed_forward"]
     x, w1, b1, w2, b2, wg, bg = (t.detach() for t in _inputs(6, 4, 8, 4, torch.float32))
     a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 0.5, save)
-    torch.library.opcheck(op.fwd, (*a, ffn_backend, True))
-    out, *saved = op.fwd(*a, ffn_backend, True)
-    torch.library.opcheck(op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, ffn_backend, True))
+    torch.library.opcheck(op.fwd, (*a, op_backend, True))
+    out, *saved = op.fwd(*a, op_backend, True)
+    torch.library.opcheck(op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, op_backend, True))
 
 
 @pytest.mark.unpoisoned
-def test_compiles_whole(ffn_backend: str) -> None:
+def test_compiles_whole(op_backend: str) -> None:
     t = _inputs(6, 8, 16, 8, torch.float32)
 
     def function(*v: torch.Tensor) -> torch.Tensor:
-        return _call(v, activation="silu", dropout_p=0.1, dropout_seed=3, backend=ffn_backend).sin().sum()
+        return _call(v, activation="silu", dropout_p=0.1, dropout_seed=3, backend=op_backend).sin().sum()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     ours, want = compiled(*t), function(*t)
@@ -216,11 +216,11 @@ def test_compiles_whole(ffn_backend: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_func_transforms(ffn_backend: str) -> None:
+def test_func_transforms(op_backend: str) -> None:
     t = [v.detach() for v in _inputs(3, 4, 6, 4)[:5]]
 
     def loss(x: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
-        return pt.feed_forward(x, w1, *t[2:], activation="gelu", backend=ffn_backend).sin().sum()
+        return pt.feed_forward(x, w1, *t[2:], activation="gelu", backend=op_backend).sin().sum()
 
     want = torch.func.grad(lambda x, w1: F.linear(F.gelu(F.linear(x, w1, t[2])), t[3], t[4]).sin().sum(), (0, 1))(*t[:2])
     for a, b in zip(torch.func.grad(loss, (0, 1))(*t[:2]), want):

@@ -20,7 +20,7 @@ KINDS = ("layer", "rms")
 
 
 @pytest.fixture(params=BACKENDS)
-def norm_backend(request: pytest.FixtureRequest) -> str:
+def op_backend(request: pytest.FixtureRequest) -> str:
     reason = pt.explain("layer_norm", torch.zeros(1, 8), 8).reasons[request.param]
     if reason is not None:
         pytest.skip(f"backend {request.param}: {reason}")
@@ -37,7 +37,7 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.float64, n: int = 4) -> list
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opinfo_samples(kind: str, dtype: torch.dtype, norm_backend: str) -> None:
+def test_opinfo_samples(kind: str, dtype: torch.dtype, op_backend: str) -> None:
     """PyTorch's own samples of the op: outputs as PyTorch's, outputs and gradients within the bound."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -46,27 +46,27 @@ def test_opinfo_samples(kind: str, dtype: torch.dtype, norm_backend: str) -> Non
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         arguments = (sample.input, *sample.args)
         theirs = getattr(F, f"{kind}_norm")(*arguments, **sample.kwargs)
-        torch.testing.assert_close(ours(*arguments, **sample.kwargs, backend=norm_backend), theirs)
+        torch.testing.assert_close(ours(*arguments, **sample.kwargs, backend=op_backend), theirs)
         named = inspect.signature(ours).bind(*arguments, **sample.kwargs).arguments
         tensors = {n: t.detach() for n, t in named.items() if isinstance(t, torch.Tensor)}
         problem = fuzz_layer_norm.Problem(
             f"{kind}_norm", dtype, len(named["normalized_shape"]), "any", tensors | {"grad_out": torch.randn_like(theirs)},
             dict.fromkeys((*tensors, "grad_out"), "contiguous"), {n: v for n, v in named.items() if n == "eps" and v}, list(tensors),
         )  # fmt: skip
-        assert fuzz_layer_norm.judge(problem, norm_backend, repeat=False)[1] == []
+        assert fuzz_layer_norm.judge(problem, op_backend, repeat=False)[1] == []
         count += 1
     assert count >= 6
 
 
-def test_rms_eps_is_that_of_torch(norm_backend: str) -> None:
+def test_rms_eps_is_that_of_torch(op_backend: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(4, 16, dtype=dtype) * 1e-4
-        torch.testing.assert_close(pt.rms_norm(x, 16, backend=norm_backend), F.rms_norm(x, (16,)))
+        torch.testing.assert_close(pt.rms_norm(x, 16, backend=op_backend), F.rms_norm(x, (16,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, norm_backend: str) -> None:
+def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, op_backend: str) -> None:
     """Without one the kernel is called another way where nothing has to be converted: parameters of the work dtype."""
     x, _, weight, bias = (t.detach() for t in _inputs(9, 70, dtype=dtype))
     parameters = [t if dtype == torch.float64 else t.float() for t in (weight, bias)]
@@ -76,38 +76,38 @@ def test_equal_bits_with_and_without_gradient(kind: str, dtype: torch.dtype, nor
         outputs = []
         for grad in (False, True):
             h = leading.clone(memory_format=torch.preserve_format).requires_grad_(grad)
-            added = pt.add_norm(h, h, parameters[0][:size], kind=kind, dropout_p=0.3, dropout_seed=5, backend=norm_backend)
-            outputs.append([*added, pt.rms_norm(h, size, backend=norm_backend)])
+            added = pt.add_norm(h, h, parameters[0][:size], kind=kind, dropout_p=0.3, dropout_seed=5, backend=op_backend)
+            outputs.append([*added, pt.rms_norm(h, size, backend=op_backend)])
             if size == 70:
-                outputs[-1].append(plain(h, 70, weight=parameters[0], backend=norm_backend))
+                outputs[-1].append(plain(h, 70, weight=parameters[0], backend=op_backend))
         assert all(torch.equal(a, b) for a, b in zip(*outputs)) and outputs[1][0].requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_large_mean_costs_no_digits(kind: str, norm_backend: str) -> None:
+def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
     """Mean 100, standard deviation 0.1: E[x^2] - E[x]^2 in float32 is wrong in the first digit."""
     x = 100 + 0.1 * torch.randn(64, 1000)
     naive = (x.square().mean(-1) - x.mean(-1).square()).sqrt() - x.double().var(-1, correction=0).sqrt()
     assert naive.abs().max() > 1e-3
     function = pt.layer_norm if kind == "layer" else pt.rms_norm
-    ours = function(x, 1000, eps=1e-5, backend=norm_backend).double()
+    ours = function(x, 1000, eps=1e-5, backend=op_backend).double()
     exact = (F.layer_norm if kind == "layer" else F.rms_norm)(x.double(), (1000,), eps=1e-5)
     assert (ours - exact).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_add_norm_is_the_norm_of_the_stored_sum(residual_dtype: torch.dtype, norm_backend: str) -> None:
+def test_add_norm_is_the_norm_of_the_stored_sum(residual_dtype: torch.dtype, op_backend: str) -> None:
     x, r = torch.randn(6, 100, dtype=torch.bfloat16), torch.randn(6, 100).to(residual_dtype)
     w = torch.randn(100)
-    normed, stream = pt.add_norm(x, r, w, backend=norm_backend)
+    normed, stream = pt.add_norm(x, r, w, backend=op_backend)
     assert (normed.dtype, stream.dtype) == (torch.bfloat16, residual_dtype)
     assert torch.equal(stream, (x.float() + r.float()).to(residual_dtype))
-    assert torch.equal(normed, pt.layer_norm(stream.float(), 100, w, backend=norm_backend).bfloat16())
+    assert torch.equal(normed, pt.layer_norm(stream.float(), 100, w, backend=op_backend).bfloat16())
 
 
-def test_add_norm_without_residual(norm_backend: str) -> None:
+def test_add_norm_without_residual(op_backend: str) -> None:
     x = torch.randn(3, 20)
-    normed, stream = pt.add_norm(x, None, None, kind="rms", eps=None, backend=norm_backend)
+    normed, stream = pt.add_norm(x, None, None, kind="rms", eps=None, backend=op_backend)
     assert torch.equal(stream, x) and stream.data_ptr() != x.data_ptr()
     torch.testing.assert_close(normed, F.rms_norm(x, (20,)))
 
@@ -127,11 +127,11 @@ def test_dropout_is_the_same_everywhere() -> None:
     assert abs(share - 0.3) < 0.01
 
 
-def test_a_seed_drawn_follows_manual_seed(norm_backend: str) -> None:
+def test_a_seed_drawn_follows_manual_seed(op_backend: str) -> None:
     x = torch.ones(8, 64)
 
     def drawn() -> torch.Tensor:
-        return pt.add_norm(x, None, None, dropout_p=0.5, backend=norm_backend)[1]
+        return pt.add_norm(x, None, None, dropout_p=0.5, backend=op_backend)[1]
 
     torch.manual_seed(7)
     first, second = drawn(), drawn()
@@ -139,25 +139,25 @@ def test_a_seed_drawn_follows_manual_seed(norm_backend: str) -> None:
     assert torch.equal(first, drawn()) and not torch.equal(first, second)
 
 
-def test_nan_stays_in_its_row(norm_backend: str) -> None:
+def test_nan_stays_in_its_row(op_backend: str) -> None:
     x = torch.randn(5, 70)
     x[2, 3], x[4, 0] = float("nan"), float("inf")
-    y = pt.layer_norm(x, 70, backend=norm_backend)
+    y = pt.layer_norm(x, 70, backend=op_backend)
     assert y[[2, 4]].isnan().all() and y[[0, 1, 3]].isfinite().all()
-    clean = pt.layer_norm(x[[0, 1, 3]], 70, backend=norm_backend)
+    clean = pt.layer_norm(x[[0, 1, 3]], 70, backend=op_backend)
     assert torch.equal(y[[0, 1, 3]], clean)
 
 
-def test_a_dropped_nan_is_gone(norm_backend: str) -> None:
+def test_a_dropped_nan_is_gone(op_backend: str) -> None:
     x = torch.full((2, 64), float("nan"))
-    normed, stream = pt.add_norm(x, torch.ones(2, 64), None, dropout_p=1.0, backend=norm_backend)
+    normed, stream = pt.add_norm(x, torch.ones(2, 64), None, dropout_p=1.0, backend=op_backend)
     assert torch.equal(stream, torch.ones(2, 64)) and normed.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])
-def test_nothing_to_do(shape: tuple[int, ...], norm_backend: str) -> None:
+def test_nothing_to_do(shape: tuple[int, ...], op_backend: str) -> None:
     x, w = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
-    y = pt.layer_norm(x, shape[-1], w, backend=norm_backend)
+    y = pt.layer_norm(x, shape[-1], w, backend=op_backend)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
     assert y.shape == dx.shape == x.shape and torch.equal(dw, torch.zeros_like(w))
 
@@ -165,12 +165,12 @@ def test_nothing_to_do(shape: tuple[int, ...], norm_backend: str) -> None:
 # ---- memory order and strides
 
 
-def test_memory_order_is_kept(norm_backend: str) -> None:
+def test_memory_order_is_kept(op_backend: str) -> None:
     x = torch.randn(7, 5, 33).transpose(0, 1).requires_grad_()
-    y = pt.layer_norm(x, 33, backend=norm_backend)
+    y = pt.layer_norm(x, 33, backend=op_backend)
     (dx,) = torch.autograd.grad(y, x, torch.randn(7, 5, 33).transpose(0, 1))
     assert y.stride() == dx.stride() == x.stride()
-    assert torch.equal(y, pt.layer_norm(x.contiguous(), 33, backend=norm_backend))
+    assert torch.equal(y, pt.layer_norm(x.contiguous(), 33, backend=op_backend))
 
 
 def test_odd_strides_of_inputs_and_gradients() -> None:
@@ -204,28 +204,28 @@ def test_expanded_gradient() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [1, 5, 18])
-def test_gradcheck_and_gradgradcheck(kind: str, columns: int, norm_backend: str) -> None:
+def test_gradcheck_and_gradgradcheck(kind: str, columns: int, op_backend: str) -> None:
     leaves = _inputs(3, columns)
 
     def function(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return pt.add_norm(*t, eps=1e-3, dropout_p=0.3, dropout_seed=11, kind=kind, backend=norm_backend)
+        return pt.add_norm(*t, eps=1e-3, dropout_p=0.3, dropout_seed=11, kind=kind, backend=op_backend)
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
-def test_gradcheck_of_the_plain_norms(norm_backend: str) -> None:
+def test_gradcheck_of_the_plain_norms(op_backend: str) -> None:
     x, _, w, b = _inputs(2, 3, 4)
-    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=norm_backend), (x, w, b))
-    assert torch.autograd.gradgradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=norm_backend), (x, w, b))
-    assert torch.autograd.gradcheck(lambda *t: pt.rms_norm(t[0], (4,), t[1], backend=norm_backend), (x, w))
+    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b))
+    assert torch.autograd.gradgradcheck(lambda *t: pt.layer_norm(t[0], 4, *t[1:], backend=op_backend), (x, w, b))
+    assert torch.autograd.gradcheck(lambda *t: pt.rms_norm(t[0], (4,), t[1], backend=op_backend), (x, w))
     two = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], (3, 4), t[1], backend=norm_backend), (x, two))
+    assert torch.autograd.gradcheck(lambda *t: pt.layer_norm(t[0], (3, 4), t[1], backend=op_backend), (x, two))
 
 
-def test_gradient_through_the_residual_stream_alone(norm_backend: str) -> None:
+def test_gradient_through_the_residual_stream_alone(op_backend: str) -> None:
     x, r, w, _ = _inputs(3, 6)
-    _, stream = pt.add_norm(x, r, w, backend=norm_backend)
+    _, stream = pt.add_norm(x, r, w, backend=op_backend)
     dx, dr, dw = torch.autograd.grad(stream.sum(), (x, r, w), allow_unused=True)
     assert torch.equal(dx, torch.ones_like(x)) and torch.equal(dr, dx) and (dw is None or not dw.any())
 
@@ -235,7 +235,7 @@ def test_gradient_through_the_residual_stream_alone(norm_backend: str) -> None:
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_norm"])
-def test_opcheck(name: str, norm_backend: str) -> None:
+def test_opcheck(name: str, op_backend: str) -> None:
     op = OPS[name]
     x, r, w, b = (t.detach() for t in _inputs(2, 3, 8, dtype=torch.float32))
     x = x.transpose(0, 1)
@@ -246,19 +246,19 @@ def test_opcheck(name: str, norm_backend: str) -> None:
         "add_norm": (x, r.transpose(0, 1), w, b, seed, 1, 1e-5, 0.5, False),
     }
     a = arguments[name]
-    torch.library.opcheck(op.fwd, (*a, norm_backend, True))
-    outputs = op.fwd(*a, norm_backend, True)
+    torch.library.opcheck(op.fwd, (*a, op_backend, True))
+    outputs = op.fwd(*a, op_backend, True)
     saved = [o for n, o in zip(op.outputs, outputs) if n in op.saved]
     grads = [torch.randn_like(x) for _ in op.grad_names]
-    torch.library.opcheck(op.bwd, (*grads, *a, *saved, [True] * len(op.differentiable), norm_backend, True))
+    torch.library.opcheck(op.bwd, (*grads, *a, *saved, [True] * len(op.differentiable), op_backend, True))
 
 
 @pytest.mark.unpoisoned
-def test_compiles_whole(norm_backend: str) -> None:
+def test_compiles_whole(op_backend: str) -> None:
     x, r, w, b = _inputs(4, 32, dtype=torch.float32)
 
     def function(*t: torch.Tensor) -> torch.Tensor:
-        normed, stream = pt.add_norm(*t, dropout_p=0.1, dropout_seed=3, backend=norm_backend)
+        normed, stream = pt.add_norm(*t, dropout_p=0.1, dropout_seed=3, backend=op_backend)
         return (normed * stream).sum()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -268,11 +268,11 @@ def test_compiles_whole(norm_backend: str) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_func_transforms(norm_backend: str) -> None:
+def test_func_transforms(op_backend: str) -> None:
     x, _, w, _ = (t.detach() for t in _inputs(3, 6))
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return pt.layer_norm(x, 6, w, backend=norm_backend).sin().sum()
+        return pt.layer_norm(x, 6, w, backend=op_backend).sin().sum()
 
     want = torch.func.grad(lambda x, w: F.layer_norm(x, (6,), w).sin().sum(), (0, 1))(x, w)
     for a, b in zip(torch.func.grad(loss, (0, 1))(x, w), want):

@@ -60,7 +60,7 @@ def test_words_agree():
 def test_the_corpus_is_a_function_of_the_seed(corpus):
     assert make_corpus(6000, 500, seed=0) == corpus
     assert make_corpus(50, 5, seed=1).train != corpus.train[:50]
-    first = corpus.train[0]  # on every machine and in every version: a trained model's corpus can be made again
+    first = corpus.train[0]  # on every machine and in every version: a trained model's corpus can be drawn again
     assert first.source == "em 30 de julho, Beatriz vai à cidade com quatrocentos e noventa e oito chapéus."
     assert first.target == "on July 30, Beatriz goes to the city with four hundred and ninety-eight hats."
 

@@ -142,17 +142,16 @@ pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe
   "scale, "                                                                                                                           \
   "float softcap, float dropout_p"
 
+ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
+
 // The tensors must outlive the problem.
-pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
-                             ATTENTION_PARAMETERS) {
+pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
   const bool packed = cu_q.has_value();
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
-  p.os = strides_of(out, "out", packed);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
-  for (const Tensor& t : {key, value, out})
-    STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key, value and out differ in dtype");
+  for (const Tensor& t : {key, value}) STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key and value differ in dtype");
   constexpr int head = 1;
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
@@ -163,19 +162,13 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   STD_TORCH_CHECK(p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted at most ", kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
   if (packed) {
-    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv}),
-        check_shape(out, "out", {q_rows, p.Hq, p.Dv});
-    check_shape(lse, "lse", {p.Hq, q_rows});
-    p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
+    check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
     STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
   } else {
     check_shape(key, "key", {p.B, p.Hkv, k_rows, p.D}), check_shape(value, "value", {p.B, p.Hkv, k_rows, p.Dv});
-    check_shape(out, "out", {p.B, p.Hq, q_rows, p.Dv}), check_shape(lse, "lse", {p.B, p.Hq, q_rows});
-    p.lse_s = {lse.stride(0), lse.stride(1), lse.stride(2), 1};
   }
-  const ScalarType work = p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(lse.scalar_type() == work, "lse is not of the dtype scores are computed in");
-  p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
+  const ScalarType work = work_of(p);
+  p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr();
 
   p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
   p.blocks = block_mask(block_offsets, block_entries, block_bits, p);
@@ -220,6 +213,23 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   return p;
 }
 
+// The same with its outputs, which backward reads.
+void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out, const Tensor& lse) {
+  const bool packed = p.cu_q;
+  const int64_t rows = query.size(packed ? 0 : 2);
+  p.os = strides_of(out, "out", packed);
+  STD_TORCH_CHECK(out.scalar_type() == query.scalar_type(), "query and out differ in dtype");
+  STD_TORCH_CHECK(lse.scalar_type() == work_of(p), "lse is not of the dtype scores are computed in");
+  if (packed) {
+    check_shape(out, "out", {rows, p.Hq, p.Dv}), check_shape(lse, "lse", {p.Hq, rows});
+    p.lse_s = {0, lse.stride(0), lse.stride(1), 1};
+  } else {
+    check_shape(out, "out", {p.B, p.Hq, rows, p.Dv}), check_shape(lse, "lse", {p.B, p.Hq, rows});
+    p.lse_s = {lse.stride(0), lse.stride(1), lse.stride(2), 1};
+  }
+  p.out = out.data_ptr(), p.lse = lse.data_ptr();
+}
+
 // Rows of packed outputs behind the last sequence.
 template <class Lse>
 void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
@@ -232,7 +242,8 @@ void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
 }
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
-  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
+  add_outputs(p, query, out, lse);
   if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0));
   else if (p.cu_q) clear_rest<float>(p, query.size(0));
   PT_SELECT(attention_kernels).forward(p);
@@ -270,7 +281,8 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
 
 void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
                    Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
-  const pt::AttentionProblem p = problem(query, key, value, out, lse, ATTENTION_ARGUMENTS);
+  pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
+  add_outputs(p, query, out, lse);
   const bool packed = p.cu_q;
   const ScalarType work = lse.scalar_type();
   pt::AttentionGrads g{};
@@ -300,6 +312,30 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
   PT_SELECT(attention_kernels).backward(p, g);
 }
 
+// ---- what the kernels hold beside tensors
+
+// A gradient of a floating-point term as dense_gradient() would have it.
+pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* data) {
+  pt::DenseGrad g;
+  if (!of || term.boolean) return g;
+  g.data = data;
+  int64_t stride[4], step = 1;
+  for (int i = 3; i >= 0; step *= of->size(i--)) stride[i] = of->size(i) == 1 ? 0 : step;
+  g.stride = {stride[0], stride[1], stride[2], stride[3]};
+  return g;
+}
+
+// Of forward, and of backward with all gradients if there may be one.
+int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS, bool backward) {
+  const pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
+  void* any = query.data_ptr();  // stands for every gradient; nothing is written
+  pt::AttentionGrads g{};
+  g.dq = g.dk = g.dv = any;
+  g.d_mask = planned_gradient(p.mask, mask, any), g.d_bias = planned_gradient(p.bias, bias, any);
+  g.d_slopes = p.slopes ? any : nullptr, g.d_table = p.table ? any : nullptr, g.d_sinks = p.sinks ? any : nullptr;
+  return PT_SELECT(attention_kernels).scratch_bytes(p, backward ? &g : nullptr);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
@@ -307,9 +343,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, " ATTENTION_SCHEMA
         ", Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, Tensor(e!)? dbias, Tensor(f!)? dslopes, Tensor(g!)? dtable, "
         "Tensor(h!)? dsinks) -> ()");
+  m.def("attention_scratch(Tensor query, Tensor key, Tensor value, " ATTENTION_SCHEMA ", bool backward) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
   m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+  m.impl("attention_scratch", TORCH_BOX(&attention_scratch));
 }

@@ -7,6 +7,7 @@
 
 #include "cpu/attention/bwd_rows.h"
 #include "cpu/core/parallel.h"
+#include "cpu/core/scratch.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -22,6 +23,15 @@ class AttentionBackward {
 
   AttentionBackward(const AttentionProblem& problem, const AttentionGrads& grads)
       : p(problem), g(grads), z(sizes(problem, grads)), plan(problem, grads, item_rows(z)) {}
+
+  // What run() takes.
+  Scratch scratch() {
+    measure();
+    Scratch s;
+    s.setup = setup_bytes(), s.shared = phase_bytes;
+    s.local = max(task_bytes(), QueryRows<T>::bytes(z));
+    return s;
+  }
 
   void run() {
     measure();
@@ -92,15 +102,19 @@ class AttentionBackward {
   }
 
   // What outlives a phase.
+  int64_t carry_size() const { return round_up(carried_keys, z.BK) * (z.dw + z.dvw); }
+  size_t setup_bytes() const {
+    return Arena::bytes_for<Sequence>(p.B) + Arena::bytes_for<Item<T>>(most_items) + Arena::bytes_for<Run>(most_runs) +
+           2 * Arena::bytes_for<int64_t>(plan.classes()) + 2 * Arena::bytes_for<acc>(carry_size()) + 2 * Arena::bytes_for<double>(p.Hq) +
+           Arena::bytes_for<double>(p.Hq * p.buckets);
+  }
   void set_up() {
-    const int64_t carry_size = round_up(carried_keys, z.BK) * (z.dw + z.dvw), classes = plan.classes();
+    const int64_t classes = plan.classes();
     Arena& a = setup_arena;
-    a.reset(Arena::bytes_for<Sequence>(p.B) + Arena::bytes_for<Item<T>>(most_items) + Arena::bytes_for<Run>(most_runs) +
-            2 * Arena::bytes_for<int64_t>(classes) + 2 * Arena::bytes_for<acc>(carry_size) + 2 * Arena::bytes_for<double>(p.Hq) +
-            Arena::bytes_for<double>(p.Hq * p.buckets));
+    a.reset(setup_bytes());
     sequences = a.take<Sequence>(p.B), items = a.take<Item<T>>(most_items), runs = a.take<Run>(most_runs);
     first_run = a.take<int64_t>(classes), last_run = a.take<int64_t>(classes);
-    carry[0] = a.take<acc>(carry_size), carry[1] = a.take<acc>(carry_size);
+    carry[0] = a.take<acc>(carry_size()), carry[1] = a.take<acc>(carry_size());
     slopes = a.take<double>(p.Hq), sinks = a.take<double>(p.Hq), table = a.take<double>(p.Hq * p.buckets);
     for_each_task(p.B, p.threads, [&](int64_t b) { sequences[b] = Sequence(p, b); });
     for (int64_t h = 0; h < p.Hq; h++) slopes[h] = sinks[h] = 0;
@@ -142,13 +156,16 @@ class AttentionBackward {
     void* keep_table;
   };
 
+  int64_t keep_bytes() const { return z.dropout ? KeepBits::table_bytes(z.BK) : 0; }
+  size_t task_bytes() const {
+    return BackwardTile<T>::bytes(z) + Arena::bytes_for<packed>(z.BK * z.du) + Arena::bytes_for<packed>(z.BK * z.dvu) +
+           Arena::bytes_for<packed>(z.BK / T::pack * z.dw) + Arena::bytes_for<acc>(z.BK * z.dw) + Arena::bytes_for<acc>(z.BK * z.dvw) +
+           Arena::bytes_for<acc>(TileTerms<T>::workspace(z.BQ, z.BK)) + Arena::bytes_for<uint8_t>(z.BK) +
+           Arena::bytes_for<uint8_t>(keep_bytes());
+  }
   void task(int64_t run, int64_t split) {
-    const int64_t keep_bytes = z.dropout ? KeepBits::table_bytes(z.BK) : 0;
     Arena& a = local_arena;
-    a.reset(BackwardTile<T>::bytes(z) + Arena::bytes_for<packed>(z.BK * z.du) + Arena::bytes_for<packed>(z.BK * z.dvu) +
-            Arena::bytes_for<packed>(z.BK / T::pack * z.dw) + Arena::bytes_for<acc>(z.BK * z.dw) + Arena::bytes_for<acc>(z.BK * z.dvw) +
-            Arena::bytes_for<acc>(TileTerms<T>::workspace(z.BQ, z.BK)) + Arena::bytes_for<uint8_t>(z.BK) +
-            Arena::bytes_for<uint8_t>(keep_bytes));
+    a.reset(task_bytes());
     BackwardTile<T> tile(z, a);
     const Work w{&tile,
                  a.take<packed>(z.BK * z.du),
@@ -158,7 +175,7 @@ class AttentionBackward {
                  a.take<acc>(z.BK * z.dvw),
                  a.take<acc>(TileTerms<T>::workspace(z.BQ, z.BK)),
                  a.take<uint8_t>(z.BK),
-                 a.take<uint8_t>(keep_bytes)};
+                 a.take<uint8_t>(keep_bytes())};
     const FlushSubnormals flush;
     for (; run >= 0; run = runs[run].next)
       for (int64_t k0 = split * z.BK; k0 < sequences[runs[run].b].Lk; k0 += plan.splits * z.BK) key_block(runs[run], k0, split, w);

@@ -115,6 +115,14 @@ class QueryRows {
       for (int64_t r = 0; r < n; r++) m[r] = acc(m[r] * kLog2e);
   }
 
+  // What pack() may take.
+  static size_t bytes(const BackwardSizes& z) {
+    constexpr int64_t panel = kPanel<T>;
+    return Arena::bytes_for<packed>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
+           Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) + Arena::bytes_for<uint8_t>(z.BQ) +
+           Arena::bytes_for<uint8_t>(panel);
+  }
+
   // The partials of dQ in order.
   void write() const {
     const vec scale = set1<vec>(acc(p.scale));
@@ -180,9 +188,7 @@ class QueryRows {
     const Scores<T> scores(p, sequence);
     acc *m = it.m + row0, *l = it.l + row0;
     Arena& arena = local_arena;
-    arena.reset(Arena::bytes_for<packed>(panel * z.du) + Arena::bytes_for<acc>(kRows<T> * panel) +
-                Arena::bytes_for<acc>(Scores<T>::diagonal_size(kRows<T>, panel)) + Arena::bytes_for<uint8_t>(z.BQ) +
-                Arena::bytes_for<uint8_t>(panel));
+    arena.reset(bytes(z));
     packed* Kt = arena.take<packed>(panel * z.du);
     acc *S = arena.take<acc>(kRows<T> * panel), *diagonals = arena.take<acc>(Scores<T>::diagonal_size(kRows<T>, panel));
     uint8_t *wanted = arena.take<uint8_t>(z.BQ), *live = arena.take<uint8_t>(panel);

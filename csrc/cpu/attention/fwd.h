@@ -10,6 +10,7 @@
 
 #include "cpu/attention/row_block.h"
 #include "cpu/core/parallel.h"
+#include "cpu/core/scratch.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -30,13 +31,7 @@ class Forward {
   explicit Forward(const AttentionProblem& p) : p_(p), f_(p) {}
 
   void run() {
-    setup_arena.reset(Arena::bytes_for<Sequence>(p_.B) + Arena::bytes_for<Unit>(kUnitsAtOnce + 1));
-    sequences_ = setup_arena.take<Sequence>(p_.B);
-    units_ = setup_arena.take<Unit>(kUnitsAtOnce + 1);
-    constexpr int64_t some = 64;
-    for_each_task(ceil_div(p_.B, some), p_.threads, [&](int64_t t) {
-      for (int64_t b = some * t; b < min(p_.B, some * t + some); b++) sequences_[b] = Sequence(p_, b);
-    });
+    set_up();
     while (plan()) {
       const Unit& end = units_[n_];
       shared_arena.reset(Arena::bytes_for<char>(end.memory));
@@ -47,7 +42,28 @@ class Forward {
     }
   }
 
+  // What run() takes.
+  Scratch scratch() {
+    Scratch s;
+    for (s.setup = set_up(); plan(); s.shared = max(s.shared, Arena::bytes_for<char>(units_[n_].memory)))
+      for (const Unit* u = units_; u < units_ + n_; u++)
+        if (u->splits == 0 || u->s->rows > 0) s.local = max(s.local, max(task_bytes(*u), u->splits > 1 ? combine_bytes(*u) : 0));
+    return s;
+  }
+
  private:
+  size_t set_up() {
+    const size_t bytes = Arena::bytes_for<Sequence>(p_.B) + Arena::bytes_for<Unit>(kUnitsAtOnce + 1);
+    setup_arena.reset(bytes);
+    sequences_ = setup_arena.take<Sequence>(p_.B);
+    units_ = setup_arena.take<Unit>(kUnitsAtOnce + 1);
+    constexpr int64_t some = 64;
+    for_each_task(ceil_div(p_.B, some), p_.threads, [&](int64_t t) {
+      for (int64_t b = some * t; b < min(p_.B, some * t + some); b++) sequences_[b] = Sequence(p_, b);
+    });
+    return bytes;
+  }
+
   // Query heads [h0, h0 + heads) of a sequence, which share their keys.
   struct Unit {
     const Sequence* s;
@@ -61,6 +77,14 @@ class Forward {
   int64_t blocks(const Sequence& s) const { return ceil_div(s.Lq, block_rows(s)); }
   static int64_t padded_keys(const Sequence& s) { return round_up(s.Lk, kPanel<T>); }
   static int64_t tile_keys(const Sequence& s) { return min(kBlockKeys, padded_keys(s)); }
+  // What a task of the unit takes, and the one that adds its splits.
+  size_t task_bytes(const Unit& u) const {
+    const int64_t ld = tile_keys(*u.s);
+    if (u.splits == 0) return RowBlock<T>::bytes(f_, min(block_rows(*u.s), u.s->Lq), ld);
+    return RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld) + Arena::bytes_for<packed>(f_.k_units(ld)) +
+           Arena::bytes_for<packed>(f_.v_units(ld));
+  }
+  size_t combine_bytes(const Unit& u) const { return RowBlock<T>::bytes(f_, u.heads * u.s->rows, kPanel<T>); }
   int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
 
   // The next units in units_[0, n_), units_[n_] holding the totals: as many as the budget of packed memory allows, but enough to give every
@@ -125,7 +149,7 @@ class Forward {
     const int64_t i = t - u.tasks, ld = tile_keys(s);
     if (u.splits == 0) {  // longest rows of a head first
       const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s), nq = min(block_rows(s), s.Lq - q0);
-      local_arena.reset(RowBlock<T>::bytes(f_, nq, ld));
+      local_arena.reset(task_bytes(u));
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
       block.pieces(0, s.Lk, [&](int64_t k0, int64_t n) { block.tile({packed_k(u), packed_v(u), 0, padded_keys(s)}, k0, n); });
       block.finish();
@@ -133,8 +157,7 @@ class Forward {
     }
     if (i == 0) clear_padding(u);
     if (s.rows == 0) return;
-    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * s.rows, ld) + Arena::bytes_for<packed>(f_.k_units(ld)) +
-                      Arena::bytes_for<packed>(f_.v_units(ld)));
+    local_arena.reset(task_bytes(u));
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.rows, ld);
     const int64_t hkv = u.h0 / f_.group;
     packed *K = local_arena.take<packed>(f_.k_units(ld)), *V = local_arena.take<packed>(f_.v_units(ld));
@@ -164,9 +187,8 @@ class Forward {
   A* partials(const Unit& u) const { return reinterpret_cast<A*>(memory_ + u.memory); }
 
   void combine(const Unit& u) const {
-    const int64_t ld = kPanel<T>;
-    local_arena.reset(RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld));
-    RowBlock<T> block(f_, *u.s, u.h0, u.heads, 0, u.s->rows, ld);
+    local_arena.reset(combine_bytes(u));
+    RowBlock<T> block(f_, *u.s, u.h0, u.heads, 0, u.s->rows, kPanel<T>);
     block.combine(partials(u), u.splits);
     block.finish();
   }

@@ -8,24 +8,40 @@ namespace PT_ISA {
 
 namespace {
 
+// f(Op<traits of the dtype>(p, args...))
+template <template <class> class Op, class F, class... Args>
+void with(const AttentionProblem& p, const F& f, const Args&... args) {
+  switch (p.dtype) {
+    case DType::f32: return f(Op<Float<float>>(p, args...));
+    case DType::bf16: return f(Op<Bf16>(p, args...));
+    case DType::f16: return f(Op<Float<f16>>(p, args...));
+    case DType::f64: return f(Op<Double>(p, args...));
+  }
+}
+
 template <template <class> class Op, class... Args>
 void run(AttentionProblem p, const Args&... args) {
   if (p.blocks.offsets) map_blocks(p);
   else map_tiles(p);
-  switch (p.dtype) {
-    case DType::f32: return Op<Float<float>>(p, args...).run();
-    case DType::bf16: return Op<Bf16>(p, args...).run();
-    case DType::f16: return Op<Float<f16>>(p, args...).run();
-    case DType::f64: return Op<Double>(p, args...).run();
-  }
+  with<Op>(p, [](auto op) { op.run(); }, args...);
 }
 
 void forward(const AttentionProblem& p) { run<Forward>(p); }
 void backward(const AttentionProblem& p, const AttentionGrads& g) { run<bwd::AttentionBackward>(p, g); }
 
+int64_t scratch_bytes(AttentionProblem p, const AttentionGrads* g) {
+  static const int32_t mapped = TileMap::kAll;  // stands for the map, which is not made
+  Scratch s;
+  if ((s.own = map_bytes(p))) p.tiles.data = &mapped;
+  const auto measure = [&](auto op) { s.include(op.scratch()); };
+  with<Forward>(p, measure);
+  if (g) with<bwd::AttentionBackward>(p, measure, *g);
+  return s.bytes(p.threads);
+}
+
 }  // namespace
 
-extern const AttentionKernels attention_kernels{forward, backward};
+extern const AttentionKernels attention_kernels{forward, backward, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

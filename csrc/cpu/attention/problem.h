@@ -96,6 +96,7 @@ struct AttentionGrads {
 struct AttentionKernels {
   void (*forward)(const AttentionProblem&);
   void (*backward)(const AttentionProblem&, const AttentionGrads&);
+  int64_t (*scratch_bytes)(AttentionProblem, const AttentionGrads*);  // of forward, and of backward if it is wanted
 };
 
 }  // namespace pt

@@ -51,16 +51,34 @@ INLINE int32_t strided_state(const uint8_t* p, int64_t row, int64_t key, int64_t
   return all ? TileMap::kAll : any ? TileMap::kSome : TileMap::kNone;
 }
 
+// How many tiles a dense boolean mask is mapped to. Broadcast dimensions have one.
+struct TileCounts {
+  int64_t rows, keys, down, across, heads, batch;  // rows, keys: those that the mask tells apart
+  explicit TileCounts(const AttentionProblem& p)
+      : rows(p.mask.stride.l ? p.Lq : 1), keys(p.mask.stride.d ? p.Lk : 1), down(ceil_div(rows, int64_t(1) << kMapRowBits)),
+        across(ceil_div(keys, int64_t(1) << kMapKeyBits)), heads(p.mask.stride.h ? p.Hq : 1), batch(p.mask.stride.b ? p.B : 1) {}
+  explicit TileCounts(const AttentionProblem& p, const BlockMask& m)
+      : rows(p.Lq), keys(p.Lk), down(ceil_div(rows, int64_t(1) << m.row_bits)), across(ceil_div(keys, int64_t(1) << m.key_bits)),
+        heads(m.H), batch(m.B) {}
+  int64_t all() const { return batch * heads * down * across; }
+  size_t bytes() const { return Arena::bytes_for<int32_t>(all()); }
+};
+
+// What the map of the problem's mask takes; 0 without a mask that is mapped.
+inline size_t map_bytes(const AttentionProblem& p) {
+  if (p.blocks.offsets) return TileCounts(p, p.blocks).bytes();
+  return p.mask.data && p.mask.boolean ? TileCounts(p).bytes() : 0;
+}
+
 // Fills in p.tiles for a dense boolean mask, in tiles_arena. Of a tile without a pair that intervals (causality, window, lengths) leave
 // visible nothing is said, and nothing is read. A mask that hides nothing else is left out of the problem.
 inline void map_tiles(AttentionProblem& p) {
   if (!p.mask.data || !p.mask.boolean) return;
   const Strides& m = p.mask.stride;
-  const int64_t rows = m.l ? p.Lq : 1, keys = m.d ? p.Lk : 1;  // those that the mask tells apart
-  const int64_t down = ceil_div(rows, int64_t(1) << kMapRowBits), across = ceil_div(keys, int64_t(1) << kMapKeyBits);
-  const int64_t heads = m.h ? p.Hq : 1, batch = m.b ? p.B : 1;
-  tiles_arena.reset(Arena::bytes_for<int32_t>(batch * heads * down * across));
-  int32_t* const tiles = tiles_arena.take<int32_t>(batch * heads * down * across);
+  const TileCounts counts(p);
+  const int64_t rows = counts.rows, keys = counts.keys, down = counts.down, across = counts.across, heads = counts.heads;
+  tiles_arena.reset(counts.bytes());
+  int32_t* const tiles = tiles_arena.take<int32_t>(counts.all());
   p.tiles.data = tiles, p.tiles.row_bits = kMapRowBits, p.tiles.key_bits = kMapKeyBits;
   p.tiles.stride = {m.b ? heads * down * across : 0, m.h ? down * across : 0, m.l ? across : 0, m.d ? 1 : 0};
 
@@ -87,7 +105,8 @@ inline void map_tiles(AttentionProblem& p) {
         __atomic_store_n(&hides, true, __ATOMIC_RELAXED);
     }
   };
-  const int64_t all = batch * heads * down, together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
+  const int64_t all = counts.batch * heads * down,
+                together = max<int64_t>(1, (int64_t(256) << 10) / (across << (kMapRowBits + kMapKeyBits)));
   for_each_task(ceil_div(all, together), p.threads, [&](int64_t task) {
     for (int64_t t = task * together; t < min(all, (task + 1) * together); t++) one_row(t);
   });
@@ -97,9 +116,10 @@ inline void map_tiles(AttentionProblem& p) {
 // The same for a block mask, whose tiles are its blocks.
 inline void map_blocks(AttentionProblem& p) {
   const BlockMask& m = p.blocks;
-  const int64_t down = ceil_div(p.Lq, int64_t(1) << m.row_bits), across = ceil_div(p.Lk, int64_t(1) << m.key_bits);
-  tiles_arena.reset(Arena::bytes_for<int32_t>(m.B * m.H * down * across));
-  int32_t* const tiles = tiles_arena.take<int32_t>(m.B * m.H * down * across);
+  const TileCounts counts(p, m);
+  const int64_t down = counts.down, across = counts.across;
+  tiles_arena.reset(counts.bytes());
+  int32_t* const tiles = tiles_arena.take<int32_t>(counts.all());
   p.tiles = {tiles, {m.B > 1 ? m.H * down * across : 0, m.H > 1 ? down * across : 0, across, 1}, m.row_bits, m.key_bits, m.bits};
   constexpr int64_t together = 64;
   for_each_task(ceil_div(m.B * m.H * down, together), p.threads, [&](int64_t task) {

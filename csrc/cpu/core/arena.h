@@ -29,7 +29,7 @@ class Arena {
     used_ = 0;
     if (bytes <= size_) return;
     release();
-    const size_t size = (bytes + kHuge - 1) / kHuge * kHuge;
+    const size_t size = held(bytes);
     base_ = static_cast<char*>(std::aligned_alloc(kHuge, size));
     if (!base_) throw std::bad_alloc();
     size_ = size;
@@ -43,6 +43,8 @@ class Arena {
     if (used_ > size_) std::abort();  // a wrong sum in reset(): never run over the buffer
     return reinterpret_cast<T*>(p);
   }
+  // What an arena holds that was asked for so many bytes.
+  static size_t held(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
   // Multiples of a cache line, and an odd number of them between buffers, so that their rows fall into different sets.
   template <class T>
   static size_t bytes_for(int64_t n) {

@@ -2,8 +2,8 @@
 // Sums over the rows of a matrix in three stages, all in fixed order: runs of rows, blocks of runs, then the blocks.
 #pragma once
 
-#include "cpu/core/arena.h"
 #include "cpu/core/parallel.h"
+#include "cpu/core/scratch.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -16,23 +16,35 @@ void add_blocks(const A* part, int64_t blocks, int64_t stride, int64_t first, in
     for (int64_t j = first; j < last; j++) out[j] += part[b * stride + j];
 }
 
-// out[j] = sum of column j of a contiguous (rows, columns) matrix. The number of blocks depends on the shape alone.
+// How column_sums cuts a matrix: blocks of rows, whose number depends on the shape alone, and strips of columns.
+template <class T>
+struct ColumnSumsPlan {
+  static constexpr int64_t kColumns = 32 * T::width;
+  int64_t blocks, per_block, strips, padded;
+  Scratch scratch;
+  ColumnSumsPlan(int64_t rows, int64_t columns)
+      : blocks(clamp<int64_t>(ceil_div(rows, 64), 1, 64)), per_block(ceil_div(rows, blocks)), strips(ceil_div(columns, kColumns)),
+        padded(strips * kColumns) {
+    scratch.shared = Arena::bytes_for<typename T::acc>(blocks * padded);
+  }
+};
+
+// out[j] = sum of column j of a contiguous (rows, columns) matrix.
 template <class T>
 void column_sums(const typename T::elem* x, int64_t rows, int64_t columns, int threads, typename T::acc* out) {
   using acc = typename T::acc;
-  constexpr int64_t kColumns = 32 * T::width;
+  const ColumnSumsPlan<T> plan(rows, columns);
+  constexpr int64_t kColumns = ColumnSumsPlan<T>::kColumns;
   constexpr int64_t kRun = 8;  // rows summed before they are added to the rest: equal terms round the same way each time
-  const int64_t blocks = clamp<int64_t>(ceil_div(rows, 64), 1, 64), per_block = ceil_div(rows, blocks),
-                strips = ceil_div(columns, kColumns);
-  const int64_t padded = strips * kColumns;
-  shared_arena.reset(Arena::bytes_for<acc>(blocks * padded));
+  const int64_t blocks = plan.blocks, strips = plan.strips, padded = plan.padded;
+  shared_arena.reset(plan.scratch.shared);
   acc* part = shared_arena.take<acc>(blocks * padded);
   for_each_task(blocks * strips, threads, [&](int64_t task) {
     const int64_t block = task / strips, c = task % strips * kColumns, n = min(kColumns, columns - c);
     acc* sum = part + block * padded + c;
     for (int64_t j = 0; j < kColumns; j++) sum[j] = 0;
-    const int64_t end = min(rows, (block + 1) * per_block);
-    for (int64_t i = block * per_block; i < end; i += kRun)
+    const int64_t end = min(rows, (block + 1) * plan.per_block);
+    for (int64_t i = block * plan.per_block; i < end; i += kRun)
       for (int64_t j = 0; j < n; j += T::width) {
         typename T::vec run = T::load(x + i * columns + c + j, n - j);
         for (int64_t k = i + 1; k < min(end, i + kRun); k++) run = run + T::load(x + k * columns + c + j, n - j);

@@ -15,6 +15,7 @@
 #include "cpu/core/gemm.h"
 #include "cpu/core/pack.h"
 #include "cpu/core/parallel.h"
+#include "cpu/core/scratch.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -77,19 +78,69 @@ class Matmul {
   // epilogue.scratch_bytes().
   template <class Epilogue>
   void run(const Epilogue& epilogue) {
-    const bool sliced = K_ > kSlice;
-    const int64_t depth = sliced ? kSlice : K_;
-    int64_t n_step = kPackedUnits * T::pack / max<int64_t>(1, depth * PRODUCTS);
-    if (sliced) n_step = min(n_step, kSums / (M_ * kTiles));
-    n_step = round_up(clamp<int64_t>(n_step, kWide, N_), kWide);
-    if (sliced) sums_arena.reset(kTiles * Arena::bytes_for<acc>(sums_size(n_step)));
+    const Steps by = steps();
+    if (by.sliced) sums_arena.reset(sums_bytes(by));
     acc* sums[kTiles] = {};
-    for (int t = 0; sliced && t < kTiles; t++) sums[t] = sums_arena.take<acc>(sums_size(n_step));
-    for (int64_t n = 0; n < N_; n += n_step)
-      for (int64_t k = 0; k < K_; k += depth) slice(n, min(n_step, N_ - n), k, min(depth, K_ - k), sums, epilogue);
+    for (int t = 0; by.sliced && t < kTiles; t++) sums[t] = sums_arena.take<acc>(sums_size(by.columns));
+    for (int64_t n = 0; n < N_; n += by.columns)
+      for (int64_t k = 0; k < K_; k += by.depth) slice(n, min(by.columns, N_ - n), k, min(by.depth, K_ - k), sums, epilogue);
+  }
+
+  // What run() takes.
+  template <class Epilogue>
+  Scratch scratch(const Epilogue& epilogue) const {
+    const Steps by = steps();
+    Scratch s;
+    s.sums = by.sliced ? sums_bytes(by) : 0, s.epilogue = epilogue.scratch_bytes();
+    for (int64_t cols : {min(by.columns, N_), (N_ - 1) % by.columns + 1})  // the last ones are smaller
+      for (int64_t depth : {by.depth, (K_ - 1) % by.depth + 1}) {
+        const Groups g = groups(cols, depth);
+        s.shared = max(s.shared, shared_bytes(g)), s.local = max(s.local, tile_bytes(g, min(kWide, cols)));
+        size_t& packed_a = g.of_threads ? s.packed_by_each : s.packed_for_all;
+        if (!g.in_place) packed_a = max(packed_a, packed_bytes(g.of_threads ? g.rows : M_, g.units));
+      }
+    return s;
   }
 
  private:
+  // How the product is cut into slices: along k, where the sums between them are kept, and along the columns.
+  struct Steps {
+    bool sliced;
+    int64_t depth, columns;
+  };
+  Steps steps() const {
+    const bool sliced = K_ > kSlice;
+    const int64_t depth = sliced ? kSlice : K_;
+    int64_t columns = kPackedUnits * T::pack / max<int64_t>(1, depth * PRODUCTS);
+    if (sliced) columns = min(columns, kSums / (M_ * kTiles));
+    return {sliced, depth, round_up(clamp<int64_t>(columns, kWide, N_), kWide)};
+  }
+  size_t sums_bytes(const Steps& by) const { return kTiles * Arena::bytes_for<acc>(sums_size(by.columns)); }
+
+  // How a slice is shared out: groups of rows of A, and panels of B.
+  struct Groups {
+    int64_t units, panels, rows, count;
+    bool in_place;      // A is read where it lies
+    bool share_panels;  // B is packed once for all groups
+    bool of_threads;    // a thread owns a group, and packs it
+  };
+  Groups groups(int64_t cols, int64_t depth) const {
+    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), rows = group_rows(units, panels);
+    const int64_t count = ceil_div(M_, rows);
+    return {units, panels, rows, count, in_place(p_[0].a) && depth % T::pack == 0, count > 1, count >= threads_ && count > 1};
+  }
+  static size_t shared_bytes(const Groups& g) {
+    return (g.share_panels ? PRODUCTS * Arena::bytes_for<packed>(g.panels * kWide * g.units) : 0) + Arena::bytes_for<int64_t>(g.count + 1);
+  }
+  size_t tile_bytes(const Groups& g, int64_t cols) const { return tile_bytes(g.share_panels, panel_width(cols), g.units); }
+  size_t tile_bytes(bool packed_b, int64_t w, int64_t units) const {
+    return kTiles * Arena::bytes_for<acc>(kTileRows * kWide) + (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
+           (packed_b ? 0 : PRODUCTS * Arena::bytes_for<packed>(w * units));
+  }
+  // Rows of packed A are an odd number of cache lines long, or nearly.
+  static int64_t packed_row(int64_t units) { return round_up(units, T::width) + 64 / int64_t(sizeof(packed)); }
+  static size_t packed_bytes(int64_t rows, int64_t units) { return PRODUCTS * Arena::bytes_for<packed>(rows * packed_row(units)); }
+
   // In units of an eighth of a cycle, per element: packing costs 1, and transposing an element of a tile 2. A pays for the latter
   // and for its own packing what it saves of B's.
   bool transposing_pays() const {
@@ -129,56 +180,49 @@ class Matmul {
 
   template <class Epilogue>
   void slice(int64_t n0, int64_t cols, int64_t k0, int64_t depth, acc* const* sums, const Epilogue& epilogue) {
-    const int64_t units = ceil_div(depth, T::pack), panels = ceil_div(cols, kWide), group = group_rows(units, panels);
-    const int64_t groups = ceil_div(M_, group);
-    const bool place = in_place(p_[0].a) && depth % T::pack == 0, share = groups > 1;
-    // rows of packed A are an odd number of cache lines long, or nearly
-    Slice s{n0, cols, k0, units, depth, round_up(units, T::width) + 64 / int64_t(sizeof(packed)), 0, kWide, sums[0] ? sums : nullptr,
-            {}, {}};
-    shared_arena.reset((share ? PRODUCTS * Arena::bytes_for<packed>(panels * kWide * units) : 0) + Arena::bytes_for<int64_t>(groups + 1));
-    if (share) pack_b(s, panels);
-    if (groups >= threads_ && groups > 1) {
-      int64_t* taken = shared_arena.take<int64_t>(groups + 1);
-      for (int64_t i = 0; i <= groups; i++) taken[i] = 0;
-      return for_each_task(threads_, threads_, [&](int64_t) { work(s, group, groups, panels, taken, !place, epilogue); });
+    const Groups g = groups(cols, depth);
+    Slice s{n0, cols, k0, g.units, depth, packed_row(g.units), 0, kWide, sums[0] ? sums : nullptr, {}, {}};
+    shared_arena.reset(shared_bytes(g));
+    if (g.share_panels) pack_b(s, g.panels);
+    if (g.of_threads) {
+      int64_t* taken = shared_arena.take<int64_t>(g.count + 1);
+      for (int64_t i = 0; i <= g.count; i++) taken[i] = 0;
+      return for_each_task(threads_, threads_, [&](int64_t) { work(s, g, taken, epilogue); });
     }
     s.panel_step = threads_ * kWide;
-    if (!place) pack_a(s, M_, [&](int64_t n, const auto& f) { for_each_task(n, threads_, f); });
-    for_each_task(panels * groups, threads_, [&](int64_t task) {
+    if (!g.in_place) pack_a(s, M_, [&](int64_t n, const auto& f) { for_each_task(n, threads_, f); });
+    for_each_task(g.panels * g.count, threads_, [&](int64_t task) {
       const FlushSubnormals flush;
-      const int64_t panel = task % panels, m0 = task / panels * group;
-      tile_rows(s, panel, m0, min(M_, m0 + group), epilogue);
+      const int64_t panel = task % g.panels, m0 = task / g.panels * g.rows;
+      tile_rows(s, panel, m0, min(M_, m0 + g.rows), epilogue);
     });
   }
 
   // A thread's part of a slice: it takes groups of rows of A, packs them where they must be, and multiplies one panel after the other
   // with them. When no group is left, it helps with the panels of others'. taken: panels of each group, then groups.
   template <class Epilogue>
-  void work(Slice s, int64_t group, int64_t groups, int64_t panels, int64_t* taken, bool packing, const Epilogue& epilogue) const {
+  void work(Slice s, const Groups& groups, int64_t* taken, const Epilogue& epilogue) const {
     const FlushSubnormals flush;  // the tail of gelu is full of them, and each costs an assist of 100 cycles, in later products too
     const auto next = [](int64_t* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); };
     const auto multiply_group = [&](int64_t g) {
-      if (__atomic_load_n(taken + g, __ATOMIC_RELAXED) >= panels) return;
-      s.a_first = g * group;
-      const int64_t end = min(M_, s.a_first + group);
-      if (packing)
+      if (__atomic_load_n(taken + g, __ATOMIC_RELAXED) >= groups.panels) return;
+      s.a_first = g * groups.rows;
+      const int64_t end = min(M_, s.a_first + groups.rows);
+      if (!groups.in_place)
         pack_a(s, end - s.a_first, [](int64_t n, const auto& f) {
           for (int64_t i = 0; i < n; i++) f(i);
         });
-      for (int64_t panel; (panel = next(taken + g)) < panels;) tile_rows(s, panel, s.a_first, end, epilogue);
+      for (int64_t panel; (panel = next(taken + g)) < groups.panels;) tile_rows(s, panel, s.a_first, end, epilogue);
     };
-    for (int64_t g; (g = next(taken + groups)) < groups;) multiply_group(g);
-    for (int64_t g = 0; g < groups; g++) multiply_group(g);
+    for (int64_t g; (g = next(taken + groups.count)) < groups.count;) multiply_group(g);
+    for (int64_t g = 0; g < groups.count; g++) multiply_group(g);
   }
 
   // Rows [begin, end) of A times one panel, each tile of them handed to the epilogue.
   template <class Epilogue>
   void tile_rows(const Slice& s, int64_t panel, int64_t begin, int64_t end, const Epilogue& epilogue) const {
     const int64_t n = panel * kWide, cols = min(kWide, s.cols - n), w = panel_width(cols);
-    size_t bytes = kTiles * Arena::bytes_for<acc>(kTileRows * kWide);
-    if (transposed_) bytes += kTiles * Arena::bytes_for<acc>(kWide * kWide);
-    if (!s.b[0]) bytes += PRODUCTS * Arena::bytes_for<packed>(w * s.units);
-    local_arena.reset(bytes);
+    local_arena.reset(tile_bytes(s.b[0], w, s.units));
     acc *own[kTiles], *turned[kTiles];
     for (int t = 0; t < kTiles; t++) {
       own[t] = local_arena.take<acc>(kTileRows * kWide);
@@ -323,7 +367,7 @@ class Matmul {
   template <class ForEach>
   void pack_a(Slice& s, int64_t rows, const ForEach& for_each) const {
     constexpr int64_t kStep = 64;
-    packed_arena.reset(PRODUCTS * Arena::bytes_for<packed>(rows * s.a_row));
+    packed_arena.reset(packed_bytes(rows, s.units));
     for (int i = 0; i < PRODUCTS; i++) s.a[i] = packed_arena.take<packed>(rows * s.a_row);
     const int64_t parts = ceil_div(rows, kStep);
     for_each(PRODUCTS * parts, [&](int64_t task) {

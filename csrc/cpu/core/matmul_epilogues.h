@@ -110,5 +110,20 @@ void round_rows(const typename T::acc* sums, int64_t rows, int64_t columns, int 
   });
 }
 
+// What to do with a product that somebody else puts together.
+struct RunProduct {
+  template <class Matmul, class Epilogue>
+  void operator()(Matmul product, const Epilogue& epilogue) const {
+    product.run(epilogue);
+  }
+};
+struct MeasureProduct {
+  Scratch& sum;
+  template <class Matmul, class Epilogue>
+  void operator()(const Matmul& product, const Epilogue& epilogue) const {
+    sum.include(product.scratch(epilogue));
+  }
+};
+
 }  // namespace PT_ISA
 }  // namespace pt

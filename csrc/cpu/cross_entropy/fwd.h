@@ -5,32 +5,12 @@
 
 #include <cmath>
 
-#include "cpu/core/matmul_epilogues.h"
-#include "cpu/cross_entropy/problem.h"
+#include "cpu/cross_entropy/plan.h"
 
 namespace pt {
 namespace PT_ISA {
 
 inline thread_local Arena entropy_arena;  // of the calling thread: what rows have gathered so far
-
-constexpr int64_t kBlockPanels = 32;                     // panels of classes between two merges
-constexpr int64_t kChunkElements = int64_t(1) << 19;     // of x that pass the classes together, about
-constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
-
-// Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
-INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
-  return min(p.rows, clamp(kChunkElements / max<int64_t>(p.depth, 1) / 48 * 48, kLeastChunk, kMostChunk));
-}
-
-// What the rows of a chunk know after some of the classes: arrays of `size` numbers, a multiple of the vector.
-template <class T>
-struct RowSums {
-  using acc = typename T::acc;
-  int64_t size;
-  acc *maximum, *sum, *logits;  // of exp(z - maximum), of z; over classes, or per panel
-  static size_t bytes(int64_t size) { return 3 * Arena::bytes_for<acc>(size); }
-  RowSums(int64_t n, Arena& arena) : size(n), maximum(arena.take<acc>(n)), sum(arena.take<acc>(n)), logits(arena.take<acc>(n)) {}
-};
 
 template <class V>
 INLINE V exp_of(V x) {
@@ -131,19 +111,17 @@ void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int 
 template <class T>
 void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward& f, int64_t first, int64_t count) {
   using acc = typename T::acc;
-  const int64_t size = round_up(count, T::width), step = kBlockPanels * kPanel<T>;
-  entropy_arena.reset(RowSums<T>::bytes(size) + RowSums<T>::bytes(kBlockPanels * size) + Arena::bytes_for<acc>(size));
+  const int64_t size = round_up(count, T::width), step = ForwardPlan<T>::kStep;
+  entropy_arena.reset(ForwardPlan<T>::arena_bytes(count));
   const RowSums<T> rows(size, entropy_arena), panels(kBlockPanels * size, entropy_arena);
   acc* picked = entropy_arena.take<acc>(size);
   acc* product = f.product ? static_cast<acc*>(f.product) + first * p.classes : nullptr;
   for (int64_t r = 0; r < size; r++) rows.maximum[r] = -kInfinity<acc>, rows.sum[r] = 0, rows.logits[r] = 0, picked[r] = 0;
   for (int64_t i = 0; i < panels.size; i++) panels.maximum[i] = -kInfinity<acc>, panels.sum[i] = 0, panels.logits[i] = 0;
 
-  const auto x = rows_of<T>(elements<T>(p.x) + first * p.depth, p.depth, false);
   for (int64_t c = 0; c < p.classes; c += step) {
     const int64_t n = min(step, p.classes - c);
-    const Product<T> logits[1] = {{x, rows_of<T>(elements<T>(p.weight) + c * p.depth, p.depth, false)}};
-    Matmul<T, 1, false>(logits, count, n, p.depth, p.threads).run(LogitEpilogue<T>{p, panels, first, count, c, picked, product});
+    logits_product<T>(p, first, count, c, n).run(LogitEpilogue<T>{p, panels, first, count, c, picked, product});
     merge<T>(panels, ceil_div(n, kPanel<T>), rows, p.threads);
   }
 

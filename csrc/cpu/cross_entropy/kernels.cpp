@@ -25,10 +25,20 @@ void backward(const CrossEntropyProblem& p, const CrossEntropyBackward& f) {
   }
 }
 
+int64_t scratch_bytes(const CrossEntropyProblem& p) {
+  switch (p.dtype) {
+    case DType::f32: return cross_entropy_scratch<Float<float>>(p).bytes(p.threads);
+    case DType::bf16: return cross_entropy_scratch<Bf16>(p).bytes(p.threads);
+    case DType::f16: return cross_entropy_scratch<Float<f16>>(p).bytes(p.threads);
+    case DType::f64: return cross_entropy_scratch<Double>(p).bytes(p.threads);
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern const CrossEntropyKernels cross_entropy_kernels;
-const CrossEntropyKernels cross_entropy_kernels = {forward, backward};
+const CrossEntropyKernels cross_entropy_kernels = {forward, backward, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -53,37 +53,56 @@ struct HiddenGradient {
 };
 
 // out (m, n) = a^T b of the contiguous matrices a (rows, m) and b (rows, n).
-template <class T>
-void transposed_product(const void* a, int64_t m, const void* b, int64_t n, int64_t rows, int threads, void* out) {
+template <class T, class Visit>
+void transposed_product(const void* a, int64_t m, const void* b, int64_t n, const FeedForwardProblem& p, void* out, const Visit& visit) {
+  if (!out) return;
   const Product<T> product[1] = {{rows_of<T>(a, m, true), rows_of<T>(b, n, true)}};
-  Matmul<T, 1, false>(product, m, n, rows, threads).run(StoreEpilogue<T>(elements<T>(out), m, n));
+  visit(Matmul<T, 1, false>(product, m, n, p.rows, p.threads), StoreEpilogue<T>(elements<T>(out), m, n));
 }
 
-template <class T>
-void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
-  using acc = typename T::acc;
+// The products in turn, each with its epilogue: visit(product, epilogue) runs or measures it.
+template <class T, class Visit>
+void backward_products(const FeedForwardProblem& p, const FeedForwardBackward& f, const Visit& visit) {
   const Product<T> dh[1] = {{rows_of<T>(f.dy, p.out, false), rows_of<T>(p.w2, p.hidden, true)}};
-  Matmul<T, 1, false> hidden(dh, p.rows, p.hidden, p.out, p.threads);
-  if (p.gate_weight) hidden.run(HiddenGradient<T, true>{p, f});
-  else hidden.run(HiddenGradient<T, false>{p, f});
+  const Matmul<T, 1, false> hidden(dh, p.rows, p.hidden, p.out, p.threads);
+  if (p.gate_weight) visit(hidden, HiddenGradient<T, true>{p, f});
+  else visit(hidden, HiddenGradient<T, false>{p, f});
 
   if (f.dx) {
     const StoreEpilogue<T> to_dx(elements<T>(f.dx), p.rows, p.in);
     const Product<T> by_pre{rows_of<T>(f.dpre, p.hidden, false), rows_of<T>(p.w1, p.in, true)};
     if (p.gate_weight) {
       const Product<T> both[2] = {by_pre, {rows_of<T>(f.dgate, p.hidden, false), rows_of<T>(p.gate_weight, p.in, true)}};
-      Matmul<T, 2, true>(both, p.rows, p.in, p.hidden, p.threads).run(to_dx);
+      visit(Matmul<T, 2, true>(both, p.rows, p.in, p.hidden, p.threads), to_dx);
     } else {
       const Product<T> one[1] = {by_pre};
-      Matmul<T, 1, true>(one, p.rows, p.in, p.hidden, p.threads).run(to_dx);
+      visit(Matmul<T, 1, true>(one, p.rows, p.in, p.hidden, p.threads), to_dx);
     }
   }
-  if (f.dw2) transposed_product<T>(f.dy, p.out, f.h, p.hidden, p.rows, p.threads, f.dw2);
-  if (f.dw1) transposed_product<T>(f.dpre, p.hidden, p.x, p.in, p.rows, p.threads, f.dw1);
-  if (f.dgate_weight) transposed_product<T>(f.dgate, p.hidden, p.x, p.in, p.rows, p.threads, f.dgate_weight);
+  transposed_product<T>(f.dy, p.out, f.h, p.hidden, p, f.dw2, visit);
+  transposed_product<T>(f.dpre, p.hidden, p.x, p.in, p, f.dw1, visit);
+  transposed_product<T>(f.dgate, p.hidden, p.x, p.in, p, f.dgate_weight, visit);
+}
+
+template <class T>
+void feed_forward_backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
+  using acc = typename T::acc;
+  backward_products<T>(p, f, RunProduct());
   if (f.db2) column_sums<T>(elements<T>(f.dy), p.rows, p.out, p.threads, static_cast<acc*>(f.db2));
   if (f.db1) column_sums<T>(elements<T>(f.dpre), p.rows, p.hidden, p.threads, static_cast<acc*>(f.db1));
   if (f.dgate_bias) column_sums<T>(elements<T>(f.dgate), p.rows, p.hidden, p.threads, static_cast<acc*>(f.dgate_bias));
+}
+
+// What both directions take, of the sizes alone: the pointers of p and f only tell what is wanted.
+template <class T>
+Scratch feed_forward_scratch(const FeedForwardProblem& p, const FeedForwardForward& f, const FeedForwardBackward& g) {
+  Scratch s;
+  const int64_t step = hidden_rows<T>(p);
+  s.own = Arena::bytes_for<typename T::elem>(step * p.hidden);
+  for (int64_t rows : {step, (p.rows - 1) % step + 1}) forward_products<T>(p, f, nullptr, 0, rows, MeasureProduct{s});
+  backward_products<T>(p, g, MeasureProduct{s});
+  for (int64_t columns : {p.out, p.hidden}) s.include(ColumnSumsPlan<T>(p.rows, columns).scratch);
+  return s;
 }
 
 }  // namespace PT_ISA

@@ -5,6 +5,9 @@
 // pytransformer/ops/_backends/cpu/feed_forward.py.
 #include "cpu/feed_forward/problem.h"
 
+#include <string>
+#include <vector>
+
 #include "cpu/core/edge.h"
 
 PT_DECLARE_KERNELS(FeedForwardKernels, feed_forward_kernels);
@@ -26,7 +29,7 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
   p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
   p.gate_weight = edge.matrix(gate_weight, "gate_weight", p.hidden, p.in);
   p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
-  STD_TORCH_CHECK(activation >= 0 && activation <= int64_t(pt::Activation::silu), "feed_forward: unknown activation ", activation);
+  STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
   p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold) {
@@ -38,8 +41,7 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
 }
 
 void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight, MaybeTensor gate_bias, Tensor w2, MaybeTensor b2,
-                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t hidden_rows, int64_t activation,
-                      double dropout_p) {
+                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, double dropout_p) {
   pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
   const pt::edge::Edge edge("feed_forward", x);
   p.b1 = edge.vector(b1, "b1", p.hidden);
@@ -48,9 +50,7 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   pt::FeedForwardForward f;
   f.pre = edge.target(pre, "pre", p.rows, p.hidden);
   f.gate = edge.target(gate, "gate", p.rows, p.hidden);
-  f.h_rows = hidden_rows;
   f.y = edge.target(out, "out", p.rows, p.out);
-  STD_TORCH_CHECK(f.h_rows > 0, "feed_forward: hidden_rows must be positive, got ", f.h_rows);
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
@@ -78,20 +78,38 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
   PT_SELECT(feed_forward_kernels).backward(p, f);
 }
 
+// What forward and backward hold beside tensors. x: of its dtype.
+int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden, int64_t out, bool gated) {
+  STD_TORCH_CHECK(rows > 0 && in > 0 && hidden > 0 && out > 0, "feed_forward: nothing to multiply");
+  pt::FeedForwardProblem p{};
+  p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
+  p.rows = rows, p.in = in, p.hidden = hidden, p.out = out, p.threads = pt::pool_threads();
+  p.x = p.w1 = p.w2 = x.const_data_ptr(), p.gate_weight = gated ? p.w1 : nullptr;
+  return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
+}
+
+std::vector<std::string> feed_forward_activations() { return {pt::kActivationNames.begin(), pt::kActivationNames.end()}; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, Tensor w2, Tensor? b2, "
-      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int hidden_rows, int activation, "
+      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int activation, "
       "float dropout_p) -> ()");
   m.def(
       "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor pre, Tensor? gate, "
       "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? dx, Tensor(e!)? dw1, "
       "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, "
       "float dropout_p) -> ()");
+  m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
+  m.def("feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("feed_forward_fwd", TORCH_BOX(&feed_forward_fwd));
   m.impl("feed_forward_bwd", TORCH_BOX(&feed_forward_bwd));
+  m.impl("feed_forward_scratch", TORCH_BOX(&feed_forward_scratch));
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
+  m.impl("feed_forward_activations", TORCH_BOX(&feed_forward_activations));
 }

@@ -77,29 +77,41 @@ struct HiddenEpilogue {
   }
 };
 
+// Forward keeps about 16 MB of hidden at a time, but as many rows as it takes to make packing the weights cheap.
+constexpr int64_t kHiddenBytes = int64_t(16) << 20, kLeastHiddenRows = 1536;
+template <class T>
+int64_t hidden_rows(const FeedForwardProblem& p) {
+  return min(p.rows, max(kLeastHiddenRows, kHiddenBytes / (p.hidden * int64_t(sizeof(typename T::elem)))));
+}
+
+// The products of rows [first, first + rows), each with its epilogue: visit(product, epilogue) runs or measures it. h: their hidden.
+template <class T, class Visit>
+void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, typename T::elem* h, int64_t first, int64_t rows,
+                      const Visit& visit) {
+  const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
+  const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
+  if (p.gate_weight) {
+    const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
+    visit(Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads), HiddenEpilogue<T, true>{p, f, h, first});
+  } else {
+    const Product<T> one[1] = {up};
+    visit(Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads), HiddenEpilogue<T, false>{p, f, h, first});
+  }
+  if (!f.y) return;
+  const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
+  visit(Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads), StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
+}
+
 template <class T>
 void feed_forward_forward(const FeedForwardProblem& p, const FeedForwardForward& f) {
   using elem = typename T::elem;
+  const int64_t step = hidden_rows<T>(p);
   elem* h = nullptr;
   if (f.y) {
-    hidden_arena.reset(Arena::bytes_for<elem>(f.h_rows * p.hidden));
-    h = hidden_arena.take<elem>(f.h_rows * p.hidden);
+    hidden_arena.reset(Arena::bytes_for<elem>(step * p.hidden));
+    h = hidden_arena.take<elem>(step * p.hidden);
   }
-  for (int64_t first = 0; first < p.rows; first += f.h_rows) {
-    const int64_t rows = min(f.h_rows, p.rows - first);
-    const auto x = rows_of<T>(elements<T>(p.x) + first * p.in, p.in, false);
-    const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
-    if (p.gate_weight) {
-      const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
-      Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, true>{p, f, h, first});
-    } else {
-      const Product<T> one[1] = {up};
-      Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads).run(HiddenEpilogue<T, false>{p, f, h, first});
-    }
-    if (!f.y) continue;
-    const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
-    Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads).run(StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
-  }
+  for (int64_t first = 0; first < p.rows; first += step) forward_products<T>(p, f, h, first, min(step, p.rows - first), RunProduct());
 }
 
 }  // namespace PT_ISA

@@ -25,10 +25,24 @@ void backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
   }
 }
 
+int64_t scratch_bytes(const FeedForwardProblem& p) {
+  static char wanted;  // stands for every matrix; nothing is read or written
+  void* any = &wanted;
+  const FeedForwardForward f{any, any, any};
+  const FeedForwardBackward g{any, any, any, any, any, any, any, any, any, any, any, any, any};
+  switch (p.dtype) {
+    case DType::f32: return feed_forward_scratch<Float<float>>(p, f, g).bytes(p.threads);
+    case DType::bf16: return feed_forward_scratch<Bf16>(p, f, g).bytes(p.threads);
+    case DType::f16: return feed_forward_scratch<Float<f16>>(p, f, g).bytes(p.threads);
+    case DType::f64: return feed_forward_scratch<Double>(p, f, g).bytes(p.threads);
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern const FeedForwardKernels feed_forward_kernels;
-const FeedForwardKernels feed_forward_kernels = {forward, backward};
+const FeedForwardKernels feed_forward_kernels = {forward, backward, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

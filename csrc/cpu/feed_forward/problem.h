@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "common/activation.h"
 #include "common/dtype.h"
 
 namespace pt {
-
-enum class Activation : int { relu, gelu, gelu_tanh, silu };
 
 // All matrices are row-major and contiguous, of dtype; vectors and sums are acc: float, double for f64.
 struct FeedForwardProblem {
@@ -28,7 +27,6 @@ struct FeedForwardProblem {
 // pre = x w1^T + b1, gate = x gate_weight^T + gate_bias, h = dropout(act(pre)) or dropout(act(gate) pre), y = h w2^T + b2.
 struct FeedForwardForward {
   void *pre, *gate;  // (rows, hidden), null where not wanted
-  int64_t h_rows;    // rows of h that are kept at a time
   void* y;           // (rows, out), null: only pre and gate are wanted
 };
 
@@ -43,6 +41,7 @@ struct FeedForwardBackward {
 struct FeedForwardKernels {
   void (*forward)(const FeedForwardProblem&, const FeedForwardForward&);
   void (*backward)(const FeedForwardProblem&, const FeedForwardBackward&);
+  int64_t (*scratch_bytes)(const FeedForwardProblem&);  // of both, with all gradients; of the sizes alone
 };
 
 }  // namespace pt

@@ -12,12 +12,6 @@
 namespace pt {
 namespace PT_ISA {
 
-// At least 64 rows a block, at most 256 blocks, and partial sums of at most about 32 MB.
-INLINE int64_t norm_row_blocks(int64_t rows, int64_t columns) {
-  const int64_t most_blocks = clamp<int64_t>((int64_t(1) << 22) / max<int64_t>(1, columns), 8, 256);
-  return clamp<int64_t>(ceil_div(rows, 64), 1, most_blocks);
-}
-
 template <class X, class R, bool DROP, bool PARAMETERS>
 struct NormBackwardRow {
   using acc = typename X::acc;
@@ -72,26 +66,25 @@ struct NormBackwardRow {
 };
 
 template <class X, class R, bool DROP, bool PARAMETERS>
-void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
+void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   using acc = typename X::acc;
-  const int64_t rows = p.outer * p.inner, n = p.columns, padded = round_up(n, X::width);
-  const int64_t blocks = PARAMETERS ? norm_row_blocks(rows, n) : ceil_div(rows, rows_per_task(n));
-  const int64_t per_block = ceil_div(rows, max<int64_t>(1, blocks));
+  const NormPlan<X, PARAMETERS> plan(p);
+  const int64_t n = p.columns, padded = plan.padded, blocks = plan.blocks;
   acc *dweight = nullptr, *dbias = nullptr;
   if constexpr (PARAMETERS) {
-    shared_arena.reset(2 * Arena::bytes_for<acc>(blocks * padded));
+    shared_arena.reset(plan.scratch.shared);
     dweight = shared_arena.take<acc>(blocks * padded);
     dbias = shared_arena.take<acc>(blocks * padded);
   }
   for_each_task(blocks, p.threads, [&](int64_t block) {
-    local_arena.reset(Arena::bytes_for<acc>(padded) + ColumnKeep::bytes(n));
+    local_arena.reset(plan.scratch.local);
     acc* xhat = local_arena.take<acc>(padded);
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
     acc *dw = PARAMETERS ? dweight + block * padded : nullptr, *db = PARAMETERS ? dbias + block * padded : nullptr;
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
     const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
-    for (int64_t i = block * per_block, end = min(rows, i + per_block); i < end; i++) {
+    for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);
       row(row_of<X>(f.d_out, o, q), row_of<R>(f.h, o, q), f.d_residual_out.data ? row_of<R>(f.d_residual_out, o, q) : nullptr,
@@ -110,10 +103,11 @@ void norm_backward_rows(const NormProblem& p, const NormBackward& f) {
 }
 
 template <class X, class R>
-void norm_backward(const NormProblem& p, const NormBackward& f) {
+void layer_norm_backward(const NormProblem& p, const NormBackward& f) {
   const bool drop = p.drop_threshold > 0 && f.dx.data;
-  if (f.dweight || f.dbias) return drop ? norm_backward_rows<X, R, true, true>(p, f) : norm_backward_rows<X, R, false, true>(p, f);
-  return drop ? norm_backward_rows<X, R, true, false>(p, f) : norm_backward_rows<X, R, false, false>(p, f);
+  if (f.dweight || f.dbias)
+    return drop ? layer_norm_backward_rows<X, R, true, true>(p, f) : layer_norm_backward_rows<X, R, false, true>(p, f);
+  return drop ? layer_norm_backward_rows<X, R, true, false>(p, f) : layer_norm_backward_rows<X, R, false, false>(p, f);
 }
 
 }  // namespace PT_ISA

@@ -8,11 +8,9 @@
 
 #include <cmath>
 
-#include "cpu/core/arena.h"
-#include "cpu/core/column_dropout.h"
 #include "cpu/core/parallel.h"
 #include "cpu/core/traits.h"
-#include "cpu/layer_norm/problem.h"
+#include "cpu/layer_norm/plan.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -56,9 +54,6 @@ template <class V>
 INLINE V in_row(V v, int64_t lanes) {
   return select(mask_n<V>(lanes), v, V{});
 }
-
-// Rows of one task: enough to be worth one, few enough to keep every thread busy. Results do not depend on it.
-INLINE int64_t rows_per_task(int64_t columns) { return max<int64_t>(1, 16384 / max<int64_t>(1, columns)); }
 
 // Traits of rows of acc.
 template <class T>
@@ -140,14 +135,15 @@ void normalize_row(const NormProblem& p, const typename X::acc* cache, typename 
 }
 
 template <class X, class R, bool ADD, bool DROP, bool STORE>
-void norm_forward_rows(const NormProblem& p, const NormForward& f) {
+void layer_norm_forward_rows(const NormProblem& p, const NormForward& f) {
   using acc = typename X::acc;
-  const int64_t rows = p.outer * p.inner, n = p.columns, step = rows_per_task(n), cached = round_up(n, X::width);
-  for_each_task(ceil_div(rows, step), p.threads, [&](int64_t task) {
-    local_arena.reset(Arena::bytes_for<acc>(cached) + ColumnKeep::bytes(n));
-    acc* cache = local_arena.take<acc>(cached);
+  const NormPlan<X, false> plan(p);
+  const int64_t n = p.columns;
+  for_each_task(plan.blocks, p.threads, [&](int64_t task) {
+    local_arena.reset(plan.scratch.local);
+    acc* cache = local_arena.take<acc>(plan.padded);
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
-    for (int64_t i = task * step, end = min(rows, i + step); i < end; i++) {
+    for (int64_t i = task * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i);
       const auto* x = row_of<X>(f.x, o, q);
@@ -164,14 +160,14 @@ void norm_forward_rows(const NormProblem& p, const NormForward& f) {
 }
 
 template <class X, class R>
-void norm_forward(const NormProblem& p, const NormForward& f) {
+void layer_norm_forward(const NormProblem& p, const NormForward& f) {
   const bool drop = p.drop_threshold > 0;
   if constexpr (std::is_same_v<X, R>) {
-    if (!f.residual_out.data) return norm_forward_rows<X, X, false, false, false>(p, f);
+    if (!f.residual_out.data) return layer_norm_forward_rows<X, X, false, false, false>(p, f);
     if (!f.residual.data)
-      return drop ? norm_forward_rows<X, X, false, true, true>(p, f) : norm_forward_rows<X, X, false, false, true>(p, f);
+      return drop ? layer_norm_forward_rows<X, X, false, true, true>(p, f) : layer_norm_forward_rows<X, X, false, false, true>(p, f);
   }
-  return drop ? norm_forward_rows<X, R, true, true, true>(p, f) : norm_forward_rows<X, R, true, false, true>(p, f);
+  return drop ? layer_norm_forward_rows<X, R, true, true, true>(p, f) : layer_norm_forward_rows<X, R, true, false, true>(p, f);
 }
 
 }  // namespace PT_ISA

@@ -27,17 +27,23 @@ void for_dtypes(DType x, DType residual, const F& f) {
 
 void forward(const NormProblem& p, const NormForward& f) {
   for_dtypes(f.x.dtype, f.residual_out.data ? f.residual_out.dtype : f.x.dtype,
-             [&](auto x, auto r) { norm_forward<decltype(x), decltype(r)>(p, f); });
+             [&](auto x, auto r) { layer_norm_forward<decltype(x), decltype(r)>(p, f); });
 }
 
 void backward(const NormProblem& p, const NormBackward& f) {
-  for_dtypes(f.d_out.dtype, f.h.dtype, [&](auto x, auto r) { norm_backward<decltype(x), decltype(r)>(p, f); });
+  for_dtypes(f.d_out.dtype, f.h.dtype, [&](auto x, auto r) { layer_norm_backward<decltype(x), decltype(r)>(p, f); });
+}
+
+int64_t scratch_bytes(const NormProblem& p, DType x) {
+  int64_t bytes = 0;
+  for_dtypes(x, x, [&](auto traits, auto) { bytes = NormPlan<decltype(traits), true>(p).scratch.bytes(p.threads); });
+  return bytes;
 }
 
 }  // namespace
 
-extern const NormKernels norm_kernels;
-const NormKernels norm_kernels = {forward, backward};
+extern const NormKernels layer_norm_kernels;
+const NormKernels layer_norm_kernels = {forward, backward, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -13,7 +13,7 @@
 #include "cpu/core/pages.h"
 #include "cpu/core/parallel.h"
 
-PT_DECLARE_KERNELS(NormKernels, norm_kernels);
+PT_DECLARE_KERNELS(NormKernels, layer_norm_kernels);
 
 namespace {
 
@@ -97,7 +97,7 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
   STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "layer norm: residual and residual_out differ in dtype");
   f.mean = rms ? nullptr : vector_of(mean, "mean", p.outer * p.inner, x);
   f.rstd = vector_of(rstd, "rstd", p.outer * p.inner, x);
-  PT_SELECT(norm_kernels).forward(p, f);
+  PT_SELECT(layer_norm_kernels).forward(p, f);
 }
 
 void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
@@ -120,7 +120,15 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
   f.dweight = vector_of(dweight, "dweight", p.columns, d_out);
   f.dbias = vector_of(dbias, "dbias", p.columns, d_out);
   STD_TORCH_CHECK(rms || f.mean, "layer norm: mean is missing");
-  PT_SELECT(norm_kernels).backward(p, f);
+  PT_SELECT(layer_norm_kernels).backward(p, f);
+}
+
+// What forward and backward hold beside tensors.
+int64_t layer_norm_scratch(Tensor x, int64_t columns) {
+  pt::NormProblem p{};
+  STD_TORCH_CHECK(columns > 0, "layer norm: columns is ", columns, "; wanted at least 1");
+  p.outer = 1, p.inner = x.numel() / columns, p.columns = columns, p.threads = pt::pool_threads();
+  return PT_SELECT(layer_norm_kernels).scratch_bytes(p, dtype_of(x, "x", pt::Float64::taken));
 }
 
 }  // namespace
@@ -133,8 +141,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
       "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, "
       "bool rms) -> ()");
+  m.def("layer_norm_scratch(Tensor x, int columns) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
   m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
+  m.impl("layer_norm_scratch", TORCH_BOX(&layer_norm_scratch));
 }

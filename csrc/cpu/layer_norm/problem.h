@@ -40,6 +40,7 @@ struct NormBackward {
 struct NormKernels {
   void (*forward)(const NormProblem&, const NormForward&);
   void (*backward)(const NormProblem&, const NormBackward&);
+  int64_t (*scratch_bytes)(const NormProblem&, DType x);  // of both, with all gradients; of the sizes alone
 };
 
 }  // namespace pt

@@ -71,6 +71,9 @@ void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   sm90_d_logits(f, planned(f.product), reinterpret_cast<void*>(stream));
 }
 
+// Numbers that forward's tiles leave of a row.
+int64_t cross_entropy_partials(int64_t classes, bool smooth) { return plan_cross_entropy(1, classes, smooth).partials; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
@@ -80,8 +83,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor g, Tensor(a!)? d_logits, "
                  "Tensor(b!)? bias_partials, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("cross_entropy_partials(int classes, bool smooth) -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("cross_entropy_fwd"), TORCH_BOX(&cross_entropy_fwd));
   m.impl(PT_EDGE_OP("cross_entropy_bwd"), TORCH_BOX(&cross_entropy_bwd));
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
+  m.impl(PT_EDGE_OP("cross_entropy_partials"), TORCH_BOX(&cross_entropy_partials));
 }

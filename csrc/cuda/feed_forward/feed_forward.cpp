@@ -2,6 +2,8 @@
 // Feed-forward on a GPU, torch edge: the products that have more to do than multiply. Checks what the kernels rely on, fills in the
 // problems, launches. Matrices as csrc/cuda/matmul/edge.h has them: see pytransformer/ops/_backends/cuda/feed_forward.py.
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "common/fault.h"
 #include "cuda/feed_forward/kernels.h"
@@ -12,7 +14,7 @@ namespace {
 using namespace pt::cuda;
 
 Activation activation_of(int64_t number) {
-  STD_TORCH_CHECK(number >= 0 && number < 4, "feed_forward: activation ", number);
+  STD_TORCH_CHECK(number >= 0 && number < int64_t(pt::kActivationNames.size()), "feed_forward: activation ", number);
   return Activation(number);
 }
 
@@ -86,6 +88,8 @@ void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTens
   sm90_d_hidden(f, planned(p), reinterpret_cast<void*>(stream));
 }
 
+std::vector<std::string> feed_forward_activations() { return {pt::kActivationNames.begin(), pt::kActivationNames.end()}; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
@@ -96,8 +100,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       PT_EDGE_OP("hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
                  "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_partials, Tensor(e!)? gate_bias_partials, int activation, "
                  "float dropout_p, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP("feed_forward_activations() -> str[]"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("hidden_fwd"), TORCH_BOX(&hidden_fwd));
   m.impl(PT_EDGE_OP("hidden_bwd"), TORCH_BOX(&hidden_bwd));
+}
+STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
+  m.impl(PT_EDGE_OP("feed_forward_activations"), TORCH_BOX(&feed_forward_activations));
 }

@@ -5,11 +5,12 @@
 
 #include <cstdint>
 
+#include "common/activation.h"
 #include "cuda/matmul/problem.h"
 
 namespace pt::cuda {
 
-enum class Activation : int { relu, gelu, gelu_tanh, silu };
+using pt::Activation;
 
 // Of hidden.
 struct HiddenDropout {

@@ -40,6 +40,8 @@ void matmul_sums(Tensor a, Tensor b, Tensor out, bool add, int64_t device, int64
 }
 
 bool matmul_use_cublas(int64_t rows, int64_t columns, int64_t depth, bool ours) { return use_cublas(rows, columns, depth, ours); }
+int64_t matmul_largest_side() { return kLargestSide; }
+int64_t matmul_rows_of_a_part() { return kRowsOfAPart; }
 
 }  // namespace
 
@@ -47,6 +49,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(PT_EDGE_OP("matmul(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? bias, Tensor(a!) out, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("matmul_sums(Tensor a, Tensor b, Tensor(a!) out, bool add, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("matmul_use_cublas(int rows, int columns, int depth, bool ours) -> bool"));
+  m.def(PT_EDGE_OP("matmul_largest_side() -> int"));
+  m.def(PT_EDGE_OP("matmul_rows_of_a_part() -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
   m.impl(PT_EDGE_OP("matmul"), TORCH_BOX(&matmul));
@@ -54,4 +58,6 @@ STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {
   m.impl(PT_EDGE_OP("matmul_use_cublas"), TORCH_BOX(&matmul_use_cublas));
+  m.impl(PT_EDGE_OP("matmul_largest_side"), TORCH_BOX(&matmul_largest_side));
+  m.impl(PT_EDGE_OP("matmul_rows_of_a_part"), TORCH_BOX(&matmul_rows_of_a_part));
 }

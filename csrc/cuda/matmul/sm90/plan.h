@@ -50,10 +50,11 @@ static_assert(narrow_is_faster(66, 132, 132) && !narrow_is_faster(67, 134, 132) 
 static_assert(narrow_is_faster(133, 266, 132) && narrow_is_faster(198, 396, 132) && !narrow_is_faster(199, 398, 132));
 static_assert(narrow_is_faster(500, 500, 132) && !narrow_is_faster(300, 600, 132));
 
+constexpr int64_t kLargestSide = (int64_t(1) << 31) - 1024;  // of a matrix: TMA's coordinates have 32 bits
+
 inline const char* matmul_why_not(const Product& p) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
   if (p.rows < 1 || p.columns < 1 || p.a[0].width() < 1) return "nothing to multiply";
-  constexpr int64_t kMost = (int64_t(1) << 31) - 1024;  // TMA's coordinates have 32 bits
   for (int i = 0; i < 2; ++i) {
     const Matrix &a = p.a[p.gated ? 0 : i], &b = p.b[i];
     if (!a.data != !b.data) return "an operand is missing";
@@ -61,7 +62,7 @@ inline const char* matmul_why_not(const Product& p) {
     if (a.height() != p.rows || b.width() != p.columns || a.width() != b.height()) return "the operands do not go together";
     if (a.transposed != p.a[0].transposed || b.transposed != p.b[0].transposed) return "the operands of the two products lie differently";
     for (const Matrix* m : {&a, &b}) {
-      if (m->rows > kMost || m->columns > kMost) return "a side of 2^31 or more";
+      if (m->rows > kLargestSide || m->columns > kLargestSide) return "a side of 2^31 or more";
       if (reinterpret_cast<uintptr_t>(m->data) % 16 || m->stride % 8 || (m->rows > 1 && m->stride < 1))
         return "rows of an operand do not begin at multiples of 16 bytes";
     }

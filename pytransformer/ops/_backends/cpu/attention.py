@@ -96,6 +96,9 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """Packed operands of a group of heads (at most about 64 MB) and a tile for each thread (about 1 MB)."""
-    packed = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value))
-    return min(2 * packed, 64 << 20) + torch.get_num_threads() * (1 << 20)
+    """What the kernels hold and, where a term that is added to scores has a gradient, its sum in the dtype that scores are computed in."""
+    tensors, numbers = _native_arguments(a)
+    added = [t for t in (a.mask, a.bias, a.slopes, a.table, a.sinks) if t is not None and t.requires_grad]
+    backward = torch.is_grad_enabled() and (bool(added) or any(t.requires_grad for t in (a.query, a.key, a.value)))
+    held = torch.ops.pytransformer_C.attention_scratch.default(*tensors, *numbers, backward)
+    return held + (sum(t.numel() for t in added) * a.work.itemsize if backward else 0)

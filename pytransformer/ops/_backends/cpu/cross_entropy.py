@@ -11,8 +11,6 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
-SCRATCH_BYTES = 16 << 20  # packed operands, a block of dz, and float sums, at most about
-
 
 def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
     def why_not(a: Any) -> str | None:
@@ -67,7 +65,16 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
                 t.copy_(target.view(t.shape))
         return [results[n] for n in op.differentiable]
 
-    return Backend("cpu", forward, backward, why_not, lambda a: SCRATCH_BYTES)
+    return Backend("cpu", forward, backward, why_not, _extra_bytes)
+
+
+def _extra_bytes(a: Any) -> int:
+    """What the kernels hold, and the losses of all rows."""
+    if a.x.numel() == 0:
+        return 0
+    rows, (classes, depth) = a.target.numel(), a.weight.shape
+    held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(a.x, rows, depth, classes)
+    return held + rows * (8 if a.x.dtype == torch.float64 else 4)
 
 
 def _kept(product: torch.Tensor) -> torch.Tensor | None:

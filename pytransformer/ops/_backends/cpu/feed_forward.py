@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -13,9 +14,6 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
-ACTIVATIONS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}  # enum Activation of csrc/cpu/feed_forward/problem.h
-HIDDEN_BYTES = 16 << 20  # forward keeps about so much of hidden at a time ...
-LEAST_ROWS = 1536  # ... but as many rows as it takes to make packing the weights cheap
 HELD_BYTES = 64 << 20  # scratch of backward up to this size stays for the next call: fresh pages took 6 to 20 % of the time
 
 _held = threading.local()
@@ -65,7 +63,7 @@ def backend(op: Op) -> Backend:
         torch.ops.pytransformer_C.feed_forward_bwd(
             _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
             a.dropout_seed, h, d_pre, d_gate,
-            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), ACTIVATIONS[a.activation], a.dropout_p,
+            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), _activation(a.activation), a.dropout_p,
         )  # fmt: skip
         for name, t in results.items():
             target = targets[name]
@@ -76,10 +74,16 @@ def backend(op: Op) -> Backend:
     return Backend("cpu", forward, backward, why_not, _extra_bytes)
 
 
+@functools.cache
+def _activation(name: str) -> int:
+    """Its number in the library."""
+    return torch.ops.pytransformer_C.feed_forward_activations().index(name)
+
+
 def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
     torch.ops.pytransformer_C.feed_forward_fwd(
         _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
-        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _hidden_rows(a), ACTIVATIONS[a.activation], a.dropout_p,
+        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.dropout_p,
     )  # fmt: skip
 
 
@@ -121,11 +125,11 @@ def _vector(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     return None if t is None else t.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
 
 
-def _hidden_rows(a: Any) -> int:
-    """How many rows of hidden forward keeps at a time."""
-    return min(math.prod(a.x.shape[:-1]), max(LEAST_ROWS, HIDDEN_BYTES // (a.w1.shape[0] * a.x.element_size())))
-
-
 def _extra_bytes(a: Any) -> int:
-    """Forward: the rows of hidden kept at a time and about 16 MB of packed weights."""
-    return _hidden_rows(a) * a.w1.shape[0] * a.x.element_size() + (16 << 20)
+    """What the kernels hold, and backward's hidden, d_pre and d_gate."""
+    if _empty(a):
+        return 0
+    rows, columns = math.prod(a.x.shape[:-1]), a.x.shape[-1]
+    hidden, out, gated = a.w1.shape[0], a.w2.shape[0], a.gate_weight is not None
+    held = torch.ops.pytransformer_C.feed_forward_scratch.default(a.x, rows, columns, hidden, out, gated)
+    return held + (3 if gated else 2) * rows * hidden * a.x.element_size()

@@ -18,8 +18,6 @@ from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import empty_in_order
 from ..._problem.layer_norm import NORM_SPECS, NormBackward, NormForward, lowered_backward, lowered_forward, ready
 
-BLOCK_BYTES = 32 << 20  # partial sums of dweight and dbias are kept below about this
-
 
 def backend(op: Op) -> Backend:
     """The backend of one of the ops in NORM_SPECS."""
@@ -67,7 +65,7 @@ def _launch_backward(f: NormBackward) -> None:
 
 
 @functools.cache
-def raw(name: str) -> Callable[..., None]:
+def raw(name: str) -> Callable[..., Any]:
     """A raw op of the native library, which is loaded by now."""
     return getattr(torch.ops.pytransformer_C, name).default
 
@@ -77,9 +75,5 @@ def work_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _extra_bytes(a: Any) -> int:
-    """A cached row for each thread; in backward the partial sums of the parameters' gradients."""
-    columns = math.prod(a.x.shape[a.x.dim() - a.dims :])
-    rows = a.x.numel() // max(1, columns)
-    size = 8 if a.x.dtype == torch.float64 else 4
-    blocks = max(1, min(-(-rows // 64), 256, max(8, (BLOCK_BYTES >> 3) // max(1, columns))))
-    return size * columns * (torch.get_num_threads() + 2 * blocks)
+    """What the kernels hold: a row for each thread and, in backward, partial sums of the parameters' gradients."""
+    return raw("layer_norm_scratch")(a.x, math.prod(a.x.shape[a.x.dim() - a.dims :])) if a.x.numel() else 0

@@ -24,9 +24,8 @@ from ..._problem.cross_entropy import chunks, float_gemm
 from ..gpu import cross_entropy as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, WIDTH, alloc_padded, operand, padded_bias, use_cublas
+from .matmul import WIDTH, alloc_padded, bias_parts, operand, padded_bias, use_cublas
 
-TILE = 128  # classes; csrc/cuda/matmul/sm90/config.h
 HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
 # Of what exists for a chunk of rows at a time. Forward: the partials of 2^17 classes take 8 KB a row, so 32,768 rows at a time. Backward:
@@ -82,7 +81,7 @@ def _backward(
         g = g if scale is None else g * scale
         unscale = 1.0 if scale is None else 1 / scale
         d_logits = None if dx is None and d_weight is None else alloc_padded(x[:step], classes)
-        bias_partials = None if d_bias is None else torch.empty(-(-step // ROWS_OF_A_PART), classes, device=device)
+        bias_partials = None if d_bias is None else torch.empty(bias_parts(step), classes, device=device)
         width = -(-d // WIDTH) * WIDTH
         dx_part = None if dx is None else torch.empty(step, width, device=device)
         total = d_weight if d_weight is None or d == width else d_weight.new_zeros(classes, width)
@@ -90,7 +89,7 @@ def _backward(
         for part in chunks(rows, step):
             n = len(g[part])
             to = None if d_logits is None else d_logits[:n]
-            sums = None if bias_partials is None else bias_partials[: -(-n // ROWS_OF_A_PART)]
+            sums = None if bias_partials is None else bias_partials[: bias_parts(n)]
             cuda_library.call(
                 "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], lse[part], g[part], to, sums,
                 a.ignore_index, a.label_smoothing,
@@ -136,7 +135,7 @@ def _operands(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
 
 def _partials(a: Any) -> int:
     """Numbers that forward's tiles leave of a row."""
-    return (3 if a.label_smoothing > 0 else 2) * -(-a.weight.shape[0] // TILE)
+    return cuda_library.ask("cross_entropy_partials", a.weight.shape[0], a.label_smoothing > 0)
 
 
 def _rows(max_bytes: int, emulated: int, bytes_of_a_row: int) -> int:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from ....reference.feed_forward import ACTIVATIONS
 from ..._core.registry import Backend, Op
 from ..._core.tensors import matrix
 from ..gpu import feed_forward as gpu
 from . import library as cuda_library
 from . import matmul as cuda_matmul
-from .matmul import ROWS_OF_A_PART, alloc_padded, operand, padded_bias, result, use_cublas
+from .matmul import alloc_padded, bias_parts, operand, padded_bias, result, use_cublas
 
 
 def backend(op: Op) -> Backend:
@@ -58,7 +57,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
         pre, gate = (t if t is None else t[:, :columns] for t in (pre_to, gate_to))
     d_pre, hidden = wide(not wanted.keys().isdisjoint(("x", "w1"))), wide("w2" in wanted)
     d_gate = wide(gated and not wanted.keys().isdisjoint(("x", "gate_weight")))
-    height = -(-x.shape[0] // ROWS_OF_A_PART)
+    height = bias_parts(x.shape[0])
     partials: dict[str, torch.Tensor] = {
         n: torch.empty(height, columns, device=x.device) for n in ("b1", "gate_bias") if n in wanted
     }
@@ -119,4 +118,4 @@ def gemm(
 
 
 def _activation(a: Any) -> int:
-    return list(ACTIVATIONS).index(a.activation)
+    return cuda_library.ask("feed_forward_activations").index(a.activation)

@@ -121,6 +121,16 @@ def recorded(recorder: Any) -> Iterator[None]:
     yield
 
 
+def ask(op: str, *arguments: Any) -> Any:
+    """What a pure function of the library says. It is asked once: what its plans and constants are stands in C++ alone."""
+    return _ask(emulating(), op, *arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ask(emulated: bool, op: str, *arguments: Any) -> Any:
+    return getattr(torch.ops.pytransformer_C, f"{'emulated' if emulated else 'cuda'}_{op}")(*arguments)
+
+
 def call(op: str, device: torch.device, *arguments: Any) -> Any:
     """Run the raw op in order with the device's current stream; returns what it returns."""
     if emulating():

@@ -8,7 +8,6 @@ columns.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 
@@ -18,8 +17,6 @@ from . import library as cuda_library
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDTH = 8  # elements of 16 bytes
-LARGEST_SIDE = 2**31 - 1024  # of a matrix; csrc/cuda/matmul/sm90/plan.h
-ROWS_OF_A_PART = 64  # rows that a line of partial sums of a bias's gradient covers; csrc/cuda/matmul/problem.h
 
 
 def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
@@ -31,20 +28,19 @@ def why_not(op: str, x: torch.Tensor, *sides: int) -> str | None:
         return f"bfloat16 or float16, got {dtype}; the backends triton and reference have float32, and reference float64"
     if not cuda_library.runs_sm90a(x.device):
         return "a GPU of compute capability 9.0 and kernels built for it (sm_90a), not PYTRANSFORMER_CUDA_PATH=portable"
-    if (largest := max(x.numel() // max(1, x.shape[-1]), *sides)) > LARGEST_SIDE:
-        return f"sides of at most {LARGEST_SIDE:,}, got {largest:,}"
+    if (largest := max(x.numel() // max(1, x.shape[-1]), *sides)) > (most := cuda_library.ask("matmul_largest_side")):
+        return f"sides of at most {most:,}, got {largest:,}"
     return None
 
 
 def use_cublas(rows: int, columns: int, depth: int) -> bool:
     """Whether cuBLAS does a GEMM without an epilogue: a pure function of csrc/cuda/matmul/sm90/plan.h."""
-    return _use_cublas(rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
+    return cuda_library.ask("matmul_use_cublas", rows, columns, depth, os.environ.get("PYTRANSFORMER_CUDA_PATH") == "sm90")
 
 
-@functools.lru_cache(maxsize=256)
-def _use_cublas(rows: int, columns: int, depth: int, ours: bool) -> bool:
-    name = f"{'emulated' if cuda_library.emulating() else 'cuda'}_matmul_use_cublas"
-    return getattr(torch.ops.pytransformer_C, name)(rows, columns, depth, ours)
+def bias_parts(rows: int) -> int:
+    """How many lines of partial sums of a bias's gradient the rows of a result leave."""
+    return -(-rows // cuda_library.ask("matmul_rows_of_a_part"))
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Layer norm: how rows are shared out, and the scratch that takes.
+#pragma once
+
+#include "cpu/core/column_dropout.h"
+#include "cpu/core/scratch.h"
+#include "cpu/layer_norm/problem.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// X: traits of x. PARAMETERS: the gradients of weight or bias are wanted, sums over rows in two stages: blocks of rows, then the blocks.
+template <class X, bool PARAMETERS>
+struct NormPlan {
+  using acc = typename X::acc;
+  int64_t rows, padded;  // all; columns of one, rounded up to whole vectors
+  int64_t per_block, blocks;
+  Scratch scratch;
+
+  explicit NormPlan(const NormProblem& p) : rows(p.outer * p.inner), padded(round_up(p.columns, X::width)) {
+    // Rows of one task: enough to be worth one, few enough to keep every thread busy. Results do not depend on it.
+    per_block = max<int64_t>(1, 16384 / p.columns), blocks = ceil_div(rows, per_block);
+    scratch.local = Arena::bytes_for<acc>(padded) + ColumnKeep::bytes(p.columns);
+    if constexpr (PARAMETERS) {
+      // At least 64 rows a block, at most 256 blocks, and partial sums of at most about 32 MB. The number depends on the shape alone.
+      blocks = clamp<int64_t>(ceil_div(rows, 64), 1, clamp<int64_t>((int64_t(1) << 22) / p.columns, 8, 256));
+      per_block = ceil_div(rows, blocks);
+      scratch.shared = 2 * Arena::bytes_for<acc>(blocks * padded);
+    }
+  }
+};
+
+}  // namespace PT_ISA
+}  // namespace pt
