@@ -15,6 +15,7 @@ import sys
 import pytest
 import torch
 
+import pytransformer as pt
 from pytransformer.ops._core import native
 
 WHY_NOT = native.why_not("attention_scratch")
@@ -123,6 +124,15 @@ def test_what_explain_says_is_what_kernels_hold(isa: str) -> None:
     assert len(found) == len(asked), done.stderr
     wrong = [(case, held) for case, held in zip(asked, found) if len(held) != 2 or held[0] != held[1]]
     assert not wrong, f"planned, held: {wrong}\n{done.stderr}"
+
+
+def test_explain_says_which_length_is_wrong_as_the_call_does() -> None:
+    q, lengths = torch.randn(2, 2, 9, 16), torch.tensor([3, 99])
+    with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as called:
+        pt.attention(q, q, q, key_lengths=lengths)
+    with pytest.raises(ValueError, match="key_lengths must be between 0 and 9, got 99") as explained:
+        pt.explain("attention", q, q, q, key_lengths=lengths)
+    assert str(explained.value) == str(called.value)
 
 
 def test_threads_have_arenas_of_their_own() -> None:

@@ -70,7 +70,11 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         )
         return [*results[:3], *(None if r is None or s is None else r.copy_(s) for r, s in zip(results[3:], sums))]
 
-    return Backend("cpu", forward, backward, why_not, _extra_bytes, infer, _note)
+    def extra_bytes(a: AttentionProblem) -> int:
+        check_values(a)  # the plan reads lengths
+        return _extra_bytes(a)
+
+    return Backend("cpu", forward, backward, why_not, extra_bytes, infer, _note)
 
 
 def _note(a: AttentionProblem) -> str | None:
