@@ -182,8 +182,10 @@ def solve(
     and "table".
 
     Arguments as of `pytransformer.attention`, any dtype; the dtype of `query` is the one whose rounding the
-    bound allows.
+    bound allows. Of a block mask its dense form is read.
     """
+    if (mask := keywords.get("attn_mask")) is not None and not isinstance(mask, Tensor):
+        keywords["attn_mask"] = mask.to_dense()
     answer = _Answer(query, key, value, Keywords(**keywords))
     answer.outputs()
     if grad_out is not None:

@@ -50,7 +50,7 @@ def _to(x: Any, device: str) -> Any:
         return pt.AlibiBias(_to(x.slopes, device))
     if isinstance(x, pt.RelativePositionBias):
         return pt.RelativePositionBias(_to(x.table, device), x.bidirectional, x.max_distance)
-    return x
+    return x.to(device) if isinstance(x, pt.BlockMask) else x
 
 
 def check(args: Any, keywords: dict[str, Any]) -> None:

@@ -40,6 +40,14 @@ def padding(num_keys: int, *visible: tuple[int, int], holes: torch.Tensor | None
     return mask if holes is None else mask & (holes < 1)
 
 
+def in_blocks(draw: Any, shape: tuple[int, int, int, int], queries: int, keys: int) -> pt.BlockMask:
+    """A block mask of (B, H, Lq, Lk): of its blocks a third hide all, a third some of their pairs."""
+    down, across = -(-shape[2] // queries), -(-shape[3] // keys)
+    spread = lambda t: t.repeat_interleave(queries, 2).repeat_interleave(keys, 3)[..., : shape[2], : shape[3]]
+    state = spread(draw(*shape[:2], down, across))
+    return pt.BlockMask.from_dense((state > 0.43) | ((state > -0.43) & (draw(*shape) > 0)), block_size=(queries, keys))
+
+
 # Each class of head sizes and each dtype, plain and general, forward and backward; several tiles with tails on both sides, tiles that are
 # whole, cut and left out; each kind of bound, term and gradient shape. Both of the rows that see nothing: by bounds, and by a mask.
 PROBLEMS = (
@@ -109,6 +117,26 @@ PROBLEMS = (
                        torch.arange(40)[:, None] % 9 == 4, torch.finfo(F32).min),
                    "sinks": torch.tensor([torch.finfo(F32).min, -torch.inf, 3.0]), "key_lengths": torch.tensor([60, 5]),
                    "query_lengths": torch.tensor([33, 40]), "dropout_p": 0.2, "dropout_seed": 3},
+    ),
+    # Block masks: lists of each head and sequence, or of all; blocks of one tile and of several, and others than the tensors' lengths.
+    Problem("blocks", BF16, (1, 2, 1, 300, 410, 64, 64), lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 410), 128, 64)}),
+    Problem(
+        "blocks, causal, lengths", F16, (2, 2, 2, 150, 270, 96, 128),
+        lambda n: {"attn_mask": in_blocks(n, (2, 1, 150, 270), 128, 64), "causal": "bottom_right", "window": (130, 40),
+                   "key_lengths": torch.tensor([270, 140]), "sinks": torch.tensor([0.5, -1.0])},
+    ),
+    Problem(
+        "blocks of 32, T5, dropout", F32, (1, 2, 1, 70, 140, 24, 32),
+        lambda n: {"attn_mask": in_blocks(n, (1, 2, 70, 140), 32, 32), "bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 4},
+    ),
+    Problem(
+        "blocks, bias, segments", BF16, (2, 2, 1, 130, 200, 160, 200),
+        lambda n: {"attn_mask": in_blocks(n, (1, 1, 130, 200), 64, 128), "bias": n(1, 2, 130, 200), "softcap": 4.0,
+                   "query_segments": torch.arange(130).expand(2, -1) // 100, "key_segments": torch.arange(200).expand(2, -1) // 140},
+    ),
+    Problem(
+        "blocks, bias of all queries", F32, (2, 2, 1, 100, 70, 80, 72),
+        lambda n: {"attn_mask": in_blocks(n, (2, 2, 100, 70), 64, 32), "bias": n(2, 1, 1, 70), "causal": "top_left"},
     ),
     Problem(
         "rows that see nothing, finfo.min", F16, (1, 1, 1, 40, 40, 32, 32),

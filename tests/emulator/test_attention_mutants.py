@@ -74,13 +74,33 @@ FAULTS = (
     Fault("far_diagonals_lost", "T5 of one direction, softcap"),
     Fault("tiles_left_out_of_a_biass_gradient", "wide heads, prefix"),
     Fault("float32_weights_not_passed_around", "float32"),
+    # block masks
+    Fault("a_visible_block_skipped", "blocks", slow=False),
+    Fault("a_partial_block_lost", "blocks"),
+    Fault("a_partial_block_taken_whole", "blocks"),
+    Fault("bits_of_another_word", "blocks", slow=False),
+    Fault("bits_of_another_query", "blocks"),
+    Fault("bits_of_another_key", "blocks"),
+    Fault("block_lists_not_transposed", "blocks of 32, T5, dropout", slow=False),
+    Fault("block_lists_of_the_first_head", "blocks"),
+    Fault("block_lists_of_the_first_sequence", "blocks, causal, lengths"),
+)
+# Lists that were changed after they were checked.
+LISTS = (
+    Fault("block_offsets_not_clamped", "a list that ends behind the last entry"),
+    Fault("places_of_bits_not_clamped", "bits behind the last", slow=False),
 )
 
 
 def test_each_fault_has_a_hook() -> None:
-    check_names(FAULTS)
+    check_names((*FAULTS, *LISTS))
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_a_planted_fault_is_caught(fault: Fault, emulated: Path) -> None:
     check_caught(fault, "attention_problems", emulated)
+
+
+@pytest.mark.parametrize("fault", parameters(LISTS))
+def test_a_planted_fault_in_reading_lists_is_caught(fault: Fault, emulated: Path) -> None:
+    check_caught(fault, "block_list_problems", emulated)

@@ -132,8 +132,8 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   }
 }
 
-// What a call would run if all gradients were wanted, as JSON: of each pass why not by the kernels for sm_90a, or null; and the float32
-// numbers to which blocks would add d_query.
+// What a call would run if all gradients were wanted, as JSON: of each pass why not by the kernels for sm_90a, or null; the float32 numbers
+// to which blocks would add d_query; and the queries and keys that a block of a block mask must have.
 std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
                            int64_t) {
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionEdge::Purpose::plan);
@@ -164,7 +164,9 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)
     if (request.dbias[i].data) tell(i == 0 ? "d_mask" : "d_bias", plan.dbias[i].sm90);
-  return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + "}";
+  const LeastBlock least = least_block(e.p.dtype, e.p.head_dim, e.p.value_dim);
+  return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + ", \"least_block\": [" +
+         std::to_string(least.queries) + ", " + std::to_string(least.keys) + "]}";
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 //   d_query = scale * dX @ key;  d_key = scale * dX^T @ query;  d_mask, d_bias, d_slopes, d_table: sums of dS
 #pragma once
 
-#include "cuda/attention/score_mod.cuh"
+#include "cuda/attention/block_mask.cuh"
 
 namespace pt::cuda {
 

@@ -13,30 +13,35 @@
 namespace pt::cuda {
 
 // What all raw ops of attention take: X(type, name, its type in the schema).
-#define PT_ATTENTION_ARGUMENTS(X)           \
-  X(MaybeTensor, mask, "Tensor?")           \
-  X(MaybeTensor, bias, "Tensor?")           \
-  X(MaybeTensor, slopes, "Tensor?")         \
-  X(MaybeTensor, diagonals, "Tensor?")      \
-  X(MaybeTensor, sinks, "Tensor?")          \
-  X(MaybeTensor, query_lengths, "Tensor?")  \
-  X(MaybeTensor, key_lengths, "Tensor?")    \
-  X(MaybeTensor, prefix_lengths, "Tensor?") \
-  X(MaybeTensor, query_segments, "Tensor?") \
-  X(MaybeTensor, key_segments, "Tensor?")   \
-  X(MaybeTensor, cu_q, "Tensor?")           \
-  X(MaybeTensor, cu_k, "Tensor?")           \
-  X(MaybeTensor, dropout_seed, "Tensor?")   \
-  X(int64_t, before, "int")                 \
-  X(int64_t, align, "int")                  \
-  X(int64_t, left, "int")                   \
-  X(int64_t, right, "int")                  \
-  X(int64_t, query_start, "int")            \
-  X(int64_t, key_start, "int")              \
-  X(int64_t, max_q, "int")                  \
-  X(int64_t, max_k, "int")                  \
-  X(double, scale, "float")                 \
-  X(double, softcap, "float")               \
+#define PT_ATTENTION_ARGUMENTS(X)              \
+  X(MaybeTensor, mask, "Tensor?")              \
+  X(MaybeTensor, bias, "Tensor?")              \
+  X(MaybeTensor, slopes, "Tensor?")            \
+  X(MaybeTensor, diagonals, "Tensor?")         \
+  X(MaybeTensor, sinks, "Tensor?")             \
+  X(MaybeTensor, query_lengths, "Tensor?")     \
+  X(MaybeTensor, key_lengths, "Tensor?")       \
+  X(MaybeTensor, prefix_lengths, "Tensor?")    \
+  X(MaybeTensor, query_segments, "Tensor?")    \
+  X(MaybeTensor, key_segments, "Tensor?")      \
+  X(MaybeTensor, cu_q, "Tensor?")              \
+  X(MaybeTensor, cu_k, "Tensor?")              \
+  X(MaybeTensor, block_offsets, "Tensor?")     \
+  X(MaybeTensor, block_entries, "Tensor?")     \
+  X(MaybeTensor, key_block_offsets, "Tensor?") \
+  X(MaybeTensor, key_block_entries, "Tensor?") \
+  X(MaybeTensor, block_bits, "Tensor?")        \
+  X(MaybeTensor, dropout_seed, "Tensor?")      \
+  X(int64_t, before, "int")                    \
+  X(int64_t, align, "int")                     \
+  X(int64_t, left, "int")                      \
+  X(int64_t, right, "int")                     \
+  X(int64_t, query_start, "int")               \
+  X(int64_t, key_start, "int")                 \
+  X(int64_t, max_q, "int")                     \
+  X(int64_t, max_k, "int")                     \
+  X(double, scale, "float")                    \
+  X(double, softcap, "float")                  \
   X(double, dropout_p, "float")
 #define PT_PARAMETER(type, name, schema) type name,
 #define PT_ARGUMENT(type, name, schema) name,
@@ -60,6 +65,7 @@ class AttentionEdge {
     read_rows(query, key, value, a);
     read_bounds(a);
     read_score_mod(a);
+    if (a.block_bits) read_blocks(a);
   }
 
   // Rows that kernels copy 16 bytes at a time.
@@ -215,6 +221,47 @@ class AttentionEdge {
       p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
     }
   }
+
+  // Shapes are looked at here, and the numbers in lists clamped by the kernels.
+  void read_blocks(const AttentionArguments& a) {
+    const Tensor& bits = *a.block_bits;
+    STD_TORCH_CHECK(a.block_offsets && a.block_entries && a.key_block_offsets && a.key_block_entries && bits.dim() == 3,
+                    "attention: a block mask is four lists and bits");
+    const int64_t queries = bits.size(1), keys = 32 * bits.size(2);
+    const LeastBlock least = least_block(p.dtype, p.head_dim, p.value_dim);
+    const auto power_of_two = [](int64_t n) { return n >= 32 && n <= 1 << 20 && !(n & (n - 1)); };
+    STD_TORCH_CHECK(power_of_two(queries) && power_of_two(keys), "attention: blocks of ", queries, " x ", keys,
+                    " pairs; wanted powers of two from 32 on");
+    STD_TORCH_CHECK(planning_ || (queries >= least.queries && keys >= least.keys), "attention: blocks of ", queries, " x ", keys,
+                    " pairs; wanted ", least.queries, " x ", least.keys, " or more, as a block_size of 128");
+    STD_TORCH_CHECK(!p.mask.data && !packed_ && p.key_start % 32 == 0,
+                    "attention: a block mask goes with no other mask, no packed sequences, and a key_start that is a multiple of 32");
+    const auto integers_of = [&](const Tensor& t, const char* name) {
+      STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous(), "attention: ", name, " must be contiguous int32");
+      return static_cast<const int32_t*>(read_from(t, name, reachable));
+    };
+    const auto lists = [&](const Tensor& offsets, const Tensor& entries, int64_t rows, int64_t of_rows, int64_t columns,
+                           int64_t of_columns) {
+      const int64_t down = (rows + of_rows - 1) / of_rows;
+      STD_TORCH_CHECK(offsets.dim() == 3 && (offsets.size(0) == 1 || offsets.size(0) == p.sequences) &&
+                          (offsets.size(1) == 1 || offsets.size(1) == p.heads) && offsets.size(2) == down + 1,
+                      "attention: offsets of a block mask must be (B or 1, Hq or 1, ", down + 1, ")");
+      STD_TORCH_CHECK(entries.dim() == 2 && entries.size(1) == 2 && entries.size(0) < 1 << 30,
+                      "attention: entries of a block mask must be (below 2^30, 2)");
+      BlockLists l;
+      l.offsets = integers_of(offsets, "block offsets"), l.entries = integers_of(entries, "block entries");
+      l.batch = offsets.size(0) == 1 ? 0 : offsets.size(1) * (down + 1), l.head = offsets.size(1) == 1 ? 0 : down + 1;
+      l.row_bits = log2_of(of_rows), l.column_bits = log2_of(of_columns);
+      l.columns = int((columns + of_columns - 1) / of_columns), l.num_entries = int(entries.size(0));
+      return l;
+    };
+    p.blocks.queries = lists(*a.block_offsets, *a.block_entries, p.num_queries, queries, p.num_keys, keys);
+    p.blocks.keys = lists(*a.key_block_offsets, *a.key_block_entries, p.num_keys, keys, p.num_queries, queries);
+    p.blocks.places = int(bits.size(0));
+    const int32_t* words = integers_of(bits, "block bits");
+    p.blocks.bits = static_cast<const uint32_t*>(bits.size(0) ? static_cast<const void*>(words) : kPlanned);  // without bits none are read
+  }
+  static int log2_of(int64_t n) { return __builtin_ctzll(uint64_t(n)); }
 
   void check_dtype(const Tensor& t, const char* name) const {
     STD_TORCH_CHECK(dtype_of(t, name) == p.dtype, "attention: ", name, " must have the dtype of query");

@@ -47,6 +47,22 @@ struct KeyPadding {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
+// Of the blocks of queries of a block mask, or of its blocks of keys: which blocks of the other side have a visible pair with each. List n
+// is the entries from offsets[n] to offsets[n + 1], each (block, place of its bits, or -1: every pair is visible), with rising blocks.
+struct BlockLists {
+  const int32_t *offsets = nullptr, *entries = nullptr;
+  int64_t batch = 0, head = 0;         // offsets from one sequence, or head, to the next; 0: shared
+  int row_bits = 0, column_bits = 30;  // a block has 2^bits rows and columns; without a mask one block holds all columns
+  int columns = 1, num_entries = 0;    // blocks of columns
+};
+
+// A block mask: see ops/_problem/blocks.py. Blocks count from the first row of the tensors.
+struct BlockMask {
+  BlockLists queries, keys;        // by blocks of queries, whose columns are keys; and its transpose
+  const uint32_t* bits = nullptr;  // (places, queries of a block, keys of a block / 32); null: no block mask
+  int places = 0;
+};
+
 // Which results must be recomputed: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) set a flag
 // where a result is not finite; kernels that do take care then recompute those tiles, and nothing elsewhere. See recompute.cuh.
 struct Recompute {
@@ -70,6 +86,7 @@ struct AttentionProblem {
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
+  BlockMask blocks;        // then neither
   const float* slopes;     // (Hq,)
   const float* sinks;      // (Hq,), or null: one more term of each row's sum
   const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
@@ -79,8 +96,9 @@ struct AttentionProblem {
   float scale, softcap, keep_scale;
   In q, k, v;  // rows begin at multiples of 16 bytes
 
-  // Pairs are hidden one by one, not by the key.
-  constexpr bool elementwise_mask() const { return mask.data || bias.data || query_segments; }
+  // Pairs are hidden one by one, wherever they lie; and that, or in some blocks.
+  constexpr bool hides_pairs() const { return mask.data || bias.data || query_segments; }
+  constexpr bool elementwise_mask() const { return hides_pairs() || blocks.bits; }
   // Masks and biases may be so large that lse loses the log2 of the sum.
   constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
   // Weights are not just those of scores scale q.k, some of them hidden.

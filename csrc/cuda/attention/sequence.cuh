@@ -71,6 +71,7 @@ struct Sequence {
 struct Tiles {
   int first = 0, whole = 0, whole_end = 0, last = 0, start = 0, end = 0;
 
+  Tiles() = default;
   // Of the rows from r0 to r1 - 1, whose bounds are these; both ends rise from row to row.
   PT_DEVICE Tiles(int rows, Range of_first, Range of_last, int origin, int size) {
     start = of_first.lo, end = of_last.hi;

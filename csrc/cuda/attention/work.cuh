@@ -88,7 +88,7 @@ struct KeyTile {
     copy_rows<Rows>(to, head_of<T>(from, b, hk, s.row_k), from.stride.row, j0, 0, s.num_k, columns, Products<T>::chunks(columns));
   }
   template <class T, int RowBytes>
-  PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns, int t, int h) const {
+  PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns, int t, int h, const Tiles& range) const {
     copy_rows<Streamed>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, t * Streamed, range.start, range.end, columns,
                         Products<T>::chunks(columns));
   }

@@ -39,6 +39,12 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
   }
 }
 
+template <int N>
+PT_DEVICE void clear(float (&sums)[N][4]) {
+  PT_UNROLL
+  for (int n = 0; n < N; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+}
+
 // Which of a lane's columns of a tile take part: bit 2 n + e for its column e of the eight columns n.
 constexpr uint32_t kAllColumns = 0xffffffffu;
 
@@ -73,8 +79,7 @@ struct Products {
   // acc = rows [row, row + 16) of `a` times 8 NB rows of `b`, transposed.
   template <int NB, int RowBytes>
   static PT_DEVICE void scores(float (&acc)[NB][4], SmemTile<RowBytes> a, int row, SmemTile<RowBytes> b, int columns) {
-    PT_UNROLL
-    for (int n = 0; n < NB; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    clear(acc);
     for (int s = 0; s < steps(columns); ++s) {
       uint32_t fragment[4];
       load_a(fragment, a, row, s);
@@ -119,8 +124,7 @@ struct Products<float> {
   template <int NB, int RowBytes>
   static PT_DEVICE void scores(float (&acc)[NB][4], SmemTile<RowBytes> a, int row, SmemTile<RowBytes> b, int columns) {
     const int g = lane_id() / 4, q = lane_id() % 4;
-    PT_UNROLL
-    for (int n = 0; n < NB; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    clear(acc);
     for (int s = 0; s < steps(columns); ++s) {
       const ptx::Words4 a0 = ptx::ld_shared_v4(a.at(row + g, s)), a1 = ptx::ld_shared_v4(a.at(row + g + 8, s));
       PT_UNROLL

@@ -24,15 +24,17 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
   const SmemTile<kRow> q{ptx::dynamic_smem()}, d_out{q.base + BM * kRow}, k{d_out.base + BM * kRow}, v{k.base + BN * kRow};
   const int own = 16 * (int(threadIdx.x) / 32);
   float sum[NB][4];
-  PT_UNROLL
-  for (int n = 0; n < NB; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.0f;
+  clear(sum);
   for (int b = mine[0].lo; b < mine[0].hi; ++b) {
     const Sequence s(p, b);
     for (int h = mine[1].lo; h < mine[1].hi; ++h) {
       const ScoreMod<false> score_mod(p, s, b, h);
       for (int i_tile = mine[2].lo; i_tile < mine[2].hi; ++i_tile) {
         const QueryTile<BM, BN> w(p, s, b, h, i_tile);
-        const int first = max(w.range.first, mine[3].lo), last = min(w.range.last, mine[3].hi);
+        Tiles range = w.range;
+        range.first = max(range.first, mine[3].lo), range.last = min(range.last, mine[3].hi);
+        TileList<true, BN> tiles(p, p.blocks.queries, b, h, w.i0);
+        const int first = tiles.first(range), last = range.last;
         if (first >= last) continue;
         const Place rows_at(w.i0 + own, 0);
         Range bounds[2];
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
         ptx::syncthreads();  // nobody reads the tiles before any more
         w.template copy_queries<T>(q, p.q, p.head_dim);
         w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
-        for (int t = first; t < last; ++t) {
+        for (int t = first; t < last; t = tiles.leave(t)) {
           if (t > first && !PT_FAULT(tiles_of_a_masks_gradient_used_again_too_early)) ptx::syncthreads();
           w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
           w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
@@ -59,6 +61,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           const Place at(w.i0 + own, origin + t * BN);
           uint32_t visible = within<NB>(at, bounds);
           if (s.padding_gaps && !PT_FAULT(padding_gaps_in_a_biass_gradient)) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
+          if (const int place = tiles.place(p.blocks); place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
           gradients<K, false>(p, score_mod, x, dp, weights, at, visible, true, [&](int, int r) { return row_stats[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }

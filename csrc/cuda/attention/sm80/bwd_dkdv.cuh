@@ -16,6 +16,66 @@ constexpr AttentionTile kBwdDkdvTile = attention_tile(Pass::BwdDkdv, K::head_dim
 template <class T, class K>
 using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns>;
 
+// The steps of a tile of keys: the tiles of queries that see it, of each query head of the group in order. The current step, the next and
+// the range stand in shared memory, from step to step: there are no registers for them.
+template <class Work, bool Listed, int Streamed>
+class GroupSteps {
+ public:
+  struct Step {
+    int head = -1, tile = kNoTile, entry = 0, end = 0;  // head: of the group; entry, end: where the tile's list of blocks stands
+  };
+  using List = TileList<Listed, Streamed>;
+
+  PT_DEVICE GroupSteps(const AttentionProblem& p, const Work& w, uint32_t at) : p_(p), w_(w), at_(at) {
+    const Tiles& r = w.range;
+    store(2, {r.first, r.whole, r.whole_end, r.last}), store(3, {r.start, r.end, 0, 0});
+  }
+
+  PT_DEVICE Tiles range() const {
+    const ptx::Words4 tiles = ptx::ld_shared_v4(at_ + 32), rows = ptx::ld_shared_v4(at_ + 48);
+    Tiles r;
+    r.first = int(tiles.w[0]), r.whole = int(tiles.w[1]), r.whole_end = int(tiles.w[2]), r.last = int(tiles.w[3]);
+    r.start = int(rows.w[0]), r.end = int(rows.w[1]);
+    return r;
+  }
+  PT_DEVICE Step step(int n) const {
+    const ptx::Words4 step = ptx::ld_shared_v4(at_ + n % 2 * 16);
+    return {int(step.w[0]), int(step.w[1]), int(step.w[2]), int(step.w[3])};
+  }
+  PT_DEVICE bool none(const Step& s) const { return s.head >= (PT_FAULT(a_head_of_a_group_left_out) ? 1 : p_.group); }
+
+  static PT_DEVICE Step nothing() { return {}; }
+  // Finds step n, after the one before it, or after nothing.
+  PT_DEVICE Step find(int n, const Tiles& range, Step s) const {
+    if (s.head >= 0) {
+      List list(lists(), s.entry, s.end);
+      s.tile = list.leave(s.tile), s.entry = list.entry();
+    }
+    while (s.tile >= range.last && (++s.head, !none(s))) {
+      List list(p_, lists(), w_.b, w_.hk * p_.group + s.head, max(w_.j0, 0));
+      s.tile = list.first(range), s.entry = list.entry(), s.end = list.end();
+    }
+    store(n % 2, {s.head, s.tile, s.entry, s.end});
+    return s;
+  }
+  PT_DEVICE int place(const Step& s) const { return List(lists(), s.entry, s.end).place(p_.blocks); }
+
+ private:
+  struct Words {
+    int w[4];
+  };
+  PT_DEVICE void store(int place, const Words& words) const {
+    if (threadIdx.x != 0) return;
+    PT_UNROLL
+    for (int i = 0; i < 4; ++i) ptx::st_shared_u32(at_ + 16 * place + 4 * i, uint32_t(words.w[i]));
+  }
+  PT_DEVICE const BlockLists& lists() const { return PT_FAULT(block_lists_not_transposed) ? p_.blocks.queries : p_.blocks.keys; }
+
+  const AttentionProblem& p_;
+  const Work& w_;
+  uint32_t at_;
+};
+
 template <class T, class K>
 PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdvWork<T, K>& w) {
   constexpr AttentionTile kTile = kBwdDkdvTile<T, K>;
@@ -25,19 +85,23 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   const AttentionProblem& p = g.p;
 
   const Sequence& s = w.s;
-  const Tiles& range = w.range;
-
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
-  // Step n does tile n % count of query head n / count.
-  const int count = range.count(), steps = count * (PT_FAULT(a_head_of_a_group_left_out) ? 1 : p.group);
+  const GroupSteps<BwdDkdvWork<T, K>, K::has_score_mod, BN> steps(p, w, streamed + kTile.stages * kStage);
   const auto q_tile = [&](int n) { return SmemTile<kRow>{streamed + (PT_FAULT(one_stage_only) ? 0 : n % kTile.stages) * kStage}; };
   const auto do_tile = [&](int n) { return SmemTile<kRow>{q_tile(n).base + BN * kRow}; };
   const auto row_stats_of = [&](int n) { return q_tile(n).base + 2 * BN * kRow; };  // row_max, log2_sum, delta: BN words each
-  const auto copy_tile = [&](int n) {
-    const int h = w.hk * p.group + n / count, t = range.first + n % count;
-    w.template copy_queries<T>(q_tile(n), p.q, p.head_dim, t, h);
-    w.template copy_queries<T>(do_tile(n), g.d_out, p.value_dim, t, h);
+  // Of the step after `before`, with the keys before the first.
+  const auto copy_step = [&](int n, const Tiles& range, const auto& before) {
+    const auto step = steps.find(n, range, before);
+    if (steps.none(step)) return;
+    if (n == 0) {
+      w.template copy_keys<T>(k, p.k, p.head_dim);
+      w.template copy_keys<T>(v, p.v, p.value_dim);
+    }
+    const int h = w.hk * p.group + step.head, t = step.tile;
+    w.template copy_queries<T>(q_tile(n), p.q, p.head_dim, t, h, range);
+    w.template copy_queries<T>(do_tile(n), g.d_out, p.value_dim, t, h, range);
     ptx::cp_async_commit();
     for (int c = int(threadIdx.x); c < BN; c += int(blockDim.x)) {
       const int i = t * BN + c;
@@ -52,32 +116,27 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   const Place rows_at(w.j0 + own, 0);
   const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
   float dk[DB][4], dv[DB][4];
-  PT_UNROLL
-  for (int d = 0; d < DB; ++d) {
-    PT_UNROLL
-    for (int r = 0; r < 4; ++r) dk[d][r] = dv[d][r] = 0.0f;
-  }
+  clear(dk), clear(dv);
+  const auto copy_next = [&](int n) { copy_step(n + 1, steps.range(), steps.step(n)); };
 
-  if (steps > 0) {
-    w.template copy_keys<T>(k, p.k, p.head_dim);
-    w.template copy_keys<T>(v, p.v, p.value_dim);
-    copy_tile(0);
-  }
-  for (int n = 0; n < steps; ++n) {
+  copy_step(0, w.range, steps.nothing());
+  for (int n = 0;; ++n) {
     ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_in_dkdv)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
-    if (kTile.stages == 2 && n + 1 < steps) copy_tile(n + 1);
+    if (steps.none(steps.step(n))) break;
+    if (kTile.stages == 2) copy_next(n);
 
-    const int t = range.first + n % count;
     float x[NB][4], dp[NB][4], weights[NB][4];
     M::scores(x, k, own, q_tile(n), p.head_dim);
     M::scores(dp, v, own, do_tile(n), p.value_dim);
-    const Place at(w.j0 + own, t * BN);
+    const auto step = steps.step(n);
+    const Place at(w.j0 + own, step.tile * BN);
+    const int place = steps.place(step);
     const bool elementwise =
-        K::has_score_mod && (p.elementwise_mask() || (s.padding_gaps && !PT_FAULT(queries_that_see_but_padding_gaps_kept)));
-    const bool cut = elementwise || range.cut(t);
-    uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
-    const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + n / count);
+        K::has_score_mod && (p.hides_pairs() || place >= 0 || (s.padding_gaps && !PT_FAULT(queries_that_see_but_padding_gaps_kept)));
+    const bool cut = elementwise || steps.range().cut(step.tile);
+    uint32_t visible = visible_in_tile<K, true, NB>(p, s, w.b, at, bounds, cut, place);
+    const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + step.head);
     const uint32_t row_stats = row_stats_of(n) + 4 * 2 * (lane_id() % 4);
     visible = gradients<K, true>(p, score_mod, x, dp, weights, at, visible, cut, [&](int c, int r) {
       const uint32_t word = row_stats + 4 * (8 * c + r % 2);
@@ -89,7 +148,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
     M::product(dk, x, q_tile(n), part, p.head_dim, columns);
     if (kTile.stages == 1) {
       ptx::syncthreads();
-      if (n + 1 < steps) copy_tile(n + 1);
+      copy_next(n);
     }
   }
 
@@ -99,7 +158,7 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int j = rows_at.row_of(2 * half);
-    const bool nobody = bounds[half].empty() || steps == 0;
+    const bool nobody = bounds[half].empty();
     dk_factor[half] = nobody ? 0.0f : p.scale, dv_factor[half] = nobody ? 0.0f : p.keep_scale;
     index[half] = j >= 0 && j < written ? s.row_k + j : -1;
   }

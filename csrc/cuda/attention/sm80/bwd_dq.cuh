@@ -50,7 +50,7 @@ template <class T, class K>
 PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork<T, K>& w) {
   constexpr AttentionTile kTile = kBwdDqTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
-  constexpr int DB = K::head_dim / 8 / kTile.splits;
+  constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
 
@@ -62,10 +62,8 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   DiagonalSums<BM, BN> diagonals{streamed + 2 * kTile.stages * BN * kRow, nullptr};
   const int64_t block = (int64_t(w.b) * p.heads + w.h) * ((p.num_queries + BM - 1) / BM) + w.i0 / BM;
   if (g.diagonal_partials) diagonals.sums = g.diagonal_partials + block * (p.before + p.after + 1);
-  const auto k_tile = [&](int t) {
-    const int step = t - range.first, use = PT_FAULT(the_other_stage) ? (step + 1) / 2 : step;
-    return SmemTile<kRow>{streamed + use % kTile.stages * 2 * BN * kRow};
-  };
+  // Even and odd tiles take turns: lists of blocks have whole pairs of them.
+  const auto k_tile = [&](int t) { return SmemTile<kRow>{streamed + (PT_FAULT(the_other_stage) ? t / 2 : t) % kTile.stages * kStage}; };
   const auto v_tile = [&](int t) { return SmemTile<kRow>{k_tile(t).base + BN * kRow}; };
   const auto copy_tile = [&](int t) {
     w.template copy_keys<T>(k_tile(t), p.k, p.head_dim, t, p.group);
@@ -86,28 +84,30 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   }
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   float dq[DB][4], slope_sum = 0.0f;
-  PT_UNROLL
-  for (int d = 0; d < DB; ++d) dq[d][0] = dq[d][1] = dq[d][2] = dq[d][3] = 0.0f;
+  clear(dq);
 
-  if (range.count() > 0) {
+  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0);
+  int t = tiles.first(range);
+  if (t < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
     w.template copy_queries<T>(d_out, g.d_out, p.value_dim);
-    copy_tile(range.first);
+    copy_tile(t);
   }
-  for (int t = range.first; t < range.last; ++t) {
+  for (; t < range.last; t = tiles.leave(t)) {
     ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_in_dq)) ptx::syncthreads();  // this tile is there, and nobody reads the one before any more
-    if (kTile.stages == 2 && t + 1 < range.last) copy_tile(t + 1);
+    const int next = tiles.after(t);
+    if (kTile.stages == 2 && next < range.last) copy_tile(next);
 
     float x[NB][4], dp[NB][4], weights[NB][4];
     M::scores(x, q, own, k_tile(t), p.head_dim);
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
-    const bool elementwise = K::has_score_mod && (p.elementwise_mask() || s.padding_gaps);
+    const int place = tiles.place(p.blocks);
+    const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0);
     const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
-    uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
-    if (K::has_score_mod && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, w.b));
+    uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, cut, place);
     visible = gradients<K, false>(p, score_mod, x, dp, weights, at, visible, cut, [&](int, int r) { return row_stats[r / 2]; });
     const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
     M::product(dq, x, k_tile(t), part, p.head_dim, columns);
@@ -121,7 +121,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     }
     if (kTile.stages == 1) {
       ptx::syncthreads();
-      if (t + 1 < range.last) copy_tile(t + 1);
+      if (next < range.last) copy_tile(next);
     }
   }
 

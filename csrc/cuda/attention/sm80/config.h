@@ -39,7 +39,8 @@ constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool 
 
 // Rows of shared memory hold a class's columns.
 constexpr int row_bytes(const AttentionTile& t, int bytes) { return t.head_dim * bytes; }
-constexpr int kDiagonalPad = 4;  // words behind each row of a tile of dS in shared memory: its rows then begin in different banks
+constexpr int kDiagonalPad = 4;       // words behind each row of a tile of dS in shared memory: its rows then begin in different banks
+constexpr int kGroupStepsBytes = 64;  // of GroupSteps in bwd_dkdv.cuh
 constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t.columns + kDiagonalPad) * 4; }
 
 constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals) {
@@ -47,8 +48,8 @@ constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool 
   switch (pass) {
     case Pass::Forward: return stationary + 2 * streamed;                                                          // Q; K, V
     case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
-    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns);  // K, V; Q, dO, three row stats
-    default: return 2 * stationary + 2 * streamed;                                              // Q, dO; K, V: dS takes their place
+    case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
+    default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place
   }
 }
 

@@ -8,8 +8,8 @@
 // copy of K or V that comes next runs under the product with the other. A row that sees nothing has l = 0 and gives 0 and -inf.
 #pragma once
 
+#include "cuda/attention/block_mask.cuh"
 #include "cuda/attention/recompute.cuh"
-#include "cuda/attention/score_mod.cuh"
 #include "cuda/attention/sink.cuh"
 #include "cuda/attention/sm80/config.h"
 #include "cuda/tile/reduce.cuh"
@@ -67,17 +67,18 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
 
   float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
-  PT_UNROLL
-  for (int d = 0; d < DB; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.0f;
+  clear(o);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
-  if (range.count() > 0) {
+  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0);
+  const int first = tiles.first(range);
+  if (first < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
-    copy_keys(range.first);
+    copy_keys(first);
   }
-  for (int t = range.first; t < range.last; ++t) {
+  for (int t = first; t < range.last; t = tiles.leave(t)) {
     if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
     if (!K::has_score_mod || f.out.data) {
@@ -86,12 +87,11 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     }
     float x[NB][4];
     if constexpr (kKeepQ) {
-      PT_UNROLL
-      for (int n = 0; n < NB; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0.0f;
+      clear(x);
       PT_UNROLL
       for (int step = 0; step < K::head_dim / 16; ++step) {
         if (step >= M::steps(p.head_dim)) continue;
-        if (t == range.first) M::load_a(fragments[step], q, own, step);
+        if (t == first) M::load_a(fragments[step], q, own, step);
         M::step(x, fragments[step], k, step);
       }
     } else {
@@ -99,15 +99,15 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     }
     ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
-    if (t + 1 < range.last) copy_keys(t + 1);
+    if (const int next = tiles.after(t); next < range.last) copy_keys(next);
 
     const Place at(w.i0 + own, w.origin + t * BN);
     uint32_t columns = kAllColumns;
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
-      const bool elementwise = p.elementwise_mask() || s.padding_gaps;
-      uint32_t visible = elementwise || range.cut(t) ? within<NB>(at, bounds) : kAllColumns;
-      if (s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, w.b));
+      const int place = tiles.place(p.blocks);
+      const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0;
+      uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
       visible = score_mod.apply(x, unused, at, visible);
       if (elementwise) columns = columns_visible_to_warp<NB>(visible);
     } else if (range.cut(t)) {

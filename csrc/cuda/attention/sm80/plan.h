@@ -40,6 +40,23 @@ inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) 
   return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals);
 }
 
+// What a block of a block mask has at least, both powers of two: so a tile of any pass lies within one. With two stages even and odd tiles
+// take turns, so that there is a block for each two.
+struct LeastBlock {
+  int queries, keys;
+};
+inline LeastBlock least_block(DType dtype, int head_dim, int value_dim) {
+  LeastBlock least{32, 32};
+  for (Pass pass : {Pass::Forward, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias}) {
+    const AttentionTile t = plan_sm80(pass, dtype, head_dim, value_dim, false, false).tile;
+    const bool by_keys = pass == Pass::BwdDkdv;
+    int &of_rows = by_keys ? least.keys : least.queries, &of_columns = by_keys ? least.queries : least.keys;
+    if (of_rows < t.rows()) of_rows = t.rows();
+    if (of_columns < t.columns * t.stages) of_columns = t.columns * t.stages;
+  }
+  return least;
+}
+
 // Blocks of one flat dimension, which may exceed 65,535.
 inline unsigned attention_blocks(int64_t sequences, int64_t heads, int64_t tiles) {
   const int64_t blocks = sequences * heads * tiles;

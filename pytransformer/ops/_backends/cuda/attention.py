@@ -70,20 +70,33 @@ def why_not(a: AttentionProblem) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
-    if a.block_offsets is not None:
-        return "dense masks, and no block masks yet; mask.to_dense() makes one"
-    return why_not_sizes(a)
+    return why_not_sizes(a) or _why_not_blocks(a)
+
+
+def _why_not_blocks(a: AttentionProblem) -> str | None:
+    """Why the kernels cannot walk the block mask, or None: a tile of theirs lies within one block."""
+    if a.blocks is None or a.empty:
+        return None
+    if a.key_start % 32:
+        return f"block masks with a key_start that is a multiple of 32, got {a.key_start}"
+    plan = _plan(a)
+    least, size = plan["least_block"] if plan else (0, 0), a.blocks.block_size
+    if size[0] >= least[0] and size[1] >= least[1]:
+        return None
+    wanted = f"{least[0]} x {least[1]} pairs or more for {str(a.query.dtype).removeprefix('torch.')} of this head size"
+    return f"block masks whose blocks have {wanted}, got {size[0]} x {size[1]}: make the mask with a block_size of 128"
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients."""
+    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients; and how much of a block mask."""
+    mask = None if a.blocks is None else f"attn_mask: {a.blocks.note}"
     if (plan := _plan(a)) is None or not cuda_library.runs_sm90a(a.query.device):
-        return None
+        return mask
     told = [
         f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
         for name, reason in plan["passes"].items()
     ]
-    return "cuda: " + "; ".join(told)
+    return "; ".join(["cuda: " + "; ".join(told), *([mask] if mask else [])])
 
 
 def _plan(a: AttentionProblem) -> dict[str, Any] | None:
@@ -91,6 +104,7 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
 
     ``passes``: of each pass the reason why it is not by the kernels for sm_90a, or None.
     ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
+    ``least_block``: queries and keys that a block of a block mask must have.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
@@ -120,11 +134,12 @@ def _shared(a: AttentionProblem) -> list[Any]:
     if a.table is not None:
         row, before, _ = bucket_row(*a.buckets, 0, a.query.device)
         diagonals = a.table.float().t()[:, row].contiguous()
+    blocks = [None] * 5 if a.blocks is None else [t.contiguous() for t in a.blocks]
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, a.dropout_seed, before, a.align, a.left, a.right, a.query_start, a.key_start, a.num_queries, a.num_keys,
-        a.scale, a.softcap, a.dropout_p,
+        a.cu_seqlens_k, *blocks, a.dropout_seed, before, a.align, a.left, a.right, a.query_start, a.key_start, a.num_queries,
+        a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
 
 

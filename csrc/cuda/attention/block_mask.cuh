@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block masks: the tiles that a list of blocks leaves of a range, and the pairs of a block of which only some are visible.
+//
+// As in FlexAttention (Dong et al., 2024) a kernel's tile lies within one block: a block of threads has one list for its rows, and a tile
+// of columns one entry. What is out of the range of the rows' bounds is skipped. Numbers from memory are clamped: lists that are wrong give
+// wrong results, and no address outside the tensors.
+#pragma once
+
+#include "cuda/attention/score_mod.cuh"
+
+namespace pt::cuda {
+
+constexpr int kNoTile = 1 << 30;  // behind the last of any range
+
+// The tiles of `Streamed` columns that rows see, in order: of a range, those in the blocks of a list.
+//
+//   TileList<true, 32> tiles(lists, ...);
+//   for (int t = tiles.first(range); t < range.last; t = tiles.leave(t)) ...
+//
+// Listed: there may be a block mask; where there is none, one block holds all tiles.
+template <bool Listed, int Streamed>
+class TileList {
+ public:
+  // Of sequence b, head h and the rows from `row` on.
+  PT_DEVICE TileList(const AttentionProblem& p, const BlockLists& lists, int b, int h, int row) : lists_(lists) {
+    if (!Listed || !p.blocks.bits) return;
+    const int64_t head = PT_FAULT(block_lists_of_the_first_head) ? 0 : h * lists.head;
+    const int64_t sequence = PT_FAULT(block_lists_of_the_first_sequence) ? 0 : b * lists.batch;
+    const int32_t* const at = lists.offsets + sequence + head + (row >> lists.row_bits);
+    const int most = PT_FAULT(block_offsets_not_clamped) ? kNoTile : lists.num_entries;
+    entry_ = max(0, min(int(ptx::ld_global_u32(at)), most)), end_ = min(int(ptx::ld_global_u32(at + 1)), most);
+    end_ -= PT_FAULT(a_visible_block_skipped);
+  }
+
+  // Where another one stands: at its entry(), before its end().
+  PT_DEVICE TileList(const BlockLists& lists, int entry, int end) : lists_(lists), entry_(entry), end_(end) {}
+  PT_DEVICE int entry() const { return entry_; }
+  PT_DEVICE int end() const { return end_; }
+
+  // The first tile of the range.
+  PT_DEVICE int first(const Tiles& range) {
+    if (!Listed || !lists_.offsets || range.count() <= 0) return range.first;
+    for (int end = end_; entry_ < end;) {  // the first block that ends behind where the range begins
+      const int middle = (entry_ + end) / 2;
+      if ((block(middle) + 1) * tiles_of_block() > range.first) end = middle;
+      else entry_ = middle + 1;
+    }
+    return entry_ < end_ ? max(block(entry_) * tiles_of_block(), range.first) : kNoTile;
+  }
+  // The one after tile t of the current block.
+  PT_DEVICE int after(int t) const {
+    if (!Listed || !ends_block(t)) return t + 1;
+    return entry_ + 1 < end_ ? block(entry_ + 1) * tiles_of_block() : kNoTile;
+  }
+  // The same, and goes on to it.
+  PT_DEVICE int leave(int t) {
+    const int next = after(t);
+    if (Listed && ends_block(t)) ++entry_;
+    return next;
+  }
+  // Where the bits of the current block are; negative: all of its pairs are visible.
+  PT_DEVICE int place(const BlockMask& mask) const {
+    if (!Listed || !mask.bits || PT_FAULT(a_partial_block_taken_whole)) return -1;
+    return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)),
+               PT_FAULT(places_of_bits_not_clamped) ? kNoTile : mask.places - 1);
+  }
+
+ private:
+  PT_DEVICE int tiles_of_block() const { return (1 << lists_.column_bits) / Streamed; }
+  PT_DEVICE bool ends_block(int t) const { return ((t + 1) & (tiles_of_block() - 1)) == 0; }
+  PT_DEVICE int block(int entry) const {
+    const int block = int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry)));
+    return max(0, min(block, lists_.columns - 1));
+  }
+
+  const BlockLists& lists_;
+  int entry_ = 0, end_ = 0;
+};
+
+// The pairs of a fragment that are visible in the block whose bits are at `place`; 16 or 32 keys from a multiple of as many on.
+template <bool Transposed, int NB>
+PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Place& at) {
+  if (PT_FAULT(a_partial_block_lost) && place == 0) return 0;
+  const int query_bits = mask.queries.row_bits, key_bits = mask.queries.column_bits;
+  const int i = (Transposed ? at.column : at.row) & ((1 << query_bits) - 1), j = (Transposed ? at.row : at.column) & ((1 << key_bits) - 1);
+  const int to_next_query = key_bits - 5;  // words, as bits of a shift
+  const uint32_t* const first =
+      mask.bits + (((int64_t(place) << query_bits) + i) << to_next_query) + (j / 32 ^ PT_FAULT(bits_of_another_word));
+  uint32_t visible = 0;
+  if constexpr (Transposed) {
+    PT_UNROLL
+    for (int n = 0; n < NB; ++n) {
+      PT_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t word = ptx::ld_global_u32(first + ((8 * n + e) << to_next_query)) >> j % 32;
+        visible |= ((word & 1) | (word >> (PT_FAULT(bits_of_another_key) ? 4 : 8) & 1) << 2) << (4 * n + e);  // of keys 8 apart
+      }
+    }
+  } else {
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      PT_UNROLL
+      for (int n = 0; n < NB; n += 4) {
+        const uint32_t word =
+            ptx::ld_global_u32(first + ((PT_FAULT(bits_of_another_query) ? 0 : 8 * half) << to_next_query) + n / 4) >> j % 32;
+        PT_UNROLL
+        for (int m = n; m < min(n + 4, NB); ++m) visible |= (word >> 8 * (m - n) & 3) << (4 * m + 2 * half);
+      }
+    }
+  }
+  return visible;
+}
+
+// The pairs of a tile that bounds leave visible, if they cut it, padding gaps, whose keys are columns, and its block.
+template <class K, bool Transposed, int NB>
+PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const Place& at, const Range (&bounds)[2], bool cut,
+                                   int place) {
+  uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
+  if (K::has_score_mod && !Transposed && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
+  if (place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
+  return visible;
+}
+
+}  // namespace pt::cuda

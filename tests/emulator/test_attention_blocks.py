@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block masks by the backend "cuda", in the emulator: what they cost, whose lists are read, what is refused. Values and gradients:
+attention_problems.py and the fuzzer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import block_list_problems
+import pytest
+import torch
+from attention_problems import in_blocks
+from torch import Tensor
+
+import pytransformer as pt
+from pytransformer.ops._backends.cuda import library as cuda_library
+from pytransformer.ops._core import lane
+from pytransformer.testing.draw_attention import draw
+from pytransformer.testing.fuzz import fuzz
+
+FUZZ_CASES, FUZZ_SEED = 24, 29
+BF16 = torch.bfloat16
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def results(inputs: list[Tensor], **keywords: Any) -> list[Tensor]:
+    """out and the gradients of all inputs."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    out = pt.attention(*inputs, **keywords, backend="cuda", strict=True)
+    return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+
+def products(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
+    """The same, and how many matrix products ran."""
+    count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
+    before = count()
+    with lane.off():  # whose second call of a kind computes twice, to record it
+        found = results(inputs, **keywords)
+    return found, count() - before
+
+
+def test_blocks_that_nobody_sees_cost_nothing() -> None:
+    """Two documents as whole blocks give the bits of two sequences, for as many products, whatever other blocks hold."""
+    torch.manual_seed(0)
+    inputs = [normal(2, 1, 128, 32) for _ in range(3)]
+    ids = torch.arange(256) // 128
+    mask = pt.BlockMask.from_dense(ids[:, None] == ids, block_size=128)
+    assert mask.share == 0.5
+    joined = [t.transpose(0, 1).flatten(1, 2)[None] for t in inputs]
+    apart, fewest = products(inputs, bias=pt.AlibiBias(torch.zeros(1)))  # the kernels with score_mod
+    together, made = products(joined, attn_mask=mask)
+    assert made == fewest > 0
+    for one, two in zip(together, apart):
+        assert torch.equal(one, two.transpose(0, 1).flatten(1, 2)[None])
+    poisoned = [t.clone() for t in joined]
+    for t in poisoned[1:]:
+        t[..., 128:, :] = torch.nan
+    for clean, other in zip(together, results(poisoned, attn_mask=mask)):
+        assert torch.equal(clean[..., :128, :], other[..., :128, :])
+
+
+@pytest.mark.usefixtures("sm90")
+def test_on_sm90a_the_portable_kernels_run() -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 140, 140), 128, 128)
+    inputs = [normal(1, 1, 140, 32) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
+        want = results(inputs, attn_mask=mask)
+    assert all(torch.equal(*both) for both in zip(results(inputs, attn_mask=mask), want))
+
+
+def test_an_empty_mask() -> None:
+    mask = pt.BlockMask.from_dense(torch.zeros(130, 200, dtype=torch.bool), block_size=128)
+    inputs = [normal(1, 2, n, 32) for n in (130, 200, 200)]
+    found, made = products(inputs, attn_mask=mask)
+    assert made == 0 and all(not t.count_nonzero() for t in found)
+
+
+@pytest.mark.parametrize("problem", list(block_list_problems.problems()), ids=str)
+def test_wrong_lists_read_nothing_outside(problem: block_list_problems.Problem) -> None:
+    assert block_list_problems.wrong(problem) == []
+
+
+def test_flex_masks() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    made = flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 150), None, None, 300, 300, device="cpu")
+    inputs = [normal(1, 1, 300, 32, dtype=torch.float32) for _ in range(3)]
+    keywords = {"causal": "top_left", "window": (149, None)}
+    for ours, want in zip(results(inputs, attn_mask=made), results(inputs, **keywords)):
+        torch.testing.assert_close(ours, want)
+
+
+def test_other_masks_of_the_same_kind() -> None:
+    """A mask's tensors are read anew in each call: nothing that the lane recorded of one is used for another."""
+    generator = torch.Generator().manual_seed(1)
+    masks = [in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 2, 140, 260), 128, 64) for _ in range(2)]
+    inputs = [normal(1, 2, n, 64) for n in (140, 260, 260)]
+    wanted = []
+    with lane.off():
+        wanted = [results(inputs, attn_mask=mask) for mask in masks]
+    for _ in range(3):
+        for mask, want in zip(masks, wanted):
+            assert all(torch.equal(ours, their) for ours, their in zip(results(inputs, attn_mask=mask), want))
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+
+
+# ---- what is refused, and told
+
+
+def explained(size: Any, dtype: torch.dtype = BF16, head_dim: int = 64) -> Any:
+    query, mask = torch.zeros(1, 1, 300, head_dim, dtype=dtype), torch.ones(300, 300, dtype=torch.bool).tril()
+    return pt.explain(
+        "attention", query, query, query, attn_mask=pt.BlockMask.from_dense(mask, block_size=size), backend="cuda"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "head_dim", "least"),
+    [
+        (128, BF16, 64, None),
+        ((128, 64), torch.float16, 128, None),
+        (512, BF16, 256, None),
+        (64, BF16, 64, "128 x 64"),
+        ((128, 32), BF16, 64, "128 x 64"),
+        (64, BF16, 256, None),
+        (32, BF16, 256, "64 x 64"),
+        (32, torch.float32, 64, None),
+        (32, torch.float32, 256, None),
+    ],
+)
+def test_blocks_smaller_than_a_tile(size: Any, dtype: torch.dtype, head_dim: int, least: str | None) -> None:
+    reason = explained(size, dtype, head_dim).reasons["cuda"]
+    assert reason is None if least is None else f"{least} pairs or more" in reason and "block_size of 128" in reason
+
+
+def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes)
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
+    (note,) = (note for note in explained(128).notes if note.startswith("cuda:"))
+    assert "portable kernels: block masks are lists that the portable kernels walk" in note and "66.7%" in note
+
+
+def test_the_edge_checks_shapes() -> None:
+    query, lse = torch.zeros(1, 2, 200, 64, dtype=BF16), torch.zeros(1, 2, 200)
+    mask = pt.BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool).tril(), block_size=128)
+    dense = torch.ones(1, 1, 200, 200, dtype=torch.bool)
+
+    def call(key_start: int = 0, dense: Tensor | None = None, **changed: Tensor) -> None:
+        blocks = mask.blocks._replace(**changed)
+        shared = [dense, *[None] * 11, *blocks, None, 0, 0, -1, -1, 0, key_start, 200, 200, 1.0, 0.0, 0.0]
+        cuda_library.call("attention_fwd", query.device, query, query, query, torch.empty_like(query), lse, *shared)
+
+    call()
+    for message, wrong in {
+        r"\(B or 1, Hq or 1, 3\)": {"offsets": mask.blocks.offsets[..., 1:].contiguous()},
+        r"offsets of a block mask": {"key_offsets": mask.blocks.key_offsets.repeat(1, 3, 1)},
+        r"must be contiguous int32": {"entries": mask.blocks.entries.long()},
+        r"entries of a block mask": {"key_entries": mask.blocks.key_entries.flatten()},
+        r"blocks of 64 x 128 pairs; wanted 128 x 64 or more": {"bits": mask.blocks.bits[:, :64].contiguous()},
+        r"blocks of 96 x 128 pairs; wanted powers of two": {"bits": mask.blocks.bits[:, :96].contiguous()},
+        r"goes with no other mask": {"dense": dense},
+        r"a key_start that is a multiple of 32": {"key_start": 40},
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            call(**wrong)
+
+
+# ---- random problems
+
+
+def test_random_problems_with_block_masks(schedule: int) -> None:
+    """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves nothing."""
+    drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
+    found = [n for n, problem in drawn if problem.block_size and problem.dtype != torch.float64][:FUZZ_CASES]
+    report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
+    print(report.table())
+    assert not report.failures, "\n".join(report.failures)
+    assert report.cases - report.declined["cuda"] == FUZZ_CASES == report.features["blocks"]
