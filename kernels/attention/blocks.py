@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels walk a block mask: a program's tile lies within one block of its side, so it has one list of blocks of the other side.
+"""How kernels walk a block mask, or the listed blocks of a dense one (mask_lists.py).
 
+A program's tile lies within one block of its side, so it has one list of blocks of the other side.
 A list is a run of entries (block, place of its bits or -1 for a block without hidden pairs), rising. The tiles of its blocks, one
 after another, are the steps of one flat loop, so that the loop is as regular as that over a range of tiles. ``walk`` cuts the
 steps that lie outside the bounds off its ends, since both rise; ``tile_at`` says which tile a step is. Entries, blocks and places
@@ -29,13 +30,13 @@ def tiles_of_block(BY_KEYS: tl.constexpr, C: tl.constexpr):
 def walk(i_b, i_h, i_tile, first, whole_end, last, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
     """(first entry, first step, end of the steps) of the tiles from first to last of this program's list; i_tile is its own tile.
 
-    Without a block mask steps are tiles: those after the whole ones, as they came.
+    Without lists steps are tiles: those after the whole ones, as they came.
     """
     entry = 0
     if C.BLOCK_KEYS:
         PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
         row = i_tile * C.BN // C.BLOCK_KEYS if BY_KEYS else i_tile * C.BM // C.BLOCK_QUERIES
-        p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row
+        p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row * p.blocks.row
         start = tl.minimum(tl.maximum(tl.load(p_list), 0), p.blocks.num_entries)
         end = tl.minimum(tl.maximum(tl.load(p_list + 1), start), p.blocks.num_entries)
         before = 0  # blocks before the first tile, and those up to the last
@@ -59,16 +60,17 @@ def walk(i_b, i_h, i_tile, first, whole_end, last, BY_KEYS: tl.constexpr, p, C: 
 def tile_at(n, entry, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
     """(tile, where the bits of its first row and keys would be if its block began with that row, or -1 if nothing is hidden) of a step.
 
-    Without a block mask a step is a tile.
+    Without lists a step is a tile; without bits (of a dense mask) there is no place.
     """
     word = 0
     if C.BLOCK_KEYS:
         PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
         p_entry = p.blocks.entries + 2 * (entry + n // PER).to(tl.int64)
         block = tl.minimum(tl.maximum(tl.load(p_entry), 0), p.blocks.columns - 1)
-        place = tl.minimum(tl.load(p_entry + 1), p.blocks.num_partial - 1)
         n = block * PER + n % PER
         key_tile = i_tile if BY_KEYS else n
+    if C.BLOCK_KEYS and p.blocks.bits is not None:
+        place = tl.minimum(tl.load(p_entry + 1), p.blocks.num_partial - 1)
         word = place.to(tl.int64) * (C.BLOCK_QUERIES * C.BLOCK_KEYS // 32) + key_tile * C.BN % C.BLOCK_KEYS // 32
         word = tl.where(place < 0, -1, word)
     return n, word

@@ -25,8 +25,9 @@ from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .._launch import replayed
 from .blocks import tile_at, walk
 from .diagonals import by_bucket, diagonal_sums, last_diagonals
+from .mask_lists import lists_of
 from .plan import Launch, plan_backward
-from .problem import Rows, at_tile, block_lists, dense_strides, lower, rows
+from .problem import Rows, at_tile, dense_strides, lower, rows
 from .row_stats import attention_backward_preprocess
 from .tiles import (
     at_head,
@@ -335,7 +336,8 @@ def backward(
     wanted: dict[str, torch.Tensor],
 ) -> None:
     """Write the gradients that ``wanted`` has, by the names of the op's arguments. Last dimensions contiguous."""
-    device, plan, problem = a.query.device, plan_backward(a, wanted), lower(a)
+    device, plan, (by_queries, by_keys) = a.query.device, plan_backward(a, wanted), lists_of(a, False, True)
+    problem = lower(a)._replace(blocks=by_queries)
     delta, row_max = torch.empty_like(lse), torch.empty_like(lse)
     step = plan.dq
     p, kind, warps, stages = at_tile(a, problem, step.tile), step.kind, step.tile.warps, step.tile.stages
@@ -367,7 +369,7 @@ def backward(
         step = plan.dkdv
         launch(
             attention_backward_dkdv, step.programs, device, a.query, a.key, a.value, dk, dv, saved, strides,
-            at_tile(a, problem, step.tile)._replace(blocks=block_lists(a, by_keys=True)), step.kind,
+            at_tile(a, problem, step.tile)._replace(blocks=by_keys), step.kind,
             warps=step.tile.warps, stages=step.tile.stages,
         )  # fmt: skip
     for name in wanted.keys() & {"mask", "bias"}:

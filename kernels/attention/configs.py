@@ -44,6 +44,22 @@ SPLIT = Split(max_rows=32, min_keys=512, max_splits=64)
 SPLIT_INTERPRETED = Split(max_rows=32, min_keys=128, max_splits=4)
 
 
+@dataclass(frozen=True)
+class Listing:
+    """When a dense boolean mask's blocks are listed (mask_lists.py), a multiple of every tile: if it has at least ``min_blocks`` and each
+    of its pairs stands for at least ``min_pairs`` of (sequence, head)."""
+
+    block: int
+    min_blocks: int
+    min_pairs: int
+
+
+# Reading the mask once more is a byte for ``min_pairs`` pairs of forward: 0.2 ps against about 8 x 1 ps on an H200. Two launches, a few
+# microseconds, are little beside 1,024 x 1,024 pairs of several heads. Neither is measured.
+LISTING = Listing(block=128, min_blocks=64, min_pairs=8)
+LISTING_INTERPRETED = Listing(block=64, min_blocks=2, min_pairs=1)
+
+
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
 # work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many of them together.
 SIXTEEN_BIT = {
@@ -63,6 +79,7 @@ SIXTEEN_BIT = {
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "forward+": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dkdv+": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -85,16 +102,21 @@ DIFFERENT = {
             "forward": {64: Config(128, 64, 4, 3)},
             "dkdv": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)},
             "dropout dkdv": {128: Config(16, 32, 8, 1)},
+            "dkdv+": {**WGMMA["dkdv+"], 256: Config(16, 32, 8, 2)},
+            "dropout dkdv++": {64: Config(16, 32, 4, 2)},
             "dq+": {256: Config(16, 32, 8, 2)},
+            "dq++": {64: Config(16, 32, 4, 1)},
         },
         120: {
             "dkdv": {64: Config(16, 128, 8, 2), 128: Config(16, 64, 8, 1)},
             "dropout dkdv": {128: Config(16, 32, 8, 1)},
+            "dq++": {64: Config(16, 32, 4, 1)},
         },
     },
     4: {
         80: {"decode": {256: Config(16, 32, 8, 2)}},
-        90: {"dkdv+": {64: Config(16, 64, 8, 1)}},
+        90: {"dkdv+": {64: Config(16, 64, 8, 1)}, "forward+": {128: Config(16, 32, 8, 2)}},
+        100: {"forward+": {128: Config(16, 32, 8, 2)}},
         120: {"dropout dkdv": {128: Config(16, 32, 8, 2)}},
     },
 }
@@ -112,6 +134,10 @@ INTERPRETED = {
 def split(capability: int) -> Split:
     """For all architectures the same yet: nothing has been measured."""
     return SPLIT_INTERPRETED if capability == INTERPRETER else SPLIT
+
+
+def listing(capability: int) -> Listing:
+    return LISTING_INTERPRETED if capability == INTERPRETER else LISTING
 
 
 def effort(score_mods: int) -> int:

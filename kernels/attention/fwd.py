@@ -23,6 +23,7 @@ from .._lang import dot, kernel, launch, narrow
 from .._launch import replayed
 from .blocks import tile_at, walk
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
+from .mask_lists import lists_of
 from .plan import plan_forward
 from .problem import ForwardStrides, at_tile, lower, rows
 from .tiles import (
@@ -117,6 +118,8 @@ def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     # Decoded sequences come after the others, whose launch leaves zeros where these have no queries.
     for step in (plan.prefill, plan.decode):
         if step is not None:
+            if step.kind.BLOCK_KEYS:
+                p = p._replace(blocks=lists_of(a, False)[0])
             launch(
                 attention_forward, step.programs, device, a.query, a.key, a.value, out, lse,
                 partials if step.kind.SPLIT_KV else None, strides, at_tile(a, p, step.tile), step.kind,

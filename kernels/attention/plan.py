@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pytransformer.ops._problem.attention import AttentionProblem
+from pytransformer.ops._problem.attention import AttentionProblem, compact
 
 from .configs import Config, split
-from .problem import Kind, SplitKV, capability, choose, kind_of
+from .problem import Kind, SplitKV, capability, choose, kind_of, listing_of
 
 
 class Launch(NamedTuple):
@@ -45,6 +45,8 @@ class ForwardPlan(NamedTuple):
         said = []
         if self.prefill is not None:
             said.append(f"forward by tiles of {self.prefill.tile.BM} queries and {self.prefill.tile.BN} keys")
+            if keys := self.prefill.kind.BLOCK_KEYS:
+                said[-1] += f", in the visible blocks of {self.prefill.kind.BLOCK_QUERIES} x {keys}"
         if self.split_kv is not None:
             apart = f"sequences of at most {self.split_kv.max_rows} rows decoded" if self.prefill is not None else "decoded"
             said.append(f"{apart}, their keys split over {self.split_kv.splits}" if self.split_kv.splits > 1 else apart)
@@ -85,12 +87,20 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
         padding = a.key_padding
         decode = _launch(
             tile, kind, heads * row_tiles * split_kv.splits, PACK_GQA=True, SPLIT_KV=split_kv.splits > 1, DECODE_APART=many,
-            KEY_MASK=padding is not None and (padding.shape[1] == 1 or a.group == 1),
+            KEY_MASK=padding is not None and (padding.shape[1] == 1 or a.group == 1), BLOCK_QUERIES=0, BLOCK_KEYS=0,
         )  # fmt: skip
         if split_kv.splits > 1:
             partial_rows = heads * row_tiles * split_kv.splits * tile.BM
             combine = Launch(tile, dataclasses.replace(decode.kind, BM=1), heads * split_kv.rows)
     return ForwardPlan(prefill, decode, combine, split_kv, partial_rows)
+
+
+def lists_bytes(a: AttentionProblem) -> int:
+    """Of the lists of a dense mask's blocks, in both directions, and of the states that they are made from."""
+    if a.mask is None or (found := listing_of(a)) is None:
+        return 0
+    down, across = (-(-n // found.block) for n in (a.num_queries, a.num_keys))
+    return 4 * math.prod(compact(a.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
 
 
 def plan_of(
@@ -136,7 +146,7 @@ def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
     return BackwardPlan(dq, dkdv, dbias)
 
 
-def _launch(tile: Config, kind: Kind, programs: int, **more: bool) -> Launch:
+def _launch(tile: Config, kind: Kind, programs: int, **more: int) -> Launch:
     return Launch(tile, dataclasses.replace(kind, BM=tile.BM, BN=tile.BN, **more), programs)
 
 

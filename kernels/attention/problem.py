@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from pytransformer.ops._problem.attention import AttentionProblem
+from pytransformer.ops._problem.attention import AttentionProblem, compact
 from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
 from .. import tuned
 from .._lang import INTERPRETED, precision
-from .configs import INTERPRETER, Config, config, within
+from .configs import INTERPRETER, Config, Listing, config, listing, within
 
 UNBOUNDED = 1 << 29
 
@@ -54,9 +54,10 @@ class BlockLists(NamedTuple):
 
     offsets: torch.Tensor | None = None
     entries: torch.Tensor | None = None
-    bits: torch.Tensor | None = None
+    bits: torch.Tensor | None = None  # None: a dense mask is asked
     batch: int = 0  # strides of offsets, 0 where it is broadcast
     head: int = 0
+    row: int = 1  # 2 where each list has its end beside its start
     num_entries: int = 0
     num_partial: int = 0
     columns: int = 0  # blocks that an entry may name
@@ -169,7 +170,26 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
-    return found if a.blocks is None else within(found, *a.blocks.block_size, by_keys=kernel.endswith("dkdv"))
+    queries, keys = block_size(a)
+    return within(found, queries, keys, by_keys=kernel.endswith("dkdv")) if keys else found
+
+
+def listing_of(a: AttentionProblem) -> Listing | None:
+    """How the blocks of a dense boolean mask are listed, or None: there is none that must be asked by pair, or it is not worth it."""
+    mask, found = a.mask_by_pair, listing(capability(a.query.device))
+    if mask is None or mask.dtype != torch.bool or a.key_start % 32:
+        return None
+    blocks = -(-a.num_queries // found.block) * -(-a.num_keys // found.block)
+    shared = a.sequences * a.heads // max(1, math.prod(compact(mask).shape[:2]))
+    return found if blocks >= found.min_blocks and shared >= found.min_pairs else None
+
+
+def block_size(a: AttentionProblem) -> tuple[int, int]:
+    """Queries and keys of a listed block, 0 and 0 where kernels walk no lists."""
+    if a.blocks is not None:
+        return a.blocks.block_size
+    found = listing_of(a)
+    return (0, 0) if found is None else (found.block, found.block)
 
 
 def padded(n: int) -> int:
@@ -189,7 +209,7 @@ def strides(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def lower(a: AttentionProblem) -> Problem:
-    """The kernels' view of the op's arguments; of T5's bias only at_tile knows."""
+    """The kernels' view of the op's arguments; of T5's bias only at_tile knows, of lists of blocks only mask_lists.py."""
     mask = a.key_padding
     return Problem(
         heads=a.heads,
@@ -209,9 +229,9 @@ def lower(a: AttentionProblem) -> Problem:
         key_segments=a.key_segments,
         cu_queries=a.cu_seqlens_q,
         cu_keys=a.cu_seqlens_k,
-        mask=_dense(a.mask if mask is None else mask),
-        bias=_dense(a.bias),
-        blocks=block_lists(a, by_keys=False),
+        mask=dense_of(a.mask if mask is None else mask),
+        bias=dense_of(a.bias),
+        blocks=BlockLists(),
         slopes=None if a.slopes is None else a.slopes.float().contiguous(),
         diagonals=None,
         sinks=None if a.sinks is None else a.sinks.float().contiguous(),
@@ -232,7 +252,7 @@ def at_tile(a: AttentionProblem, p: Problem, tile: Config) -> Problem:
 
 def kind_of(a: AttentionProblem) -> Kind:
     """What to compile for the op's arguments, but for the tile: BM and BN are 0."""
-    block_queries, block_keys = (0, 0) if a.blocks is None else a.blocks.block_size
+    block_queries, block_keys = block_size(a)
     return Kind(
         D=a.head_dim,
         DV=a.value_dim,
@@ -258,7 +278,7 @@ def kind_of(a: AttentionProblem) -> Kind:
     )
 
 
-def block_lists(a: AttentionProblem, by_keys: bool) -> BlockLists:
+def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
     """The lists of a block mask by blocks of queries, or by_keys its transpose."""
     b = a.blocks
     if b is None:
@@ -278,7 +298,7 @@ def _base2(a: AttentionProblem) -> bool:
     return not (a.added or a.softcap or a.slopes is not None or a.table is not None)
 
 
-def _dense(t: torch.Tensor | None) -> Dense:
+def dense_of(t: torch.Tensor | None) -> Dense:
     if t is None:
         return Dense()
     return Dense(t.view(torch.uint8) if t.dtype == torch.bool else t, *dense_strides(t))

@@ -275,7 +275,7 @@ def visible(i, j, lo, hi, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.cons
         m_s = m_s & of_keys(m_j, C)
     if p.mask.data is not None or p.bias.data is not None or p.query_segments is not None:
         m_s = m_s & of_queries(m_i, C) & of_keys(m_j, C)
-    if C.BLOCK_KEYS:
+    if C.BLOCK_KEYS and p.blocks.bits is not None:
         m_s = m_s & block_pairs(i, word, p, C)
     return m_s
 

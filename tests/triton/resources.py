@@ -25,6 +25,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from pytransformer import BlockMask
 from pytransformer.kernels import _lang
 from pytransformer.kernels.attention import configs as attention_tiles
 from pytransformer.kernels.attention import problem
@@ -48,6 +49,7 @@ WGMMA = re.compile(
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 segments D64 bf16 backward_dq|sm_120 segments D256 bf16 backward_dkdv"
     r"|sm_90 (window D64|bias dropout D128|bias D256) bf16 backward_dkdv|sm_90 bias dropout D256 bf16 backward_dbias"
+    r"|sm_120 blocks (D64 fp32 forward|D256 bf16 backward_dkdv)"
 )
 REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
@@ -99,6 +101,16 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         segments = dict.fromkeys(("query_segments", "key_segments"), mask.new_zeros(1, 64, dtype=torch.int64))
         yield f"segments D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **segments)
         yield f"segments D{head_dim} fp32", attention("full", torch.float32, head_dim, **segments), "forward"
+    blocks = BlockMask.sliding_window(64, (9, 9), block_size=64)
+    for head_dim in (64, 128, 256):
+        yield f"blocks D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, attn_mask=blocks)
+        yield f"blocks D{head_dim} fp32", attention("full", torch.float32, head_dim, attn_mask=blocks), "forward|dkdv"
+    for block_size in (32, 128):
+        smaller = BlockMask.sliding_window(64, (9, 9), block_size=block_size)
+        yield f"blocks of {block_size} D128 bf16", attention("causal", torch.bfloat16, 128, attn_mask=smaller)
+    yield "blocks t5_bias dropout D64 bf16", attention("t5_bias", torch.bfloat16, 64, attn_mask=blocks, **DROPOUT)
+    large = torch.ones(1024, 1024, dtype=torch.bool)
+    yield "mask lists D64 bf16", attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large)
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):
         yield f"decode {name} D{head_dim} bf16", attention(name, torch.bfloat16, head_dim, Lq=1, Lk=8192)
     for head_dim in (64, 128, 256):
@@ -121,11 +133,13 @@ def _problems() -> Iterator[tuple[Any, ...]]:
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
 
 
-def attention(name: str, dtype: torch.dtype, head_dim: int, Lq: int = 64, Lk: int = 64, **more: Any) -> Callable[[], Any]:
+def attention(
+    name: str, dtype: torch.dtype, head_dim: int, B: int = 1, Lq: int = 64, Lk: int = 64, **more: Any
+) -> Callable[[], Any]:
     """A shared case, with more arguments."""
 
     def run() -> None:
-        args, kwargs = case(name).resize(B=1, Lq=Lq, Lk=Lk, D=head_dim).make("cpu", dtype, seed=0, requires_grad=True)
+        args, kwargs = case(name).resize(B=B, Lq=Lq, Lk=Lk, D=head_dim).make("cpu", dtype, seed=0, requires_grad=True)
         a, _, _ = attention_op.prepare(*args, **kwargs, **more)
         backend = attention_op.backends["triton"]
         out, lse = backend.forward(a)
@@ -264,10 +278,11 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         capability = int(key.split()[0].removeprefix("sm_"))
         if used["shared"] > SHARED_LIMIT[capability]:
             found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
-        rowwise = any(op in key for op in ("norm", "cross_entropy"))  # nothing to multiply in these kernels
+        # Nothing is multiplied in these kernels.
+        rowwise = any(name in key for name in ("norm", "cross_entropy", "preprocess", "combine", "mask_blocks", "mask_lists"))
         if used["stack"] and not SPILLING.search(key) and committed().get("triton") == triton.__version__:
             found.append(f"{key}: {used['stack']} bytes of stack")
-        if not used["products"] and "bf16" in key and not rowwise and "preprocess" not in key and "combine" not in key:
+        if not used["products"] and "bf16" in key and not rowwise:
             found.append(f"{key}: no matrix instruction")
     return found
 

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 import pytransformer as pt
 from pytransformer import BlockMask
+from pytransformer.kernels.attention import problem
 from pytransformer.kernels.attention.configs import Config, within
 from pytransformer.kernels.attention.plan import plan_backward, plan_forward
 from pytransformer.ops._problem.blocks import SIZES
@@ -56,7 +57,9 @@ def run(t: dict[str, Tensor], more: dict[str, Tensor], grads: tuple[Tensor, ...]
     return {"out": out, "lse": lse} | dict(zip(leaves, torch.autograd.grad([out, lse], list(leaves.values()), grads)))
 
 
-def check(mask: BlockMask, dtype: torch.dtype, t: dict[str, Tensor], more: dict[str, Tensor], **keywords: Any) -> None:
+def check(
+    mask: BlockMask | Tensor, dtype: torch.dtype, t: dict[str, Tensor], more: dict[str, Tensor], **keywords: Any
+) -> None:
     shape = (*t["query"].shape[:3], t["value"].shape[3])
     grads = torch.randn(shape).to(dtype), torch.randn(shape[:3])
     found = run(t, more, grads, attn_mask=mask, **keywords)
@@ -65,7 +68,8 @@ def check(mask: BlockMask, dtype: torch.dtype, t: dict[str, Tensor], more: dict[
         known["bias"] = pt.RelativePositionBias(more["table"], max_distance=40)
     if "slopes" in more:
         known["bias"] = pt.AlibiBias(more["slopes"])
-    exact = oracle.solve(*t.values(), *grads, attn_mask=mask.to_dense(), **keywords, **known)
+    dense = mask.to_dense() if isinstance(mask, BlockMask) else mask
+    exact = oracle.solve(*t.values(), *grads, attn_mask=dense, **keywords, **known)
     wrong = [str(c) for c in bounds.check(exact, found, dtype) if not c.ok]
     assert not wrong, "; ".join(wrong)
 
@@ -119,6 +123,38 @@ def test_few_queries_of_grouped_heads_and_hidden_nan() -> None:
         assert torch.equal(found, wanted[name]), name
 
 
+DENSE: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
+    "for all": ((1, 1), {}, {}),
+    "by head, causal, bias": ((1, 2), dict(causal="bottom_right"), {"bias": lambda: torch.randn(2, 1, LQ, LK)}),
+    "by sequence, T5": ((2, 1), dict(key_lengths=torch.tensor([LK, 60])), {"table": lambda: torch.randn(8, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_masks_by_lists(name: str) -> None:
+    """Expanded over what they are alike for, their strides not those of a contiguous tensor."""
+    shape, keywords, more = DENSE[name]
+    mask = blobs(64, *shape).to_dense()
+    mask = place(mask.mT.contiguous().mT, fill=True) if name == "for all" else mask.expand(2, 2, LQ, LK)
+    a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
+    assert plan_forward(a).prefill.kind.BLOCK_KEYS == 64
+    check(mask, torch.float32, inputs(), {n: f() for n, f in more.items()}, **keywords)
+
+
+def test_when_a_dense_mask_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: from 64 blocks of 128 x 128 on, and if every pair of the mask stands for 8 heads; unless it is asked once a key."""
+    monkeypatch.setattr(problem, "capability", lambda device: 90)
+
+    def size(heads: int, length: int, *shape: int, **changes: Any) -> tuple[int, int]:
+        q = torch.empty(2, heads, length, 16, device="meta")
+        mask = torch.empty(*shape, dtype=torch.bool, device="meta")
+        return problem.block_size(attention_op.prepare(q, q, q, attn_mask=mask)[0]._replace(**changes))
+
+    assert size(4, 1024, 1024, 1024) == size(8, 1024, 2, 1, 1024, 1024) == (128, 128)
+    assert size(4, 896, 896, 896) == size(4, 1024, 2, 1, 1024, 1024) == size(4, 1024, 1, 1024) == (0, 0)
+    assert size(4, 1024, 1024, 1024, key_start=7) == (0, 0)
+
+
 # ---- what is computed
 
 
@@ -136,15 +172,19 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield counted
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_empty_blocks_cost_no_product(products: Counter[str], causal: Any) -> None:
-    """Of 8 x 8 blocks the diagonal and one beside it, above which causality leaves nothing: by tiles of 32 queries and 64 keys, 2 products
-    of each in forward, 3 in dq, 4 in dkdv."""
+def test_empty_blocks_cost_no_product(products: Counter[str], causal: Any, listed: bool) -> None:
+    """A block mask, or a dense one that is listed.
+
+    Of 8 x 8 blocks the diagonal and one beside it, above which causality leaves nothing: by tiles of 32 queries and 64 keys, 2 products
+    of each in forward, 3 in dq, 4 in dkdv.
+    """
     length = 512
     block = torch.arange(length) // 64
     dense = (block[:, None] - block) % 8 < 2
     dense[0, 0] = False
-    mask = BlockMask.from_dense(dense, block_size=64)
+    mask = dense if listed else BlockMask.from_dense(dense, block_size=64)
     t = [torch.randn(1, 1, length, 16).requires_grad_() for _ in range(3)]
     out = pt.attention(*t, attn_mask=mask, causal=causal, backend="triton", strict=True)
     tiles = 2 * (16 - (causal is not None))
@@ -170,7 +210,10 @@ def test_tiles_lie_within_blocks() -> None:
 def test_explain() -> None:
     mask = blobs(32)
     told = str(pt.explain("attention", *inputs().values(), attn_mask=mask, backend="triton"))
-    assert "by tiles of 32 queries and 32 keys" in told and "blocks of 32 x 32 pairs run" in told
+    assert (
+        "by tiles of 32 queries and 32 keys, in the visible blocks of 32 x 32" in told
+        and "blocks of 32 x 32 pairs run" in told
+    )
     a = attention_op.prepare(*inputs().values(), attn_mask=mask)[0]
     reason = attention_op.backends["triton"].why_not
     assert reason(a._replace(key_start=32)) is None and "multiple of 32, got 5" in str(reason(a._replace(key_start=5)))
@@ -233,11 +276,14 @@ def test_bad_lists_read_nothing_outside(
 MUTANTS = {
     "last_tile_skipped": ("blocks.py", "last = count * PER", "last = count * PER - 1", "alone, 32"),
     "first_tile_skipped": ("blocks.py", "whole_end = tl.maximum(first", "whole_end = 1 + tl.maximum(first", "alone, 32"),
-    "lists_not_transposed": ("bwd.py", "block_lists(a, by_keys=True)", "block_lists(a, by_keys=False)", "alone, 32"),
+    "lists_not_transposed": ("bwd.py", "_replace(blocks=by_keys)", "_replace(blocks=by_queries)", "alone, 32"),
     "partial_block_lost": ("blocks.py", "mask=word >= 0, other=-1)  # [BM", "mask=word > 0, other=0)  # [BM", "alone, 512"),
     "partial_block_taken_whole": ("blocks.py", "mask=word >= 0, other=-1)  # [BM", "mask=word > 0, other=-1)  # [BM", "alone, 512"),
     "bits_off_by_one_word": ("blocks.py", "key_tile * C.BN %", "(key_tile * C.BN + 32) %", "keys longer"),
     "rows_of_the_first_tile": ("blocks.py", "(i % C.BLOCK_QUERIES) *", "(i % C.BM) *", "prefix, segments, softcap"),
+    "rows_that_see_nothing_hide_a_block": ("mask_lists.py", "tl.max(tl.max(", "tl.min(tl.max(", "for all"),
+    "dense_list_without_its_last": ("mask_lists.py", "+ 1, start + count)", "+ 1, start + count - 1)", "for all"),
+    "dense_lists_not_transposed": ("mask_lists.py", "(self.across, 1) if by_keys", "(1, self.down) if by_keys", "for all"),
     "lists_of_the_first_head": ("blocks.py", "i_h * p.blocks.head", "i_h * 0 * p.blocks.head", "causal, lengths"),
     "diagonals_across_a_gap": ("bwd.py", "if t != left + 1:", "if t == left + 1:", "T5"),
 }  # fmt: skip
@@ -245,6 +291,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
-    *fault, problem = MUTANTS[name]
+    *fault, shown = MUTANTS[name]
     with mutated("attention", *fault, tmp_path), pytest.raises(AssertionError, match="WRONG"):
-        test_values_and_gradients(problem)
+        (test_dense_masks_by_lists if shown in DENSE else test_values_and_gradients)(shown)

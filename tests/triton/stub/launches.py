@@ -99,6 +99,7 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
     yield attention("blocks and a bias", Lk=300, attn_mask=blocks, bias=zeros(1, 2, 40, 300), softcap=9.0)
     yield attention("one block, of one", 1, 1, 1, 1, 1, attn_mask=pt.BlockMask.sliding_window(1, (0, 0)))
     yield attention("no block", attn_mask=pt.BlockMask.from_dense(torch.zeros(40, 40, dtype=torch.bool)))
+    yield attention("mask in lists", 4, 2, 1100, 1100, attn_mask=torch.ones(1100, 1100, dtype=torch.bool).tril())
     one, vector, square = zeros(1, 1), zeros(64), zeros(64, 64)
     calls = {
         "norm of one": lambda: pt.layer_norm(one, (1,), one[0], one[0], backend="triton"),

@@ -43,6 +43,10 @@ class Noted(dict[Any, Any]):
         return self.found[-1]
 
 
+def _is_backward(kernel: str) -> bool:
+    return "backward" in kernel or "mask_" in kernel
+
+
 class Watch:
     """What arrives, launch by launch."""
 
@@ -86,7 +90,13 @@ class Watch:
 
         lines: Arrived = []
         for name, grid, parameters in self.arrived:
-            turned = bool(lines) and "backward" in name and "backward" not in lines[-1][0]
+            # A mask's blocks are listed first, in each direction.
+            earlier = lines[-1][0] if lines else "mask_"
+            turned = (
+                "forward" in earlier or "combine" in earlier
+                if "mask_" in name
+                else _is_backward(name) and not _is_backward(earlier)
+            )
             names = names if whole and not turned else dict(given)
             lines.append((name, grid, tuple(value(*each) for each in parameters)))
         return lines

@@ -68,10 +68,10 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
 
 def _extra_bytes(a: AttentionProblem) -> int:
     """What splits of the keys leave in forward, or three float32 numbers for each row in backward: delta, maximum, and with
-    a dense term the log of the sum."""
-    from pytransformer.kernels.attention.plan import plan_forward
+    a dense term the log of the sum; and the lists of a boolean mask's blocks."""
+    from pytransformer.kernels.attention.plan import lists_bytes, plan_forward
 
-    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim)
+    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + lists_bytes(a)
 
 
 def _note(a: AttentionProblem) -> str | None:
