@@ -16,7 +16,8 @@ from .draw_attention import draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
 
-TAKE_NO_BLOCKS = ("cuda", "torch")  # of block masks: they get the dense one
+TAKE_NO_BLOCKS = ("torch",)  # of block masks: they get the dense one
+THEIR_BLOCKS = 128  # a block size that every backend takes: it stands for one that is smaller than a tile
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 
 
@@ -87,7 +88,10 @@ def run(problem: Problem, backend: str) -> Run:
             args = leaves["query"], leaves["key"], leaves["value"]
             keywords |= problem.public_keywords(leaves)
             if problem.block_size and backend not in TAKE_NO_BLOCKS:
-                keywords["attn_mask"] = _in_blocks(problem, keywords["attn_mask"])
+                dense = keywords["attn_mask"]
+                keywords["attn_mask"] = _in_blocks(problem, dense, problem.block_size)
+                if "block_size" in (pt.explain(op, *args, **keywords).reasons.get(backend) or ""):
+                    keywords["attn_mask"] = _in_blocks(problem, dense, (THEIR_BLOCKS, THEIR_BLOCKS))
             explained = pt.explain(op, *args, **keywords).backend
             out, lse = _outputs(pt.attention(*args, **keywords))
             results = {"out": out, "lse": lse}
@@ -95,13 +99,13 @@ def run(problem: Problem, backend: str) -> Run:
     return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
 
 
-def _in_blocks(problem: Problem, mask: Tensor) -> Any:
+def _in_blocks(problem: Problem, mask: Tensor, block_size: tuple[int, int]) -> Any:
     """The boolean mask as a block mask: lengths full, batch and heads as they are."""
     from pytransformer import BlockMask
 
     mask = mask[(None,) * (4 - mask.dim())]
     lengths = (problem.tensors["query"].shape[2], problem.tensors["key"].shape[2])
-    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=problem.block_size or 64)
+    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=block_size)
 
 
 def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import lane
+from pytransformer.testing import fuzz_attention
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
 
@@ -174,11 +175,15 @@ def test_the_edge_checks_shapes() -> None:
 # ---- random problems
 
 
-def test_random_problems_with_block_masks(schedule: int) -> None:
+def test_random_problems_with_block_masks(schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the fuzzer that have a block mask; a run in which the kernels walked none proves nothing."""
     drawn = ((n, draw(FUZZ_SEED, n)) for n in range(schedule * 1000, schedule * 1000 + 1000))
     found = [n for n, problem in drawn if problem.block_size and problem.dtype != torch.float64][:FUZZ_CASES]
+    given: list[tuple[int, int]] = []  # the block sizes of the masks that calls got
+    inner = fuzz_attention._in_blocks
+    monkeypatch.setattr(fuzz_attention, "_in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
     assert report.cases - report.declined["cuda"] == FUZZ_CASES == report.features["blocks"]
+    assert len(given) >= FUZZ_CASES and {(32, 32), (128, 128)} <= set(given)
