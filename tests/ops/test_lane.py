@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import warnings
@@ -203,6 +204,21 @@ def test_compiled_autograd(op: str) -> None:
 
     for a, b in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.unpoisoned
+def test_compiled_autograd_keeps_calls_of_other_numbers_apart() -> None:
+    """One graph of a backward is kept for nodes alike: a scale, which no tensor shows, makes them differ."""
+    from torch._dynamo.compiled_autograd import _enable
+
+    compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    for scale in (0.25, 1.5):
+        q, k, v = qkv()
+        loss = pt.attention(q, k, v, scale=scale).square().sum()
+        (want,) = torch.autograd.grad(loss, q, retain_graph=True)
+        with _enable(compiler):
+            loss.backward()
+        torch.testing.assert_close(q.grad, want)
 
 
 # ---- what the engine and its users do to a node
