@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from pytransformer.ops._problem.attention import LISTED_BLOCK, LISTED_BLOCKS
+
 INTERPRETER = 0  # in place of a compute capability
 HEAD_DIMS = (64, 128, 256)  # classes of problems
 MANY_SCORE_MODS = 3  # work per element: from so many on, a kernel's entry "…++" holds
@@ -56,7 +58,7 @@ class Listing:
 
 # Reading the mask once more is a byte for ``min_pairs`` pairs of forward: 0.2 ps against about 8 x 1 ps on an H200. Two launches, a few
 # microseconds, are little beside 1,024 x 1,024 pairs of several heads. Neither is measured.
-LISTING = Listing(block=128, min_blocks=64, min_pairs=8)
+LISTING = Listing(block=LISTED_BLOCK, min_blocks=LISTED_BLOCKS, min_pairs=8)
 LISTING_INTERPRETED = Listing(block=64, min_blocks=2, min_pairs=1)
 
 

@@ -82,14 +82,14 @@ def test_a_broken_backend_costs_itself_alone(
 
 
 def test_everything_is_checked() -> None:
-    """Each backend, op, dtype and case, and core cases with wide heads; what is most used comes first."""
+    """Each backend, op, dtype and case, core cases with wide heads, a large mask; what is most used comes first."""
     for backend in ("cpu", "torch", "cuda"):
         jobs = plan.checks(backend, "cuda", OPS)
         assert {job["op"] for job in jobs} == {name for name, op in OPS.items() if backend in op.backends}
         for op in {job["op"] for job in jobs}:
             assert {job["case"] for job in jobs if job["op"] == op} == {c.name for c in cases(op)}
             assert {job["dtype"] for job in jobs if job["op"] == op} == set(plan.DTYPES)
-        assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, *plan.WIDE} or backend == "none"
+        assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, plan.LARGE, *plan.WIDE}
         assert jobs[0]["dtype"] == "bfloat16"
 
 
@@ -133,6 +133,42 @@ def test_an_order_needs_a_clear_lead_in_every_case() -> None:
     assert plan.order(times((2.0, 1.0), (1.0, 1.2))) == {}  # slower in one
     assert plan.order(times((1.05, 1.0), (1.05, 1.0))) == {}  # by too little
     assert plan.order(times((1.0, 1.0))) == {} and plan.order([]) == {}
+
+
+def test_a_large_mask_is_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 64 blocks on Triton lists them: small masks say nothing of that, so a large one is checked, by a call and by a whole run."""
+    from pytransformer.cli.verify import worker
+    from pytransformer.ops._core import verdicts
+
+    q = torch.zeros(1, 2, 1000, 64)
+
+    def call(length: int) -> verdicts.Features:
+        mask = torch.ones(length, 1000, dtype=torch.bool)
+        return verdicts.features(OPS["attention"].prepare(q[:, :, :length], q, q, attn_mask=mask)[0])
+
+    assert call(1000).names == call(300).names | {"many blocks"}
+    checked: list[tuple[str, int]] = []
+    judged = {"outcome": "right", "detail": None}
+    monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
+    job = {
+        "do": "kind",
+        "op": "attention",
+        "backend": "cpu",
+        "dtype": "float32",
+        "device": "cpu",
+        "index": None,
+        "size": 64,
+        "last": 64,
+    }
+    worker._check_kind({**job, "features": sorted(call(1000).names)})
+    assert ("bool_mask", 1024) in checked and any(name == "bool_mask" and keys < 1024 for name, keys in checked)
+    checked.clear()
+    worker._check_kind({**job, "features": sorted(call(300).names)})
+    assert all(keys < 1024 for _, keys in checked)
+    assert [job["case"] for job in plan.checks("triton", "cuda", ["attention"]) if "many blocks" in job["features"]] == [
+        "bool_mask"
+    ] * 4
+    assert not any("many blocks" in job["features"] for job in plan.checks("cpu", "cpu", ["attention"]))
 
 
 def test_a_kind_is_checked_by_the_nearest_cases() -> None:

@@ -19,6 +19,8 @@ from pytransformer.testing.cases import Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
 WIDE = (128, 256)  # head sizes beside the cases' own: other kernels
+LARGE = "large"  # in place of a last dimension: cases tagged so, at a size from which kernels go another way
+LARGE_SHAPE = {"B": 1, "Hq": 8, "Hkv": 8, "Lq": 1024, "Lk": 1024}
 TIMED = ("bfloat16", "float32")
 # Of the medium cases, to be timed: small enough for a second each.
 SHAPES = {
@@ -46,7 +48,7 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
     for op in ops:
         if backend not in OPS[op].backends:
             continue
-        for rank, (case, last) in enumerate(_sized(op)):
+        for rank, (case, last) in enumerate(_sized(op, kind)):
             features = features_of(case if last is None else sized(case, last))
             for dtype in DTYPES:
                 job = {
@@ -57,10 +59,11 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 
-def _sized(op: str) -> list[tuple[Case, int | None]]:
+def _sized(op: str, kind: str) -> list[tuple[Case, int | str | None]]:
     own = cases(op)
     wide = [c for c in own if "core" in c.tags and "D" in c.shape]
-    return [*((c, None) for c in own), *itertools.product(wide, WIDE)]
+    large = [c for c in own if LARGE in c.tags and kind == "cuda"]  # an interpreter takes minutes for one
+    return [*((c, None) for c in own), *((c, LARGE) for c in large), *itertools.product(wide, WIDE)]
 
 
 def checked(line: Line) -> Line:
@@ -108,9 +111,11 @@ def timings(found: Iterable[Line], kind: str, ops: Iterable[str]) -> list[Line]:
     return jobs
 
 
-def sized(case: Case, last: int) -> Case:
-    """The case with this last dimension of its first tensor."""
-    return case.resize(**{name: last for name in ("D", "d") if name in case.shape})
+def sized(case: Case, last: int | str) -> Case:
+    """The case with this last dimension of its first tensor, or LARGE."""
+    if last == LARGE:
+        return case.resize(**LARGE_SHAPE)
+    return case.resize(**{name: int(last) for name in ("D", "d") if name in case.shape})
 
 
 def features_of(case: Case) -> Features:

@@ -16,7 +16,7 @@ import torch
 from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact
 from pytransformer.cli.benchmark.plan import DTYPES
-from pytransformer.cli.verify.plan import features_of, sized
+from pytransformer.cli.verify.plan import LARGE, features_of, sized
 from pytransformer.ops._core import verdicts
 from pytransformer.ops._core.verdicts import DECLINED, RIGHT
 from pytransformer.testing.cases import Case, case, cases
@@ -88,14 +88,16 @@ def _check_kind(job: Line) -> Line:
     if job["device"] == "cuda" and job["index"] is not None:
         torch.cuda.set_device(job["index"])
     within, around = [], []
-    for found in (sized(c, last) for c in cases(job["op"])):
+    large = [sized(sized(c, last), LARGE) for c in cases(job["op"]) if "many blocks" in call and LARGE in c.tags]
+    for found in (*(sized(c, last) for c in cases(job["op"])), *large):
         names = features_of(found).names
         if names <= call:
             within.append((-len(names), found.name, found))
         if call <= names:
             around.append((len(names), found.name, found))
     chosen = [*sorted(around)[:1], *sorted(within)[:NEAREST]] or [(0, "", sized(cases(job["op"])[0], last))]
-    lines = [check_case(c, dtype, job["device"], job["backend"]) for c in {c.name: c for *_, c in chosen}.values()]
+    apart = {(c.name, tuple(c.shape.values())): c for *_, c in chosen}
+    lines = [check_case(c, dtype, job["device"], job["backend"]) for c in apart.values()]
     wrong = [line for line in lines if line["outcome"] not in (RIGHT, DECLINED)]
     if wrong:
         return job | {"outcome": wrong[0]["outcome"], "detail": f"{wrong[0]['case']}: {wrong[0]['detail']}", "lines": lines}

@@ -94,6 +94,7 @@ def features(a: Any) -> Features:
             sort = ""
         if sort:
             names.add(f"{name}={sort}")
+    names |= getattr(a, "signs", frozenset())
     first = a[0]
     key = getattr(a, "key", None)
     if key is not None and _number(first.shape[1]) != _number(key.shape[1]):

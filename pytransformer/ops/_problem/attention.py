@@ -14,6 +14,8 @@ from typing_extensions import Self
 
 from .blocks import Blocks
 
+# From so many blocks of so many queries and keys on, Triton's kernels walk lists of a boolean mask's blocks (kernels/attention/configs.py).
+LISTED_BLOCK, LISTED_BLOCKS = 128, 64
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 
 
@@ -143,6 +145,14 @@ class AttentionProblem:
     def mask_by_pair(self) -> torch.Tensor | None:
         """The mask if it must be read for each pair of query and key."""
         return None if self.key_padding is not None else self.mask
+
+    @property
+    def signs(self) -> frozenset[str]:
+        """What else decides of kernels, besides which arguments there are: for verdicts. A large boolean mask is listed by blocks."""
+        mask = self.mask_by_pair
+        blocks = -(-self.num_queries // LISTED_BLOCK) * -(-self.num_keys // LISTED_BLOCK)
+        many = mask is not None and mask.dtype == torch.bool and blocks >= LISTED_BLOCKS
+        return frozenset({"many blocks"} if many else ())
 
     @property
     def blocks(self) -> Blocks | None:

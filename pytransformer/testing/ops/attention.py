@@ -160,7 +160,7 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
         lambda s: 0.25,
     ),
     "prefix": (_attention(causal="top_left", prefix_lengths=_prefix), "prefix causal", _half),
-    "bool_mask": (_attention(attn_mask=_random_mask), "core mask", _all),
+    "bool_mask": (_attention(attn_mask=_random_mask), "core mask large", _all),
     "float_mask": (_attention(attn_mask=_dense("B", 1, "Lq", "Lk")), "mask bias_grad", _all),
     "bias": (_attention(bias=_dense(1, "Hq", "Lq", "Lk")), "core bias bias_grad", _all),
     "alibi": (_attention(causal="top_left", bias=_alibi), "bias bias_grad causal", _half),
