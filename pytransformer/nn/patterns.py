@@ -44,7 +44,6 @@ class Pattern:
 
     # A compiler runs it while it traces. What __call__ then looks up is an input with a guard; as the constant result itself the mask
     # had none, and the graph of one layer computed another's pattern.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _keep(self, length: int, device: torch.device) -> None:
         """See to it that the mask is there, as the last one used."""
         key = (length, device.type, device.index)
@@ -54,6 +53,9 @@ class Pattern:
         self._kept[key] = self._made(length, device)
         while len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
+
+    # What torch.compiler.assume_constant_result does, which imports the whole compiler: 1 s of `import pytransformer`.
+    _keep._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _made(self, length: int, device: torch.device) -> BlockMask:
         # Real tensors that autograd may save, whatever is being traced or run without gradients: later calls get them too.
