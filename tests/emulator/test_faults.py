@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in the sources are those that tests show to be caught, and no others."""
+"""Faults planted in the kernels are those that tests show to be caught, and no others."""
 
 from __future__ import annotations
 
