@@ -18,6 +18,7 @@ from .case import Case as Case
 from .case import leaves as leaves
 from .kits import kits, ops
 
+APART = "apart"  # the tag of cases that have tests of their own: `pytransformer verify` needs them, for no other has their arguments
 SIZES: dict[str, dict[str, int]] = {
     # Odd lengths: every tile has a tail.
     "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32, "rows": 37, "d": 96, "hidden": 200, "classes": 131},
@@ -49,18 +50,22 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def cases(op: str | None = None, size: str = "small", tags: set[str] | None = None) -> list[Case]:
-    """All cases of one size, or those of one op, or those that carry all of `tags`."""
+    """All cases of one size, or those of one op, or those that carry all of `tags`. Those with the tag APART only if it is asked for."""
     if size not in SIZES:
         raise ValueError(f"size must be one of {sorted(SIZES)}, got {size!r}")
     if op is not None and op not in ops():
         raise ValueError(f"op must be one of {sorted(ops())}, got {op!r}")
-    everything = [case for kit in kits().values() for case in kit.cases(SIZES[size])]
-    return [c for c in everything if (op is None or c.op == op) and (not tags or tags <= c.tags)]
+    wanted = frozenset(tags or ())
+    return [c for c in _all(size) if op in (None, c.op) and wanted <= c.tags and (APART not in c.tags or APART in wanted)]
+
+
+def _all(size: str) -> list[Case]:
+    return [case for kit in kits().values() for case in kit.cases(SIZES[size])]
 
 
 def case(name: str, size: str = "small") -> Case:
     """The case of that name."""
-    found = {c.name: c for c in cases(size=size)}
+    found = {c.name: c for c in _all(size)}
     if name not in found:
         raise ValueError(f"case must be one of {sorted(found)}, got {name!r}")
     return found[name]

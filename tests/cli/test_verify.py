@@ -17,7 +17,7 @@ from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
 from pytransformer.ops._core import checking, verdict_file
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.cases import cases
+from pytransformer.testing.cases import case
 from pytransformer.testing.planted_tier import TIER, inputs, planted
 
 
@@ -87,7 +87,7 @@ def test_everything_is_checked() -> None:
         jobs = plan.checks(backend, "cuda", OPS)
         assert {job["op"] for job in jobs} == {name for name, op in OPS.items() if backend in op.backends}
         for op in {job["op"] for job in jobs}:
-            assert {job["case"] for job in jobs if job["op"] == op} == {c.name for c in cases(op)}
+            assert {job["case"] for job in jobs if job["op"] == op} == {c.name for c in plan.cases_of(op)}
             assert {job["dtype"] for job in jobs if job["op"] == op} == set(plan.DTYPES)
         assert {job["last"] for job in jobs if job["op"] == "attention"} == {None, plan.LARGE, *plan.WIDE}
         assert jobs[0]["dtype"] == "bfloat16"
@@ -137,7 +137,6 @@ def test_an_order_needs_a_clear_lead_in_every_case() -> None:
 
 def test_a_large_mask_is_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 64 blocks on Triton lists them: small masks say nothing of that, so a large one is checked, by a call and by a whole run."""
-    from pytransformer.cli.verify import worker
     from pytransformer.ops._core import verdicts
 
     q = torch.zeros(1, 2, 1000, 64)
@@ -169,6 +168,38 @@ def test_a_large_mask_is_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         "bool_mask"
     ] * 4
     assert not any("many blocks" in job["features"] for job in plan.checks("cpu", "cpu", ["attention"]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_block_masks_are_a_kind_of_their_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other case has their arguments. Small blocks and, since some kernels take no others, large ones."""
+    from pytransformer.ops._core import verdicts
+
+    q, mask = torch.zeros(1, 2, 300, 64), pt.BlockMask.sliding_window(300, (9, 9))
+    call = verdicts.features(OPS["attention"].prepare(q, q, q, attn_mask=mask, causal="top_left")[0])
+    checked: list[tuple[str, int]] = []
+    judged = {"outcome": "right", "detail": None}
+    monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
+    job = {
+        "do": "kind",
+        "op": "attention",
+        "backend": "cpu",
+        "dtype": "float32",
+        "device": "cpu",
+        "index": None,
+        "size": 64,
+        "last": 64,
+    }
+    worker._check_kind({**job, "features": sorted(call.names)})
+    assert {("blocks", 67), ("blocks", 1024), ("causal", 67)} <= set(checked)
+    whole = [
+        job for job in plan.checks("triton", device, ["attention"]) if job["case"] == "blocks" and job["dtype"] == "float32"
+    ]
+    assert [job["last"] for job in whole] == [None, plan.LARGE][: 1 + (device == "cuda")]
+    assert (
+        worker.check_case(plan.sized(case("blocks"), 64), torch.float32, "cpu", "cpu")["outcome"] == "right"
+        or device == "cuda"
+    )
 
 
 def test_a_kind_is_checked_by_the_nearest_cases() -> None:

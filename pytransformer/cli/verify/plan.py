@@ -15,7 +15,7 @@ import torch
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
 from pytransformer.ops._core.verdicts import DECLINED, RIGHT, UNCHECKED, Features, features
-from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.cases import APART, Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
 WIDE = (128, 256)  # head sizes beside the cases' own: other kernels
@@ -60,10 +60,14 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
 
 
 def _sized(op: str, kind: str) -> list[tuple[Case, int | str | None]]:
-    own = cases(op)
+    own = cases_of(op)
     wide = [c for c in own if "core" in c.tags and "D" in c.shape]
     large = [c for c in own if LARGE in c.tags and kind == "cuda"]  # an interpreter takes minutes for one
     return [*((c, None) for c in own), *((c, LARGE) for c in large), *itertools.product(wide, WIDE)]
+
+
+def cases_of(op: str) -> list[Case]:
+    return [*cases(op), *cases(op, tags={APART})]
 
 
 def checked(line: Line) -> Line:

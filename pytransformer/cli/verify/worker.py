@@ -16,10 +16,10 @@ import torch
 from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact
 from pytransformer.cli.benchmark.plan import DTYPES
-from pytransformer.cli.verify.plan import LARGE, features_of, sized
+from pytransformer.cli.verify.plan import LARGE, cases_of, features_of, sized
 from pytransformer.ops._core import verdicts
 from pytransformer.ops._core.verdicts import DECLINED, RIGHT
-from pytransformer.testing.cases import Case, case, cases
+from pytransformer.testing.cases import APART, Case, case
 
 Line = dict[str, Any]
 NEAREST = 3  # cases that a call's own kind is checked by
@@ -88,16 +88,16 @@ def _check_kind(job: Line) -> Line:
     if job["device"] == "cuda" and job["index"] is not None:
         torch.cuda.set_device(job["index"])
     within, around = [], []
-    large = [sized(sized(c, last), LARGE) for c in cases(job["op"]) if "many blocks" in call and LARGE in c.tags]
-    for found in (*(sized(c, last) for c in cases(job["op"])), *large):
+    own = [sized(c, last) for c in cases_of(job["op"])]
+    own += [sized(c, LARGE) for c in own if LARGE in c.tags and (APART in c.tags or "many blocks" in call)]
+    for place, found in enumerate(own):
         names = features_of(found).names
         if names <= call:
-            within.append((-len(names), found.name, found))
+            within.append((-len(names), found.name, place))
         if call <= names:
-            around.append((len(names), found.name, found))
-    chosen = [*sorted(around)[:1], *sorted(within)[:NEAREST]] or [(0, "", sized(cases(job["op"])[0], last))]
-    apart = {(c.name, tuple(c.shape.values())): c for *_, c in chosen}
-    lines = [check_case(c, dtype, job["device"], job["backend"]) for c in apart.values()]
+            around.append((len(names), found.name, place))
+    chosen = [*sorted(around)[:1], *sorted(within)[:NEAREST]] or [(0, "", 0)]
+    lines = [check_case(own[n], dtype, job["device"], job["backend"]) for n in dict.fromkeys(place for *_, place in chosen)]
     wrong = [line for line in lines if line["outcome"] not in (RIGHT, DECLINED)]
     if wrong:
         return job | {"outcome": wrong[0]["outcome"], "detail": f"{wrong[0]['case']}: {wrong[0]['detail']}", "lines": lines}

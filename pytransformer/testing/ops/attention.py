@@ -66,6 +66,17 @@ def _random_mask(d: Draw) -> torch.Tensor:
     return keep.to(d.device)
 
 
+def _blocks(d: Draw) -> Any:
+    """Full, partial and empty blocks, others for each head; of 32, which tails and small tiles have several of, or with room of 128."""
+    from pytransformer import BlockMask
+
+    size = 128 if d["Lq"] >= 512 else 32
+    return BlockMask.from_function(
+        lambda b, h, i, j: ((j // size + h) % 3 != 1) & (j <= i) & (i - j < 4 * size), None, d["Hq"], d["Lq"], d["Lk"],
+        block_size=size, device=d.device,
+    )  # fmt: skip
+
+
 def _left_padding(d: Draw) -> torch.Tensor:
     start = torch.randint(0, d["Lk"] // 2 + 1, (d["B"], 1), generator=d.generator)
     start[:1] = 0
@@ -161,6 +172,7 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
     ),
     "prefix": (_attention(causal="top_left", prefix_lengths=_prefix), "prefix causal", _half),
     "bool_mask": (_attention(attn_mask=_random_mask), "core mask large", _all),
+    "blocks": (_attention(attn_mask=_blocks), "apart large", _half),
     "float_mask": (_attention(attn_mask=_dense("B", 1, "Lq", "Lk")), "mask bias_grad", _all),
     "bias": (_attention(bias=_dense(1, "Hq", "Lq", "Lk")), "core bias bias_grad", _all),
     "alibi": (_attention(causal="top_left", bias=_alibi), "bias bias_grad causal", _half),
