@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer import BlockMask
 from pytransformer.cli.benchmark import results
+from pytransformer.testing.patterns import PATTERNS, Pattern
 from pytransformer.viz._figure import figure, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,17 +38,8 @@ PAGE = ROOT / "docs" / "ops" / "attention-by-length.md"
 HEAD_DIM, SECONDS_TO_COMPILE = 64, 90
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 WIDTHS = (64, 128, 256, 512, 1024)
-Mod = Callable[[Any, Any, Any, Any], torch.Tensor]
-# How it is made, the longest (strided looks at every block when it is made), and FlexAttention's mask_mod; BigBird's is a table of blocks.
-PATTERNS: dict[str, tuple[Callable[[int], BlockMask], int, Mod | None]] = {
-    "local 256": (lambda n: BlockMask.sliding_window(n, (256, 256)), 65536, lambda b, h, i, j: (i - j).abs() <= 256),
-    "longformer 512, 2 global": (
-        lambda n: BlockMask.longformer(n, 512, 2), 65536, lambda b, h, i, j: ((i - j).abs() <= 256) | (i < 2) | (j < 2)),
-    "big_bird 3 + 2 + 3": (lambda n: BlockMask.big_bird(n), 65536, None),
-    "strided 512": (
-        lambda n: BlockMask.strided(n, 512), 16384, lambda b, h, i, j: (j <= i) & ((i - j < 512) | ((i - j) % 512 == 0))),
-}  # fmt: skip
-FIRST = next(iter(PATTERNS))  # whose dense mask stands for all: PyTorch's kernel and naive code skip nothing
+BY_LABEL = {pattern.label: pattern for pattern in PATTERNS.values()}
+FIRST = next(iter(BY_LABEL))  # whose dense mask stands for all: PyTorch's kernel and naive code skip nothing
 # By the way of computing: the longest sequence for which its (L, L) tensors are made here.
 LONGEST = {"ours": 65536, "ours, no mask": 8192, "torch sdpa, dense mask": 8192, "naive": 4096, "FlexAttention": 4096}
 FORWARD, BACKWARD = "forward", "backward"
@@ -108,16 +101,14 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tor
     return scores.softmax(-1) @ value
 
 
-def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, mod: Mod | None) -> Call:
+def flex(leaves: list[torch.Tensor], pattern: Pattern, blocks: BlockMask, mask: torch.Tensor) -> Call:
     """Compiled; its backward does not exist on the CPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    query, key, value = (t.detach() for t in leaves)
     length = query.shape[2]
-    blocks = mask[0, 0, ::64, ::64].contiguous()
-    mod = mod or (lambda b, h, i, j: blocks[i // 64, j // 64])
-    made = create_block_mask(mod, None, None, length, length, device="cpu")
+    made = create_block_mask(pattern.mask_mod(blocks), None, None, length, length, device="cpu")
     run = torch.compile(flex_attention, dynamic=False)
-    query, key, value = (t.detach() for t in (query, key, value))
 
     @torch.no_grad()
     def call() -> torch.Tensor:
@@ -143,18 +134,15 @@ def at_length(length: int, rounds: int) -> list[Row]:
         calls["none|ours"] = (lambda: pt.attention(query, key, value), leaves, True)
     else:
         left_out("none", "ours", "quadratic: longer than the budget of this run")
-    for name, (make, longest, mod) in PATTERNS.items():
-        if length > longest:
-            left_out(name, "ours", "its constructor looks at every block: seconds, once")
-            continue
-        mask = make(length)
+    for name, pattern in BY_LABEL.items():
+        mask = pattern.make(length, "cpu")
         shares[name] = mask.share
         calls[f"{name}|ours"] = (lambda mask=mask: pt.attention(query, key, value, attn_mask=mask), leaves, True)
         dense = mask.to_dense() if length <= max(LONGEST[how] for how in ("torch sdpa, dense mask", "naive")) else None
         ways: dict[str, Callable[[torch.Tensor], Call]] = {
             "torch sdpa, dense mask": lambda m: lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=m),
             "naive": lambda m: lambda: naive(query, key, value, m),
-            "FlexAttention": lambda m, mod=mod: flex(query, key, value, m, mod),
+            "FlexAttention": partial(flex, leaves, pattern, mask),
         }
         for how, way in ways.items():
             if dense is None or length > LONGEST[how]:

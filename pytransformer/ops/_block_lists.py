@@ -161,6 +161,17 @@ def band(length: int, left: int, right: int, sizes: tuple[int, int], device: tor
     return row * across + first[row] + torch.arange(row.numel(), device=device) - (number.cumsum(0) - number)[row]
 
 
+def stripes(length: int, stride: int, causal: bool, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """The blocks, counted through, that have pairs whose distance i - j is a multiple of ``stride`` or smaller than it."""
+    down, across = counts(length, length, sizes)
+    apart = torch.arange(down, device=device)[:, None] * sizes[0] - torch.arange(across, device=device) * sizes[1]
+    least, most = apart - (sizes[1] - 1), apart + (sizes[0] - 1)  # distances within the block
+    crossed = ((least < stride) & (most > -stride)) | (most // stride * stride >= least)
+    if causal:
+        crossed &= most >= 0
+    return crossed.flatten().nonzero()[:, 0]
+
+
 def _lookup(every: torch.Tensor, keys: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """For each of ``every`` its place among keys, FULL - 1 where it is none of them."""
     found = torch.full_like(every, FULL - 1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate
+from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate, stripes
 from ._block_picture import picture
 from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
 
@@ -113,8 +113,10 @@ class BlockMask:
             seen = ((i - j).abs() < stride) | ((i - j) % stride == 0)
             return seen & (j <= i) if causal else seen
 
-        shape = _shape((1, 1, length, length))
-        return cls(shape, evaluate(mod, shape, _sizes(block_size, device), torch.device(device), vectorized=True))
+        device, shape = torch.device(device), _shape((1, 1, length, length))
+        sizes = _sizes(block_size, device)
+        crossed = stripes(length, stride, causal, sizes, device)
+        return cls(shape, evaluate(mod, shape, sizes, device, crossed, vectorized=True))
 
     @classmethod
     def longformer(

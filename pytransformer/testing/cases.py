@@ -18,7 +18,7 @@ from .case import Case as Case
 from .case import leaves as leaves
 from .kits import kits, ops
 
-APART = "apart"  # the tag of cases that have tests of their own: `pytransformer verify` needs them, for no other has their arguments
+APART = "apart"  # the tag of cases that have tests of their own; verify and benchmarks ask for them
 SIZES: dict[str, dict[str, int]] = {
     # Odd lengths: every tile has a tail.
     "small": {"B": 2, "Hq": 4, "Hkv": 4, "Lq": 67, "Lk": 67, "D": 32, "rows": 37, "d": 96, "hidden": 200, "classes": 131},

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..ops._core.registry import OPS
-from ..reference.attention import visible_pairs
+from ..ops.block_mask import BlockMask
+from ..reference.attention import visible_parts
 from . import oracle
 
 # Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
 PAIRS = 1 << 21
 # What a score depends on beside q and k may only be this, for the rows of the problem to be a problem of their own.
-ROWWISE = {"query", "key", "value", "causal", "window", "scale", "softcap", "key_lengths", "query_lengths"}
+ROWWISE = {"query", "key", "value", "causal", "window", "global_keys", "scale", "softcap", "key_lengths", "query_lengths"}
 
 
 def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> torch.Tensor | None:
@@ -24,7 +26,8 @@ def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> to
 
     One row, drawn at random, of each of as many equal stretches, in every head. The upstream gradient is zero elsewhere, so that the
     gradients of all keys and values are the exact ones of these rows, and those of the other queries are zero."""
-    if set(named) - ROWWISE:
+    others = set(named) - ROWWISE
+    if others and not (others == {"attn_mask"} and isinstance(named["attn_mask"], BlockMask)):
         return None
     stretch = -(-shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] // PAIRS)
     if stretch == 1:
@@ -37,8 +40,8 @@ def rows_of(shape: Mapping[str, int], named: Mapping[str, Any], seed: int) -> to
 def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: torch.Tensor) -> oracle.Solution:
     """The answer of those query rows."""
     query, key, value = (named[name] for name in ("query", "key", "value"))
-    visible = visible_pairs(OPS["attention"].prepare(**named)[0])
-    mask = visible.expand(*visible.shape[:2], query.shape[2], key.shape[2])[..., rows, :]
+    parts = visible_parts(OPS["attention"].prepare(**named)[0], rows)
+    mask = functools.reduce(torch.Tensor.logical_and, parts, torch.ones(1, 1, len(rows), key.shape[2], dtype=torch.bool))
     terms: dict[str, Any] = {name: named[name] for name in ("scale", "softcap") if name in named}
     return oracle.solve(query[..., rows, :], key, value, *(g[..., rows, :] for g in grads or []), attn_mask=mask, **terms)
 

@@ -30,6 +30,7 @@ from pytransformer.cli.benchmark import (
     suites,
 )
 from pytransformer.testing import exact_attention
+from pytransformer.testing.patterns import PATTERNS
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
 
@@ -75,6 +76,38 @@ def test_naive_code_is_left_out_where_it_would_take_all_the_time_and_that_is_sai
     assert [row["backend"] for row in asked.rows] == ["naive"], "who is named takes part"
 
 
+def test_patterns_by_length_and_who_cannot_skip() -> None:
+    steps = list(suites.patterns())
+    assert {s.case.shape["Lk"] for s in steps} == {1024 << n for n in range(7)} and {s.case.name for s in steps} == set(
+        PATTERNS
+    )
+    for step in steps:
+        assert ("torch" in step.left_out) == (step.case.shape["Lk"] > suites.LONGEST_DENSE)
+    local = steps[0].case.resize(Lq=1024, Lk=1024)
+    assert local.flops("fwd") == pytest.approx(
+        PATTERNS["local"].share(1024) * plan.case("full").resize(**local.shape).flops("fwd")
+    )
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_flex_attention_is_told_the_same_pattern(name: str) -> None:
+    mask = PATTERNS[name].make(1000, "cpu")
+    i, j = torch.broadcast_tensors(torch.arange(1000)[:, None], torch.arange(1000))
+    assert torch.equal(PATTERNS[name].mask_mod(mask)(0, 0, i, j), mask.to_dense()[0, 0])
+
+
+def test_rows_of_patterns_have_the_share_of_blocks_and_a_reason_is_short() -> None:
+    done = runner.Runner(runner.Options(memory=False, min_time=0.0, backends=("reference", "torch")), memory.MemoryProbe())
+    step = plan.Step(plan.case("strided", "small").resize(Lq=700, Lk=700), torch.float32, "fwd", left_out={"naive": "x"})
+    done.run(step)
+    assert [row["share"] for row in done.rows] == [PATTERNS["strided"].share(700)] * 2 and 0.5 < done.rows[0]["share"] < 0.9
+    done.run(dataclasses.replace(step, case=plan.case("full", "small")))
+    assert done.rows[-1]["share"] is None
+    done._refuse(step, "flex", "failed", "CppCompileError: it did not compile\n" + "warning: \n" * 1000)
+    done._refuse(step, "flex", "failed", "x" * 1000)
+    assert done.not_run[-2]["reason"] == "CppCompileError: it did not compile" and len(done.not_run[-1]["reason"]) < 310
+
+
 def test_a_blank_reason_is_no_reason() -> None:
     blank = {"op": "a", "backend": "b", "case": "c", "dtype": "float32", "mode": "fwd", "status": "skipped", "reason": " "}
     document = {"schema_version": results.SCHEMA_VERSION, "complete": True, "rows": [], "environment": None}
@@ -113,7 +146,9 @@ def _verdict(case: str, change=lambda found: found) -> check.Verdict:
     return check.judge(problem, exact.excerpt(problem, rows, change(found)), solution, peer=False)
 
 
-@pytest.mark.parametrize("case", ["full", "causal", "window", "key_padding", "padding", "softcap", "gqa", "cross"])
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "window", "key_padding", "padding", "softcap", "gqa", "cross", *PATTERNS, "blocks"]
+)
 def test_in_part_the_reference_is_right(case: str, few_pairs: None) -> None:
     assert _verdict(case).wrong is None
 

@@ -11,6 +11,7 @@ import torch
 from pytransformer.cli import UsageError
 from pytransformer.cli.benchmark.rows import MODES
 from pytransformer.cli.providers import of_stem
+from pytransformer.testing.cases import APART
 from pytransformer.testing.cases import Case as Case
 from pytransformer.testing.cases import case as case
 from pytransformer.testing.cases import cases as cases
@@ -75,12 +76,12 @@ def chosen(
     modes: Sequence[str],
 ) -> list[Step]:
     """The steps of `bench OP... --case ... --size ... --shape ...`; without names, each op's core cases."""
-    everything = [c for op in ops for c in cases(op, size)]
+    everything = [c for op in ops for c in (*cases(op, size), *cases(op, size, {APART}))]
     known = {c.name for c in everything}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"--case: no case {', '.join(unknown)}; {', '.join(ops)} have {', '.join(sorted(known))}")
-    picked = [c for c in everything if (c.name in names if names else "core" in c.tags)]
+    picked = [c for c in everything if (c.name in names if names else "core" in c.tags and APART not in c.tags)]
     return [Step(resized(c, shape), DTYPES[d], mode) for c in picked for d in dtypes for mode in modes]
 
 

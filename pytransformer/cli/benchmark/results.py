@@ -64,6 +64,7 @@ ROW_LATER: dict[str, _Field] = {
     "kernel_ms": (_NUMBER, True),  # of the kernels alone, on GPUs
     "burst_ms": (_NUMBER, True),  # a call after a rest
     "sustained_ms": (_NUMBER, True),  # a call of many without one
+    "share": (_NUMBER, True),  # of a block mask, the blocks that run; null without one
 }
 NOT_RUN: dict[str, _Field] = {
     "op": (str, False),

@@ -16,6 +16,7 @@ from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepare
 
 SEED = 20
 REFERENCE = "reference"
+LONGEST_REASON = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Runner:
             saved = saved_bytes(problem, entry.prepared) if problem.grad else None
             row = self._row(step, entry, timings, entries) | {"peak_bytes": peak, "saved_bytes": saved}
             row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {"kernel_ms": kernels[name]}
+            row |= {"share": getattr(problem.named.get("attn_mask"), "share", None)}
             self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
 
     # ---- before the clock
@@ -152,7 +154,7 @@ class Runner:
     def _refuse(self, step: Step, backend: str, status: str, reason: str, verdict: check.Verdict | None = None) -> None:
         self.not_run.append({
             "op": step.case.op, "backend": backend, "case": step.case.name, "shape": dict(step.case.shape),
-            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": reason,
+            "dtype": plan.dtype_name(step.dtype), "mode": step.mode, "status": status, "reason": _short(reason),
             "error": verdict and _finite(verdict.error), "error_bound": verdict and _finite(verdict.bound),
         })  # fmt: skip
 
@@ -257,6 +259,12 @@ def _ratio(ours: check.Verdict, naive: check.Verdict) -> float | None:
     """The worst tensor of one over the worst tensor of the other; null where naive code happens to be exact."""
     theirs = max(naive.errors.values())
     return max(ours.errors.values()) / theirs if theirs else None
+
+
+def _short(reason: str) -> str:
+    """A compiler's error can have pages."""
+    first = reason.strip().split("\n", 1)[0]
+    return first if len(first) <= LONGEST_REASON else f"{first[:LONGEST_REASON]} ..."
 
 
 def _finite(value: float) -> float | None:

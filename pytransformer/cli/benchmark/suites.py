@@ -3,6 +3,7 @@
 
 aims      every case for which the project has set itself an aim on CPUs, and the other ops beside them, in under 15 minutes on two
           cores; docs/performance.md is made of its results
+patterns  attention by length, 1,024 to 65,536 tokens, through block masks; `--providers` adds FlexAttention
 isa       a few of them, for comparing instruction sets: with `--isa avx2`, PyTorch held to the same set
 
 The reference takes no part: it is the oracle, not a contender. Naive code takes none where its (Lq, Lk) tensors alone would take the
@@ -11,16 +12,18 @@ time of everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from pytransformer.cli.benchmark.plan import DTYPES, Step, resized
-from pytransformer.cli.providers import of_stem
-from pytransformer.testing.cases import case
+from pytransformer.cli.providers import NAIVE, TORCH, of_stem
+from pytransformer.testing.cases import Case, case
 from pytransformer.testing.kits import kits
 
 SUITE_SECONDS = 780.0  # for the steps; peaks, drawing and starting up take the rest of 15 minutes
 MIN_TIME = 0.2
 MOST_PAIRS = 1 << 24  # of B * Hq * Lq * Lk, for naive code
+DENSE = (NAIVE, TORCH)
+LONGEST_DENSE = 4096  # tokens of a pattern as a dense mask, in which peers skip nothing
 REFERENCE = "reference"
 
 
@@ -31,14 +34,19 @@ def _steps(suite: str) -> Iterator[Step]:
             for dtype in row.dtypes:
                 for mode in row.modes:
                     long = row.sustained if mode == "fwd" else 0.0
-                    yield Step(found, DTYPES[dtype], mode, row.cold, long, _left_out(found.shape))
+                    yield Step(found, DTYPES[dtype], mode, row.cold, long, _left_out(found))
 
 
-def _left_out(shape: Mapping[str, int]) -> dict[str, str]:
+def _left_out(case: Case) -> dict[str, str]:
+    shape = case.shape
     found = {REFERENCE: "the oracle takes no part in suites; --backends reference times it"}
     pairs = shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] if "Lq" in shape else 0
     if pairs > MOST_PAIRS:
         found["naive"] = f"{pairs / 1e6:.0f} million scores at once take too long for a suite; --shape times it"
+    if "pattern" in case.tags and shape["Lk"] > LONGEST_DENSE:
+        found |= dict.fromkeys(
+            DENSE, f"a dense mask, in which it skips nothing: up to {LONGEST_DENSE} tokens in a suite; --shape times it"
+        )
     return found
 
 
@@ -50,4 +58,8 @@ def isa() -> Iterator[Step]:
     return _steps("isa")
 
 
-SUITES = {"aims": aims, "isa": isa}
+def patterns() -> Iterator[Step]:
+    return _steps("patterns")
+
+
+SUITES = {"aims": aims, "patterns": patterns, "isa": isa}

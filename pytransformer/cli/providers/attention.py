@@ -32,6 +32,7 @@ from pytransformer.cli.providers import (
     prepare_ours,
 )
 from pytransformer.cli.providers.flex import FLEX
+from pytransformer.testing.patterns import PATTERNS
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Terms"], torch.Tensor]
 
@@ -321,6 +322,7 @@ SUITES = {
             for name in ("full", "causal")
         ),
     ),
+    "patterns": tuple(Row(name, _square(1024 << n, 64, 1, 2)) for n in range(7) for name in PATTERNS),
     "isa": (
         Row("full", _square(1024, 64, 2, 4)),
         Row("causal", _square(1024, 64, 2, 4)),

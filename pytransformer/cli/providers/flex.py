@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from pytransformer.cli.providers import Prepared, Problem, Provider, Unsupported
+from pytransformer.ops.block_mask import BlockMask
+from pytransformer.testing.patterns import PATTERNS
 
 Mod = Callable[..., torch.Tensor]
 
@@ -30,7 +32,7 @@ def prepare(problem: Problem) -> Prepared:
         raise Unsupported(f"FlexAttention wants a power of two as head size, not {query.shape[-1]}")
     with torch.no_grad():
         a = OPS["attention"].prepare(*problem.args, **{k: v for k, v in problem.kwargs.items() if k != "return_lse"})[0]
-    mask_mod, score_mod = _mask_mod(a), _score_mod(a)
+    mask_mod, score_mod = _mask_mod(a, _pattern_mod(problem)), _score_mod(a)
     block_mask = None
     if mask_mod is not None:
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -42,7 +44,17 @@ def prepare(problem: Problem) -> Prepared:
     return Prepared("compiled FlexAttention", lambda: (run(query, key, value),))
 
 
-def _mask_mod(a: Any) -> Mod | None:
+def _pattern_mod(problem: Problem) -> Mod | None:
+    """What FlexAttention is told of the case's block mask: a pattern's own formula."""
+    mask = problem.named.get("attn_mask")
+    if not isinstance(mask, BlockMask):
+        return None
+    if problem.case.name not in PATTERNS:
+        raise Unsupported("a block mask without a formula: FlexAttention has its own")
+    return PATTERNS[problem.case.name].mask_mod(mask)
+
+
+def _mask_mod(a: Any, pattern: Mod | None) -> Mod | None:
     """Visibility by the same rules as ours, a term for each that the case has."""
     lengths_q, lengths_k = a.query_lengths, a.key_lengths
     device = a.query.device
@@ -50,7 +62,7 @@ def _mask_mod(a: Any) -> Mod | None:
     full_k = torch.full((a.query.shape[0],), a.key.shape[2], device=device)
     valid_q, valid_k = full_q if lengths_q is None else lengths_q, full_k if lengths_k is None else lengths_k
     offset = valid_k - valid_q if a.causal == "bottom_right" else torch.zeros_like(full_q)
-    terms: list[Mod] = []
+    terms: list[Mod] = [] if pattern is None else [pattern]
     if a.causal != "none":
         prefix = torch.zeros_like(full_q) if a.prefix_lengths is None else a.prefix_lengths
         terms.append(lambda b, h, i, j: (j <= i + offset[b]) | (j < prefix[b]))

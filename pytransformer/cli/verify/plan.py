@@ -67,7 +67,10 @@ def _sized(op: str, kind: str) -> list[tuple[Case, int | str | None]]:
 
 
 def cases_of(op: str) -> list[Case]:
-    return [*cases(op), *cases(op, tags={APART})]
+    return [
+        *cases(op),
+        *cases(op, tags={APART, LARGE}),
+    ]  # one block mask: patterns of them differ in nothing that a kernel sees
 
 
 def checked(line: Line) -> Line:

@@ -15,6 +15,7 @@ from .. import calibrate_attention, draw_attention, exact_attention, fuzz_attent
 from ..case import Builder, Case, Draw, Work, made
 from ..kit import Fuzzer, Kit, Mutants
 from ..mutants_attention import BACKWARD_FAULTS, FAULTS
+from ..patterns import PATTERNS, Pattern
 
 
 def _qkv(d: Draw) -> dict[str, Any]:
@@ -215,6 +216,11 @@ VARLEN: dict[str, tuple[Builder, str, Share]] = {
 }
 
 
+def _pattern(pattern: Pattern) -> tuple[Builder, str, Share]:
+    """Of as many queries as keys. The share is that of the blocks that run."""
+    return _attention(attn_mask=lambda d: pattern.make(d["Lk"], d.device)), "apart pattern", lambda s: pattern.share(s["Lk"])
+
+
 DIMS = "B Hq Hkv Lq Lk D"
 
 
@@ -235,7 +241,8 @@ def _shaped(
 
 
 def _cases(size: Mapping[str, int]) -> Iterator[Case]:
-    for name, (build, tags, share) in PADDED.items():
+    patterns = {name: _pattern(pattern) for name, pattern in PATTERNS.items()}
+    for name, (build, tags, share) in {**PADDED, **patterns}.items():
         yield _shaped(size, name, build, tags, share)
     longer, wider = 2 * size["Lk"] + 1, size["D"] // 2 * 3
     yield _shaped(size, "gqa", _attention(causal="top_left"), "core gqa causal", _half, Hkv=max(1, size["Hq"] // 4))
