@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import Self
 
 from .._version import __version__
+from ..nn.experts import MixtureOptions, balance_loss
 from . import _convert, _files
 from ._output import Output
 
@@ -57,6 +58,14 @@ class Model(nn.Module):
                 f"{cls.Config.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(fields))}"
             )
         return cls(dataclasses.replace(cls.PRESETS[name], **changes))
+
+    def _with_balance(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """The loss, in training with the weighted balance of the experts, if there are any."""
+        experts: dict[str, Any] | None = getattr(self.config, "experts", None)
+        if loss is None or experts is None or not self.training:
+            return loss
+        balance = balance_loss(self)
+        return loss if balance is None else loss + MixtureOptions(**experts).balance_weight * balance
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

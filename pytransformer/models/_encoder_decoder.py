@@ -52,10 +52,6 @@ class EncoderDecoder(Model, abc.ABC):
             wanted: where the result is read, see :meth:`pytransformer.nn.Stack.forward`.
         """
 
-    def extra_loss(self) -> torch.Tensor | float:
-        """What is added to the cross entropy in training."""
-        return 0.0
-
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -94,9 +90,7 @@ class EncoderDecoder(Model, abc.ABC):
         context = memory, padding(attention_mask, batch, memory.shape[1])
         hidden = self.decode(decoder_input_ids, visible, context, past_key_values, decoder_position_ids, learned(labels))
         loss = None if labels is None else self.head.loss(hidden, labels)
-        if loss is not None and self.training:
-            loss = loss + self.extra_loss()
         return Output(
-            hidden, loss, encoder_last_hidden_state=memory, past_key_values=past_key_values,
+            hidden, self._with_balance(loss), encoder_last_hidden_state=memory, past_key_values=past_key_values,
             compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
         )  # fmt: skip

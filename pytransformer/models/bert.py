@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.feed_forward import FeedForward
+from ..nn.experts import Experts, network
 from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
@@ -34,7 +34,8 @@ MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
 class BERTConfig(ModelConfig):
     """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT) and ``"classification"``. pooler: the tanh layer
     on the first token, which nsp and classification need. num_labels: of the classification. pattern: of attention, as
-    ``{"make": "longformer", "window": 512, "global_tokens": 1}``: the arguments of :class:`pytransformer.nn.Pattern`."""
+    ``{"make": "longformer", "window": 512, "global_tokens": 1}``: the arguments of :class:`pytransformer.nn.Pattern`.
+    experts: mixtures in place of feed-forward networks, those of :class:`pytransformer.nn.MixtureOptions`."""
 
     vocab_size: int = 30522
     d_model: int = 768
@@ -51,6 +52,7 @@ class BERTConfig(ModelConfig):
     num_labels: int = 2
     eps: float = 1e-12
     pattern: dict[str, Any] | None = None
+    experts: dict[str, Any] | None = None
 
 
 class BERT(Model):
@@ -79,7 +81,7 @@ class BERT(Model):
         self.segments = nn.Embedding(c.num_segments, c.d_model)
         self.embedding_norm = LayerNorm(c.d_model, c.eps)
         self._pattern = None if c.pattern is None else Pattern(**c.pattern)  # one for all layers: each mask is made once
-        self.encoder = Stack([self._block() for _ in range(c.num_layers)], None, dropout=c.dropout)
+        self.encoder = Stack([self._block(i) for i in range(c.num_layers)], None, dropout=c.dropout)
         self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
         self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
         self.nsp = Classifier(c.d_model, 2) if "nsp" in c.heads else None
@@ -91,16 +93,18 @@ class BERT(Model):
         c = self.config
         return MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout, pattern=self._pattern)
 
-    def _block(self) -> Block:
+    def _block(self, layer: int) -> Block:
         c = self.config
-        network = FeedForward(c.d_model, c.hidden, activation=c.activation)
-        return Block(self._mixing(), network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout)
+        inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation)
+        return Block(self._mixing(), inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout)
 
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding, Classifier)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, (nn.Linear, Classifier)) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            module.initialise(lambda matrix: nn.init.normal_(matrix, std=0.02))
 
     def with_heads(self, *heads: str, num_labels: int | None = None) -> Self:
         """A model with this one's trunk (copied) and the heads named, those that are new untrained: for fine-tuning."""
@@ -171,7 +175,7 @@ class BERT(Model):
         if labels is not None and not losses:
             raise ValueError(f"labels were given to a BERT whose heads {self.config.heads} have no loss for them")
         return Output(
-            hidden, sum(losses[1:], losses[0]) if losses else None, pooler_output=pooled, compute_logits=logits,
+            hidden, self._with_balance(sum(losses[1:], losses[0]) if losses else None), pooler_output=pooled, compute_logits=logits,
             next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
+from ..nn.experts import Experts, MixtureOfExperts, network
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.layer_norm import LayerNorm
@@ -26,7 +27,8 @@ from ._output import Output
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
     """positions: ``"learned"``, or ``"alibi"`` for sequences longer than trained on. window: how many tokens back attention
-    reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads."""
+    reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads. experts: mixtures in place of feed-forward networks,
+    the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
     vocab_size: int = 50257
     d_model: int = 768
@@ -43,6 +45,7 @@ class GPTConfig(ModelConfig):
     tied: bool = True
     label_smoothing: float = 0.0
     eps: float = 1e-5
+    experts: dict[str, Any] | None = None
 
 
 class GPT(Model):
@@ -72,12 +75,12 @@ class GPT(Model):
         self.positions = LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
         self.alibi = Alibi(c.num_heads) if c.positions == "alibi" else None
 
-        def block() -> Block:
+        def block(layer: int) -> Block:
             attention = MultiHeadAttention(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
-            network = FeedForward(c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
-            return Block(attention, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+            inner = network(c.experts, layer, c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
+            return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 
-        self.decoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.decoder = Stack([block(i) for i in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
         self.head = Classifier(
             c.d_model,
             c.vocab_size,
@@ -92,12 +95,14 @@ class GPT(Model):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            module.initialise(lambda matrix: nn.init.normal_(matrix, std=0.02))
         if isinstance(module, Block):  # what is added to the stream: smaller in deeper models
-            attention, network = module.mixing, module.feed_forward
-            assert isinstance(attention, MultiHeadAttention) and isinstance(network, FeedForward)
-            for linear in (attention.out, network.w2):
+            attention, inner = module.mixing, module.feed_forward
+            assert isinstance(attention, MultiHeadAttention) and isinstance(inner, (FeedForward, MixtureOfExperts))
+            for weight in (attention.out.weight, inner.w2.weight if isinstance(inner, FeedForward) else inner.experts.w2):
                 with torch.no_grad():
-                    linear.weight.mul_((2 * self.config.num_layers) ** -0.5)
+                    weight.mul_((2 * self.config.num_layers) ** -0.5)
 
     def make_cache(self, max_length: int | None = None) -> KeyValueCache:
         """For ``past_key_values``; max_length None: the config's."""
@@ -138,7 +143,7 @@ class GPT(Model):
             visible["prefix_lengths"] = prefix_lengths
         following = None if labels is None else nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         hidden = self.decoder(x, visible, cache=past_key_values, wanted=learned(following))
-        loss = None if following is None else self.head.loss(hidden, following)
+        loss = None if following is None else self._with_balance(self.head.loss(hidden, following))
         return Output(
             hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:])
         )

@@ -12,7 +12,7 @@ from torch import nn
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
-from ..nn.feed_forward import FeedForward
+from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import RMSNorm
 from ..nn.masks import padding
@@ -25,7 +25,8 @@ from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 @dataclass(frozen=True)
 class T5Config(EncoderDecoderConfig):
     """num_decoder_layers None: num_layers. tied: the output layer's weight is the embedding. scale_outputs: hidden states times
-    d_model^-1/2 before it. Version 1.1 is gated with gelu_tanh, not tied and not scaled."""
+    d_model^-1/2 before it. Version 1.1 is gated with gelu_tanh, not tied and not scaled. experts: mixtures in place of feed-forward
+    networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
     vocab_size: int = 32128
     d_model: int = 768
@@ -45,6 +46,7 @@ class T5Config(EncoderDecoderConfig):
     pad_token_id: int = 0
     start_token_id: int = 0
     label_smoothing: float = 0.0
+    experts: dict[str, Any] | None = None
 
 
 def _v1_1(d_model: int, hidden: int, num_layers: int, num_heads: int) -> T5Config:
@@ -97,15 +99,15 @@ class T5(EncoderDecoder):
                 c.d_model, c.num_heads, cross=cross, head_dim=c.head_dim, bias=False, scale=1.0, dropout=c.dropout
             )
 
-        def block() -> Block:
+        def block(layer: int) -> Block:
+            kind: dict[str, Any] = {"activation": c.activation, "gated": c.gated, "bias": False, "dropout": c.dropout}
+            inner = network(c.experts, layer, c.d_model, c.hidden, **kind)
             return Block(
-                attention(False),
-                FeedForward(c.d_model, c.hidden, activation=c.activation, gated=c.gated, bias=False, dropout=c.dropout),
-                lambda: RMSNorm(c.d_model, c.eps), pre=True, dropout=c.dropout,
+                attention(False), inner, lambda: RMSNorm(c.d_model, c.eps), pre=True, dropout=c.dropout,
                 cross_attention=attention(True) if decoder else None,
             )  # fmt: skip
 
-        return Stack([block() for _ in range(num_layers)], RMSNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        return Stack([block(i) for i in range(num_layers)], RMSNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 
     def _initialise(self, module: nn.Module) -> None:
         """Deviations of the authors' code: without a scale, queries start small by 1 / sqrt(head_dim) instead."""
@@ -114,6 +116,8 @@ class T5(EncoderDecoder):
             nn.init.normal_(module.weight, std=1.0)
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, Experts):
+            module.initialise(lambda matrix: nn.init.normal_(matrix, std=matrix.shape[1] ** -0.5))
         elif isinstance(module, MultiHeadAttention):  # comes after its own projections
             with torch.no_grad():
                 query = module.query.weight if module.cross else module.qkv.weight[: module.widths[0]]

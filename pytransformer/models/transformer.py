@@ -13,7 +13,7 @@ from torch import nn
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.cache import KeyValueCache
-from ..nn.feed_forward import FeedForward, MixtureOfExperts, balance_loss
+from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
@@ -29,8 +29,8 @@ POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 class TransformerConfig(EncoderDecoderConfig):
     """target_vocab_size None: one vocabulary and one embedding for both languages. norm: ``"post"`` (the paper's) or ``"pre"``.
     final_norm: a norm after each stack (pre-norm always has one). tied: the output layer's weight is the target embedding.
-    start_token_id: what decoder inputs made from labels begin with. num_experts: of a mixture of experts in place of every
-    second feed-forward network; 0: none. label_smoothing: in training. balance_weight: of the experts' loss."""
+    start_token_id: what decoder inputs made from labels begin with. label_smoothing: in training. experts: mixtures in place of
+    feed-forward networks, as ``{"num_experts": 8}``: the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
     vocab_size: int = 37000
     target_vocab_size: int | None = None
@@ -53,8 +53,7 @@ class TransformerConfig(EncoderDecoderConfig):
     pad_token_id: int = 0
     start_token_id: int = 1
     label_smoothing: float = 0.1
-    num_experts: int = 0
-    balance_weight: float = 0.01
+    experts: dict[str, Any] | None = None
 
 
 class Transformer(EncoderDecoder):
@@ -106,16 +105,10 @@ class Transformer(EncoderDecoder):
         def attention(cross: bool) -> MultiHeadAttention:
             return MultiHeadAttention(c.d_model, c.num_heads, cross=cross, dropout=c.attention_dropout)
 
-        def network(layer: int) -> nn.Module:
-            if c.num_experts and layer % 2:
-                return MixtureOfExperts(
-                    c.d_model, c.hidden, c.num_experts, activation=c.activation, dropout=c.activation_dropout
-                )
-            return FeedForward(c.d_model, c.hidden, activation=c.activation, dropout=c.activation_dropout)
-
         def block(layer: int) -> Block:
+            inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation, dropout=c.activation_dropout)
             return Block(
-                attention(False), network(layer), lambda: LayerNorm(c.d_model), pre=c.norm == "pre", dropout=c.dropout,
+                attention(False), inner, lambda: LayerNorm(c.d_model), pre=c.norm == "pre", dropout=c.dropout,
                 cross_attention=attention(True) if decoder else None,
             )  # fmt: skip
 
@@ -127,6 +120,8 @@ class Transformer(EncoderDecoder):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            module.initialise(nn.init.xavier_uniform_)
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
 
@@ -158,8 +153,3 @@ class Transformer(EncoderDecoder):
     ) -> torch.Tensor:
         x = self._embed(ids, self.target_embedding, self.target_positions, 0 if cache is None else cache.length, at)
         return self.decoder(x, visible, *context, cache, wanted)
-
-    def extra_loss(self) -> torch.Tensor | float:
-        """The weighted balance of the experts, if there are any."""
-        balance = balance_loss(self)
-        return 0.0 if balance is None else self.config.balance_weight * balance

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.feed_forward import FeedForward
+from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
 from ..nn.patches import PatchEmbedding
@@ -24,7 +24,8 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class ViTConfig(ModelConfig):
-    """num_labels 0: no classifier. pooler: a tanh layer on the first token, its ``pooler_output`` (the classifier does not use it)."""
+    """num_labels 0: no classifier. pooler: a tanh layer on the first token, its ``pooler_output`` (the classifier does not use it).
+    experts: mixtures in place of feed-forward networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
     image_size: int = 224
     patch_size: int = 16
@@ -41,6 +42,7 @@ class ViTConfig(ModelConfig):
     num_labels: int = 1000
     label_smoothing: float = 0.0
     eps: float = 1e-12
+    experts: dict[str, Any] | None = None
 
 
 _LARGE = ViTConfig(d_model=1024, num_layers=24, num_heads=16, hidden=4096)
@@ -70,14 +72,14 @@ class ViT(Model):
         self.cls_token = nn.Parameter(torch.zeros(c.d_model))
         self.positions = LearnedPositions(self.patches.num_patches + 1, c.d_model)
 
-        def block() -> Block:
+        def block(layer: int) -> Block:
             attention = MultiHeadAttention(c.d_model, c.num_heads, dropout=c.attention_dropout)
             if not c.qkv_bias:
                 attention.qkv.register_parameter("bias", None)
-            network = FeedForward(c.d_model, c.hidden, activation=c.activation)
-            return Block(attention, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+            inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation)
+            return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 
-        self.encoder = Stack([block() for _ in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
+        self.encoder = Stack([block(i) for i in range(c.num_layers)], LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
         self.pooler = nn.Linear(c.d_model, c.d_model) if c.pooler else None
         self.head = Classifier(c.d_model, c.num_labels, label_smoothing=c.label_smoothing) if c.num_labels else None
         self.apply(self._initialise)
@@ -87,6 +89,8 @@ class ViT(Model):
             nn.init.trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if isinstance(module, Experts):
+            module.initialise(lambda matrix: nn.init.trunc_normal_(matrix, std=0.02))
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
         """
@@ -107,5 +111,5 @@ class ViT(Model):
                 raise ValueError("labels were given to a ViT with num_labels=0, which has no classifier")
             return Output(hidden, pooler_output=pooled)
         head = self.head
-        loss = None if labels is None else head.loss(first, labels)
+        loss = None if labels is None else self._with_balance(head.loss(first, labels))
         return Output(hidden, loss, pooler_output=pooled, compute_logits=lambda: head(first))

@@ -8,7 +8,8 @@ from .attention import MultiHeadAttention
 from .blocks import Block, Residual, Stack, Stream
 from .cache import KeyValueCache, LayerCache
 from .conformer import ConformerBlock, ConvolutionModule
-from .feed_forward import FeedForward, MixtureOfExperts, balance_loss
+from .experts import Experts, MixtureOfExperts, MixtureOptions, balance_loss
+from .feed_forward import FeedForward
 from .heads import Classifier
 from .layer_norm import LayerNorm, RMSNorm
 from .linformer import LinformerSelfAttention, SequenceProjection
@@ -29,6 +30,7 @@ __all__ = [
     "ConformerBlock",
     "ConvolutionModule",
     "DotScore",
+    "Experts",
     "FeedForward",
     "FourierMixing",
     "GeneralScore",
@@ -38,6 +40,7 @@ __all__ = [
     "LearnedPositions",
     "LinformerSelfAttention",
     "MixtureOfExperts",
+    "MixtureOptions",
     "MultiHeadAttention",
     "PatchEmbedding",
     "Pattern",

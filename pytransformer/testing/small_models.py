@@ -17,7 +17,7 @@ CONFIGS: dict[str, Any] = {
     "Transformer": models.TransformerConfig(**_SIZES, num_encoder_layers=2, num_decoder_layers=2, max_length=12),
     "Transformer-pre": models.TransformerConfig(
         **_SIZES, target_vocab_size=29, num_encoder_layers=2, num_decoder_layers=2, max_length=12, norm="pre", tied=False,
-        positions="learned", logits_bias=True, num_experts=3,
+        positions="learned", logits_bias=True, experts={"num_experts": 3},
     ),
     "BERT": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("mlm", "nsp", "boundary")),
     "BERT-classifier": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("classification",), num_labels=3),

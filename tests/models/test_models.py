@@ -180,11 +180,11 @@ def test_label_smoothing_in_training_only():
 
 
 def test_experts_that_no_layer_has_cost_nothing():
-    """Every second layer is a mixture: with one layer a stack there is none, whatever num_experts says."""
+    """Every second layer is a mixture: with one layer a stack there is none, whatever experts says."""
     given = inputs("Transformer-pre")
     losses = [
-        build("Transformer-pre", num_experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0).train()(**given).loss
-        for n in (3, 0)
+        build("Transformer-pre", experts=n, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0).train()(**given).loss
+        for n in ({"num_experts": 3}, None)
     ]
     assert torch.equal(*losses)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, blocks, feed-forward, mixtures of experts, mixing, convolution and scoring against plain PyTorch and by hand."""
+"""Norms, blocks, feed-forward, mixing, convolution and scoring against plain PyTorch and by hand."""
 
 from __future__ import annotations
 
@@ -84,68 +84,6 @@ def test_feed_forward(gated: bool):
     layer, x = nn.FeedForward(8, 20, activation="silu", gated=gated, d_out=6), torch.randn(3, 5, 8)
     hidden = F.silu(layer.gate(x)) * layer.w1(x) if gated else F.silu(layer.w1(x))
     assert_same_logits(layer(x), layer.w2(hidden))
-
-
-# ---- mixture of experts, by hand
-
-GATES = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.2, 0.3], [0.15, 0.8, 0.05], [0.2, 0.3, 0.5]])
-
-
-def _mixture(capacity_factor: float | None = None) -> nn.MixtureOfExperts:
-    """Three experts that return 1, 2 and 3 times a unit vector, and a router whose gates for log p are p."""
-    mixture = nn.MixtureOfExperts(3, 4, 3, capacity_factor=capacity_factor)
-    with torch.no_grad():
-        mixture.router.weight.copy_(torch.eye(3))
-        for e, expert in enumerate(mixture.experts):
-            for p in expert.parameters():
-                p.zero_()
-            expert.w2.bias[e] = e + 1.0
-    return mixture
-
-
-def test_the_two_best_experts_by_their_gates():
-    out = _mixture()(GATES.log()[None])
-    expected = torch.tensor([
-        [0.6 / 0.9, 2 * 0.3 / 0.9, 0], [0.5 / 0.8, 0, 3 * 0.3 / 0.8], [0.15 / 0.95, 2 * 0.8 / 0.95, 0], [0, 2 * 0.3 / 0.8, 3 * 0.5 / 0.8],
-    ])  # fmt: skip
-    torch.testing.assert_close(out, expected[None])
-
-
-def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity():
-    out = _mixture(capacity_factor=0.375)(GATES.log())  # ceil(2 * 4 / 3 * 0.375) = 1 token each
-    expected = torch.tensor([[0.6 / 0.9, 0, 0], [0, 0, 0], [0, 2 * 0.8 / 0.95, 0], [0, 0, 3 * 0.5 / 0.8]])
-    torch.testing.assert_close(out, expected)
-
-
-def test_balance_loss():
-    mixture = _mixture()
-    mixture(GATES.log())
-    # First choices 0, 0, 1, 2; mean gates (1.45, 1.6, 0.95) / 4.
-    expected = 3 * (0.5 * 0.3625 + 0.25 * 0.4 + 0.25 * 0.2375)
-    torch.testing.assert_close(mixture.balance_loss, torch.tensor(expected))
-    torch.testing.assert_close(nn.balance_loss(torch.nn.Sequential(mixture, mixture)), torch.tensor(expected))
-    assert nn.balance_loss(torch.nn.Linear(2, 2)) is None
-    even = torch.eye(3).repeat(2, 1) * 0.7 + 0.1
-    mixture(even.log())
-    torch.testing.assert_close(mixture.balance_loss, torch.tensor(1.0))
-    mixture.balance_loss.backward()
-    assert mixture.router.weight.grad is not None
-
-
-def test_every_expert_and_the_router_learn():
-    mixture = nn.MixtureOfExperts(8, 16, 4)
-    mixture(torch.randn(2, 30, 8)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in mixture.parameters())
-    with pytest.raises(ValueError, match="at least 2"):
-        nn.MixtureOfExperts(8, 16, 1)
-
-
-def test_experts_without_tokens_have_zero_gradients():
-    mixture = nn.MixtureOfExperts(8, 16, 4)
-    mixture(torch.randn(1, 8)).sum().backward()
-    idle = [e for e in mixture.experts if e.w1.weight.grad.abs().sum() == 0]
-    assert len(idle) == 2
-    assert mixture(torch.randn(0, 8)).shape == (0, 8)
 
 
 # ---- mixing
