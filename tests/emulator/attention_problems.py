@@ -138,6 +138,34 @@ PROBLEMS = (
         "blocks, bias of all queries", F32, (2, 2, 1, 100, 70, 80, 72),
         lambda n: {"attn_mask": in_blocks(n, (2, 2, 100, 70), 64, 32), "bias": n(2, 1, 1, 70), "causal": "top_left"},
     ),
+    # Global keys: tiles between them and the windows, of which keys are no query's; within one tile with a window's; masks that hide some.
+    Problem(
+        "global keys", BF16, (1, 2, 1, 70, 300, 64, 64),
+        lambda n: {"window": (20, 5), "global_keys": 5, "causal": "bottom_right", "key_lengths": torch.tensor([240])},
+    ),
+    Problem(
+        "global keys, prefix", F16, (2, 2, 2, 150, 270, 96, 128),
+        lambda n: {"window": (9, 70), "global_keys": 70, "causal": "top_left", "prefix_lengths": torch.tensor([40, 90]),
+                   "bias": alibi(n, 2), "sinks": torch.tensor([0.5, -1.0])},
+    ),
+    Problem(
+        "global keys, T5, dropout", F32, (2, 2, 1, 70, 200, 24, 32),
+        lambda n: {"window": (30, 8), "global_keys": 1, "bias": t5(n, 2, True), "dropout_p": 0.3, "dropout_seed": 4,
+                   "key_lengths": torch.tensor([200, 33])},
+    ),
+    Problem(
+        "global keys, bias, segments", BF16, (2, 2, 1, 130, 200, 160, 200),
+        lambda n: {"window": (10, None), "global_keys": 33, "bias": n(1, 2, 130, 200), "attn_mask": n(1, 200), "softcap": 4.0,
+                   "query_segments": torch.arange(130).expand(2, -1) // 100, "key_segments": torch.arange(200).expand(2, -1) // 140},
+    ),
+    Problem(
+        "global keys, padding", F32, (2, 1, 1, 100, 220, 80, 72),
+        lambda n: {"window": (5, 4), "global_keys": 40, "attn_mask": padding(220, (35, 220), (100, 180), holes=n(1, 220))},
+    ),
+    Problem(
+        "global keys, blocks", BF16, (1, 2, 1, 300, 410, 64, 64),
+        lambda n: {"window": (50, 5), "global_keys": 70, "attn_mask": in_blocks(n, (1, 2, 300, 410), 128, 64), "causal": "bottom_right"},
+    ),
     Problem(
         "rows that see nothing, finfo.min", F16, (1, 1, 1, 40, 40, 32, 32),
         lambda n: {"attn_mask": torch.full((40, 40), -torch.inf).masked_fill((n(40, 40) > 0) & (torch.arange(40) != 7)[:, None],

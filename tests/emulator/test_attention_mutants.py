@@ -32,6 +32,14 @@ FAULTS = (
     Fault("a_tile_left_out", "plain 64"),
     Fault("a_cut_tile_taken_whole", "plain 64"),
     Fault("prefix_ignored_by_keys", "wide heads, prefix"),
+    # global keys
+    Fault("tiles_of_global_keys_skipped", "global keys", slow=False),
+    Fault("a_gap_to_the_last_window", "global keys"),
+    Fault("a_gap_of_any_tiles", "global keys", slow=False),
+    Fault("pairs_in_a_gap_visible", "global keys"),
+    Fault("keys_in_a_gap_are_read", "global keys", slow=False),
+    Fault("queries_of_a_global_key_by_its_window", "global keys"),
+    Fault("a_tile_with_global_keys_taken_whole", "global keys, T5, dropout"),
     # key padding
     Fault("padding_first_key_one_too_early", "padding"),
     Fault("padding_first_key_one_too_late", "padding"),

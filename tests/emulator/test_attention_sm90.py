@@ -143,7 +143,7 @@ def test_random_problems_unordered() -> None:
     found, taken, numbers = [], 0, iter(range(10**6))
     while taken < FUZZ_CASES:
         problem = draw(FUZZ_SEED, number := next(numbers))
-        terms = {"attn_mask", "bias", "segments", "softcap", "dropout_p", "global_keys"} & problem.features
+        terms = {"attn_mask", "bias", "segments", "softcap", "dropout_p"} & problem.features
         if problem.dtype not in (torch.bfloat16, torch.float16) or terms or set(problem.wanted) != {"query", "key", "value"}:
             continue
         problem.keywords["deterministic"] = False

@@ -12,17 +12,18 @@ namespace pt::cuda {
 
 constexpr int kNoTile = 1 << 30;  // behind the last of any range
 
-// The tiles of `Streamed` columns that rows see, in order: of a range, those in the blocks of a list.
+// The tiles of `Streamed` columns that rows see, in order: of a range, those in the blocks of a list, but for those in a gap.
 //
 //   TileList<true, 32> tiles(lists, ...);
 //   for (int t = tiles.first(range); t < range.last; t = tiles.leave(t)) ...
 //
-// Listed: there may be a block mask; where there is none, one block holds all tiles.
+// Listed: there may be a block mask or a gap; where there is no mask, one block holds all tiles.
 template <bool Listed, int Streamed>
 class TileList {
  public:
   // Of sequence b, head h and the rows from `row` on.
-  PT_DEVICE TileList(const AttentionProblem& p, const BlockLists& lists, int b, int h, int row) : lists_(lists) {
+  PT_DEVICE TileList(const AttentionProblem& p, const BlockLists& lists, int b, int h, int row, Range gap = {0, 0})
+      : lists_(lists), gap_(gap) {
     if (!Listed || !p.blocks.bits) return;
     const int64_t head = PT_FAULT(block_lists_of_the_first_head) ? 0 : h * lists.head;
     const int64_t sequence = PT_FAULT(block_lists_of_the_first_sequence) ? 0 : b * lists.batch;
@@ -39,24 +40,18 @@ class TileList {
 
   // The first tile of the range.
   PT_DEVICE int first(const Tiles& range) {
-    if (!Listed || !lists_.offsets || range.count() <= 0) return range.first;
-    for (int end = end_; entry_ < end;) {  // the first block that ends behind where the range begins
-      const int middle = (entry_ + end) / 2;
-      if ((block(middle) + 1) * tiles_of_block() > range.first) end = middle;
-      else entry_ = middle + 1;
-    }
-    return entry_ < end_ ? max(block(entry_) * tiles_of_block(), range.first) : kNoTile;
+    if (!Listed || range.count() <= 0) return range.first;
+    const int t = seek(range.first);
+    return gap_.has(t) ? seek(gap_.hi) : t;
   }
   // The one after tile t of the current block.
-  PT_DEVICE int after(int t) const {
-    if (!Listed || !ends_block(t)) return t + 1;
-    return entry_ + 1 < end_ ? block(entry_ + 1) * tiles_of_block() : kNoTile;
-  }
+  PT_DEVICE int after(int t) const { return TileList(*this).leave(t); }
   // The same, and goes on to it.
   PT_DEVICE int leave(int t) {
-    const int next = after(t);
-    if (Listed && ends_block(t)) ++entry_;
-    return next;
+    if (!Listed) return t + 1;
+    int next = t + 1;
+    if (ends_block(t)) next = ++entry_ < end_ ? block(entry_) * tiles_of_block() : kNoTile;
+    return gap_.has(next) ? seek(gap_.hi) : next;
   }
   // Where the bits of the current block are; negative: all of its pairs are visible.
   PT_DEVICE int place(const BlockMask& mask) const {
@@ -66,6 +61,16 @@ class TileList {
   }
 
  private:
+  // The first tile from t on that the list has; goes on to its block.
+  PT_DEVICE int seek(int t) {
+    if (!lists_.offsets) return t;
+    for (int end = end_; entry_ < end;) {  // the first block that ends behind t
+      const int middle = (entry_ + end) / 2;
+      if ((block(middle) + 1) * tiles_of_block() > t) end = middle;
+      else entry_ = middle + 1;
+    }
+    return entry_ < end_ ? max(block(entry_) * tiles_of_block(), t) : kNoTile;
+  }
   PT_DEVICE int tiles_of_block() const { return (1 << lists_.column_bits) / Streamed; }
   PT_DEVICE bool ends_block(int t) const { return ((t + 1) & (tiles_of_block() - 1)) == 0; }
   PT_DEVICE int block(int entry) const {
@@ -74,8 +79,21 @@ class TileList {
   }
 
   const BlockLists& lists_;
+  Range gap_{0, 0};
   int entry_ = 0, end_ = 0;
 };
+
+// The pairs that do not lie in the gap between the global keys and a query's window, of those that bounds leave visible.
+template <int NB>
+PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const Place& at, uint32_t visible) {
+  if (!p.global_keys || PT_FAULT(pairs_in_a_gap_visible)) return visible;
+  uint32_t outside = 0;
+  each<NB>([&](int n, int r, uint32_t bit) {
+    const int j = at.column_of(n, r);
+    outside |= j < p.global_keys || j >= at.row_of(r) + s.diagonal_offset - p.left ? bit : 0;
+  });
+  return visible & outside;
+}
 
 // The pairs of a fragment that are visible in the block whose bits are at `place`; 16 or 32 keys from a multiple of as many on.
 template <bool Transposed, int NB>
@@ -111,11 +129,12 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
   return visible;
 }
 
-// The pairs of a tile that bounds leave visible, if they cut it, padding gaps, whose keys are columns, and its block.
+// The pairs of a tile that bounds and global keys leave visible, if they cut it, padding gaps, whose keys are columns, and its block.
 template <class K, bool Transposed, int NB>
 PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const Place& at, const Range (&bounds)[2], bool cut,
                                    int place) {
   uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
+  if (K::has_score_mod && !Transposed && cut) visible = outside_gaps<NB>(p, s, at, visible);
   if (K::has_score_mod && !Transposed && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
   if (place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
   return visible;

@@ -36,6 +36,7 @@ namespace pt::cuda {
   X(int64_t, align, "int")                     \
   X(int64_t, left, "int")                      \
   X(int64_t, right, "int")                     \
+  X(int64_t, global_keys, "int")               \
   X(int64_t, query_start, "int")               \
   X(int64_t, key_start, "int")                 \
   X(int64_t, max_q, "int")                     \
@@ -193,6 +194,10 @@ class AttentionEdge {
     p.causal = a.align != 0, p.bottom_right = a.align == 2;
     const auto side = [](int64_t width) { return int(width < 0 || width > kUnbounded ? kUnbounded : width); };
     p.left = side(a.left), p.right = side(a.right);
+    STD_TORCH_CHECK(a.global_keys >= 0 && (!a.global_keys || a.left >= 0 || a.right >= 0), "attention: global_keys is ", a.global_keys,
+                    "; wanted 0 or more, and 0 without a window");
+    const int64_t global_keys = a.global_keys - p.key_start;
+    p.global_keys = int(global_keys < 0 ? 0 : global_keys < p.num_keys ? global_keys : p.num_keys);
     const int64_t n = p.sequences;
     p.query_lengths = integers(a.query_lengths, "query_lengths", n), p.key_lengths = integers(a.key_lengths, "key_lengths", n);
     p.prefix_lengths = integers(a.prefix_lengths, "prefix_lengths", n);

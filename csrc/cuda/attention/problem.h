@@ -83,6 +83,7 @@ struct AttentionProblem {
   int64_t query_start, key_start;
   bool causal, bottom_right;
   int left, right;  // of the window; kUnbounded
+  int global_keys;  // the tensors' first so many keys lie in every window; 0 without one
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
@@ -103,8 +104,8 @@ struct AttentionProblem {
   constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
   // Weights are not just those of scores scale q.k, some of them hidden.
   constexpr bool has_score_mod() const { return split_lse() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
-  // Nothing but bounds, and keys hidden between them.
-  constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod(); }
+  // Nothing but bounds, one range of keys for each query, and keys hidden between them.
+  constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod() && !global_keys; }
 };
 
 enum class Pass { Forward, BwdDq, BwdDkdv, BwdDbias };

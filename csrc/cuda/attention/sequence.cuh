@@ -52,15 +52,20 @@ struct Sequence {
     }
   }
 
-  // The keys that query i may see. Both ends rise with i.
+  // The keys that query i may see. Both ends rise with i. Global: there may be global keys, and then the range has a gap, from their end to
+  // where the query's window begins.
+  template <bool Global = false>
   PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const {
     Range r{max(first_k, i + diagonal_offset - p.left - PT_FAULT(a_window_one_too_wide)), min(num_k, i + diagonal_offset + p.right + 1)};
+    if (Global && p.global_keys) r = {first_k, max(r.hi, min(num_k, p.global_keys))};
     if (p.causal) r.hi = min(r.hi, max(i + diagonal_offset + 1 + PT_FAULT(one_key_too_many), prefix));
     return r;
   }
-  // The queries that may see key j: the same read the other way.
+  // The queries that may see key j: the same read the other way. Here global keys leave no gap.
+  template <bool Global = false>
   PT_DEVICE Range queries_of(const AttentionProblem& p, int j) const {
     Range r{max(0, j - diagonal_offset - p.right), min(num_q, j - diagonal_offset + p.left + 1 - PT_FAULT(queries_of_a_key_one_off))};
+    if (Global && j < p.global_keys && !PT_FAULT(queries_of_a_global_key_by_its_window)) r = {0, num_q};
     if (p.causal && (j >= prefix || PT_FAULT(prefix_ignored_by_keys))) r.lo = max(r.lo, j - diagonal_offset);
     return r;
   }

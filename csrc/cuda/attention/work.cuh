@@ -7,8 +7,9 @@
 
 namespace pt::cuda {
 
-// `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see.
-template <int Rows, int Streamed>
+// `Rows` queries of one head, and the tiles of `Streamed` keys that some of them see. Global: there may be global keys, and then some of
+// the range's tiles are seen by none: see gap.
+template <int Rows, int Streamed, bool Global = false>
 struct QueryTile {
   static constexpr int kRows = Rows;
 
@@ -18,7 +19,7 @@ struct QueryTile {
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile)
       : b(b), h(h), i0(tile * Rows), origin(key_origin(p)), s(s),
-        range(min(Rows, s.num_q - i0), s.keys_of(p, i0), s.keys_of(p, min(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
+        range(min(Rows, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const TilePlace& at)
       : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
@@ -32,8 +33,24 @@ struct QueryTile {
     return {int(n) / of_head, p.causal ? of_head - 1 - tile : tile};
   }
 
-  // The keys that query i may see: none if it is not there.
-  PT_DEVICE Range bounds(const AttentionProblem& p, int i) const { return i < s.num_q ? s.keys_of(p, i) : Range{0, 0}; }
+  // The keys that query i may see: none if it is not there. With global keys, but for those in its gap: see outside_gaps.
+  PT_DEVICE Range bounds(const AttentionProblem& p, int i) const { return i < s.num_q ? keys_of(p, i) : Range{0, 0}; }
+  PT_DEVICE Range keys_of(const AttentionProblem& p, int i) const { return s.template keys_of<Global>(p, i); }
+  // Tiles that no query sees, behind the global keys and before the first window; in groups of `Stages`, so that tiles before and behind
+  // go on taking turns in stages.
+  template <int Stages>
+  PT_DEVICE Range gap(const AttentionProblem& p) const {
+    if (!Global || !p.global_keys) return {0, 0};
+    const int group = PT_FAULT(a_gap_of_any_tiles) ? 1 : Stages, size = group * Streamed;
+    const int window = i0 + s.diagonal_offset - p.left + (PT_FAULT(a_gap_to_the_last_window) ? Rows : 0);
+    const int end_of_global = PT_FAULT(tiles_of_global_keys_skipped) ? 0 : (p.global_keys - origin + size - 1) / size;
+    return {end_of_global * group, max(0, window - origin) / size * group};
+  }
+
+  // Whether pairs of tile t may lie in a gap: a key of it that is no query's is not zero.
+  PT_DEVICE bool may_have_gaps(const AttentionProblem& p, int t) const {
+    return Global && p.global_keys && range.cut(t) && !PT_FAULT(keys_in_a_gap_are_read);
+  }
 
   // Start to copy the queries' rows of a tensor that has `columns`, and those of tile t of keys: zeros where nothing is visible.
   template <class T, int RowBytes>
@@ -45,11 +62,15 @@ struct QueryTile {
     copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
                         columns, Products<T>::chunks(columns));
   }
+
+ private:
+  // keys_of, from where the query's window begins: all queries see what is behind the last one's.
+  PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
 };
 
 // `Rows` keys from j0 on of one head of keys, and the tiles of `Streamed` queries, in each of its query heads, that see some of them. j0 is
-// negative where dropout's groups begin before the first key.
-template <int Rows, int Streamed>
+// negative where dropout's groups begin before the first key. Global: there may be global keys.
+template <int Rows, int Streamed, bool Global = false>
 struct KeyTile {
   static constexpr int kRows = Rows;
 
@@ -58,8 +79,7 @@ struct KeyTile {
   Tiles range;
 
   PT_DEVICE KeyTile(const AttentionProblem& p, int b, int hk, int j0)
-      : b(b), hk(hk), j0(j0), s(p, b), range(min(j0 + Rows, s.num_k) - max(j0, s.first_k), s.queries_of(p, max(j0, s.first_k)),
-                                             s.queries_of(p, min(j0 + Rows, s.num_k) - 1), 0, Streamed) {}
+      : b(b), hk(hk), j0(j0), s(p, b), range(tiles_seeing(p, max(j0, s.first_k), min(j0 + Rows, s.num_k))) {}
 
   PT_DEVICE KeyTile(const AttentionProblem& p, const TilePlace& at)
       : KeyTile(p, at.head / heads(p), at.head % heads(p), key_origin(p) + at.tile * Rows) {}
@@ -80,7 +100,7 @@ struct KeyTile {
   }
   // The same but for padding: what a hidden row makes stays in it.
   PT_DEVICE Range unhidden_bounds(const AttentionProblem& p, int j) const {
-    return j >= 0 && j < s.num_k ? s.queries_of(p, j) : Range{0, 0};
+    return j >= 0 && j < s.num_k ? s.template queries_of<Global>(p, j) : Range{0, 0};
   }
 
   template <class T, int RowBytes>
@@ -91,6 +111,17 @@ struct KeyTile {
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns, int t, int h, const Tiles& range) const {
     copy_rows<Streamed>(to, head_of<T>(from, b, h, s.row_q), from.stride.row, t * Streamed, range.start, range.end, columns,
                         Products<T>::chunks(columns));
+  }
+
+ private:
+  // Of queries, those in which some sees one of the keys first .. end - 1.
+  PT_DEVICE Tiles tiles_seeing(const AttentionProblem& p, int first, int end) const {
+    Range of_first = s.template queries_of<Global>(p, first), of_last = s.template queries_of<Global>(p, end - 1);
+    if (Global && first < p.global_keys) {  // whose queries end last, and those of the first key of a window first
+      of_last.hi = of_first.hi;
+      if (!PT_FAULT(a_tile_with_global_keys_taken_whole)) of_first.hi = s.template queries_of<Global>(p, min(p.global_keys, end - 1)).hi;
+    }
+    return Tiles(end - first, of_first, of_last, 0, Streamed);
   }
 };
 

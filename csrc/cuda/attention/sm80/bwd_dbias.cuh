@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
     for (int h = mine[1].lo; h < mine[1].hi; ++h) {
       const ScoreMod<false> score_mod(p, s, b, h);
       for (int i_tile = mine[2].lo; i_tile < mine[2].hi; ++i_tile) {
-        const QueryTile<BM, BN> w(p, s, b, h, i_tile);
+        const QueryTile<BM, BN, true> w(p, s, b, h, i_tile);
         Tiles range = w.range;
         range.first = max(range.first, mine[3].lo), range.last = min(range.last, mine[3].hi);
-        TileList<true, BN> tiles(p, p.blocks.queries, b, h, w.i0);
+        TileList<true, BN> tiles(p, p.blocks.queries, b, h, w.i0, w.template gap<1>(p));
         const int first = tiles.first(range), last = range.last;
         if (first >= last) continue;
         const Place rows_at(w.i0 + own, 0);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           M::scores(x, q, own, k, p.head_dim);
           M::scores(dp, d_out, own, v, p.value_dim);
           const Place at(w.i0 + own, origin + t * BN);
-          uint32_t visible = within<NB>(at, bounds);
+          uint32_t visible = outside_gaps<NB>(p, s, at, within<NB>(at, bounds));
           if (s.padding_gaps && !PT_FAULT(padding_gaps_in_a_biass_gradient)) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
           if (const int place = tiles.place(p.blocks); place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
           gradients<K, false>(p, score_mod, x, dp, weights, at, visible, true, [&](int, int r) { return row_stats[r / 2]; });

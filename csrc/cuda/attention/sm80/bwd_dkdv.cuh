@@ -14,7 +14,7 @@ template <class T, class K>
 constexpr AttentionTile kBwdDkdvTile = attention_tile(Pass::BwdDkdv, K::head_dim, sizeof(T), K::has_score_mod);
 
 template <class T, class K>
-using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns>;
+using BwdDkdvWork = KeyTile<kBwdDkdvTile<T, K>.rows(), kBwdDkdvTile<T, K>.columns, K::has_score_mod>;
 
 // The steps of a tile of keys: the tiles of queries that see it, of each query head of the group in order. The current step, the next and
 // the range stand in shared memory, from step to step: there are no registers for them.

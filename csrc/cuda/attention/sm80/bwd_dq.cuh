@@ -44,7 +44,7 @@ struct DiagonalSums {
 template <class T, class K>
 constexpr AttentionTile kBwdDqTile = attention_tile(Pass::BwdDq, K::head_dim, sizeof(T), K::has_score_mod);
 template <class T, class K>
-using BwdDqWork = QueryTile<kBwdDqTile<T, K>.rows(), kBwdDqTile<T, K>.columns>;
+using BwdDqWork = QueryTile<kBwdDqTile<T, K>.rows(), kBwdDqTile<T, K>.columns, K::has_score_mod>;
 
 template <class T, class K>
 PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork<T, K>& w) {
@@ -80,13 +80,13 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     const int i = rows_at.row_of(2 * half);
     row_stats[half] = read_row_stats(g, row_stat_at(g.at, w.b, w.h, s.row_q + i), i < s.num_q);
     bounds[half] =
-        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max ? s.keys_of(p, i) : Range{0, 0};
+        row_stats[half].row_max < infinity() || row_stats[half].row_max != row_stats[half].row_max ? w.keys_of(p, i) : Range{0, 0};
   }
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   float dq[DB][4], slope_sum = 0.0f;
   clear(dq);
 
-  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0);
+  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0, w.template gap<kTile.stages>(p));
   int t = tiles.first(range);
   if (t < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
@@ -105,7 +105,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
     const int place = tiles.place(p.blocks);
-    const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0);
+    const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t));
     const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
     uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, cut, place);
     visible = gradients<K, false>(p, score_mod, x, dp, weights, at, visible, cut, [&](int, int r) { return row_stats[r / 2]; });

@@ -41,7 +41,7 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
 template <class T, class K>
 constexpr AttentionTile kForwardTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::has_score_mod);
 template <class T, class K>
-using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns>;
+using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
 template <class T, class K>
 PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
@@ -72,7 +72,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
-  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0);
+  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
   const int first = tiles.first(range);
   if (first < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
@@ -106,7 +106,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
       const int place = tiles.place(p.blocks);
-      const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0;
+      const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t);
       uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
       visible = score_mod.apply(x, unused, at, visible);
       if (elementwise) columns = columns_visible_to_warp<NB>(visible);

@@ -63,8 +63,6 @@ def no_pairs_gradients(
 
 def why_not_sizes(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do a problem of this size, or None."""
-    if a.global_keys:
-        return "windows without global_keys yet; BlockMask.longformer says the like"
     if (widest := max(a.head_dim, a.value_dim)) > MAX_HEAD_DIM:
         return f"head sizes up to {MAX_HEAD_DIM}, got {widest}"
     rows = max(a.num_queries, a.num_keys)
