@@ -4,8 +4,9 @@
 A program's tile lies within one block of its side, so it has one list of blocks of the other side.
 A list is a run of entries (block, place of its bits or -1 for a block without hidden pairs), rising. The tiles of its blocks, one
 after another, are the steps of one flat loop, so that the loop is as regular as that over a range of tiles. ``walk`` cuts the
-steps that lie outside the bounds off its ends, since both rise; ``tile_at`` says which tile a step is. Entries, blocks and places
-are clamped: what was written into the lists after they were checked leads to wrong numbers, never to memory outside.
+steps that lie outside the bounds off its ends, since both rise, and those of the gap behind global keys (bounds.py) out of it; ``tile_at``
+says which tile a step is. Entries, blocks and places are clamped: what was written into the lists after they were checked leads to wrong
+numbers, never to memory outside.
 
 Source: the lists of full and partial blocks are FlexAttention's (Dong et al., 2024), those of our CPU tier joined and with bits.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .bounds import tile_of_step
 
 CHUNK = tl.constexpr(128)  # entries that a walk counts at a time: 16,384 tokens in blocks of 128
 
@@ -27,42 +30,61 @@ def tiles_of_block(BY_KEYS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def walk(i_b, i_h, i_tile, first, whole_end, last, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
-    """(first entry, first step, end of the steps) of the tiles from first to last of this program's list; i_tile is its own tile.
+def walk(i_b, i_h, i_tile, first, whole_end, last, gap, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """(first entry, first step, end of the steps, gap) of the steps from first to last along this program's list; i_tile is its own tile.
 
-    Without lists steps are tiles: those after the whole ones, as they came.
+    Without lists steps stay what they were: those after the whole ones, as they came.
     """
     entry = 0
     if C.BLOCK_KEYS:
-        PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
         row = i_tile * C.BN // C.BLOCK_KEYS if BY_KEYS else i_tile * C.BM // C.BLOCK_QUERIES
         p_list = p.blocks.offsets + i_b.to(tl.int64) * p.blocks.batch + i_h * p.blocks.head + row * p.blocks.row
         start = tl.minimum(tl.maximum(tl.load(p_list), 0), p.blocks.num_entries)
         end = tl.minimum(tl.maximum(tl.load(p_list + 1), start), p.blocks.num_entries)
-        before = 0  # blocks before the first tile, and those up to the last
-        until = 0
-        for chunk in range(start, end, CHUNK):
-            e = chunk + tl.arange(0, CHUNK)
-            b_block = tl.load(p.blocks.entries + 2 * e.to(tl.int64), mask=e < end, other=1 << 29)
-            before += tl.sum((b_block < first // PER).to(tl.int32), 0)
-            until += tl.sum((b_block <= (last - 1) // PER).to(tl.int32), 0)
-        entry = start + before
-        p_entry = p.blocks.entries + 2 * entry.to(tl.int64)
-        count = until - before
-        from_block = tl.load(p_entry, mask=count > 0, other=0)
-        to_block = tl.load(p_entry + 2 * (count - 1), mask=count > 0, other=0)
-        whole_end = tl.maximum(first - from_block * PER, 0)
-        last = count * PER - tl.maximum((to_block + 1) * PER - last, 0)
-    return entry, whole_end, last
+        if C.GAP and not BY_KEYS:  # the runs before and behind the gap, the second in steps from the first one's entry on
+            PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
+            bend, jump = gap
+            entry, near, near_end = run_of_tiles(start, end, first - jump, tl.minimum(bend, last) - jump, BY_KEYS, p, C)
+            behind, whole_end, last = run_of_tiles(start, end, tl.maximum(first, bend), last, BY_KEYS, p, C)
+            near = tl.minimum(near, PER)  # as in all lists that are right: no step is before the first entry
+            bend = tl.minimum(whole_end, PER) + (behind - entry) * PER
+            last = tl.maximum(last + (behind - entry) * PER, bend)
+            jump = bend - tl.maximum(near_end, near)
+            whole_end = near + jump
+            gap = (bend, jump)
+        else:
+            entry, whole_end, last = run_of_tiles(start, end, first, last, BY_KEYS, p, C)
+    return entry, whole_end, last, gap
 
 
 @triton.jit
-def tile_at(n, entry, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+def run_of_tiles(start, end, first, last, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+    """(first entry, first step, end of the steps) of the tiles from first to last in the list of entries from start to end."""
+    PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
+    before = 0  # blocks before the first tile, and those up to the last
+    until = 0
+    for chunk in range(start, end, CHUNK):
+        e = chunk + tl.arange(0, CHUNK)
+        b_block = tl.load(p.blocks.entries + 2 * e.to(tl.int64), mask=e < end, other=1 << 29)
+        before += tl.sum((b_block < first // PER).to(tl.int32), 0)
+        until += tl.sum((b_block <= (last - 1) // PER).to(tl.int32), 0)
+    entry = start + before
+    p_entry = p.blocks.entries + 2 * entry.to(tl.int64)
+    count = until - before
+    from_block = tl.load(p_entry, mask=count > 0, other=0)
+    to_block = tl.load(p_entry + 2 * (count - 1), mask=count > 0, other=0)
+    return entry, tl.maximum(first - from_block * PER, 0), count * PER - tl.maximum((to_block + 1) * PER - last, 0)
+
+
+@triton.jit
+def tile_at(n, entry, gap, i_tile, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
     """(tile, where the bits of its first row and keys would be if its block began with that row, or -1 if nothing is hidden) of a step.
 
     Without lists a step is a tile; without bits (of a dense mask) there is no place.
     """
     word = 0
+    if not BY_KEYS:
+        n = tile_of_step(n, gap, C)
     if C.BLOCK_KEYS:
         PER: tl.constexpr = tiles_of_block(BY_KEYS, C)
         p_entry = p.blocks.entries + 2 * (entry + n // PER).to(tl.int64)

@@ -24,6 +24,7 @@ from pytransformer.ops._problem.attention import AttentionProblem
 from .._lang import LOG2E, dot, kernel, launch, narrow, steps_of
 from .._launch import replayed
 from .blocks import tile_at, walk
+from .bounds import key_bounds, key_origin, key_steps, query_bounds, seen_keys, sequence, step_of_tile, tile_range
 from .diagonals import by_bucket, diagonal_sums, last_diagonals
 from .mask_lists import lists_of
 from .plan import Launch, plan_backward
@@ -34,20 +35,15 @@ from .tiles import (
     at_row_stats,
     distance,
     keep_mask,
-    key_bounds,
     key_mask,
-    key_origin,
     load_rows,
     of_queries,
     power,
-    query_bounds,
     query_tile,
     scores,
     segments_of,
-    sequence,
     store_rows,
     tile_dot,
-    tile_range,
     visible,
     visible_rows,
     zero_of,
@@ -147,8 +143,8 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     i_tile = tl.program_id(0) % tiles
     j = origin + i_tile * C.BN + tl.arange(0, C.BN)
-    lo, hi, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
-    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_j, 0, C.BM)
+    bounds, m_j = query_bounds(j, num_q, num_k, offset, prefix, p, C)
+    first, whole, whole_end, last, start, end = tile_range(*bounds, m_j, 0, C.BM)
     b_k = load_rows(at_head(K, strides.k, i_b, i_hk), strides.k, row_k, j, m_j, True, C.D, C.BD)  # [BN, BD]
     b_v = load_rows(at_head(V, strides.v, i_b, i_hk), strides.v, row_k, j, m_j, True, C.DV, C.BDV)  # [BN, BDV]
     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
@@ -158,19 +154,19 @@ def attention_backward_dkdv(Q, K, V, DK, DV, saved, strides, p, C: tl.constexpr)
     for g in range(p.group if C.GROUPED else 1):
         i_h = i_hk * p.group + g
         m_k = key_mask(j, i_b, i_h, m_j, p, C)
-        entry, rest, end_of_steps = walk(i_b, i_h, i_tile, first, whole_end, last, True, p, C)
+        entry, rest, end_of_steps, _gap = walk(i_b, i_h, i_tile, first, whole_end, last, 0, True, p, C)
         for PART in tl.static_range(3):  # tiles cut by the lower bounds, whole ones, tiles cut by the upper bounds
             if PART == 2 or (not C.BLOCK_KEYS and (PART == 1 or C.CAUSAL or C.RIGHT)):
                 from_step = first if PART == 0 else (whole if PART == 1 else rest)
                 to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
                 for n in range(from_step, to_step):
-                    t, word = tile_at(n, entry, i_tile, True, p, C)
+                    t, word = tile_at(n, entry, 0, i_tile, True, p, C)
                     i = t * C.BM + tl.arange(0, C.BM)
                     m_i = (i >= start) & (i < end)
                     b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
                         Q, saved, strides, i, i_b, i_h, row_q, m_i, PART != 1, p, C
                     )
-                    m_s = visible(i, j, lo, hi, m_i, m_k, word, PART != 1, True, p, C)
+                    m_s = visible(i, j, bounds, m_i, m_k, word, PART != 1, True, p, C)
                     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
                     b_pd, _b_ds, b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
@@ -207,12 +203,12 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
     K = at_head(K, strides.k, i_b, i_h // p.group)
     V = at_head(V, strides.v, i_b, i_h // p.group)
     i = i_tile * C.BM + tl.arange(0, C.BM)
-    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
+    bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
-    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    first, whole, whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
     b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C)
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-    entry, rest, end_of_steps = walk(i_b, i_h, i_tile, first, whole_end, last, False, p, C)
+    entry, rest, end_of_steps, gap = walk(i_b, i_h, i_tile, first, whole_end, last, gap, False, p, C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, tl.float32)
     b_slope = tl.full([C.BM], 0.0, tl.float32)
@@ -225,12 +221,12 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
             from_step = first if PART == 0 else (whole if PART == 1 else rest)
             to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
             for n in range(from_step, to_step):
-                t, word = tile_at(n, entry, 0, False, p, C)
+                t, word = tile_at(n, entry, gap, 0, False, p, C)
                 j = origin + t * C.BN + tl.arange(0, C.BN)
-                m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+                m_j = key_mask(j, i_b, i_h, seen_keys(j, seen, C), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)
                 b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)
-                m_s = visible(i, j, lo, hi, m_i, m_j, word, PART != 1, False, p, C)
+                m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 _b_pd, b_ds, b_dx, m_s = tile_gradients(
                     b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C
@@ -239,7 +235,7 @@ def attention_backward_dq(Q, K, V, DQ, DSLOPES, DTABLE, saved, strides, p, C: tl
                 if DSLOPES is not None:
                     b_slope -= tl.sum(b_ds * distance(i, j, offset, C), 1)
                 if DTABLE is not None:
-                    if C.BLOCK_KEYS:
+                    if C.BLOCK_KEYS or C.GAP:
                         if t != left + 1:  # not its neighbour
                             b_table += last_diagonals(before, i, left, offset, origin, p, C)
                             before = tl.full([C.BM, C.BN], 0.0, tl.float32)
@@ -285,22 +281,22 @@ def attention_backward_dbias(Q, K, V, grad, saved, strides, p, C: tl.constexpr):
             V_head = at_head(V, strides.v, i_b, i_h // p.group)
             for i_tile in range(i_query, i_query + grad.query_tiles):
                 i = i_tile * C.BM + tl.arange(0, C.BM)
-                lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
-                first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+                bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
+                first, _whole, _whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
                 b_q, b_do, b_row_max, b_log2_sum, b_delta = load_query_tile(
                     Q, saved, strides, i, i_b, i_h, row_q, m_i, True, p, C
                 )
                 seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
-                first = tl.maximum(first, i_key)
-                last = tl.minimum(last, i_key + grad.key_tiles)
-                entry, from_step, to_step = walk(i_b, i_h, i_tile, first, first, last, False, p, C)
+                first = tl.maximum(first, step_of_tile(i_key, gap, C))
+                last = tl.minimum(last, step_of_tile(i_key + grad.key_tiles, gap, C))
+                entry, from_step, to_step, gap = walk(i_b, i_h, i_tile, first, first, last, gap, False, p, C)
                 for n in range(from_step, to_step):
-                    t, word = tile_at(n, entry, 0, False, p, C)
+                    t, word = tile_at(n, entry, gap, 0, False, p, C)
                     j = origin + t * C.BN + tl.arange(0, C.BN)
-                    m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+                    m_j = key_mask(j, i_b, i_h, seen_keys(j, seen, C), p, C)
                     b_k = load_rows(K_head, strides.k, row_k, j, m_j, True, C.D, C.BD)
                     b_v = load_rows(V_head, strides.v, row_k, j, m_j, True, C.DV, C.BDV)
-                    m_s = visible(i, j, lo, hi, m_i, m_j, word, True, False, p, C)
+                    m_s = visible(i, j, bounds, m_i, m_j, word, True, False, p, C)
                     seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                     _b_pd, b_ds, _b_dx, _m_s = tile_gradients(
                         b_q, b_k, b_v, b_do, b_row_max, b_log2_sum, b_delta, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from .._lang import kernel
+from .bounds import sequence
 from .plan import ForwardPlan
 from .problem import Kind
-from .tiles import finish, power, sequence, tile_rows
+from .tiles import finish, power, tile_rows
 
 
 class Partials(NamedTuple):
@@ -72,7 +73,10 @@ def kv_range(first, last, i_split, num_q, num_k, p, C: tl.constexpr):
     span = num_k
     if C.LEFT and (C.RIGHT or (C.CAUSAL and p.prefix_lengths is None)):
         right = 0 if C.CAUSAL and p.prefix_lengths is None else p.right
-        span = tl.minimum(num_k, p.left + right + 1 + num_q)
+        span = p.left + right + 1 + num_q
+        if C.GLOBAL:  # two runs of tiles, each cut at both ends
+            span += p.global_keys + 2 * C.BN
+        span = tl.minimum(num_k, span)
     tiles = (span + C.BN - 1) // C.BN + 1
     tiles = tl.maximum(p.split_kv.min_tiles, (tiles + p.split_kv.max_splits - 1) // p.split_kv.max_splits)
     first = tl.minimum(first + i_split * tiles, last)

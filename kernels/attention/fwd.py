@@ -22,6 +22,7 @@ from pytransformer.ops._problem.attention import AttentionProblem
 from .._lang import dot, kernel, launch, narrow
 from .._launch import replayed
 from .blocks import tile_at, walk
+from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
 from .mask_lists import lists_of
 from .plan import plan_forward
@@ -31,16 +32,12 @@ from .tiles import (
     column,
     finish,
     keep_mask,
-    key_bounds,
     key_mask,
-    key_origin,
     load_rows,
     power,
     query_tile,
     scores,
     segments_of,
-    sequence,
-    tile_range,
     tile_rows,
     visible,
     visible_rows,
@@ -57,14 +54,14 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
     row_q, row_k, num_q, num_k, offset, prefix = sequence(p, i_b, C)
     num_q = owned_queries(num_q, p, C)
     i, i_h = tile_rows(i_tile, i_head, p, C)
-    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
+    bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
-    first, whole, whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    first, whole, whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
     if C.SPLIT_KV:
         first, last = kv_range(first, last, i_split, num_q, num_k, p, C)
         whole = tl.minimum(tl.maximum(whole, first), last)
         whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
-    entry, rest, end_of_steps = walk(i_b, i_head, i_tile, first, whole_end, last, False, p, C)
+    entry, rest, end_of_steps, gap = walk(i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C)
     K = at_head(K, strides.k, i_b, i_head // p.group)
     V = at_head(V, strides.v, i_b, i_head // p.group)
     b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
@@ -78,11 +75,11 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
             from_step = first if PART == 0 else (whole if PART == 1 else rest)
             to_step = whole if PART == 0 else (whole_end if PART == 1 else end_of_steps)
             for n in range(from_step, to_step):
-                t, word = tile_at(n, entry, 0, False, p, C)
+                t, word = tile_at(n, entry, gap, 0, False, p, C)
                 j = origin + t * C.BN + tl.arange(0, C.BN)
-                m_j = key_mask(j, i_b, i_head, (j >= start) & (j < end), p, C)
+                m_j = key_mask(j, i_b, i_head, seen_keys(j, seen, C), p, C)
                 b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
-                m_s = visible(i, j, lo, hi, m_i, m_j, word, PART != 1, False, p, C)
+                m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
 

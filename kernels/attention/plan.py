@@ -71,6 +71,8 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
     limits, tile, kind = split(capability(a.query.device)), choose("decode", a), kind_of(a)
     right = 0 if a.causal != "none" and a.prefix_lengths is None else a.right
     window = a.left + right if a.left >= 0 and right >= 0 else None
+    if window is not None and a.global_keys:  # as kv_range counts them
+        window += a.global_keys + 2 * tile.BN
     many, split_kv = plan_of(
         a.num_queries, a.num_keys, a.group, window, a.ragged,
         max_rows=limits.max_rows, tile=tile.BN, min_keys=limits.min_keys, max_splits=limits.max_splits,

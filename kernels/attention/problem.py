@@ -105,6 +105,7 @@ class Problem(NamedTuple):
     key_start: int
     left: int
     right: int
+    global_keys: int
     query_lengths: torch.Tensor | None
     key_lengths: torch.Tensor | None
     prefix_lengths: torch.Tensor | None
@@ -141,6 +142,7 @@ class Kind:
     BOTTOM_RIGHT: bool
     LEFT: bool  # the window ends on this side
     RIGHT: bool
+    GLOBAL: bool  # global keys join the window
     GROUPED: bool  # several query heads share a key head
     ALIGNED: bool  # key_start is a multiple of 32, so that tiles start at key 0
     KEY_MASK: bool  # a bool mask that hides whole keys
@@ -158,6 +160,11 @@ class Kind:
     BLOCK_QUERIES: int = 0  # of a block mask; both 0 without one
     BLOCK_KEYS: int = 0
     DECODE_APART: bool = False  # decoded sequences have a launch of their own
+
+    @property
+    def GAP(self) -> bool:
+        """Whether keys may lie between the global ones and a query's window."""
+        return self.GLOBAL and self.LEFT
 
 
 def capability(device: torch.device) -> int:
@@ -222,6 +229,7 @@ def lower(a: AttentionProblem) -> Problem:
         key_start=a.key_start,
         left=min(a.left, UNBOUNDED) if a.left >= 0 else UNBOUNDED,
         right=min(a.right, UNBOUNDED) if a.right >= 0 else UNBOUNDED,
+        global_keys=min(a.global_keys, UNBOUNDED),
         query_lengths=a.query_lengths,
         key_lengths=a.key_lengths,
         prefix_lengths=a.prefix_lengths,
@@ -264,6 +272,7 @@ def kind_of(a: AttentionProblem) -> Kind:
         BOTTOM_RIGHT=a.causal == "bottom_right",
         LEFT=a.left >= 0,
         RIGHT=a.right >= 0,
+        GLOBAL=a.global_keys > 0,
         GROUPED=a.heads > a.key_heads,
         ALIGNED=a.key_start % 32 == 0,
         KEY_MASK=a.key_padding is not None,

@@ -9,20 +9,17 @@ import triton.language as tl
 
 from .._lang import LOG2E, kernel
 from .blocks import tile_at, walk
+from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
 from .tiles import (
     at_head,
     at_row_stats,
-    key_bounds,
     key_mask,
-    key_origin,
     load_rows,
     power,
     query_tile,
     scores,
     segments_of,
-    sequence,
     sink_of,
-    tile_range,
     visible,
     with_sink,
 )
@@ -73,22 +70,22 @@ def attention_backward_preprocess(Q, K, OUT, LSE, DLSE, DSINKS, saved, strides, 
 def row_max_and_log2_sum(Q, K, i_tile, i_b, i_h, row_q, row_k, num_q, num_k, offset, prefix, strides, p, C: tl.constexpr):
     """The maximum of each row's scores, and log2 of the sum: forward's loop without the values."""
     i = i_tile * C.BM + tl.arange(0, C.BM)
-    lo, hi, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
+    bounds, m_i = key_bounds(i, num_q, num_k, offset, prefix, p, C)
     origin = key_origin(p, C)
-    first, _whole, _whole_end, last, start, end = tile_range(lo, hi, m_i, origin, C.BN)
+    first, _whole, _whole_end, last, seen, gap = key_steps(bounds, m_i, origin, C)
     b_q = load_rows(at_head(Q, strides.q, i_b, i_h), strides.q, row_q, i, m_i, True, C.D, C.BD)
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
     K = at_head(K, strides.k, i_b, i_h // p.group)
     b_m = tl.full([C.BM], float("-inf"), tl.float32)
     b_l = tl.full([C.BM], 0.0, tl.float32)
-    entry, first, last = walk(i_b, i_h, i_tile, first, first, last, False, p, C)
+    entry, first, last, gap = walk(i_b, i_h, i_tile, first, first, last, gap, False, p, C)
     for n in range(first, last):
-        t, word = tile_at(n, entry, 0, False, p, C)
+        t, word = tile_at(n, entry, gap, 0, False, p, C)
         j = origin + t * C.BN + tl.arange(0, C.BN)
-        m_j = key_mask(j, i_b, i_h, (j >= start) & (j < end), p, C)
+        m_j = key_mask(j, i_b, i_h, seen_keys(j, seen, C), p, C)
         b_k = load_rows(K, strides.k, row_k, j, m_j, True, C.D, C.BD)
         seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-        m_s = visible(i, j, lo, hi, m_i, m_j, word, True, False, p, C)
+        m_s = visible(i, j, bounds, m_i, m_j, word, True, False, p, C)
         b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
         b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
         safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)

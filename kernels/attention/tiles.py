@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention kernels share: where a sequence lies, which tiles a row of tiles has, and the scores of one tile.
+"""What the attention kernels share: loads, the scores of one tile and what of it is visible, and what a row leaves.
 
-All positions are local to the sequence: query i sits on the diagonal of key i + offset. A row's bounds are the keys
-lo <= j < hi that causality, window, lengths and prefix leave it, a column's bounds likewise; whatever else hides a pair
-(segments, dense masks) is looked up per element. A sequence's first key tile starts at or before key 0, at an absolute
-multiple of 32, because the dropout mask comes in such groups.
+Bounds (bounds.py) say which pairs position leaves visible; whatever else hides a pair (segments, dense masks) is looked up per element.
 
 Names: i_ index of a program or loop, p_ pointers, b_ tile of values, m_ mask; shapes in comments, BM queries x BN keys, or the other
 way round with C.KEYS_FIRST: which of both a tile's rows are is the concern of of_queries, of_keys and tile_dot alone.
@@ -17,8 +14,6 @@ import triton.language as tl
 
 from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, steps_of, tanh
 from .blocks import block_pairs
-
-NOWHERE = tl.constexpr(1 << 29)
 
 
 @triton.jit
@@ -47,89 +42,6 @@ def tile_dot(b_queries, b_keys, C: tl.constexpr):
     else:
         b = dot(b_queries, tl.trans(b_keys), tile_of(0.0, tl.float32, C), C)
     return b
-
-
-@triton.jit
-def sequence(p, i_b, C: tl.constexpr):
-    """(first query row, first key row, queries, keys, offset, prefix) of one sequence. Lengths are clamped to the tensors."""
-    row_q = tl.zeros([], tl.int64)
-    row_k = tl.zeros([], tl.int64)
-    end_q = tl.cast(p.query_start + p.num_queries, tl.int64)  # absolute
-    end_k = tl.cast(p.key_start + p.num_keys, tl.int64)
-    prefix = 0
-    if p.cu_queries is not None:
-        row_q = tl.minimum(tl.maximum(tl.load(p.cu_queries + i_b), 0), p.total_queries)
-        row_k = tl.minimum(tl.maximum(tl.load(p.cu_keys + i_b), 0), p.total_keys)
-        end_q = tl.minimum(tl.minimum(tl.load(p.cu_queries + i_b + 1), p.total_queries) - row_q, end_q)
-        end_k = tl.minimum(tl.minimum(tl.load(p.cu_keys + i_b + 1), p.total_keys) - row_k, end_k)
-    if p.query_lengths is not None:
-        end_q = tl.minimum(tl.maximum(tl.load(p.query_lengths + i_b), 0), end_q)
-    if p.key_lengths is not None:
-        end_k = tl.minimum(tl.maximum(tl.load(p.key_lengths + i_b), 0), end_k)
-    if p.prefix_lengths is not None:
-        prefix = (tl.load(p.prefix_lengths + i_b) - p.key_start).to(tl.int32)
-    offset = tl.cast(p.query_start - p.key_start, tl.int32)
-    if C.BOTTOM_RIGHT:
-        offset += (end_k - end_q).to(tl.int32)
-    num_q = tl.maximum(end_q - p.query_start, 0).to(tl.int32)
-    num_k = tl.maximum(end_k - p.key_start, 0).to(tl.int32)
-    return row_q, row_k, num_q, num_k, offset, prefix
-
-
-@triton.jit
-def key_bounds(i, num_q, num_k, offset, prefix, p, C: tl.constexpr):
-    """(lo, hi, whether any) of the keys that each query of i may see."""
-    lo = tl.zeros_like(i)
-    hi = lo + num_k
-    if C.CAUSAL:
-        below = i + offset + 1
-        if p.prefix_lengths is not None:
-            below = tl.maximum(below, prefix)
-        hi = tl.minimum(hi, below)
-    if C.RIGHT:
-        hi = tl.minimum(hi, i + offset + p.right + 1)
-    if C.LEFT:
-        lo = tl.maximum(lo, i + offset - p.left)
-    return lo, hi, (i < num_q) & (lo < hi)
-
-
-@triton.jit
-def query_bounds(j, num_q, num_k, offset, prefix, p, C: tl.constexpr):
-    """(lo, hi, whether any) of the queries that may see each key of j: key_bounds read the other way."""
-    lo = tl.zeros_like(j)
-    hi = lo + num_q
-    if C.CAUSAL:
-        above = j - offset
-        if p.prefix_lengths is not None:
-            above = tl.where(j < prefix, 0, above)
-        lo = tl.maximum(lo, above)
-    if C.RIGHT:
-        lo = tl.maximum(lo, j - offset - p.right)
-    if C.LEFT:
-        hi = tl.minimum(hi, j - offset + p.left + 1)
-    return lo, hi, (j >= 0) & (j < num_k) & (lo < hi)
-
-
-@triton.jit
-def tile_range(lo, hi, live, origin, SIZE: tl.constexpr):
-    """Tiles of SIZE from origin on: first, first whole, end of whole, end; and the first and end position any row sees."""
-    start = tl.min(tl.where(live, lo, NOWHERE), 0)
-    end = tl.max(tl.where(live, hi, 0), 0)
-    inner = tl.max(tl.where(live, lo, 0), 0)
-    outer = tl.min(tl.where(live, hi, NOWHERE), 0)
-    first = (tl.minimum(start, end) - origin) // SIZE
-    last = tl.maximum((end - origin + SIZE - 1) // SIZE, first)
-    whole = tl.minimum((inner - origin + SIZE - 1) // SIZE, last)
-    whole_end = tl.minimum(tl.maximum((outer - origin) // SIZE, whole), last)
-    return first, whole, whole_end, last, start, end
-
-
-@triton.jit
-def key_origin(p, C: tl.constexpr):
-    """Where the first key tile starts: 0, or before it at an absolute multiple of 32."""
-    if C.ALIGNED:
-        return 0
-    return -tl.cast(p.key_start % 32, tl.int32)
 
 
 @triton.jit
@@ -261,15 +173,17 @@ def zero_of(p):
 
 
 @triton.jit
-def visible(i, j, lo, hi, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
+def visible(i, j, bounds, m_i, m_j, word, MASKED: tl.constexpr, BY_KEYS: tl.constexpr, p, C: tl.constexpr):
     """What the bounds, of the queries or BY_KEYS of the keys, and a block mask leave visible of a tile. In a whole tile that is
     everything, but what is looked up per element may be read only where there are queries and keys."""
     m_s = tile_of(True, tl.int1, C)
     if MASKED:
         if BY_KEYS:
-            m_s = m_s & (of_queries(i, C) >= of_keys(lo, C)) & (of_queries(i, C) < of_keys(hi, C))
+            m_s = m_s & (of_queries(i, C) >= of_keys(bounds[0], C)) & (of_queries(i, C) < of_keys(bounds[1], C))
         else:
-            m_s = m_s & (of_keys(j, C) >= of_queries(lo, C)) & (of_keys(j, C) < of_queries(hi, C))
+            m_s = m_s & (of_keys(j, C) >= of_queries(bounds[0], C)) & (of_keys(j, C) < of_queries(bounds[1], C))
+            if C.GAP:
+                m_s = m_s | (of_keys(j, C) < of_queries(bounds[2], C))
         m_s = m_s & of_queries(m_i, C)
     if MASKED or C.KEY_MASK:
         m_s = m_s & of_keys(m_j, C)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.ops._backends.triton.attention import why_not
 from pytransformer.ops.attention import attention_op
 from pytransformer.testing import bounds
 from pytransformer.testing.attention_check import check_attention, check_packed
@@ -166,8 +165,3 @@ def test_a_piece_of_a_sequence_goes_by_absolute_indices(backend: str) -> None:
         out, lse = attention_op(a, name, True)
         results[name] = [out, lse, *torch.autograd.grad([out.square().sum(), lse.sum()], tensors)]
     assert all(map(bounds.agree, results[backend], results["reference"]))
-
-
-def test_the_backend_triton_says_that_it_has_it_not() -> None:
-    a = attention_op.prepare(*qkv(5, 5), window=(2, 0), global_keys=1)[0]
-    assert "global_keys" in str(why_not(a)) and "global_keys" not in str(why_not(a._replace(global_keys=0)))

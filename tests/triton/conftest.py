@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import triton
+from torch import Tensor
 from triton.runtime import interpreter
 
 sys.path.append(str(Path(__file__).parent))  # for kernel_mutants
@@ -60,3 +63,36 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How many products of tiles were computed."""
+    counted: Counter[str] = Counter()
+    inner = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, *args: Any) -> Any:
+        counted["tiles"] += 1
+        return inner(self, *args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    yield counted
+
+
+@pytest.fixture
+def integers_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The tensors that int32 loads of kernels may touch: those of the block mask. A load outside them is an error."""
+    allowed: list[Tensor] = []
+    inner = interpreter.InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+        if pointers.get_element_ty() == interpreter.tl.int32:
+            addresses = pointers.data[numpy.broadcast_to(mask.data != 0, pointers.data.shape)].astype("uint64")
+            inside = sum((addresses >= t.data_ptr()) & (addresses < t.data_ptr() + t.nbytes) for t in allowed)
+            assert bool((inside == 1).all()), (
+                f"int32 read at {addresses[inside != 1][:4]}: outside the tensors of the block mask"
+            )
+        return inner(self, pointers, mask, *args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", create_masked_load)
+    yield allowed

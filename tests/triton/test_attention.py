@@ -79,9 +79,9 @@ def test_reasons() -> None:
 
 # Faults that attention has had, each in a line of our kernels: (file, the line, what it becomes), and what shows it.
 MUTANTS = {
-    "diagonal_hidden": ("tiles.py", "below = i + offset + 1", "below = i + offset", "causal"),
-    "window_one_short": ("tiles.py", "i + offset + p.right + 1)", "i + offset + p.right)", "window"),
-    "bounds_of_keys_exchanged": ("tiles.py", "j - offset + p.left + 1", "j - offset + p.right + 1", "window"),
+    "diagonal_hidden": ("bounds.py", "below = i + offset + 1", "below = i + offset", "causal"),
+    "window_one_short": ("bounds.py", "i + offset + p.right + 1)", "i + offset + p.right)", "window"),
+    "bounds_of_keys_exchanged": ("bounds.py", "j - offset + p.left + 1", "j - offset + p.right + 1", "window"),
     "distance_without_the_offset": (
         "tiles.py",
         "of_keys(j - offset, C) - of_queries(i, C)).to",

@@ -166,6 +166,7 @@ PADDED: dict[str, tuple[Builder, str, Share]] = {
     ),
     "left_padding": (_attention(attn_mask=_left_padding, causal="top_left"), "padding mask causal", _half),
     "window": (_attention(causal="top_left", window=(WINDOW, 0)), "core window causal", _window_share),
+    "global_keys": (_attention(causal="top_left", window=(WINDOW, 0), global_keys=4), "window causal", _window_share),
     "segments": (
         _attention(query_segments=_segments("Lq"), key_segments=_segments("Lk")),
         "segments",
