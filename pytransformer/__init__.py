@@ -4,6 +4,8 @@
 Importing it activates nothing, touches no GPU and needs no compiler; see :func:`explain` for what a call would run.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import integrations, reference
 from ._first_calls import choose_kernels as _choose_kernels
 from ._version import __version__
@@ -18,6 +20,12 @@ from .ops.masks import AlibiBias, RelativePositionBias
 from .ops.public import *  # noqa: F403  # the ops
 from .ops.scaled_dot_product import scaled_dot_product_attention
 from .verify import verify
+
+if TYPE_CHECKING:
+    from . import models as models
+    from . import nn as nn
+    from . import training as training
+    from . import viz as viz
 
 __all__ = [
     "AlibiBias",
@@ -39,6 +47,25 @@ __all__ = [
     "verify",
 ]
 __all__ += _public.__all__
+
+_ON_FIRST_USE = ("models", "nn", "training", "viz")  # not in __all__: a star import would load them
+
+
+def __getattr__(name: str) -> Any:
+    """The subpackages that a caller of the ops never needs, imported by the first ``pt.models`` and the like.
+
+    Of ``nn``, `integrations` has already taken what it needs; the other three are 37 modules.
+    """
+    if name in _ON_FIRST_USE:
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")  # which makes it an attribute: asked for once
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})
+
 
 reference.publish()
 _choose_kernels()

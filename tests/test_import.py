@@ -79,6 +79,27 @@ def test_import_touches_no_gpu_and_loads_nothing_heavy() -> None:
     assert not cuda
 
 
+def test_subpackages_load_on_first_use() -> None:
+    """Naming one on the package loads it, without `import pytransformer.models`. (Of `nn`, the rules of `convert` are made already.)"""
+    loaded, listed, used, unknown = fresh("""
+        import json, sys, pytransformer as pt
+        names = ["models", "nn", "training", "viz"]
+        late = [["pytransformer", name] for name in names if name != "nn"]
+        loaded = [name for name in sys.modules if name.split(".")[:2] in late]
+        listed = [name in dir(pt) for name in names]
+        used = [getattr(pt, name) is sys.modules["pytransformer." + name] for name in names]
+        used.append(pt.models.Transformer is __import__("pytransformer.models", fromlist=["x"]).Transformer)
+        try:
+            pt.modles
+        except AttributeError as error:
+            unknown = str(error)
+        print(json.dumps([loaded, listed, used, unknown]))
+    """)
+    assert loaded == []
+    assert listed == [True] * 4 and used == [True] * 5
+    assert unknown == "module 'pytransformer' has no attribute 'modles'"
+
+
 def test_import_does_not_load_the_native_library() -> None:
     """It is loaded by the first call that may use it, so that a library that does not load cannot break the import."""
     maps = fresh("""
