@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds a training step of the small translation model "notes-small", ours beside PyTorch's own modules, in one run.
+"""Milliseconds a training step of the small translation models, ours beside PyTorch's own modules, in one run.
 
-    python bench/tools/step_time.py                     # print
+    python bench/tools/step_time.py                     # print; of the preset "notes-small"
+    python bench/tools/step_time.py --preset notes      # heads as wide as the model, as in TensorFlow's tutorial
     python bench/tools/step_time.py --out FILE.json     # and write
     python bench/tools/step_time.py --bf16              # under bfloat16 autocast, as `pytransformer train --bf16`
     python bench/tools/step_time.py --profile           # which ops of ours the step spends its time in
 
-4 layers of encoder and decoder, d_model 128, 512 hidden, 8 heads, vocabularies of 7,000 and 7,800 tokens, batch 64, dropout
-0.1, label smoothing 0.1. Sentence lengths are drawn from a log-normal distribution like that of spoken sentences (median 20
+4 layers of encoder and decoder, d_model 128, 512 hidden, 8 heads, vocabularies of 7,765 and 7,010 tokens, batch 64; dropout and
+label smoothing as the preset has them. Sentence lengths are drawn from a log-normal distribution like that of spoken sentences (median 20
 tokens, at most 64) and padded to the longest of the batch, as without sorting by length. A step is zero_grad, forward, backward
 and Adam (the fused one, for all alike).
 
 pytransformer  models.Transformer
-torch          torch.nn.Transformer, which calls PyTorch's fused scaled_dot_product_attention
+torch          torch.nn.Transformer, which calls PyTorch's fused scaled_dot_product_attention; its heads are d_model / num_heads wide,
+               so for "notes" its layers get an attention of our own making with wider ones (testing.eager_twin.WideAttention)
 eager          the same, with attention as softmax(q kᵀ / sqrt(d) + mask) v in plain code
 """
 
@@ -32,6 +34,7 @@ from pytransformer.cli.benchmark import results
 from pytransformer.cli.benchmark.clock import Contender, interleaved
 from pytransformer.models import Transformer
 from pytransformer.ops._core.registry import trace
+from pytransformer.testing.eager_twin import widen
 from pytransformer.training import IGNORED, translation_collate
 
 BATCH, MEDIAN, SPREAD, LONGEST = 64, 20, 0.5, 64
@@ -44,8 +47,11 @@ class Twin(nn.Module):
         super().__init__()
         c = config
         self.source, self.target = nn.Embedding(c.vocab_size, c.d_model), nn.Embedding(c.target_vocab_size, c.d_model)
-        self.transformer = nn.Transformer(
-            c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout, batch_first=True
+        self.transformer = widen(
+            nn.Transformer(
+                c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout, batch_first=True
+            ),
+            c,
         )
         self.transformer.encoder.norm = self.transformer.decoder.norm = None  # post-norm: each block ends with one
         for module in self.transformer.modules():
@@ -57,7 +63,7 @@ class Twin(nn.Module):
         self.drop, self.scale, self.smoothing = nn.Dropout(c.dropout), c.d_model**0.5, c.label_smoothing
         from pytransformer.nn import sinusoidal
 
-        self.register_buffer("positions", sinusoidal(c.max_length, c.d_model))
+        self.register_buffer("positions", sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"))
 
     def embed(self, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         return self.drop(embedding(ids) * self.scale + self.positions[: ids.shape[1]])
@@ -139,6 +145,7 @@ def profile(step: Callable[[], None], steps: int = 5) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=["notes-small", "notes"], default="notes-small", help="default %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=5.0, help="of timing for each (default %(default)s)")
     parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
@@ -147,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    ours = Transformer.from_preset("notes-small")
+    ours = Transformer.from_preset(options.preset)
     batch = typical_batch(ours.config, torch.Generator().manual_seed(0))
     twins = Twin(ours.config), Twin(ours.config)
     assert sum(p.numel() for p in twins[0].parameters()) == ours.num_parameters(), "not the same network"
@@ -181,10 +188,10 @@ def main() -> None:
     backends = sorted({f"{raw}: {backend}" for raw, backend in record})
     print(f"source {shapes['input_ids']}, target {shapes['labels']}; {', '.join(backends)}")
     if options.out is not None:
-        environment = results.environment("cpu", "python bench/tools/step_time.py")
+        environment = results.environment("cpu", f"python bench/tools/step_time.py --preset {options.preset}")
         facts = {
             "environment": environment,
-            "model": "notes-small",
+            "model": options.preset,
             "bf16": options.bf16,
             "shapes": shapes,
             "backends": backends,

@@ -3,6 +3,7 @@
 
 from ._base import Model
 from ._output import Output
+from ._parameters import ParameterTable
 from .bert import BERT, BERTConfig
 from .conformer import Conformer, ConformerConfig
 from .fnet import FNet, FNetConfig
@@ -29,6 +30,7 @@ __all__ = [
     "MixerConfig",
     "Model",
     "Output",
+    "ParameterTable",
     "T5Config",
     "Transformer",
     "TransformerConfig",

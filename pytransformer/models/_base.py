@@ -17,6 +17,7 @@ from .._version import __version__
 from ..nn.experts import MixtureOptions, balance_loss
 from . import _convert, _files
 from ._output import Output
+from ._parameters import PARTS, ParameterTable, parameter_table
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ class Model(nn.Module):
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def parameter_table(self) -> ParameterTable:
+        """The parameters by part (embeddings, encoder, decoder, output), and within a stack by kind of sub-layer; ``print`` it."""
+        return parameter_table(self, self._parts())
+
+    def _parts(self) -> dict[str, str]:
+        """To which part a module belongs, by its name."""
+        return PARTS
 
     # ---- files
 

@@ -21,14 +21,17 @@ from ..nn.positions import LearnedPositions, Positions, SinusoidalPositions
 from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from ._parameters import PARTS
 
+_SIDES = (("source", "encoder"), ("target", "decoder"))
 POSITIONS = ("sinusoidal", "sinusoidal-halves", "learned")
 
 
 @dataclass(frozen=True)
 class TransformerConfig(EncoderDecoderConfig):
     """target_vocab_size None: one vocabulary and one embedding for both languages. norm: ``"post"`` (the paper's) or ``"pre"``.
-    final_norm: a norm after each stack (pre-norm always has one). tied: the output layer's weight is the target embedding.
+    final_norm: a norm after each stack (pre-norm always has one). head_dim: size of a head; None: d_model / num_heads.
+    value_dim: size of a head's values; None: head_dim. tied: the output layer's weight is the target embedding.
     start_token_id: what decoder inputs made from labels begin with. label_smoothing: in training. experts: mixtures in place of
     feed-forward networks, as ``{"num_experts": 8}``: the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
@@ -37,6 +40,8 @@ class TransformerConfig(EncoderDecoderConfig):
     d_model: int = 512
     hidden: int = 2048
     num_heads: int = 8
+    head_dim: int | None = None
+    value_dim: int | None = None
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
     activation: ActivationName = "relu"
@@ -59,7 +64,10 @@ class TransformerConfig(EncoderDecoderConfig):
 class Transformer(EncoderDecoder):
     """Encoder-decoder of Vaswani et al., "Attention Is All You Need" (2017).
 
-    The small translation model ``"notes-small"`` has two vocabularies and an output layer of its own.
+    ``"notes"`` is the translator of TensorFlow's tutorial "Neural machine translation with a Transformer and Keras": heads as wide as
+    the model (``key_dim = d_model``), Portuguese to English vocabularies of 7,765 and 7,010 tokens, an output layer of its own with bias,
+    dropout of attention weights. 10,184,162 parameters. (There attention's result has no dropout of its own, and norms an eps of 1e-3.)
+    ``"notes-small"`` is the same network with heads of d_model / num_heads, dropout and label smoothing as in the paper.
     """
 
     config: TransformerConfig
@@ -68,8 +76,13 @@ class Transformer(EncoderDecoder):
         "base": TransformerConfig(),
         "big": TransformerConfig(d_model=1024, hidden=4096, num_heads=16, dropout=0.3),
         "notes-small": TransformerConfig(
-            vocab_size=7000, target_vocab_size=7800, d_model=128, hidden=512, num_heads=8, num_encoder_layers=4,
+            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8, num_encoder_layers=4,
             num_decoder_layers=4, max_length=256, tied=False,
+        ),
+        "notes": TransformerConfig(
+            vocab_size=7765, target_vocab_size=7010, d_model=128, hidden=512, num_heads=8, head_dim=128, num_encoder_layers=4,
+            num_decoder_layers=4, max_length=2048, positions="sinusoidal-halves", tied=False, logits_bias=True,
+            attention_dropout=0.1, label_smoothing=0.0,
         ),
     }  # fmt: skip
     CONVERSIONS: ClassVar = {"marian": _hugging_face.MARIAN}
@@ -103,7 +116,9 @@ class Transformer(EncoderDecoder):
         c = self.config
 
         def attention(cross: bool) -> MultiHeadAttention:
-            return MultiHeadAttention(c.d_model, c.num_heads, cross=cross, dropout=c.attention_dropout)
+            return MultiHeadAttention(
+                c.d_model, c.num_heads, cross=cross, head_dim=c.head_dim, value_dim=c.value_dim, dropout=c.attention_dropout
+            )
 
         def block(layer: int) -> Block:
             inner = network(c.experts, layer, c.d_model, c.hidden, activation=c.activation, dropout=c.activation_dropout)
@@ -124,6 +139,11 @@ class Transformer(EncoderDecoder):
             module.initialise(nn.init.xavier_uniform_)
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+
+    def _parts(self) -> dict[str, str]:
+        """Each side has its embedding, unless they share it."""
+        sides = {f"{side}_{kind}": part for side, part in _SIDES for kind in ("embedding", "positions")}
+        return PARTS | sides | ({"source_embedding": "embeddings"} if self.config.target_vocab_size is None else {})
 
     def make_cache(self, max_length: int | None = None) -> KeyValueCache:
         """For ``past_key_values``; max_length None: the config's."""

@@ -28,6 +28,7 @@ class MultiHeadAttention(nn.Module):
         cross: keys and values come from ``context``.
         num_kv_heads: key and value heads, a divisor of num_heads; None: num_heads.
         head_dim: size of a head; None: d_model / num_heads, which makes the parameter count independent of the number of heads.
+        value_dim: size of a head's values; None: head_dim. ``out`` is then (d_model, num_heads * value_dim).
         bias: whether the projections have biases.
         scale: of the scores; None: 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight in training.
@@ -46,6 +47,7 @@ class MultiHeadAttention(nn.Module):
         cross: bool = False,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         bias: bool = True,
         scale: float | None = None,
         dropout: float = 0.0,
@@ -64,14 +66,19 @@ class MultiHeadAttention(nn.Module):
                 f"MultiHeadAttention: d_model {d_model} is not a multiple of num_heads {num_heads}; give head_dim"
             )
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        if min(self.head_dim, self.value_dim) < 1:
+            raise ValueError(
+                f"MultiHeadAttention: head_dim and value_dim must be at least 1, got {self.head_dim} and {self.value_dim}"
+            )
         self.scale, self.dropout = scale, dropout
-        self.widths = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
+        self.widths = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.value_dim)
         if cross:
             self.query = nn.Linear(d_model, self.widths[0], bias)
             self.key_value = nn.Linear(context_dim or d_model, sum(self.widths[1:]), bias)
         else:
             self.qkv = nn.Linear(d_model, sum(self.widths), bias)
-        self.out = nn.Linear(self.widths[0], d_model, bias)
+        self.out = nn.Linear(num_heads * self.value_dim, d_model, bias)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.cross, self.pattern = cross, pattern
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
@@ -92,11 +99,12 @@ class MultiHeadAttention(nn.Module):
             As x.
         """
         if self.cross:
-            query, (key, value) = self._heads(self.query(x)), self._context(context, cache)
+            query, (key, value) = _heads(self.query(x), self.head_dim), self._context(context, cache)
         else:
             if context is not None:
                 raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
-            query, key, value = map(self._heads, self.qkv(x).split_with_sizes(self.widths, -1))
+            q, k, v = self.qkv(x).split_with_sizes(self.widths, -1)
+            query, key, value = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
             if cache is not None:
                 key, value = cache.append(key, value)
         if self.pattern is not None:
@@ -127,20 +135,22 @@ class MultiHeadAttention(nn.Module):
             return cache.cross
         if context is None:
             raise ValueError("MultiHeadAttention: cross-attention needs context, or a cache that has seen it")
-        key, value = map(self._heads, self.key_value(context).split_with_sizes(self.widths[1:], -1))
+        k, v = self.key_value(context).split_with_sizes(self.widths[1:], -1)
+        key, value = _heads(k, self.head_dim), _heads(v, self.value_dim)
         if cache is not None:
             cache.cross = (key, value)
         return key, value
 
-    def _heads(self, t: torch.Tensor) -> torch.Tensor:
-        """(B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D), views."""
-        t = t.view(
-            *t.shape[:-1], t.shape[-1] // self.head_dim, self.head_dim
-        )  # unflatten and split are Python's: 12 us a call
-        return t if t.dim() == 3 else t.transpose(1, 2)
-
     def extra_repr(self) -> str:
         heads, kv_heads = (w // self.head_dim for w in self.widths[:2])
-        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}" + (
-            "" if self.pattern is None else f", pattern={self.pattern!r}"
+        return f"heads={heads}, kv_heads={kv_heads}, head_dim={self.head_dim}, cross={self.cross}" + "".join(
+            f", {name}={value!r}"
+            for name, value, usual in (("value_dim", self.value_dim, self.head_dim), ("pattern", self.pattern, None))
+            if value != usual
         )
+
+
+def _heads(t: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, L, H D) as (B, H, L, D), and (total, H D) as (total, H, D), views."""
+    t = t.view(*t.shape[:-1], t.shape[-1] // size, size)  # unflatten and split are Python's: 12 us a call
+    return t if t.dim() == 3 else t.transpose(1, 2)

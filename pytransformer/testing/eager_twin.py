@@ -6,17 +6,79 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ..models import Transformer
+from ..models import Transformer, TransformerConfig
 from ..nn import Block, FeedForward, MultiHeadAttention, sinusoidal
+
+
+class WideAttention(nn.Module):
+    """In the place of an ``nn.MultiheadAttention``, whose heads are d_model / num_heads wide: heads, and their values, of a free size.
+
+    Named and called as there; the layers of ``nn.Transformer`` take it. Attention is ``F.scaled_dot_product_attention``.
+    """
+
+    batch_first, _qkv_same_embed_dim = (
+        True,
+        False,
+    )  # what these layers ask for; the second keeps them from their own fused path
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        c = config
+        head = c.head_dim or c.d_model // c.num_heads
+        self.heads, self.dropout = c.num_heads, c.attention_dropout
+        self.widths = [c.num_heads * size for size in (head, head, c.value_dim or head)]
+        self.in_proj_weight = nn.Parameter(torch.empty(sum(self.widths), c.d_model))
+        self.in_proj_bias = nn.Parameter(torch.zeros(sum(self.widths)))
+        self.out_proj = nn.Linear(self.widths[2], c.d_model)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """attn_mask (L, L) and key_padding_mask (B, L): added to the scores, or bool with True where nothing is seen."""
+        weights, biases = self.in_proj_weight.split(self.widths), self.in_proj_bias.split(self.widths)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x, w, b in zip((query, key, value), weights, biases)
+        )
+        is_causal = is_causal and key_padding_mask is None
+        masks = [] if is_causal or attn_mask is None else [_added(attn_mask, q.dtype)]
+        if key_padding_mask is not None:
+            masks.append(_added(key_padding_mask, q.dtype)[:, None, None, :])
+        p = self.dropout if self.training else 0.0
+        result = F.scaled_dot_product_attention(q, k, v, sum(masks, q.new_zeros(())) if masks else None, p, is_causal)
+        return self.out_proj(result.transpose(1, 2).flatten(-2)), None
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+def widen(core: nn.Transformer, config: TransformerConfig) -> nn.Transformer:
+    """The same with :class:`WideAttention` for each attention, if the config's heads are not d_model / num_heads wide."""
+    if config.head_dim is not None or config.value_dim is not None:
+        for layer in [*core.encoder.layers, *core.decoder.layers]:
+            for name in ("self_attn", "multihead_attn"):
+                if hasattr(layer, name):
+                    setattr(layer, name, WideAttention(config))
+    return core
 
 
 class EagerTransformer(nn.Module):
     """``torch.nn.Transformer`` between embeddings with sinusoids and an output layer, with the weights of one of our models.
 
     Args:
-        ours: with sinusoidal positions, equal numbers of heads, and dropout only on sub-layers and embeddings.
+        ours: with sinusoidal positions, heads of any size, and dropout only on sub-layers and embeddings.
     """
 
     places: torch.Tensor
@@ -29,11 +91,14 @@ class EagerTransformer(nn.Module):
         self.target_embedding = (
             self.source_embedding if c.target_vocab_size is None else nn.Embedding(c.target_vocab_size, c.d_model)
         )
-        self.register_buffer("places", sinusoidal(c.max_length, c.d_model), persistent=False)
-        self.core = nn.Transformer(
+        self.register_buffer(
+            "places", sinusoidal(c.max_length, c.d_model, halves=c.positions == "sinusoidal-halves"), persistent=False
+        )
+        core = nn.Transformer(
             c.d_model, c.num_heads, c.num_encoder_layers, c.num_decoder_layers, c.hidden, c.dropout, c.activation,
             batch_first=True, norm_first=c.norm == "pre",
         )  # fmt: skip
+        self.core = widen(core, c)
         if ours.encoder.norm is None:
             self.core.encoder.norm = self.core.decoder.norm = None
         self.output = nn.Linear(c.d_model, self.target_embedding.num_embeddings, bias=c.logits_bias)

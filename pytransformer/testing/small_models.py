@@ -19,6 +19,10 @@ CONFIGS: dict[str, Any] = {
         **_SIZES, target_vocab_size=29, num_encoder_layers=2, num_decoder_layers=2, max_length=12, norm="pre", tied=False,
         positions="learned", logits_bias=True, experts={"num_experts": 3},
     ),
+    "Transformer-wide": models.TransformerConfig(  # heads of a free size, values of another
+        **_SIZES, head_dim=8, value_dim=6, num_encoder_layers=1, num_decoder_layers=1, max_length=12, tied=False,
+        logits_bias=True,
+    ),
     "BERT": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("mlm", "nsp", "boundary")),
     "BERT-classifier": models.BERTConfig(**_SIZES, num_layers=2, max_length=12, heads=("classification",), num_labels=3),
     "GPT": models.GPTConfig(**_SIZES, num_layers=2, max_length=12),

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # PyTorc
 LAYOUTS = {
     "post": {},
     "post-last-norm": dict(final_norm=True, activation="gelu"),
+    "post-wide-heads": dict(head_dim=8, value_dim=6, tied=False, logits_bias=True, positions="sinusoidal-halves"),
     "pre": dict(norm="pre", tied=False, logits_bias=True, target_vocab_size=29),
 }
 

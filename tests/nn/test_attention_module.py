@@ -42,6 +42,25 @@ def test_heads_of_a_free_size_and_grouped_queries():
     assert_same_logits(layer(x), layer.out(torch.cat(each, -1)))
 
 
+@pytest.mark.parametrize("cross", [False, True])
+def test_values_of_a_size_of_their_own(cross: bool):
+    """W_O is (d_model, heads * value_dim): queries and keys of 8, values of 3; the scale is that of the keys."""
+    layer = nn.MultiHeadAttention(10, 4, num_kv_heads=2, head_dim=8, value_dim=3, cross=cross)
+    x, context = torch.randn(2, 5, 10), torch.randn(2, 7, 10)
+    if cross:
+        assert layer.key_value.weight.shape == (2 * 8 + 2 * 3, 10)
+        q, (k, v) = layer.query(x), layer.key_value(context).split([16, 6], -1)
+    else:
+        assert layer.qkv.weight.shape == (4 * 8 + 2 * 8 + 2 * 3, 10)
+        q, k, v = layer.qkv(x).split([32, 16, 6], -1)
+    assert layer.out.weight.shape == (10, 12) and "value_dim=3" in repr(layer)
+    q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t, size in ((q, 8), (k, 8), (v, 3)))
+    each = [torch.softmax(q[:, h] @ k[:, h // 2].transpose(1, 2) / 8**0.5, -1) @ v[:, h // 2] for h in range(4)]
+    assert_same_logits(layer(x, context) if cross else layer(x), layer.out(torch.cat(each, -1)))
+    with pytest.raises(ValueError, match="head_dim and value_dim must be at least 1, got 8 and 0"):
+        nn.MultiHeadAttention(10, 4, head_dim=8, value_dim=0)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, None, None), (4, 3, 8), (0, None, 8), (4, 0, 8)])
 def test_impossible_heads_are_refused(heads: int, kv_heads: int | None, head_dim: int | None):
     with pytest.raises(ValueError, match="multiple"):
