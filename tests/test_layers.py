@@ -32,6 +32,7 @@ LAYERS = {
     "reference": ("reference",),
     "kernels": ("kernels",),
     "ops": ("ops",),
+    "distributed": ("distributed",),
     "nn": ("nn",),
     "models": ("models", "viz", "training"),
     "integrations": ("integrations", "drop_in", "drop_in_nested"),

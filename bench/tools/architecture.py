@@ -49,6 +49,7 @@ ROWS = (
         Box("models", "BERT, GPT, T5, ViT, …", "pytransformer/models"),
     ),
     (Box("nn", "modules and blocks", "pytransformer/nn"),),
+    (Box("distributed", "a sequence split over processes, tile by tile", "pytransformer/distributed"),),
     (Box("ops", "public functions: check the arguments, lower them to one problem", "pytransformer/ops"),),
     (
         Box(

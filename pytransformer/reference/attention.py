@@ -42,7 +42,7 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
     score = scores(a, query, key, visible)
     top = score.detach().amax(-1, keepdim=True) if num_keys else score.new_zeros(*score.shape[:-1], 1)
-    sinks = None if a.sinks is None else _sink_logits(a.sinks, work)[:, None, None]
+    sinks = None if a.sinks is None else sink_logits(a.sinks, work)[:, None, None]
     top = top if sinks is None else torch.maximum(top, sinks.detach())
     top = torch.where(top == -math.inf, 0.0, top)
     weight = torch.exp(score - top)
@@ -59,13 +59,13 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(a.query.dtype), lse
 
 
-def _sink_logits(sinks: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+def sink_logits(sinks: torch.Tensor, work: torch.dtype) -> torch.Tensor:
     """The sinks as every backend has them, (Hq,) contiguous in the dtype of scores. +inf counts as half of the largest number, whose
     weight is 1 as well."""
     return sinks.to(work).clamp(max=torch.finfo(work).max / 2).contiguous()
 
 
-def _above_sinks(sinks: torch.Tensor) -> torch.Tensor:
+def above_sinks(sinks: torch.Tensor) -> torch.Tensor:
     """The least lse of a query that sees a key, one or two ulp above its sink: so lse tells which queries see none. -inf for none."""
     finfo, size = torch.finfo(sinks.dtype), sinks.abs()
     return torch.where(sinks == -torch.inf, sinks, sinks + (size * finfo.eps).clamp(min=finfo.tiny))
@@ -74,7 +74,7 @@ def _above_sinks(sinks: torch.Tensor) -> torch.Tensor:
 def _lse_with_sinks(a: Any, lse: torch.Tensor, live_queries: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """lse (B, Hq, Lq) is that of rows that see a key, the sink included: kept above it. A query that sees none has its sink alone, and
     one past the lengths nothing."""
-    raised = torch.maximum(lse, _above_sinks(sinks.detach()))
+    raised = torch.maximum(lse, above_sinks(sinks.detach()))
     i, _, _ = indices(a)
     is_query = True if a.query_lengths is None else i[:, 0] < a.query_lengths[:, None, None]
     alone = torch.where(is_query & (sinks > -math.inf), sinks, -math.inf)

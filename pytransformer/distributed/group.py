@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a group have to agree on, and sums over them in a fixed order."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(this process's rank in the group, the group's size)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{op}: torch.distributed is not initialized: start the processes with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        hint = "; of a mesh give mesh.get_group(name)" if type(group).__name__ == "DeviceMesh" else ""
+        raise ValueError(f"{op}: group must be a ProcessGroup or None, got {type(group).__name__}{hint}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"{op}: this process, rank {dist.get_rank()}, is not in group: only its members may call")
+    return rank, dist.get_world_size(group)
+
+
+def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.device, description: Mapping[str, Any]) -> None:
+    """ValueError on every rank if the ranks do not call with the same: else they would wait for each other, or compute with the wrong rows.
+
+    A checksum goes round; the descriptions only where checksums differ.
+    """
+    ranks = dist.get_world_size(group)
+    text = json.dumps(description, default=str).encode()
+    own = torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64, device=device)
+    sums = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(sums, own, group=group)
+    found = torch.stack(sums).cpu()
+    if bool((found == found[0]).all()):
+        return
+    width = int(found[:, 1].max())
+    padded = torch.tensor(list(text.ljust(width)), dtype=torch.uint8, device=device)
+    texts = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(texts, padded, group=group)
+    told = [json.loads(bytes(t.tolist())) for t in texts]
+    for name in description:
+        values = [d.get(name) for d in told]
+        if any(v != values[0] for v in values):
+            listed = ", ".join(f"{v} on rank {r}" for r, v in enumerate(values))
+            raise ValueError(f"{op}: every rank of the group must call with the same {name}, got {listed}")
+    raise ValueError(f"{op}: the ranks of the group call with different arguments: {told}")
+
+
+def sum_over_ranks(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The sums over the group, on every rank the same bits: added in the order of ranks, which all_reduce does not promise."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1 or not tensors:
+        return list(tensors)
+    flat = torch.cat([t.flatten() for t in tensors])
+    shares = [torch.empty_like(flat) for _ in range(ranks)]
+    dist.all_gather(shares, flat, group=group)
+    total = shares[0]
+    for share in shares[1:]:
+        total = total + share
+    return [piece.view(t.shape) for piece, t in zip(total.split([t.numel() for t in tensors]), tensors)]
+
+
+def seed_of_the_first(seed: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The seed that the group's first rank drew, for all: one dropout mask."""
+    seed = seed.clone()
+    dist.broadcast(seed, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    return seed

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that tests of torch.distributed share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pytransformer.testing.ranks import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    processes = Pool(4)
+    yield processes
+    processes.close()
