@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     share = (said == batch["labels"]).float().mean().item()
     print(f"{100 * share:.1f} % of {len(said)} held-out images told right")
     seen = viz.attention_of(model, {"pixel_values": batch["pixel_values"][:16]})
-    distances = patch_distances(seen)
+    distances = seen.patch_distances(model)
     for layer, heads in enumerate(distances.tolist()):
         print(f"   layer {layer}: mean attention distance of its heads {', '.join(f'{d:.1f}' for d in heads)} pixels")
     try:
@@ -89,15 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
     else:
         print(f"wrote {viz.save(figure, options.out)}")
     return share
-
-
-def patch_distances(seen: viz.Seen) -> torch.Tensor:
-    """(layers, heads): the mean distance, in pixels, between a patch and those it attends to; the class token aside."""
-    side = SIZE // PATCH
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).float() * PATCH
-    apart = torch.cdist(places, places)
-    weights = torch.stack([tap.weights()[:, :, 1:, 1:] for tap in seen.taps])  # (layers, B, heads, patches, patches)
-    return ((weights * apart).sum(-1) / weights.sum(-1)).mean((1, 3))
 
 
 if __name__ == "__main__":

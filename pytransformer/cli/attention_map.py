@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what a model attended to. MODEL is a folder: a translator that `pytransformer train translate` made, a model saved
-by pytransformer, or a Hugging Face one (config.json and safetensors). Attention is computed from what the fused kernels keep,
-for the layers, heads and rows drawn only.
+by pytransformer, or a Hugging Face one (config.json and safetensors). A ViT looks at an image file. Attention is computed from what
+the fused kernels keep, for the layers, heads and rows drawn only.
 
 kinds: heat      one head as a heat map
        lines     one head as two columns of tokens with lines between them
        gallery   every head of every layer
-       distance  how far each head looks, by depth
+       distance  how far each head looks, by depth: in tokens, of a ViT in pixels
        positions the model's position encoding
 """
 
@@ -28,7 +28,9 @@ WHICH = ("encoder", "decoder", "cross")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model")
-    parser.add_argument("text", nargs="?", help="what the model reads; not needed for positions")
+    parser.add_argument(
+        "text", nargs="?", help="what the model reads, or the image that it looks at; not needed for positions"
+    )
     parser.add_argument("--target", metavar="TEXT", help="what a decoder says (default: what the translator says)")
     parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
     parser.add_argument("--which", choices=WHICH, help="attention of which stack (default: cross if there is one)")
@@ -60,13 +62,16 @@ def _draw(arguments: argparse.Namespace) -> Any:
     if arguments.kind == "positions":
         return viz.plot_positions(position_table(model))
     if not arguments.text:
-        raise UsageError(f"--kind {arguments.kind} needs a text for the model to read")
+        what = "an image for the model to look at" if hasattr(model, "patches") else "a text for the model to read"
+        raise UsageError(f"--kind {arguments.kind} needs {what}")
     inputs, tokens = encode(arguments.text, arguments.target)
     seen = attention_of(model, inputs, arguments.which)
     keys = tokens["decoder" if seen.which == "decoder" else "encoder"]
     queries = tokens["encoder" if seen.which == "encoder" else "decoder"]
     if arguments.kind == "distance":
-        return viz.plot_distances(seen.distances(), title=f"{seen.which} attention: {arguments.text}")
+        image = hasattr(model, "patches")
+        far = seen.patch_distances(model) if image else seen.distances()
+        return viz.plot_distances(far, title=f"{seen.which} attention: {arguments.text}", unit="pixels" if image else "tokens")
     if arguments.kind == "gallery":
         return viz.gallery(seen.weights(), title=f"{seen.which} attention: {arguments.text}")
     heads = None if arguments.head is None else [arguments.head]
@@ -87,9 +92,20 @@ def _load(folder: Path) -> tuple[Any, Any]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; wanted one that holds a model")
     model = load_model(folder)
+    if hasattr(model, "patches"):
+        return model, lambda path, _: _image_inputs(model, path)
     if not (folder / "tokenizer.json").is_file():
         return model, _no_tokenizer(folder)
     return model, lambda text, target: _tokenizer_inputs(folder, model, text, target)
+
+
+def _image_inputs(model: Any, path: str) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    from ..training import read_image
+
+    channels, *size = model.patches.image_shape
+    pixels = read_image(path, tuple(size), channels)[None].to(model.patches.projection.weight.dtype)
+    rows, columns = model.patches.grid
+    return {"pixel_values": pixels}, {"encoder": ["[CLS]", *(f"{r},{c}" for r in range(rows) for c in range(columns))]}
 
 
 def _no_tokenizer(folder: Path) -> Any:

@@ -225,7 +225,8 @@ FNET = Conversion(
 def _vit(config: dict[str, Any], state: State, architecture: str) -> dict[str, Any]:
     demand(config, pooler_act="tanh", pooler_output_size=config["hidden_size"], problem_type=None)
     return dict(
-        image_size=config["image_size"], patch_size=config["patch_size"], channels=config["num_channels"],
+        image_size=size if isinstance(size := config["image_size"], int) else tuple(size),
+        patch_size=config["patch_size"], channels=config["num_channels"],
         d_model=config["hidden_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
         hidden=config["intermediate_size"], activation=activation(config["hidden_act"]), dropout=config["hidden_dropout_prob"],
         attention_dropout=config["attention_probs_dropout_prob"], qkv_bias=config["qkv_bias"], eps=config["layer_norm_eps"],

@@ -14,16 +14,17 @@ from ..nn.feed_forward import FeedForward
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
 from ..nn.mixing import TokenMixing
-from ..nn.patches import PatchEmbedding
+from ..nn.patches import ImageSize, PatchEmbedding
 from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
 class MixerConfig(ModelConfig):
-    """token_hidden and hidden: of the networks along the patches and along the features."""
+    """image_size: (height, width), or one number for both. token_hidden and hidden: of the networks along the patches and along the
+    features."""
 
-    image_size: int = 224
+    image_size: ImageSize = 224
     patch_size: int = 16
     channels: int = 3
     d_model: int = 768
@@ -67,7 +68,7 @@ class Mixer(Model):
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
         """
         Args:
-            pixel_values: (B, channels, image_size, image_size).
+            pixel_values: (B, channels, height, width).
             labels: (B,) int64 classes.
         """
         hidden = self.encoder(self.patches(pixel_values), {})

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
-from ..nn.patches import PatchEmbedding
+from ..nn.patches import ImageSize, PatchEmbedding
 from ..nn.positions import LearnedPositions
 from ..ops._core.options import ActivationName
 from . import _hugging_face
@@ -24,10 +25,11 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class ViTConfig(ModelConfig):
-    """num_labels 0: no classifier. pooler: a tanh layer on the first token, its ``pooler_output`` (the classifier does not use it).
-    experts: mixtures in place of feed-forward networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
+    """image_size: (height, width), or one number for both. num_labels 0: no classifier. pooler: a tanh layer on the first token, its
+    ``pooler_output`` (the classifier does not use it). experts: mixtures in place of feed-forward networks, the arguments of
+    :class:`pytransformer.nn.MixtureOptions`."""
 
-    image_size: int = 224
+    image_size: ImageSize = 224
     patch_size: int = 16
     channels: int = 3
     d_model: int = 768
@@ -92,10 +94,23 @@ class ViT(Model):
         if isinstance(module, Experts):
             module.initialise(lambda matrix: nn.init.trunc_normal_(matrix, std=0.02))
 
+    def resized(self, image_size: ImageSize) -> Self:
+        """A copy for images of another size: the positions of its patches are interpolated (bicubic), all else is this one's.
+
+        Source: Dosovitskiy et al. (2021), section 3.2: a model is fine-tuned at a higher resolution than it was trained at.
+        """
+        model = type(self)(replace(self.config, image_size=image_size)).to(self.cls_token.device, self.cls_token.dtype)
+        state, place = self.state(), self.positions.weight.detach()
+        grid = place[1:].T.unflatten(1, self.patches.grid)[None].float()  # (1, d_model, rows, columns)
+        scaled = nn.functional.interpolate(grid, model.patches.grid, mode="bicubic", align_corners=False)
+        state["positions.weight"] = torch.cat([place[:1], scaled[0].flatten(1).T.to(place.dtype)])
+        model.load_state(state, f"a {type(self).__name__} for images of {self.config.image_size}")
+        return model.train(self.training)
+
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
         """
         Args:
-            pixel_values: (B, channels, image_size, image_size), of the parameters' dtype.
+            pixel_values: (B, channels, height, width), of the parameters' dtype.
             labels: (B,) int64 classes.
 
         Returns:

@@ -6,21 +6,36 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+ImageSize = int | tuple[int, int]
+
+
+def height_and_width(image_size: ImageSize) -> tuple[int, int]:
+    """ValueError if it is neither a positive number nor a pair of them."""
+    pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+        raise ValueError(f"image_size must be a positive number, or a pair (height, width) of them, got {image_size!r}")
+    return pair
+
 
 class PatchEmbedding(nn.Module):
-    """Square patches of an image, flattened (channel, row, column) and projected: (B, C, S, S) to (B, (S / P)², d_model).
+    """Square patches of an image, flattened (channel, row, column) and projected: (B, C, H, W) to (B, H W / P², d_model), row by row.
 
     The same map as a convolution of kernel and stride P, as one matrix product.
+
+    Args:
+        image_size: height and width, or one number for both. ``grid`` has the rows and columns of patches.
 
     Source: Dosovitskiy et al., "An image is worth 16x16 words" (2021), equation 1.
     """
 
-    def __init__(self, image_size: int, patch_size: int, channels: int, d_model: int) -> None:
+    def __init__(self, image_size: ImageSize, patch_size: int, channels: int, d_model: int) -> None:
         super().__init__()
-        if image_size % patch_size:
+        height, width = height_and_width(image_size)
+        if height % patch_size or width % patch_size:
             raise ValueError(f"PatchEmbedding: image_size {image_size} is not a multiple of patch_size {patch_size}")
-        self.image_shape = (channels, image_size, image_size)
-        self.patch_size, self.num_patches = patch_size, (image_size // patch_size) ** 2
+        self.image_shape = (channels, height, width)
+        self.grid = height // patch_size, width // patch_size
+        self.patch_size, self.num_patches = patch_size, self.grid[0] * self.grid[1]
         self.projection = nn.Linear(channels * patch_size**2, d_model)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

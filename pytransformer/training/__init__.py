@@ -7,7 +7,7 @@
 from .batching import IGNORED, Batches, causal_collate, pad, translation_collate
 from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
-from .images import ImageFolder, collate_images
+from .images import ImageFolder, collate_images, read_image
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
 from .metrics import plot_losses, read_metrics
 from .objective import of_model
@@ -43,6 +43,7 @@ __all__ = [
     "pad",
     "plot_losses",
     "read_checkpoint",
+    "read_image",
     "read_metrics",
     "read_pairs",
     "read_texts",

@@ -8,16 +8,36 @@ from pathlib import Path
 import torch
 
 from ..extras import require
+from ..nn.patches import ImageSize, height_and_width
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
+def read_image(path: str | Path, size: ImageSize, channels: int = 3) -> torch.Tensor:
+    """(channels, height, width) float32 in [-1, 1], resized.
+
+    Raises:
+        ValueError: not an image, or a wrong number of channels.
+        ImportError: without Pillow.
+    """
+    if channels not in (1, 3):
+        raise ValueError(f"an image has 3 channels (colour) or 1 (grey), got {channels}")
+    height, width = height_and_width(size)
+    try:
+        with require("PIL.Image", "viz", "reading images").open(path) as image:
+            resized = image.convert("RGB" if channels == 3 else "L").resize((width, height))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, channels).permute(2, 0, 1).float().div(127.5).sub(1.0)
+
+
 class ImageFolder:
-    """Images of `root/<class>/<name>.png`, resized to (size, size), as (channels, size, size) float32 in [-1, 1].
+    """Images of `root/<class>/<name>.png` through :func:`read_image`.
 
     Args:
         root: a folder with one folder for each class; classes are numbered in alphabetical order.
-        size: height and width in pixels.
+        size: height and width in pixels, or one number for both.
         channels: 3 for colour, 1 for grey.
 
     Raises:
@@ -25,10 +45,10 @@ class ImageFolder:
         ImportError: without Pillow.
     """
 
-    def __init__(self, root: str | Path, size: int, channels: int = 3) -> None:
+    def __init__(self, root: str | Path, size: ImageSize, channels: int = 3) -> None:
         if channels not in (1, 3):
             raise ValueError(f"ImageFolder: channels must be 1 or 3, got {channels}")
-        self._image = require("PIL.Image", "viz", "reading images")
+        require("PIL.Image", "viz", "reading images")
         self.root, self.size, self.channels = Path(root), size, channels
         self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
         self.files = [
@@ -47,14 +67,7 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.files[index]
-        try:
-            with self._image.open(path) as image:
-                resized = image.convert("RGB" if self.channels == 3 else "L").resize((self.size, self.size))
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read as an image: {error}") from error
-        pixels = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
-        pixels = pixels.view(self.size, self.size, self.channels).permute(2, 0, 1)
-        return pixels.float().div(127.5).sub(1.0), label
+        return read_image(path, self.size, self.channels), label
 
 
 def collate_images(examples: list[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:

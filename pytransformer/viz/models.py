@@ -53,6 +53,20 @@ class Seen:
         """(layers, heads): the mean attention distance, in linear memory; valid (B, Lq): queries that count."""
         return torch.stack([mean_distances(tap.summary("distance")["distance"], valid) for tap in self.taps])
 
+    def patch_distances(self, model: Any) -> torch.Tensor:
+        """(layers, heads): of a ViT the mean distance in pixels between a patch and those it attends to, in the plane; [CLS] aside.
+
+        Source: Dosovitskiy et al. (2021), section 4.5 and figure 7.
+        """
+        rows, columns = model.patches.grid
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float() * model.patches.patch_size
+        apart = torch.cdist(places, places)
+        found = []
+        for tap in self.taps:
+            weights = tap.weights()[:, :, 1:, 1:].float().cpu()  # (B, heads, patches, patches)
+            found.append(((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)))
+        return torch.stack(found)
+
 
 @torch.no_grad()
 def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None = None) -> Seen:

@@ -131,7 +131,7 @@ def test_shards_join_in_order() -> None:
     for ranks, layout in ((2, "zigzag"), (3, "zigzag"), (4, "contiguous")):
         shards = [torch.cat([whole[c.start : c.stop] for c in of_rank]) for of_rank in chunk_ranges(layout, ranks, 24)]
         assert torch.equal(in_order(shards, 0, layout), whole)
-    assert chunk_ranges("zigzag", 2, 8) == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    assert chunk_ranges("zigzag", 2, 8) == ((range(2), range(6, 8)), (range(2, 4), range(4, 6)))
 
 
 def test_a_message_names_its_ends() -> None:

@@ -116,6 +116,15 @@ def test_patches_are_a_convolution():
         layer(images[..., :8])
     with pytest.raises(ValueError, match="multiple"):
         nn.PatchEmbedding(12, 5, 3, 10)
+    with pytest.raises(ValueError, match=r"a pair \(height, width\) of them, got \(8, 0\)"):
+        nn.PatchEmbedding((8, 0), 4, 3, 10)
+
+
+def test_patches_of_a_rectangle() -> None:
+    layer, images = nn.PatchEmbedding((16, 32), 4, 3, 10), torch.randn(2, 3, 16, 32)
+    assert (layer.num_patches, layer.grid) == (16 * 32 // 4**2, (4, 8))
+    weight = layer.projection.weight.view(10, 3, 4, 4)
+    assert_same_logits(layer(images), F.conv2d(images, weight, layer.projection.bias, stride=4).flatten(2).transpose(1, 2))
 
 
 # ---- Conformer
