@@ -3,5 +3,6 @@
 
 from .layout import gather_sequence, shard_sequence
 from .ring import ring_attention
+from .ulysses import ulysses_attention
 
-__all__ = ["gather_sequence", "ring_attention", "shard_sequence"]
+__all__ = ["gather_sequence", "ring_attention", "shard_sequence", "ulysses_attention"]

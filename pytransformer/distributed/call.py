@@ -151,10 +151,12 @@ def prepare(
 ) -> tuple[RingCall, tuple[torch.Tensor | None, ...]]:
     """(the call, the tensors among its arguments)."""
     rank, ranks = check_group(OP, group)
-    check_layout(OP, layout)
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(OP, name, t, floating=True, ndim=4)
         check_same(OP, "query", query, name, t)
+    named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
+    check_agreement(OP, group, query.device, {**named, **options})
+    check_layout(OP, layout)
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"{OP}: key and value must have the same length, got {shape_of(key)} and {shape_of(value)}")
     query, key, value = autocast(query.device, query, key, value)
@@ -175,8 +177,6 @@ def prepare(
         a = a._replace(dropout_seed=seed_of_the_first(a.dropout_seed, group))
     _check_rows(a, ranks)
     pattern = Pattern(a.causal != "none", a.left, a.right, a.global_keys, _offset(a, totals), **_most(a, totals))
-    if ranks > 1 and looks_at_values(query.device):
-        check_agreement(OP, group, query.device, _description(a, layout, pattern, sum_gradients, backend))
     plan = ring_plan(pattern, chunk_ranges(layout, ranks, totals[0]), chunk_ranges(layout, ranks, totals[1]))
     count = attention_op.num_tensors
     return RingCall(a, plan, group, rank, backend, strict, bool(sum_gradients)), a[:count]
@@ -245,16 +245,3 @@ def _most(a: Any, totals: tuple[int, int]) -> dict[str, int]:
             most = high
         found[field] = most
     return found
-
-
-def _description(a: Any, layout: str, pattern: Pattern, sum_gradients: bool, backend: str | None) -> dict[str, Any]:
-    """What must be the same on every rank, in the words of the public arguments."""
-    told: dict[str, Any] = {name: list(getattr(a, name).shape) for name in ("query", "key", "value")}
-    told |= dict(dtype=str(a.query.dtype), layout=layout, backend=backend, sum_gradients=bool(sum_gradients))
-    told |= dict(causal=a.causal, window=[a.left, a.right], global_keys=a.global_keys, scale=a.scale, softcap=a.softcap)
-    told |= dict(dropout_p=a.dropout_p, dropout_seed=None if a.dropout_seed is None else int(a.dropout_seed))
-    told["lengths"] = {n: None if getattr(a, n) is None else getattr(a, n).tolist() for n in LENGTHS}
-    told["requires_grad"] = [t is not None and t.requires_grad for t in a[: len(PLACES)]]
-    told["which arguments"] = [t is not None for t in a[: attention_op.num_tensors]]
-    told["pattern"] = dataclasses.astuple(pattern)
-    return told

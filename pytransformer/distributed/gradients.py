@@ -60,7 +60,7 @@ class Gradients:
 
     def finished(self) -> list[torch.Tensor | None]:
         """Of PLACES, each in its argument's dtype and memory order; what all ranks have alike summed over them."""
-        if self.call.sum_gradients:
+        if self.call.sum_gradients and self.call.plan.ranks > 1:
             alike = [name for name in self.of if self.call.is_alike(name)]
             self.of.update(zip(alike, sum_over_ranks([self.of[name] for name in alike], self.call.group)))
         pairs = ((self.of.get(name), t) for name, t in zip(PLACES, self.call.a))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 60  # for one call; a rank that waits for one that failed gives up after half of them
+SECONDS = 30  # for one call; a rank that waits for one that failed gives up after half of them
 
 
 class Failed(AssertionError):

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import ring_attention
+from ..distributed import ring_attention, ulysses_attention
 from . import bounds
 from .attention_problem import Problem
 from .poison import poisoned
 
-SCHEMES: dict[str, Any] = {"ring": ring_attention}
+SCHEMES: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
 BY_ROW = {"query": 2, "key": 2, "value": 2, "query_segments": 1, "key_segments": 1}
 
 

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ulysses attention: the sequence is split over ranks everywhere but in attention, where heads are.
+
+An all-to-all gives each rank all rows of Hq / n heads, attention runs on them as in one process, another all-to-all gives each rank
+its rows of all heads back. Fewer bytes than a ring where n is large, but n must divide the heads, and each rank holds whole rows of a
+mask. See docs/scaling.md.
+
+Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Unpack
+
+from ..ops._attention_arguments import dense_term, integers
+from ..ops._core.options import AttentionOptions
+from ..ops._core.tensors import autocast, check_same, check_tensor, empty_in_order
+from ..ops.attention import attention
+from ..ops.block_mask import as_block_mask
+from ..ops.masks import AlibiBias, RelativePositionBias
+from .group import check_agreement, check_group, sum_over_ranks
+from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
+
+OP = "ulysses_attention"
+
+
+@overload
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: Layout = "contiguous",
+    sum_gradients: bool = True,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: Layout = "contiguous",
+    sum_gradients: bool = True,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: Layout = "contiguous",
+    sum_gradients: bool = True,
+    return_lse: bool = False,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`pytransformer.attention` of a sequence that is split over the ranks of ``group``, each rank computing some heads of all of it.
+
+    Every rank must call, and call backward.
+
+    Args:
+        query: (B, Hq, Lq / n, D), this rank's rows; n must divide Hq.
+        key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), likewise; n must divide Hkv or Hkv divide n.
+        group, layout, sum_gradients, return_lse: as in :func:`ring_attention`.
+        options: as there, and block masks of the whole sequence that are the same for all heads. No dropout.
+
+    Returns:
+        (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.
+
+    Raises:
+        TypeError, ValueError: as ring_attention, and where the heads do not split.
+    """
+    rank, ranks = check_group(OP, group)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_tensor(OP, name, t, floating=True, ndim=4)
+        check_same(OP, "query", query, name, t)
+    named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
+    check_agreement(OP, group, query.device, {**named, **options})
+    check_layout(OP, layout)
+    heads, key_heads = query.shape[1], key.shape[1]
+    _check_split(query, key, ranks, layout, options)
+    swap = _Swap(group, rank, ranks, layout, sum_gradients, heads)
+    whole = {name: swap.option(name, t, query, key) for name, t in options.items()}
+    q, k, v = autocast(query.device, query, key, value)
+    if key_heads < ranks:
+        k, v = (t.repeat_interleave(ranks // key_heads, 1) for t in (k, v))
+    out, lse = attention(*(swap.to_heads(t) for t in (q, k, v)), return_lse=True, **whole)
+    out = swap.to_rows(out, q)
+    return (out, swap.to_rows(lse[..., None], q)[..., 0]) if return_lse else out
+
+
+def _check_split(query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str, options: dict[str, Any]) -> None:
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads % ranks or (key_heads % ranks and ranks % max(key_heads, 1)):
+        raise ValueError(
+            f"{OP}: {ranks} ranks must divide query's heads, and key's heads or be a multiple of them, got {heads} and {key_heads}: use "
+            "fewer ranks, or ring_attention"
+        )
+    for name, t in (("query", query), ("key", key)):
+        check_length(OP, name, t.shape[2], chunks_of_a_rank(layout), f"with layout={layout!r} the length on each rank")
+    if options.get("dropout_p") and ranks > 1:
+        raise ValueError(
+            f"{OP}: dropout goes by the number of the head, which attention counts from 0 on every rank: use ring_attention, whose "
+            "dropout mask is that of one process, or no dropout"
+        )
+    block_mask = as_block_mask(options.get("attn_mask"))
+    if block_mask is not None and block_mask.shape[1] != 1 and ranks > 1:
+        raise ValueError(
+            f"{OP}: attn_mask is a block mask of {block_mask.shape[1]} heads: give one that all heads share (H = 1)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Swap:
+    """Between this rank's rows of all heads and all rows of this rank's heads."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    layout: Any
+    sum_gradients: bool
+    heads: int
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        swapped: torch.Tensor = _ToHeads.apply(x, self)
+        return swapped
+
+    def to_rows(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """In the memory order of ``like``."""
+        swapped: torch.Tensor = _ToRows.apply(x, self, like)
+        return swapped
+
+    def option(self, name: str, t: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+        """A keyword as attention on this rank's heads takes it."""
+        if name in ("query_segments", "key_segments") and t is not None:
+            of = query if name[0] == "q" else key
+            return self._rows(integers(name, t, (of.shape[0], of.shape[2]), query), 1)
+        if name == "sinks" and isinstance(t, torch.Tensor):
+            return self._own_heads(t, 0)
+        if name == "bias" and isinstance(t, AlibiBias):
+            return AlibiBias(self._own_heads(t.slopes, 0))
+        if name == "bias" and isinstance(t, RelativePositionBias):
+            return dataclasses.replace(t, table=self._own_heads(t.table, 1))
+        if name in ("attn_mask", "bias") and isinstance(t, torch.Tensor):
+            return self._dense(name, t, query, key)
+        return t
+
+    def _dense(self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a mask for all heads, as all rows for its heads."""
+        x = dense_term(name, t, (*query.shape[:3], key.shape[2] * self.ranks), query)
+        assert x is not None
+        if x.shape[2] == 1 and query.shape[2] == 1 and self.ranks > 1:
+            raise ValueError(
+                f"{OP}: with one query on each rank {name} of one row may be this rank's or all ranks': give more queries"
+            )
+        if x.shape[2] == 1:
+            return self._own_heads(x, 1) if x.shape[1] > 1 else _alike(x, self)
+        return self.to_heads(x) if x.shape[1] > 1 else self._rows(x, 2)
+
+    def _rows(self, t: Any, dim: int) -> torch.Tensor:
+        return gather_sequence(t, group=self.group, dim=dim, layout=self.layout)
+
+    def _own_heads(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of what every rank has whole."""
+        if t.shape[dim] != self.heads:
+            raise ValueError(f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape {tuple(t.shape)}")
+        size = self.heads // self.ranks
+        return _alike(t, self).narrow(dim, self.rank * size, size)
+
+
+def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(n, …): part r goes to rank r, and part r of the result came from it."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def _heads_from_rows(x: torch.Tensor, swap: _Swap) -> torch.Tensor:
+    parts = x.unflatten(1, (swap.ranks, -1)).movedim(1, 0).contiguous()
+    return in_order(_all_to_all(parts, swap.group).unbind(0), 2, swap.layout)
+
+
+def _rows_from_heads(x: torch.Tensor, swap: _Swap) -> torch.Tensor:
+    ranges = chunk_ranges(swap.layout, swap.ranks, x.shape[2])
+    parts = torch.stack([torch.cat([x[:, :, c.start : c.stop] for c in of_rank], 2) for of_rank in ranges])
+    return _all_to_all(parts, swap.group).movedim(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, swap: _Swap) -> torch.Tensor:
+        ctx.swap = swap
+        return _heads_from_rows(x, swap)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _rows_from_heads(grad, ctx.swap), None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, swap: _Swap, like: torch.Tensor) -> torch.Tensor:
+        ctx.swap = swap
+        rows = _rows_from_heads(x, swap)
+        return empty_in_order(like, rows.shape, rows.dtype).copy_(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _heads_from_rows(grad, ctx.swap), None, None
+
+
+def _alike(t: torch.Tensor, swap: _Swap) -> torch.Tensor:
+    """What every rank has the same: its gradient is the sum of the ranks' shares."""
+    same: torch.Tensor = _Alike.apply(t, swap) if swap.sum_gradients else t
+    return same
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, swap: _Swap) -> torch.Tensor:
+        ctx.swap = swap
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over_ranks([grad], ctx.swap.group)[0], None

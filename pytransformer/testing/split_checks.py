@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank does in the tests of pytransformer.distributed, besides the fuzzer's problems."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import gather_sequence, shard_sequence
+from ..distributed.call import prepare
+from .attention_problem import Problem
+from .ring_faults import planted
+from .split_attention import SCHEMES, attend, rows_of
+
+
+def attend_with(rank: int, group: dist.ProcessGroup, fault: str | None, *args: Any, **options: Any) -> dict[str, Any]:
+    """:func:`attend` with a planted fault."""
+    with planted(fault):
+        return attend(rank, group, *args, **options)
+
+
+def outputs(rank: int, group: dist.ProcessGroup, scheme: str, layout: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """out of this rank's rows, without gradients."""
+    shards = [t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)) for t in (q, k, v)]
+    return SCHEMES[scheme](*shards, group=group, layout=layout, **options)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The bytes that this process sends, by what sends them."""
+    sent: Counter[str] = Counter()
+
+    def point_to_point(calls: list[dist.P2POp]) -> Any:
+        sent["isend"] += sum(c.tensor.nbytes for c in calls if c.op is dist.isend)
+        return batch(calls)
+
+    def to_all(received: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
+        sent["all_gather"] += tensor.nbytes * (len(received) - 1)
+        return all_gather(received, tensor, **options)
+
+    def single(received: torch.Tensor, tensor: torch.Tensor, **options: Any) -> Any:
+        ranks = dist.get_world_size(options.get("group"))
+        sent["all_to_all"] += tensor.nbytes // ranks * (ranks - 1)
+        return all_to_all(received, tensor, **options)
+
+    batch, all_gather, all_to_all = dist.batch_isend_irecv, dist.all_gather, dist.all_to_all_single
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", point_to_point),
+        mock.patch.object(dist, "all_gather", to_all),
+        mock.patch.object(dist, "all_to_all_single", single),
+    ):
+        yield sent
+
+
+def bytes_sent(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, layout: str) -> dict[str, int]:
+    """Of a call forward and backward; what the ranks compare with each other first is left out."""
+    first = (mock.patch(f"pytransformer.distributed.{name}.check_agreement") for name in ("call", "ulysses"))
+    with counted() as sent, next(first), next(first):
+        attend(rank, group, problem, scheme, layout)
+    return dict(sent)
+
+
+def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any], by_rank: list[Any]) -> str:
+    """The error of a call whose options differ by rank; "" for none."""
+    options = {"group": group, **by_rank[rank]}
+    try:
+        SCHEMES[scheme](*(torch.zeros(options.pop("shape", shape)) for shape in shapes), **options)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def seed_drawn(rank: int, group: dist.ProcessGroup) -> int:
+    """The dropout seed of a call that gives none, with generators that differ by rank."""
+    torch.manual_seed(rank)
+    x = torch.zeros(1, 1, 4, 8)
+    call, _ = prepare(x, x, x, group, "zigzag", True, {"dropout_p": 0.5})
+    assert call.a.dropout_seed is not None
+    return int(call.a.dropout_seed)
+
+
+def there_and_back(rank: int, group: dist.ProcessGroup, x: torch.Tensor, dim: int, layout: Any) -> tuple[torch.Tensor, ...]:
+    """(this rank's rows, the whole gathered, the gradient of the whole through shard and gather, upstream being rank + 1)."""
+    leaf = x.clone().requires_grad_()
+    shard = shard_sequence(leaf, group=group, dim=dim, layout=layout)
+    whole = gather_sequence(shard, group=group, dim=dim, layout=layout)
+    (grad,) = torch.autograd.grad(whole, leaf, torch.full_like(whole, rank + 1.0))
+    return shard.detach().clone(), whole.detach(), grad

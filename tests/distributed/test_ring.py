@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring attention on real processes: one dropout mask, the bytes of the formulas, bits, refusals, planted faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.distributed import ring_attention, shard_sequence
+from pytransformer.reference.philox import keep_mask
+from pytransformer.testing import bounds
+from pytransformer.testing.attention_problem import Problem
+from pytransformer.testing.ranks import Pool
+from pytransformer.testing.ring_faults import FAULTS
+from pytransformer.testing.split_attention import attend, joined, rows_of
+from pytransformer.testing.split_checks import (
+    attend_with,
+    bytes_sent,
+    outputs,
+    refusal,
+    seed_drawn,
+    there_and_back,
+)
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def problem_of(
+    heads: int = 4, key_heads: int = 2, length: int = 48, dim: int = 8, dtype: torch.dtype = torch.float64, **given: Any
+) -> Problem:
+    """A problem of normal data; floating tensors of ``given`` take gradients, as do query, key and value."""
+    shapes = {"query": heads, "key": key_heads, "value": key_heads}
+    tensors = {name: torch.randn(2, h, length, dim).to(dtype) for name, h in shapes.items()}
+    tensors |= {n: t for n, t in given.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    keywords = {n: t for n, t in given.items() if n not in tensors}
+    grads = torch.randn(2, heads, length, dim).to(dtype), torch.randn(2, heads, length).to(torch.float64)
+    return Problem(tensors, keywords, tuple(tensors), *grads, dtype, "normal", packed=False)
+
+
+def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
+    found = bounds.check(problem.solve(), joined(problem, shards, layout), problem.dtype, problem.limits)
+    return [str(c) for c in found if not c.ok]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, layout: str) -> None:
+    """With value the identity and all scores alike, out shows the mask."""
+    length, seed, p = 48, 7, 0.4
+    q, eye = torch.zeros(2, 2, length, 8), torch.eye(length).expand(2, 2, length, length)
+    shards = pool.run(ranks, outputs, "ring", layout, q, q, eye, dropout_p=p, dropout_seed=seed)
+    order = torch.cat([rows_of(length, ranks, r, layout) for r in range(ranks)])
+    whole = torch.cat(shards, 2).index_select(2, order.argsort())
+    keep = keep_mask(torch.tensor(seed), p, 2, 2, length, length)
+    assert torch.equal(whole != 0, keep)
+    assert torch.allclose(whole, pt.attention(q, q, eye, dropout_p=p, dropout_seed=seed))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None:
+    """Both ways of differentiating a tile: by the row's lse, and through the tile's own softmax."""
+    problem = problem_of(
+        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20), sinks=torch.randn(4).double(),
+        attn_mask=torch.randn(2, 1, 48, 48).double(), dropout_p=0.2, dropout_seed=3, softcap=4.0,
+        key_lengths=torch.tensor([48, 29]), query_lengths=torch.tensor([40, 29]),
+    )  # fmt: skip
+    assert not wrong(problem, pool.run(3, attend, problem, "ring", layout, backend=backend, strict=True), layout)
+
+
+def test_two_runs_give_the_same_bits(pool: Pool) -> None:
+    problem = problem_of(dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20))
+    first, second = (pool.run(4, attend, problem, "ring", "zigzag") for _ in range(2))
+    assert [bounds.other_bits(a, b) for a, b in zip(first, second)] == [[]] * 4
+
+
+def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]]) -> int:
+    """What one rank sends in one direction: of each (heads, head size) all but the part that stays."""
+    return sum(batch * rows * h * d for h, d in heads) * 4 * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ulysses_bytes_are_those_of_the_formula(pool: Pool, layout: str) -> None:
+    """query, key, value and out forward, lse where it is asked for, and their gradients backward; one more key head than ranks' worth."""
+    ranks, length, dim = 2, 48, 8
+    problem = problem_of(dtype=torch.float32, causal="top_left")
+    one_way = ulysses_bytes(ranks, 2, length // ranks, [(4, dim), (2, dim), (2, dim), (4, dim), (4, 1)])
+    for sent in pool.run(ranks, bytes_sent, problem, "ulysses", layout):
+        assert sent == {"all_to_all": 2 * one_way}
+
+
+@pytest.mark.parametrize("scheme, ranks", [("ulysses", 2), ("ulysses", 4)])
+def test_ulysses_float64(pool: Pool, scheme: str, ranks: int) -> None:
+    """Two key heads for four ranks: each is sent to two."""
+    problem = problem_of(
+        causal="top_left", window=(20, None), table=torch.randn(8, 4).double(), t5=(False, 20), sinks=torch.randn(4).double(),
+        attn_mask=torch.randn(2, 4, 48, 48).double(), key_lengths=torch.tensor([48, 29]),
+    )  # fmt: skip
+    assert not wrong(problem, pool.run(ranks, attend, problem, scheme, "zigzag", backend="cpu", strict=True), "zigzag")
+
+
+def test_ulysses_refuses(pool: Pool) -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ((1, 3, 4, 8), {}, "2 ranks must divide query's heads"),
+        ((1, 2, 4, 8), {"dropout_p": 0.1, "dropout_seed": 1}, "dropout goes by the number of the head"),
+    ]
+    for shape, options, why in cases:
+        assert all(why in told for told in pool.run(2, refusal, "ulysses", [shape] * 3, [options] * 2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keywords", [{}, {"causal": "top_left"}, {"causal": "top_left", "window": (11, None)}], ids=str)
+def test_bytes_are_those_of_the_formulas(pool: Pool, layout: str, keywords: dict[str, Any]) -> None:
+    """docs/scaling.md: K and V forward; in backward again, and their gradients in float32."""
+    ranks, batch, key_heads, length, dim = 4, 2, 2, 48, 8
+    problem = problem_of(dtype=torch.float32, **keywords)
+    found = pool.run(ranks, bytes_sent, problem, "ring", layout)
+    chunk = batch * key_heads * (length // ranks // (2 if layout == "zigzag" else 1)) * dim * 4 * 2
+    chunks = {
+        ("contiguous", 0): ranks * (ranks - 1),
+        ("contiguous", 1): ranks * (ranks - 1) // 2,
+        ("contiguous", 2): ranks - 1,  # the window reaches into the shard before
+        ("zigzag", 0): 2 * ranks * (ranks - 1),
+        ("zigzag", 1): 3 * ranks * (ranks - 1) // 2,
+        # 8 chunks of 6 rows, each seen by the two after it: 2 + 2 + 1 + 1 + 2 + 2 + 1 + 0 on other ranks
+        ("zigzag", 2): 11,
+    }[layout, len(keywords)]
+    assert sum(sent.get("isend", 0) for sent in found) == 3 * chunks * chunk
+    assert not any(sent.get("all_gather") for sent in found)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
+    """Rows of finfo.min besides others; a sink would take all their weight."""
+    lowest = torch.zeros(1, 1, 48, 48)
+    lowest[..., 5::3, :] = torch.finfo(torch.float32).min
+    sinks = {"sinks": torch.randn(4)} if fault and "sink" in fault else {}
+    problem = problem_of(
+        causal="top_left", dtype=torch.float32, table=torch.randn(8, 4), t5=(False, 20), attn_mask=lowest, dropout_p=0.2,
+        dropout_seed=3, key_lengths=torch.tensor([48, 29]), **sinks,
+    )  # fmt: skip
+    shards = pool.run(2, attend_with, fault, problem, "ring", "contiguous")
+    try:
+        found = wrong(problem, shards, "contiguous")
+    except AssertionError as error:  # what all ranks must have alike is not
+        found = [str(error)]
+    assert bool(found) == (fault is not None), found
+
+
+def test_a_share_of_the_gradients_each(pool: Pool) -> None:
+    """sum_gradients=False: the shares add up to the whole."""
+    problem = problem_of(causal="top_left", table=torch.randn(8, 4).double(), t5=(False, 20))
+    whole, shares = (pool.run(2, attend, problem, "ring", "zigzag", sum_gradients=both) for both in (True, False))
+    assert torch.equal(whole[0]["table"], whole[1]["table"])
+    assert not torch.equal(shares[0]["table"], shares[1]["table"])
+    assert torch.allclose(shares[0]["table"] + shares[1]["table"], whole[0]["table"], rtol=1e-12)
+
+
+def test_the_first_rank_draws_the_seed(pool: Pool) -> None:
+    assert len(set(pool.run(3, seed_drawn))) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_shard_and_gather_are_inverse(pool: Pool, dim: int, layout: str) -> None:
+    x, ranks = torch.randn(2, 12, 12), 3
+    for rank, (shard, whole, grad) in enumerate(pool.run(ranks, there_and_back, x, dim, layout)):
+        rows = rows_of(12, ranks, rank, layout)
+        assert torch.equal(shard, x.index_select(dim, rows)) and torch.equal(whole, x)
+        assert torch.equal(grad, torch.zeros_like(x).index_fill(dim, rows, 1.0 + 2.0 + 3.0))
+
+
+SHAPES = [(1, 2, 4, 8)] * 3
+BLOCKS = pt.BlockMask.from_dense(torch.ones(1, 1, 8, 8, dtype=torch.bool), block_size=(32, 32))
+REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
+    "layouts": (SHAPES, [{"layout": "zigzag"}, {"layout": "contiguous"}], "same layout, got 'zigzag' on rank 0, 'contiguous' on rank 1"),
+    "lengths": (SHAPES, [{}, {"shape": (1, 2, 6, 8)}], "every rank of the group must call with the same query"),
+    "seeds": (SHAPES, [{"dropout_p": 0.5, "dropout_seed": i} for i in range(2)], "the same dropout_seed, got 0 on rank 0, 1"),
+    "a layout": (SHAPES, [{"layout": "striped"}] * 2, "layout must be one of 'contiguous', 'zigzag', got 'striped'"),
+    "an odd length": ([(1, 2, 5, 8)] * 3, [{}] * 2, "must be a multiple of 2, got 5: pad the sequence"),
+    "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
+    "a block mask": (SHAPES, [{"attn_mask": BLOCKS}] * 2, "attn_mask is a block mask"),
+    "a mask": (SHAPES, [{"attn_mask": torch.ones(4, 4, dtype=torch.bool)}] * 2, "does not broadcast to (B, Hq, Lq, Lk)"),
+    "segments": (SHAPES, [{"query_segments": torch.zeros(1, 4, dtype=torch.long)}] * 2, "go together"),
+    "key lengths": (SHAPES, [{"key_lengths": torch.tensor([9])}] * 2, "key_lengths must be between 0 and 8, got 9"),
+    "dropout and an offset": (
+        [(1, 2, 4, 8), (1, 2, 8, 8), (1, 2, 8, 8)],
+        [{"causal": "bottom_right", "dropout_p": 0.5, "dropout_seed": 1}] * 2,
+        "dropout goes by the index of the query",
+    ),
+    "offsets": (
+        [(2, 2, 4, 8)] * 3,
+        [{"causal": "bottom_right", "key_lengths": torch.tensor([8, 5])}] * 2,
+        "the same for every sequence, got [-3, 0]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(pool: Pool, name: str) -> None:
+    shapes, by_rank, why = REFUSED[name]
+    for told in pool.run(2, refusal, "ring", shapes, by_rank):
+        assert told.startswith("ValueError: ring_attention" if name.split()[-1] != "mask" else "ValueError"), told
+        assert why in told
+
+
+def test_alone_it_says_how_to_start() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="start the processes with torchrun"):
+        ring_attention(x, x, x)
+    with pytest.raises(ValueError, match="start the processes with torchrun"):
+        shard_sequence(x)
