@@ -159,6 +159,8 @@ _BERT_HEADS = {
     "ForMaskedLM": ("mlm",),
     "ForNextSentencePrediction": ("nsp",),
     "ForSequenceClassification": ("classification",),
+    "ForTokenClassification": ("tagging",),
+    "ForQuestionAnswering": ("answer",),
     "Model": (),
 }
 
@@ -199,6 +201,7 @@ _EMBEDDING_RULES = [
     ("mlm.output.bias", "cls.predictions.bias"),
     ("nsp.*", r"cls.seq_relationship.\1"),
     ("classifier.*", r"classifier.\1"),
+    ("answer.*", r"qa_outputs.\1"),
 ]
 _IGNORED = r"cls\.predictions\.decoder\.(weight|bias)|embeddings\.(position|token_type)_ids"
 _RENAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))

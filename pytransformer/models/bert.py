@@ -26,14 +26,20 @@ from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output
 
-HEADS = ("mlm", "nsp", "boundary", "classification")
+HEADS = ("mlm", "nsp", "boundary", "classification", "tagging", "answer")
+FINE_TUNED = (
+    "classification",
+    "tagging",
+    "answer",
+)  # a model has one of them at most, and then its labels and logits are of that
 MAX_SPAN = 10  # tokens of a masked span, as SpanBERT draws them
 
 
 @dataclass(frozen=True)
 class BERTConfig(ModelConfig):
-    """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT) and ``"classification"``. pooler: the tanh layer
-    on the first token, which nsp and classification need. num_labels: of the classification. pattern: of attention, as
+    """heads: of ``"mlm"``, ``"nsp"`` (next sentence), ``"boundary"`` (SpanBERT), and one of ``"classification"`` (of [CLS]), ``"tagging"``
+    (of each token) and ``"answer"`` (the first and last token of an answer in the text). pooler: the tanh layer on the first token,
+    which nsp and classification need. num_labels: of the classification or tagging. pattern: of attention, as
     ``{"make": "longformer", "window": 512, "global_tokens": 1}``: the arguments of :class:`pytransformer.nn.Pattern`.
     experts: mixtures in place of feed-forward networks, those of :class:`pytransformer.nn.MixtureOptions`."""
 
@@ -76,6 +82,8 @@ class BERT(Model):
             raise ValueError(f"{type(c).__name__}: heads are {', '.join(HEADS)}; got {', '.join(sorted(unknown))}")
         if not c.pooler and {"nsp", "classification"} & set(c.heads):
             raise ValueError(f"{type(c).__name__}: the heads nsp and classification need pooler=True")
+        if len(tuned := [head for head in FINE_TUNED if head in c.heads]) > 1:
+            raise ValueError(f"{type(c).__name__}: one of the heads {', '.join(FINE_TUNED)} at a time; got {', '.join(tuned)}")
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = LearnedPositions(c.max_length, c.d_model)
         self.segments = nn.Embedding(c.num_segments, c.d_model)
@@ -86,7 +94,8 @@ class BERT(Model):
         self.mlm = VocabularyHead(c, self.embedding) if "mlm" in c.heads else None
         self.nsp = Classifier(c.d_model, 2) if "nsp" in c.heads else None
         self.boundary = BoundaryHead(c, self.embedding) if "boundary" in c.heads else None
-        self.classifier = Classifier(c.d_model, c.num_labels) if "classification" in c.heads else None
+        self.classifier = Classifier(c.d_model, c.num_labels) if {"classification", "tagging"} & set(c.heads) else None
+        self.answer = Classifier(c.d_model, 2) if "answer" in c.heads else None
         self.apply(self._initialise)
 
     def _mixing(self) -> nn.Module:
@@ -140,29 +149,30 @@ class BERT(Model):
             input_ids: (B, L) int64.
             attention_mask: (B, L), 0 = padding on any side; or lengths (B,).
             token_type_ids: (B, L) segments; None: all 0.
-            labels: (B, L) original tokens where masked and -100 elsewhere; (B,) classes for a model with ``"classification"``.
+            labels: (B, L) original tokens where masked and -100 elsewhere; (B,) classes for a model with ``"classification"``; (B, L)
+                classes with ``"tagging"``; (B, 2) positions of an answer's first and last token with ``"answer"``. -100 is ignored.
             next_sentence_label: (B,), 0 where the second sentence follows the first.
             span_bounds: (B, L, 2), for the boundary loss: positions of the tokens before and after the span that a masked token is
                 in; anything where labels are -100.
 
         Returns:
-            ``logits`` of the vocabulary, or of the classes if there is that head; ``loss``, the sum over the labels given.
+            ``logits`` of the vocabulary, or of the classes if there is that head, or (B, L, 2) of the answer's ends, least where there
+            is padding; ``loss``, the sum over the labels given.
         """
         visible = padding(attention_mask, *input_ids.shape, queries=True)
-        wanted = learned(labels) if self.classifier is None else None
+        tuned = self.classifier is not None or self.answer is not None
+        wanted = None if tuned else learned(labels)
         hidden = self.encoder(self._embed(input_ids, token_type_ids), visible, wanted=wanted)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
         losses: list[torch.Tensor] = []
         logits: Callable[[], torch.Tensor] | None = None
-        classifier, mlm = self.classifier, self.mlm
-        if classifier is not None:
-            assert pooled is not None  # without a pooler there is no such head
-            first = nn.functional.dropout(pooled, self.config.dropout, self.training)
-            logits = lambda: classifier(first)
-            losses += [] if labels is None else [classifier.loss(first, labels)]
+        mlm = self.mlm
+        if tuned:
+            logits, loss = self._fine_tuned(hidden, pooled, attention_mask, labels)
+            losses += [] if loss is None else [loss]
         elif mlm is not None:
             logits = lambda: mlm(hidden)
-        if labels is not None and classifier is None:
+        if labels is not None and not tuned:
             masked = labels != IGNORE  # the vocabulary is long and the masked tokens are few
             losses += [] if mlm is None else [mlm.loss(hidden[masked], labels[masked])]
             if self.boundary is not None and span_bounds is not None:
@@ -178,6 +188,43 @@ class BERT(Model):
             hidden, self._with_balance(sum(losses[1:], losses[0]) if losses else None), pooler_output=pooled, compute_logits=logits,
             next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
         )  # fmt: skip
+
+    def _fine_tuned(
+        self,
+        hidden: torch.Tensor,
+        pooled: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
+        """(the logits, the loss) of the head that the model has of FINE_TUNED."""
+        if (answer := self.answer) is not None:
+            logits = answer(hidden)
+            if attention_mask is not None:  # no answer begins or ends in padding
+                by_length = attention_mask.dim() == 1
+                place = torch.arange(hidden.shape[1], device=hidden.device)
+                real = place < attention_mask[:, None] if by_length else attention_mask.bool()
+                logits = logits.masked_fill(~real[..., None], torch.finfo(logits.dtype).min)
+            return lambda: logits, None if labels is None else answer_loss(logits, labels)
+        classifier = self.classifier
+        assert classifier is not None
+        x = hidden if "tagging" in self.config.heads else pooled
+        assert x is not None  # without a pooler there is no classification
+        x = nn.functional.dropout(x, self.config.dropout, self.training)
+        return lambda: classifier(x), None if labels is None else classifier.loss(x, labels)
+
+
+def answer_loss(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The mean of the cross entropies of an answer's first and last token, each over the positions of the text.
+
+    Args:
+        logits: (B, L, 2). ends: (B, 2) int64; -100 or a position beyond the text (an answer that was cut off) is ignored.
+
+    Source: Devlin et al., "BERT" (2019), section 4.2.
+    """
+    length = logits.shape[1]
+    ends = torch.where((ends < 0) | (ends >= length), IGNORE, ends)
+    losses = [nn.functional.cross_entropy(logits[..., n].float(), ends[:, n], ignore_index=IGNORE) for n in (0, 1)]
+    return (losses[0] + losses[1]) / 2
 
 
 class Transform(nn.Module):

@@ -55,6 +55,8 @@ CASES = {
     "bert": Case("BERT", "BertForPreTraining", "BertConfig", _BERT),
     "bert-masked": Case("BERT", "BertForMaskedLM", "BertConfig", dict(_BERT, hidden_act="gelu_new", layer_norm_eps=1e-5)),
     "bert-classifier": Case("BERT", "BertForSequenceClassification", "BertConfig", dict(_BERT, num_labels=3), "classifier"),
+    "bert-tagging": Case("BERT", "BertForTokenClassification", "BertConfig", dict(_BERT, num_labels=60), "encoder"),
+    "bert-answer": Case("BERT", "BertForQuestionAnswering", "BertConfig", _BERT, "answer"),
     "fnet": Case("FNet", "FNetForPreTraining", "FNetConfig", dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, max_position_embeddings=40,
         tpu_short_seq_length=40, pad_token_id=PAD), "fourier"),
@@ -102,7 +104,7 @@ def inputs_of(kind: str, padding: str) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": ids}
     if kind != "fourier":  # FNet mixes padding in; Hugging Face's takes no mask
         inputs["attention_mask"] = mask
-    if kind in ("encoder", "classifier", "fourier"):
+    if kind in ("encoder", "classifier", "answer", "fourier"):
         inputs["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=generator)
     if kind == "seq2seq":
         inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = text(6, (0, 2, 3))
@@ -112,6 +114,9 @@ def inputs_of(kind: str, padding: str) -> dict[str, torch.Tensor]:
 def labels_of(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if case.kind in ("image", "classifier"):
         return {"labels": torch.tensor([1, 0, 2])}
+    if case.kind == "answer":  # the second one's end was cut off
+        last = int(inputs["attention_mask"][2].nonzero()[-1])
+        return {"labels": torch.tensor([[1, 3], [5, 40], [last, last]])}
     ids = inputs.get("decoder_input_ids", inputs["input_ids"])
     # The token after left padding is predicted by padding, of which nothing is promised.
     after_padding = torch.nn.functional.pad(ids[:, :-1] == PAD, (1, 0))
@@ -119,6 +124,18 @@ def labels_of(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     if case.theirs.endswith("ForPreTraining"):
         labels["next_sentence_label"] = torch.tensor([1, 0, 1])
     return labels
+
+
+def their_labels(case: Case, labels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if case.kind != "answer":
+        return labels
+    return dict(zip(("start_positions", "end_positions"), labels["labels"].unbind(1)))
+
+
+def their_logits(found: Any) -> torch.Tensor:
+    if "start_logits" in found:
+        return torch.stack([found.start_logits, found.end_logits], -1)
+    return found.get("prediction_logits", found.get("logits"))
 
 
 def real(inputs: dict[str, torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
@@ -140,11 +157,15 @@ def test_logits_and_loss(hugging_face: Any, no_grad: None, name: str, padding: s
     theirs, ours = case.pair(hugging_face)
     inputs = inputs_of(case.kind, padding)
     labels = labels_of(case, inputs)
-    a, b = ours(**inputs, **labels), theirs(**inputs, **labels)
-    logits = b.get("prediction_logits", b.get("logits"))
-    assert_same_logits(real(inputs, a.logits), real(inputs, logits))
+    a, b = ours(**inputs, **labels), theirs(**inputs, **their_labels(case, labels))
+    assert_same_logits(real(inputs, a.logits), real(inputs, their_logits(b)))
     if "seq_relationship_logits" in b:
         assert_same_logits(a.next_sentence_logits, b.seq_relationship_logits)
+    if case.kind == "answer" and padding != "none":  # theirs lets answers begin and end in padding
+        hidden = inputs["attention_mask"][..., None] == 0
+        assert (a.logits.masked_select(hidden) == torch.finfo(a.logits.dtype).min).all()
+        assert_same_logits(a.loss, models.bert.answer_loss(their_logits(b).masked_fill(hidden, -torch.inf), labels["labels"]))
+        return
     assert_same_logits(a.loss, b.loss)
 
 
@@ -176,7 +197,7 @@ def test_random_configs(hugging_face: Any, no_grad: None, name: str, seed: int) 
         case.kind, draw.choice(["none", "left", "right"]) if case.kind in ("encoder", "decoder", "seq2seq") else "none"
     )
     b = theirs(**inputs)
-    assert_same_logits(real(inputs, ours(**inputs).logits), real(inputs, b.get("prediction_logits", b.get("logits"))))
+    assert_same_logits(real(inputs, ours(**inputs).logits), real(inputs, their_logits(b)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -316,3 +316,33 @@ def test_missing_inputs_and_heads():
         build("ViT", num_labels=0)(torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="vocab_size=0"):
         build("Conformer", vocab_size=0)(torch.zeros(1, 3, 5), labels=torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_one_fine_tuned_head_at_a_time():
+    with pytest.raises(ValueError, match="one of the heads classification, tagging, answer at a time; got tagging, answer"):
+        build("BERT", heads=("tagging", "answer"))
+
+
+def test_heads_for_tagging_and_answers_learn():
+    """From a pre-trained trunk: which tokens are even; where the only run of a token begins and ends."""
+    torch.manual_seed(0)
+    trunk = build("BERT", dropout=0.0, attention_dropout=0.0)
+    ids = torch.randint(3, 29, (32, 9))
+    begin, size = torch.randint(0, 6, (32,)), torch.randint(1, 4, (32,))
+    inside = (torch.arange(9) >= begin[:, None]) & (torch.arange(9) < (begin + size)[:, None])
+    for heads, given, labels in (
+        (("tagging",), ids, ids % 2),
+        (("answer",), ids.masked_fill(inside, 30), torch.stack([begin, begin + size - 1], 1)),
+    ):
+        model = trunk.with_heads(*heads, num_labels=2).train()
+        step = torch.optim.Adam(model.parameters(), 1e-2)
+        losses = []
+        for _ in range(60):
+            loss = model(given, labels=labels).loss
+            step.zero_grad()
+            loss.backward()
+            step.step()
+            losses.append(loss.item())
+        logits = model.eval()(given).logits
+        right = (logits.argmax(-1 if heads == ("tagging",) else 1) == labels).float().mean().item()
+        assert losses[-1] < losses[0] / 3 and right > 0.9, (heads, losses[0], losses[-1], right)
