@@ -43,13 +43,15 @@ ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 WGMMA = re.compile(
-    r"sm_90 (full|causal|window) D(64|128) bf16 (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
+    r"sm_90 (full|causal|window|global keys) D(64|128) bf16 (forward|backward_dkdv|backward_dq)$|sm_90 feed_forward .* 100 rows bf16"
 )
 # Spills, though its tile is the smallest there is: see docs/triton-checks.md.
 SPILLING = re.compile(
     r"(bias dropout|everything) D256 bf16 backward_dkdv$|sm_80 segments D64 bf16 backward_dq|sm_120 segments D256 bf16 backward_dkdv"
-    r"|sm_90 (window D64|bias dropout D128|bias D256) bf16 backward_dkdv|sm_90 bias dropout D256 bf16 backward_dbias"
+    r"|sm_90 ((window|global keys) D64|bias dropout D128|bias D256) bf16 backward_dkdv|sm_90 bias dropout D256 bf16 backward_dbias"
     r"|sm_120 blocks (D64 fp32 forward|D256 bf16 backward_dkdv)"
+    r"|sm_(80|100|120) global keys bias D64 bf16 backward_dbias|sm_80 global keys t5_bias D64 bf16 backward_dq"
+    r"|sm_100 global keys (D64 bf16|D128 fp32) backward_dq|sm_120 global keys bias D64 bf16 backward_dkdv"
 )
 REFUSED = re.compile(r"(full|bias dropout) D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
@@ -109,6 +111,17 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         smaller = BlockMask.sliding_window(64, (9, 9), block_size=block_size)
         yield f"blocks of {block_size} D128 bf16", attention("causal", torch.bfloat16, 128, attn_mask=smaller)
     yield "blocks t5_bias dropout D64 bf16", attention("t5_bias", torch.bfloat16, 64, attn_mask=blocks, **DROPOUT)
+    first = {"window": (9, 9), "global_keys": 4}
+    for head_dim in (64, 128, 256):
+        yield f"global keys D{head_dim} bf16", attention("full", torch.bfloat16, head_dim, **first)
+    yield "global keys D128 fp32", attention("full", torch.float32, 128, **first)
+    for name in ("bias", "t5_bias"):
+        yield f"global keys {name} D64 bf16", attention(name, torch.bfloat16, 64, **first), "dq|dkdv|dbias"
+    yield "global keys blocks D64 bf16", attention("full", torch.bfloat16, 64, attn_mask=blocks, **first)
+    yield (
+        "decode global keys D128 bf16",
+        attention("causal", torch.bfloat16, 128, Lq=1, Lk=8192, window=(4000, 0), global_keys=4),
+    )
     large = torch.ones(1024, 1024, dtype=torch.bool)
     yield "mask lists D64 bf16", attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large)
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):

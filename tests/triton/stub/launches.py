@@ -73,6 +73,9 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
     yield attention("all dropped", dropout_p=1.0, dropout_seed=3)
     yield attention("window of one", window=(1, 1))
     yield attention("window of none", window=(0, 0), causal="top_left")
+    yield attention("window of one and one global key", window=(1, 1), global_keys=1)
+    yield attention("global keys beside half a window", window=(None, 1), global_keys=9)
+    yield attention("global keys of split keys", Lq=1, Lk=3000, window=(900, 0), global_keys=900, causal="bottom_right")
     yield attention("scale and softcap 1", scale=1.0, softcap=1.0)
     yield attention("mask of one", attn_mask=zeros(1, 1, 1, 1))
     yield attention("mask of one key", Lk=1, attn_mask=zeros(2, 1, 40, 1))
@@ -92,6 +95,7 @@ def smallest() -> Iterator[tuple[str, Callable[[], Any], tuple[torch.Tensor, ...
         yield attention(
             f"blocks of {size} and more", Lk=300, attn_mask=blocks, causal="bottom_right", window=(90, 9), key_lengths=ones
         )
+        yield attention(f"blocks of {size} and global keys", Lk=300, attn_mask=blocks, window=(9, 9), global_keys=7)
     table = torch.zeros(8, 2, requires_grad=True)
     t5 = pt.RelativePositionBias(table)
     *named, inputs = attention("blocks and T5", Lk=300, attn_mask=blocks, bias=t5, dropout_p=0.1, dropout_seed=3)

@@ -75,6 +75,14 @@ def decode() -> None:
         )
 
 
+def window() -> None:
+    """A window and global keys of every size, forward and backward; and decoding, with a bound that grows with the cache."""
+    for number in range(1, 300, 3):
+        q, k = empty(1, 4, 200, 16), empty(1, 2, 2048, 16)
+        call("attention", q, q, q, window=(number, 16), global_keys=number)
+        call("attention", q[:, :, :1], k, k, window=(1000, 0), global_keys=number, causal="bottom_right", backward=False)
+
+
 def train() -> None:
     for length in range(1, 513):
         batch = (1, 2, 3, 8, 16)[length % 5]
@@ -113,7 +121,7 @@ def rows() -> None:
         call("linear_cross_entropy", x, weight, torch.zeros(length, dtype=torch.int64), bias=vector)
 
 
-RUNS: tuple[Callable[[], None], ...] = (decode, train, train_with_bias, blocks, packed, rows)
+RUNS: tuple[Callable[[], None], ...] = (decode, window, train, train_with_bias, blocks, packed, rows)
 
 
 def main() -> int:
