@@ -9,7 +9,7 @@ from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .images import ImageFolder, collate_images, read_image
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
-from .metrics import plot_losses, read_metrics
+from .metrics import plot_epochs, plot_losses, read_metrics
 from .objective import of_model
 from .schedule import cooled_down, warmup_cosine, warmup_inverse_square_root
 from .text import Pair, read_pairs, read_texts, split_pairs, write_pairs
@@ -41,6 +41,7 @@ __all__ = [
     "next_sentence_pairs",
     "of_model",
     "pad",
+    "plot_epochs",
     "plot_losses",
     "read_checkpoint",
     "read_image",

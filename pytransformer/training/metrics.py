@@ -73,3 +73,35 @@ def plot_losses(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     if names:
         axis.legend(frameon=False)
     return save(fig, path)
+
+
+def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
+    """Draws the epochs that `Recipe.epoch_steps` made rows of: the losses on the left, the masked accuracies on the right.
+
+    Masked accuracy is the share of tokens, padding aside, that the likeliest token gets right with the words before it given.
+
+    Raises:
+        ValueError: no row is an epoch's. ImportError: without matplotlib.
+    """
+    from ..viz import figure, save
+
+    epochs = [row for row in rows if "epoch_loss" in row]
+    if not epochs:
+        raise ValueError("plot_epochs: no epoch among the rows; train with Recipe(epoch_steps=...)")
+    panels = {
+        "loss, nats a token": {"epoch_loss": "training", "validation_loss": "held out"},
+        "masked accuracy": {"training_accuracy": "training sentences, without dropout", "accuracy": "held out"},
+    }
+    fig = figure(10, 4)
+    for axis, (what, names) in zip(fig.subplots(1, len(panels)), panels.items()):
+        for name, label in names.items():
+            points = [(row["epochs"], row[name]) for row in epochs if name in row]
+            if points:
+                axis.plot(*zip(*points), label=label, marker="." if len(points) < 30 else None)
+        axis.set_xlabel("epoch")
+        axis.set_ylabel(what)
+        axis.grid(color="0.9")
+        if axis.has_data():
+            axis.legend(frameon=False)
+    fig.suptitle(title)
+    return save(fig, path)

@@ -45,6 +45,7 @@ class Recipe:
     clip: float | None = None  # of the gradient's norm
     log_every: int = 50
     evaluate_every: int = 0  # 0: at the end only
+    epoch_steps: int = 0  # after each so many an epoch is told: its mean loss, and what evaluate finds; 0: never
     save_every: int = 0  # 0: at the end only
     keep: int = 2  # checkpoints
     seed: int = 0  # of dropout
@@ -119,6 +120,7 @@ class Trainer:
         self.metrics = Metrics(out / "metrics.jsonl" if out is not None and self.world.first else None)
         self.step, self.epoch, self.position = 0, 0, 0  # position: batches of this epoch that are used up
         self.last_loss = math.nan
+        self.epoch_sums = [0.0, 0.0]  # loss times labels and labels, of this process, since the last epoch was told
 
     def fit(self, until: int | None = None) -> None:
         """Trains up to step `until`, or to the recipe's last one, from where the trainer stands. Writes a checkpoint at the end.
@@ -136,15 +138,19 @@ class Trainer:
             while self.step < last:
                 loss, count = self._train_step(stream)
                 since[0], since[1], since[2] = since[0] + loss * count, since[1] + count, since[2] + 1
+                self.epoch_sums = [self.epoch_sums[0] + loss * count, self.epoch_sums[1] + count]
                 if bar is not None:
                     bar.advance()
                     bar.step(f"step {self.step}, loss {self.last_loss:.3f}")
                 if self.step % self.recipe.log_every == 0 or self.step == last:
                     self._log(since, time.monotonic() - start)
                     since, start = [0.0, 0, 0], time.monotonic()
-                if self._due(self.recipe.evaluate_every, last):
+                if self.recipe.epoch_steps and self.step % self.recipe.epoch_steps == 0:
+                    self._tell_epoch()
+                elif self._due(self.recipe.evaluate_every, last):
                     self._evaluate()
                 if self._due(self.recipe.save_every, last):
+                    self._gather_epoch()
                     self.save()
 
     def save(self) -> Path | None:
@@ -155,6 +161,7 @@ class Trainer:
         named = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         named |= {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
         facts = {"place": [self.step, self.epoch, self.position], "optimizer": rest, "run": self._run()}
+        facts["epoch_sums"] = self.epoch_sums
         path = checkpoint_path(self.out, self.step)
         write_checkpoint(path, Checkpoint(named, facts))
         prune(self.out, self.recipe.keep)
@@ -184,6 +191,8 @@ class Trainer:
         tensors = {n.removeprefix("optimizer."): t for n, t in checkpoint.tensors.items() if n.startswith("optimizer.")}
         unpack_optimizer(self.optimizer, tensors, checkpoint.facts["optimizer"])
         self.step, self.epoch, self.position = checkpoint.facts["place"]
+        sums = checkpoint.facts.get("epoch_sums", [0.0, 0.0])
+        self.epoch_sums = list(sums) if self.world.first else [0.0, 0.0]
         self.metrics.resume(self.step)
         return True
 
@@ -242,7 +251,7 @@ class Trainer:
         return nullcontext()
 
     def _log(self, since: list[float], seconds: float) -> None:
-        sums = self.world.total(torch.tensor(since[:2], dtype=torch.float64, device=self.world.device)).tolist()
+        sums = self._over_processes(since[:2])
         row = {
             "step": self.step,
             "epoch": self.epoch,
@@ -253,17 +262,46 @@ class Trainer:
         }
         self._tell(row, f"loss {row['loss']:.4f}  {row['milliseconds_a_step']:.0f} ms a step")
 
-    def _evaluate(self) -> None:
+    def _over_processes(self, numbers: list[float]) -> list[float]:
+        """The sums over all processes."""
+        return self.world.total(torch.tensor(numbers, dtype=torch.float64, device=self.world.device)).tolist()
+
+    def _figures(self) -> dict[str, float]:
+        """What `evaluate` finds."""
         if self.evaluate is None:
-            return
+            return {}
         self.model.eval()
         with torch.no_grad():
             figures = self.evaluate(self.model)
         self.model.train()
-        self._tell({"step": self.step} | figures, "  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        return figures
 
-    def _tell(self, row: dict[str, Any], text: str) -> None:
+    def _evaluate(self) -> None:
+        if self.evaluate is None:
+            return
+        figures = self._figures()
+        told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        self._tell({"step": self.step} | figures, told)
+
+    def _gather_epoch(self) -> None:
+        """Gives the first process, which writes the checkpoint, the sums of all."""
+        sums = self._over_processes(self.epoch_sums)
+        self.epoch_sums = sums if self.world.first else [0.0, 0.0]
+
+    def _tell_epoch(self) -> None:
+        loss_sum, count = self._over_processes(self.epoch_sums)
+        self.epoch_sums = [0.0, 0.0]
+        figures = {"epoch_loss": loss_sum / count} | self._figures()
+        number = self.step // self.recipe.epoch_steps
+        names = {
+            name: name.removeprefix("epoch_").replace("accuracy", "masked accuracy").replace("_", " ") for name in figures
+        }
+        told = "  ".join(f"{names[name]} {value:.4f}" for name, value in figures.items())
+        self._tell({"step": self.step, "epochs": number} | figures, f"epoch {number}: {told}", always=True)
+
+    def _tell(self, row: dict[str, Any], text: str, always: bool = False) -> None:
+        """Writes a row, and prints it where no progress bar stands (`always`: above the bar too)."""
         if self.world.first:
             self.metrics.add(row)
-        if self.console is not None and not self.console.terminal:
+        if self.console is not None and (always or not self.console.terminal):
             self.console.print(f"step {self.step:6}/{self.recipe.steps}  {text}")

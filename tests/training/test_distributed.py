@@ -22,7 +22,8 @@ from pytransformer.training import distributed
 torch.set_num_threads(1)
 with distributed("cpu") as world:
     assert world.size == 2
-    trainer = toy.make_trainer(pathlib.Path(sys.argv[2]), dropout=0.0, steps=12, log_every=4, world=world, accumulate=int(sys.argv[3]))
+    recipe = {"dropout": 0.0, "steps": 12, "log_every": 4, "epoch_steps": 6, "accumulate": int(sys.argv[3])}
+    trainer = toy.make_trainer(pathlib.Path(sys.argv[2]), world=world, **recipe)
     trainer.resume()
     trainer.fit(until=int(sys.argv[4]))
     flat = torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])  # whose sums are exact
@@ -55,15 +56,16 @@ def weights(folder):
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_two_processes_make_the_steps_of_one(toy, subprocess_environment, tmp_path):
-    alone = toy.make_trainer(tmp_path / "one", dropout=0.0, steps=12, log_every=4, accumulate=2)
+    alone = toy.make_trainer(tmp_path / "one", dropout=0.0, steps=12, log_every=4, epoch_steps=6, accumulate=2)
     alone.fit()
     torchrun(toy, subprocess_environment, tmp_path / "two", 1, 12)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert_same_training(two, one)
     first, second = (read_metrics(tmp_path / n / "metrics.jsonl") for n in ("one", "two"))
-    assert [row["step"] for row in second] == [4, 8, 12], "one process writes the metrics"
+    assert [row["step"] for row in second] == [4, 6, 8, 12, 12], "one process writes the metrics"
     for a, b in zip(first, second):
-        assert b["loss"] == pytest.approx(a["loss"], rel=TRAINED), "the loss logged is that of all processes"
+        name = "epoch_loss" if "epochs" in a else "loss"
+        assert b[name] == pytest.approx(a[name], rel=TRAINED), "the loss told is that of all processes"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 
 from pytransformer.console import Console
 from pytransformer.models import _files
-from pytransformer.training import Diverged, Recipe, plot_losses, read_checkpoint, read_metrics
+from pytransformer.training import Diverged, Recipe, plot_epochs, plot_losses, read_checkpoint, read_metrics
 from pytransformer.training.checkpoint import checkpoints
 
 
@@ -191,6 +191,27 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
     assert "step      5/10  loss " in stream.getvalue()
 
 
+def test_an_epoch_is_told_with_the_mean_loss_of_its_steps(toy, tmp_path):
+    """Interrupted between two epochs and gone on with, too; the steps of before count."""
+    stream = io.StringIO()
+    options = {"steps": 10, "log_every": 1, "epoch_steps": 4, "evaluate": lambda model: {"accuracy": 0.25}}
+    toy.make_trainer(tmp_path, console=Console(stream), **options).fit(until=7)
+    again = toy.make_trainer(tmp_path, console=Console(stream), **options)
+    assert again.resume()
+    again.fit()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    losses, epochs = [row["loss"] for row in rows if "loss" in row], [row for row in rows if "epoch_loss" in row]
+    assert len(losses) == 10 and [(row["step"], row["epochs"]) for row in epochs] == [(4, 1), (8, 2)]
+    labels = [  # a step's loss is weighed by its labels
+        (batch["labels"] != -100).sum().item() for batch in (b for e in range(2) for b in again.batches.epoch(e))
+    ]
+    for number, row in enumerate(epochs):
+        part = slice(4 * number, 4 * number + 4)
+        mean = sum(n * x for n, x in zip(labels[part], losses[part])) / sum(labels[part])
+        assert row["epoch_loss"] == pytest.approx(mean, rel=1e-9) and row["accuracy"] == 0.25
+    assert "step      8/10  epoch 2: loss " in stream.getvalue() and "masked accuracy 0.2500" in stream.getvalue()
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
     trainer = toy.make_trainer(tmp_path)
     trainer.fit(until=3)
@@ -209,6 +230,14 @@ def test_losses_are_drawn(toy, tmp_path):
         path = plot_losses(rows, tmp_path / name, "a run for $5")
         assert path.stat().st_size > 2000
     assert "validation loss" in (tmp_path / "loss.svg").read_text(), "the legend says what is drawn"
+
+
+def test_epochs_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra viz)")
+    rows = [{"step": 1, "loss": 3.0}, {"step": 5, "epochs": 1, "epoch_loss": 3.0, "validation_loss": 2.5, "accuracy": 0.5}]
+    assert "masked accuracy" in plot_epochs(rows, tmp_path / "epochs.svg").read_text()
+    with pytest.raises(ValueError, match="no epoch among the rows"):
+        plot_epochs(rows[:1], tmp_path / "none.svg")
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 5, "accumulate": 0}, {"steps": 5, "log_every": 0}])
