@@ -7,6 +7,8 @@ kinds: heat      one head as a heat map
        lines     one head as two columns of tokens with lines between them
        gallery   every head of every layer
        distance  how far each head looks, by depth: in tokens, of a ViT in pixels
+       patterns  of a stack's own attention the heads that look most at the next token, the previous one, the same word elsewhere,
+                 the same sentence (--second gives another), and special tokens
        positions the model's position encoding
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 from ..console import Console
 from . import OK, UsageError
 
-KINDS = ("heat", "lines", "gallery", "distance", "positions")
+KINDS = ("heat", "lines", "gallery", "distance", "patterns", "positions")
 WHICH = ("encoder", "decoder", "cross")
 
 
@@ -32,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text", nargs="?", help="what the model reads, or the image that it looks at; not needed for positions"
     )
     parser.add_argument("--target", metavar="TEXT", help="what a decoder says (default: what the translator says)")
+    parser.add_argument("--second", metavar="TEXT", help="a second sentence, for a model that reads two, as BERT does")
     parser.add_argument("--kind", choices=KINDS, default="gallery", help="default %(default)s")
     parser.add_argument("--which", choices=WHICH, help="attention of which stack (default: cross if there is one)")
     parser.add_argument("--layer", type=int, default=-1, help="for heat and lines (default: the last)")
@@ -64,10 +68,14 @@ def _draw(arguments: argparse.Namespace) -> Any:
     if not arguments.text:
         what = "an image for the model to look at" if hasattr(model, "patches") else "a text for the model to read"
         raise UsageError(f"--kind {arguments.kind} needs {what}")
-    inputs, tokens = encode(arguments.text, arguments.target)
+    inputs, texts = encode(arguments.text, arguments)
     seen = attention_of(model, inputs, arguments.which)
-    keys = tokens["decoder" if seen.which == "decoder" else "encoder"]
-    queries = tokens["encoder" if seen.which == "encoder" else "decoder"]
+    keys = texts["decoder" if seen.which == "decoder" else "encoder"].tokens
+    queries = texts["encoder" if seen.which == "encoder" else "decoder"].tokens
+    if arguments.kind == "patterns":
+        if seen.which == "cross":
+            raise UsageError("--kind patterns is of a stack's own attention: name it with --which encoder or decoder")
+        return viz.plot_patterns(seen.weights(), texts[seen.which], title=f"{seen.which} attention: {arguments.text}")
     if arguments.kind == "distance":
         image = hasattr(model, "patches")
         far = seen.patch_distances(model) if image else seen.distances()
@@ -82,60 +90,79 @@ def _draw(arguments: argparse.Namespace) -> Any:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """(the model in eval mode, a function of text and target that gives its inputs and their tokens)."""
+    """(the model in eval mode, a function of text and arguments that gives its inputs and, of each stack, the text that it reads)."""
     from ..training import Translator
     from ..viz.models import load_model
 
     if (folder / "translator.json").is_file():
         translator = Translator.load(folder)
-        return translator.model, lambda text, target: _translator_inputs(translator, text, target)
+        return translator.model, partial(_translator_inputs, translator)
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; wanted one that holds a model")
     model = load_model(folder)
     if hasattr(model, "patches"):
-        return model, lambda path, _: _image_inputs(model, path)
+        return model, partial(_image_inputs, model)
     if not (folder / "tokenizer.json").is_file():
         return model, _no_tokenizer(folder)
-    return model, lambda text, target: _tokenizer_inputs(folder, model, text, target)
+    return model, partial(_tokenizer_inputs, folder, model)
 
 
-def _image_inputs(model: Any, path: str) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+Inputs = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def _text(tokens: list[str], special: list[bool], sentences: list[int] | None = None) -> Any:
+    from ..viz import Text
+
+    return Text(tokens, torch.tensor(sentences or [0] * len(tokens)), torch.tensor(special, dtype=torch.bool))
+
+
+def _image_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
     from ..training import read_image
 
     channels, *size = model.patches.image_shape
     pixels = read_image(path, tuple(size), channels)[None].to(model.patches.projection.weight.dtype)
     rows, columns = model.patches.grid
-    return {"pixel_values": pixels}, {"encoder": ["[CLS]", *(f"{r},{c}" for r in range(rows) for c in range(columns))]}
+    tokens = ["[CLS]", *(f"{r},{c}" for r in range(rows) for c in range(columns))]
+    return {"pixel_values": pixels}, {"encoder": _text(tokens, [True] + [False] * (rows * columns))}
 
 
 def _no_tokenizer(folder: Path) -> Any:
-    def encode(text: str, target: str | None) -> Any:
+    def encode(text: str, arguments: argparse.Namespace) -> Any:
         raise UsageError(f"{folder} holds no tokenizer.json to read the text with")
 
     return encode
 
 
-def _translator_inputs(translator: Any, text: str, target: str | None) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+def _translator_inputs(translator: Any, text: str, arguments: argparse.Namespace) -> Inputs:
+    if arguments.second is not None:
+        raise UsageError("--second is for models that read two sentences; a translator reads one")
     source = [*translator.source.encode(text), translator.source.end_id]
-    said = translator.translate([text])[0] if target is None else target
+    said = translator.translate([text])[0] if arguments.target is None else arguments.target
     read = [translator.target.start_id, *translator.target.encode(said)]
     inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([read])}
-    return inputs, {"encoder": translator.source.tokens(source), "decoder": translator.target.tokens(read)}
+    last, first = [n == len(source) - 1 for n in range(len(source))], [n == 0 for n in range(len(read))]
+    texts = {"encoder": _text(translator.source.tokens(source), last), "decoder": _text(translator.target.tokens(read), first)}
+    return inputs, texts
 
 
-def _tokenizer_inputs(
-    folder: Path, model: Any, text: str, target: str | None
-) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.Namespace) -> Inputs:
     from ..extras import require
 
     tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    encoding = tokenizer.encode(text)
-    inputs, tokens = {"input_ids": torch.tensor([encoding.ids])}, {"encoder": encoding.tokens, "decoder": encoding.tokens}
+    if arguments.second is not None and not hasattr(model, "segments"):
+        raise UsageError(f"--second is for models that read two sentences, as BERT does; this is a {type(model).__name__}")
+    encoding = tokenizer.encode(text, arguments.second)
+    inputs = {"input_ids": torch.tensor([encoding.ids])}
+    special = [bool(n) for n in encoding.special_tokens_mask]
+    # Of a model without special tokens the first is where attention goes that has nothing to look for.
+    read = _text(encoding.tokens, special if any(special) else [n == 0 for n in range(len(special))], encoding.type_ids)
+    texts = {"encoder": read, "decoder": read}
     if hasattr(model, "encode"):
-        said = tokenizer.encode(target or "", add_special_tokens=False)
+        said = tokenizer.encode(arguments.target or "", add_special_tokens=False)
         start = model.config.start_token_id
         inputs["decoder_input_ids"] = torch.tensor([[start, *said.ids]])
-        tokens["decoder"] = [json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name, *said.tokens]
+        tokens = [json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name, *said.tokens]
+        texts["decoder"] = _text(tokens, [n == 0 for n in range(len(tokens))])
     elif hasattr(model, "segments"):
         inputs["token_type_ids"] = torch.tensor([encoding.type_ids])
-    return inputs, tokens
+    return inputs, texts

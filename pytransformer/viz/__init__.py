@@ -10,18 +10,24 @@ from .blocks import block_map
 from .depth import mean_distances, plot_distances, plot_positions
 from .maps import gallery, head_lines, heat_map
 from .models import Seen, attention_of, load_model, position_table
+from .patterns import Found, Text, find_patterns, pattern_scores, plot_patterns
 
 __all__ = [
+    "Found",
     "Seen",
+    "Text",
     "attention_of",
     "block_map",
     "figure",
+    "find_patterns",
     "gallery",
     "head_lines",
     "heat_map",
     "load_model",
     "mean_distances",
+    "pattern_scores",
     "plot_distances",
+    "plot_patterns",
     "plot_positions",
     "position_table",
     "save",

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which heads attend to the next token, the previous one, the same word, the same sentence, or to nothing in particular."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..console import escape_plot
+from ._figure import check_tokens, figure
+from .maps import COLOURS, _ticks
+
+
+class Text(NamedTuple):
+    """tokens: as they are written. sentences: (L,), which one each token is of. special: (L,) bool, [CLS], [SEP] and the like."""
+
+    tokens: Sequence[str]
+    sentences: torch.Tensor
+    special: torch.Tensor
+
+
+class Found(NamedTuple):
+    """The head that has most of a pattern: of what a query gives to all keys, ``score`` goes to the pattern's, on average."""
+
+    pattern: str
+    layer: int
+    head: int
+    score: float
+
+
+def _shifted(by: int) -> Callable[[Text], torch.Tensor]:
+    return lambda text: torch.ones(len(text.tokens), len(text.tokens)).triu(by).tril(by).bool()
+
+
+def _same_word(text: Text) -> torch.Tensor:
+    names = {word: n for n, word in enumerate(dict.fromkeys(text.tokens))}
+    ids = torch.tensor([names[word] for word in text.tokens])
+    return (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
+
+
+def _same_sentence(text: Text) -> torch.Tensor:
+    return (text.sentences[:, None] == text.sentences) & ~text.special
+
+
+# The keys of each query's that are of the pattern, (L, L) bool.
+PATTERNS: dict[str, Callable[[Text], torch.Tensor]] = {
+    "next token": _shifted(1),
+    "previous token": _shifted(-1),
+    "same word elsewhere": _same_word,
+    "same sentence": _same_sentence,
+    "null: special tokens": lambda text: text.special.expand(len(text.tokens), -1),
+}
+
+
+def pattern_scores(weights: torch.Tensor, text: Text) -> dict[str, torch.Tensor]:
+    """(layers, heads) of each pattern: the weight that its keys get, the mean over the queries that have such keys. Special tokens are no
+    queries. Patterns without any such query are left out.
+
+    Args:
+        weights: (layers, heads, L, L).
+
+    Source: Clark et al., "What does BERT look at?" (2019), section 3.
+    """
+    length = len(text.tokens)
+    if weights.dim() != 4 or tuple(weights.shape[2:]) != (length, length):
+        raise ValueError(f"pattern_scores: weights must be (layers, heads, {length}, {length}), got {tuple(weights.shape)}")
+    found = {}
+    for name, keys_of in PATTERNS.items():
+        keys = keys_of(text)
+        queries = keys.any(1) & ~text.special
+        if queries.any():
+            found[name] = (weights.cpu() * keys).sum(-1)[..., queries].mean(-1)
+    return found
+
+
+def find_patterns(weights: torch.Tensor, text: Text) -> list[Found]:
+    """Of each pattern the head that has most of it; arguments as of :func:`pattern_scores`."""
+    found = []
+    for name, scores in pattern_scores(weights, text).items():
+        layer, head = divmod(int(scores.argmax()), scores.shape[1])
+        found.append(Found(name, layer, head, float(scores[layer, head])))
+    return found
+
+
+def plot_patterns(weights: torch.Tensor, text: Text, *, title: str = "") -> Any:
+    """A heat map for each pattern, of the head that has most of it."""
+    words, found = check_tokens("plot_patterns", "tokens", text.tokens, len(text.tokens)), find_patterns(weights, text)
+    side = 1.4 + 0.19 * len(text.tokens)
+    fig = figure(side * len(found), side + 0.9)
+    for axis, (name, layer, head, score) in zip(fig.subplots(1, len(found), squeeze=False)[0], found):
+        axis.imshow(weights[layer, head].cpu().numpy(), vmin=0, vmax=1, cmap=COLOURS, interpolation="nearest")
+        _ticks(axis.xaxis, words, len(text.tokens), rotation=90)
+        _ticks(axis.yaxis, words, len(text.tokens))
+        axis.tick_params(labelsize=7)
+        axis.set_title(escape_plot(f"{name}\nlayer {layer}, head {head}: {score:.0%}"), fontsize=8)
+    fig.suptitle(escape_plot(title), fontsize=10)
+    return fig
