@@ -37,6 +37,7 @@ FAULTS = (
     Fault("a_gap_to_the_last_window", "global keys"),
     Fault("a_gap_of_any_tiles", "global keys", slow=False),
     Fault("pairs_in_a_gap_visible", "global keys"),
+    Fault("a_block_kept_across_a_gap", "global keys, blocks"),
     Fault("keys_in_a_gap_are_read", "global keys", slow=False),
     Fault("queries_of_a_global_key_by_its_window", "global keys"),
     Fault("a_tile_with_global_keys_taken_whole", "global keys, T5, dropout"),

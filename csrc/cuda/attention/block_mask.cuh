@@ -51,7 +51,8 @@ class TileList {
     if (!Listed) return t + 1;
     int next = t + 1;
     if (ends_block(t)) next = ++entry_ < end_ ? block(entry_) * tiles_of_block() : kNoTile;
-    return gap_.has(next) ? seek(gap_.hi) : next;
+    if (!gap_.has(next)) return next;
+    return PT_FAULT(a_block_kept_across_a_gap) ? gap_.hi : seek(gap_.hi);
   }
   // Where the bits of the current block are; negative: all of its pairs are visible.
   PT_DEVICE int place(const BlockMask& mask) const {
