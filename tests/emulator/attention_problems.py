@@ -144,7 +144,7 @@ PROBLEMS = (
         lambda n: {"window": (20, 5), "global_keys": 5, "causal": "bottom_right", "key_lengths": torch.tensor([240])},
     ),
     Problem(
-        "global keys, prefix", F16, (2, 2, 2, 150, 270, 96, 128),
+        "global keys, prefix", F16, (2, 2, 2, 100, 180, 96, 128),
         lambda n: {"window": (9, 70), "global_keys": 70, "causal": "top_left", "prefix_lengths": torch.tensor([40, 90]),
                    "bias": alibi(n, 2), "sinks": torch.tensor([0.5, -1.0])},
     ),
@@ -154,9 +154,9 @@ PROBLEMS = (
                    "key_lengths": torch.tensor([200, 33])},
     ),
     Problem(
-        "global keys, bias, segments", BF16, (2, 2, 1, 130, 200, 160, 200),
-        lambda n: {"window": (10, None), "global_keys": 33, "bias": n(1, 2, 130, 200), "attn_mask": n(1, 200), "softcap": 4.0,
-                   "query_segments": torch.arange(130).expand(2, -1) // 100, "key_segments": torch.arange(200).expand(2, -1) // 140},
+        "global keys, bias, segments", BF16, (1, 2, 1, 70, 130, 160, 200),
+        lambda n: {"window": (10, None), "global_keys": 33, "bias": n(1, 2, 70, 130), "attn_mask": n(1, 130), "softcap": 4.0,
+                   "query_segments": torch.arange(70)[None] // 50, "key_segments": torch.arange(130)[None] // 100},
     ),
     Problem(
         "global keys, padding", F32, (2, 1, 1, 100, 220, 80, 72),

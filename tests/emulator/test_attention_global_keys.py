@@ -30,12 +30,13 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def results(inputs: list[Tensor], **keywords: Any) -> tuple[list[Tensor], int]:
-    """out and the gradients of query, key and value, and how many matrix products ran."""
+    """out and the gradients of query, key, value and, if there is a fourth, bias; and how many matrix products ran."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     count = lambda: sum(torch.ops.pytransformer_C.emulator_products(warps) for warps in (False, True))
     before = count()
     with lane.off():  # whose second call of a kind computes twice, to record it
-        out = pt.attention(*inputs, **keywords, backend="cuda", strict=True)
+        bias = inputs[3] if inputs[3:] else None
+        out = pt.attention(*inputs[:3], bias=bias, **keywords, backend="cuda", strict=True)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     return [out, *gradients], count() - before
 
@@ -46,14 +47,15 @@ def test_tiles_that_nobody_sees_cost_nothing(dtype: torch.dtype, dim: int) -> No
     torch.manual_seed(0)
     query, key, value = (normal(1, 1, n, dim, dtype=dtype) for n in (130, 384, 384))
     keywords = {"window": (60, 0), "global_keys": 70, "causal": "bottom_right"}
-    want, fewest = results([query, key, value], **keywords)
+    bias = normal(130, 1, dtype=dtype)  # its gradient is a sum over all tiles of keys
+    want, fewest = results([query, key, value, bias], **keywords)
     between = torch.full((1, 1, 512, dim), torch.nan, dtype=dtype)
     far = [torch.cat([t[:, :, :128], between, t[:, :, 128:]], 2) for t in (key, value)]
-    found, made = results([query, *far], **keywords)
+    found, made = results([query, *far, bias], **keywords)
     assert made == fewest > 0
-    for ours, theirs in zip(found[:2], want):
-        assert torch.equal(ours, theirs)
-    for ours, theirs in zip(found[2:], want[2:]):
+    for n in (0, 1, 4):
+        assert torch.equal(found[n], want[n])
+    for ours, theirs in zip(found[2:4], want[2:4]):
         assert torch.equal(torch.cat([ours[:, :, :128], ours[:, :, 640:]], 2), theirs)
         assert not ours[:, :, 128:640].count_nonzero()
 

@@ -68,6 +68,7 @@ PROBLEMS: dict[str, Problem] = {
     "rows that are copied": (attention, lambda: qkv(d=17)),
     "off 16 bytes": (lambda q, k, v: attention(q[..., 1:], k, v), lambda: [normal(1, 2, 24, 17), *qkv()[1:]]),
     "T5": (lambda q, k, v, t: attention(q, k, v, bias=pt.RelativePositionBias(t)), lambda: [*qkv(), normal(8, 2, dtype=F32)]),
+    "global keys": (lambda *t: attention(*t, window=(5, 0), global_keys=2), qkv),
     "ALiBi": (lambda q, k, v, s: attention(q, k, v, bias=pt.AlibiBias(s)), lambda: [*qkv(), normal(2, dtype=F32)]),
     "a mask with gradient": (lambda q, k, v, m: attention(q, k, v, attn_mask=m), lambda: [*qkv(), normal(24, 24)]),
     "lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n), lambda: [*qkv(), torch.randint(1, 24, (1,))]),
