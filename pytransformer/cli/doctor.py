@@ -37,6 +37,8 @@ OPTIONAL = {
     "transformers": "pytransformer.integrations.transformers (extra `hf`)",
     "timm": "vision models to use the drop-in with",
     "safetensors": "loading weights (extra `models`)",
+    "sacrebleu": "BLEU and chrF of a translator (extra `corpora`)",
+    "polib": "gettext catalogues that are .po files alone (extra `corpora`)",
     "numpy": "tests (extra `test`)",
 }
 

@@ -5,12 +5,14 @@
 """
 
 from .batching import IGNORED, Batches, causal_collate, pad, translation_collate
+from .catalogues import catalogue_pairs
 from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .images import ImageFolder, collate_images, read_image
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
 from .metrics import plot_epochs, plot_losses, read_metrics
 from .objective import of_model
+from .quality import translation_scores
 from .schedule import cooled_down, warmup_cosine, warmup_inverse_square_root
 from .text import Pair, read_pairs, read_texts, split_pairs, write_pairs
 from .tokenizer import Tokenizer, check_tokenizer
@@ -30,6 +32,7 @@ __all__ = [
     "Translator",
     "Vocabulary",
     "World",
+    "catalogue_pairs",
     "causal_collate",
     "check_tokenizer",
     "collate_images",
@@ -50,6 +53,7 @@ __all__ = [
     "read_texts",
     "split_pairs",
     "translation_collate",
+    "translation_scores",
     "warmup_cosine",
     "warmup_inverse_square_root",
     "write_checkpoint",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,18 +59,39 @@ def write_pairs(path: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def split_pairs(pairs: list[Pair], every: int = 20) -> tuple[list[Pair], list[Pair]]:
+def split_pairs(pairs: list[Pair], every: int = 20, key: Callable[[str], str] | None = None) -> tuple[list[Pair], list[Pair]]:
     """(training, held-out) pairs: one source sentence in `every` is held out, with all its translations.
 
     The choice hangs on the sentence alone, so a pair that occurs twice is never on both sides.
+
+    Args:
+        key: sentences with the same key are one sentence; then a held-out pair's target is no target of training either. Of the pairs
+            that sources or targets connect, directly or through others, all are held out or none.
     """
     import zlib
 
+    names = [pair.source for pair in pairs] if key is None else _connected(pairs, key)
     train: list[Pair] = []
     held_out: list[Pair] = []
-    for pair in pairs:
-        (held_out if zlib.crc32(pair.source.encode()) % every == 0 else train).append(pair)
+    for pair, name in zip(pairs, names):
+        (held_out if zlib.crc32(name.encode()) % every == 0 else train).append(pair)
     return train, held_out
+
+
+def _connected(pairs: list[Pair], key: Callable[[str], str]) -> list[str]:
+    """For each pair the least key of the group that it belongs to: pairs with a source or a target in common (union-find)."""
+    parent: dict[tuple[int, str], tuple[int, str]] = {}
+
+    def root(node: tuple[int, str]) -> tuple[int, str]:
+        while parent.setdefault(node, node) != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for pair in pairs:
+        ends = sorted(root((side, key(text))) for side, text in enumerate(pair))
+        parent[ends[1]] = ends[0]
+    return [root((0, key(pair.source)))[1] for pair in pairs]
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:

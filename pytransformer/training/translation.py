@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,7 @@ class TranslationPlan:
 
     preset: str = "notes-small"
     layers: int = 2  # of encoder and decoder each
+    epochs: int = 0  # told one by one, instead of steps; 0: none
     d_model: int = 128
     vocabulary: int = 7000  # tokens of each language at most
     batch_size: int = 64
@@ -162,9 +163,20 @@ def translation_trainer(
     """A trainer of the translator; `more`: out, world and console of :class:`Trainer`."""
     batches = translation_batches(translator, train, plan.batch_size, plan.seed)
     checked = translation_batches(translator, held_out, plan.batch_size)
-    evaluate: Callable[..., dict[str, float]] = lambda model: held_out_loss(model, checked.epoch(0))
-    schedule = cooled_down(warmup_inverse_square_root(plan.d_model, plan.warmup, plan.rate), plan.steps)
-    return Trainer(translator.model, of_model, batches, recipe, schedule, evaluate=evaluate, **more)
+    sample = (
+        translation_batches(translator, train[:: max(1, len(train) // len(held_out))], plan.batch_size)
+        if plan.epochs
+        else None
+    )
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        figures = held_out_loss(model, checked.epoch(0))
+        if sample is not None:  # by the same measure, without dropout
+            figures["training_accuracy"] = held_out_loss(model, sample.epoch(0))["accuracy"]
+        return figures
+
+    schedule = warmup_inverse_square_root(plan.d_model, plan.warmup, plan.rate)
+    return Trainer(translator.model, of_model, batches, recipe, cooled_down(schedule, recipe.steps), evaluate=evaluate, **more)
 
 
 class Exactness(NamedTuple):
@@ -179,11 +191,17 @@ class Exactness(NamedTuple):
         return self.right / self.total
 
 
-def exactness(translator: Translator, pairs: Sequence[Pair], *, beams: int = 1, batch_size: int = 100) -> Exactness:
-    """Translates all pairs and compares, spaces aside."""
-    wrong, ordered = [], sorted(pairs, key=lambda pair: len(pair.source))
-    for first in range(0, len(ordered), batch_size):
-        part = ordered[first : first + batch_size]
-        said = translator.translate([pair.source for pair in part], beams=beams)
-        wrong += [(p.source, s, p.target) for p, s in zip(part, said) if s.split() != p.target.split()]
+def translate_all(translator: Translator, texts: Sequence[str], *, beams: int = 1, batch_size: int = 100) -> list[str]:
+    """The translations in the order of the texts, made in batches of texts of like length."""
+    said, order = [""] * len(texts), sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for first in range(0, len(order), batch_size):
+        part = order[first : first + batch_size]
+        for index, text in zip(part, translator.translate([texts[i] for i in part], beams=beams)):
+            said[index] = text
+    return said
+
+
+def exactness(pairs: Sequence[Pair], said: Sequence[str]) -> Exactness:
+    """How many of the translations `said` are the pairs' targets, spaces aside."""
+    wrong = [(p.source, s, p.target) for p, s in zip(pairs, said) if s.split() != p.target.split()]
     return Exactness(len(pairs) - len(wrong), len(pairs), wrong)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Human translations that installed packages bring with them: gettext catalogues, read where pip has put them.
+
+A catalogue is a file `<language>/LC_MESSAGES/<domain>.mo` (or `.po`); its message ids are the English texts. Nothing is copied: what
+is read is what the package's own record of files names. Its licence goes on holding, and is told.
+
+Source of the formats: the manual of GNU gettext, "The Format of GNU MO Files" and "The Format of PO Files".
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..extras import require
+from .cleaning import clean_pair
+from .text import Pair
+
+ENGLISH = "en"
+_MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
+_SYMBOLIC = re.compile(r"[a-z0-9]+(?:[_.:][a-z0-9]+)+", re.IGNORECASE)  # stands for a text: label_title, batch.next
+_DEFAULT = re.compile(r'Default: "(.*)"', re.DOTALL)
+
+
+class Key(NamedTuple):
+    """Which message: the same in every language of a catalogue. form: 0, or 1 for the plural."""
+
+    context: str
+    id: str
+    form: int
+
+
+class Message(NamedTuple):
+    english: str
+    text: str
+
+
+class Catalogues(NamedTuple):
+    """The catalogues of one package: (folder, domain) -> language -> file."""
+
+    package: str  # with its version
+    licence: str
+    files: dict[tuple[Path, str], dict[str, Path]]
+
+
+class Corpus(NamedTuple):
+    """Sentence pairs, what they are from, and what the cleaning left out, by reason."""
+
+    pairs: list[Pair]
+    packages: list[str]  # "Django 5.2.19, licence BSD-3-Clause: 1091 pairs"
+    left_out: dict[str, int]
+
+
+def language_tag(name: str) -> str:
+    """ "pt-BR" and "pt_br" are "pt_br"."""
+    return name.replace("-", "_").lower()
+
+
+def speaks(language: str, wanted: str) -> bool:
+    """Whether a catalogue's language is the wanted one: "pt" takes "pt", "pt_BR" and "pt_PT"; "pt_BR" takes itself alone."""
+    return language_tag(language) == language_tag(wanted) or language_tag(language).startswith(language_tag(wanted) + "_")
+
+
+def find_catalogues(package: str) -> Catalogues:
+    """The catalogues of an installed package, by the name that pip knows it by.
+
+    Where a catalogue lies as `.po` too, that is read if `polib` is installed: it tells the English of ids that are no text.
+
+    Raises:
+        ValueError: the package is not installed, has no record of its files, or no catalogue.
+        ImportError: its catalogues are `.po` files alone, and polib is not installed.
+    """
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"gettext:{package}: no such package is installed; pip install {package}") from error
+    if found.files is None:
+        raise ValueError(f"gettext:{package}: its installation has no record of its files; install it from a wheel")
+    with_polib = _has_polib()
+    files: dict[tuple[Path, str], dict[str, Path]] = defaultdict(dict)
+    for file in sorted(found.files, key=lambda f: (f.suffix == ".po") == with_polib):  # what is preferred comes last
+        if file.suffix in (".mo", ".po") and file.parent.name == "LC_MESSAGES":
+            path = Path(str(found.locate_file(file)))
+            files[path.parents[2], path.stem][path.parents[1].name] = path
+    if not files:
+        raise ValueError(f"gettext:{package}: it has no gettext catalogue, <language>/LC_MESSAGES/<domain>.mo")
+    if not with_polib and all(path.suffix == ".po" for languages in files.values() for path in languages.values()):
+        require("polib", "corpora", f"reading the .po files of {package}")
+    return Catalogues(f"{found.metadata['Name']} {found.version}", licence_of(found.metadata), dict(files))
+
+
+def licence_of(metadata: Any) -> str:
+    """The licence that a package's metadata name, in short; "not named" if they do not. (The field License may be a whole text.)"""
+    classifiers = [c.rpartition(" :: ")[2] for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
+    text = (metadata.get("License") or "").strip()
+    return metadata.get("License-Expression") or (text if "\n" not in text else "") or ", ".join(classifiers) or "not named"
+
+
+def catalogue_pairs(packages: Iterable[str], source: str, target: str) -> Corpus:
+    """Every message that is translated into both languages, cleaned (:mod:`.cleaning`), each pair once.
+
+    English is the message itself (or, for an id such as "label_title", what the `en` catalogue or the .po file's comment gives).
+
+    Args:
+        packages: names as pip knows them.
+        source, target: languages as catalogues name them, "pt", "de", "pt_BR"; "pt" stands for its variants too.
+
+    Raises:
+        ValueError: no package, or none with such a pair; the languages are the same; see :func:`find_catalogues`.
+    """
+    if language_tag(source) == language_tag(target):
+        raise ValueError(f"gettext: --from and --to are both {source!r}; wanted two languages")
+    kept: dict[Pair, None] = {}
+    left_out: dict[str, int] = defaultdict(int)
+    described = []
+    for package in packages:
+        found, before = find_catalogues(package), len(kept)
+        for languages in found.files.values():
+            for raw in _aligned(languages, source, target):
+                cleaned = clean_pair(*raw)
+                if isinstance(cleaned, str):
+                    left_out[cleaned] += 1
+                elif cleaned in kept:
+                    left_out["a duplicate"] += 1
+                else:
+                    kept[cleaned] = None
+        described.append(f"{found.package}, licence {found.licence}: {len(kept) - before} pairs")
+    if not kept:
+        raise ValueError(f"gettext: no pair of {source} and {target} in {', '.join(described) or 'no package'}")
+    return Corpus(list(kept), described, dict(left_out))
+
+
+def _aligned(languages: dict[str, Path], source: str, target: str) -> Iterator[tuple[str, str]]:
+    """(source text, target text) of each message that both have, for every variant of the one with every variant of the other."""
+    wanted = (source, target)
+    read = {
+        name: read_catalogue(path)
+        for name, path in languages.items()
+        if name == ENGLISH or any(speaks(name, language) for language in wanted)
+    }
+    ones, others = ([_english(read)] if language == ENGLISH else _variants(read, language) for language in wanted)
+    for one in ones:
+        for other in others:
+            yield from ((text, other[key]) for key, text in one.items() if key in other)
+
+
+def _variants(read: dict[str, dict[Key, Message]], language: str) -> list[dict[Key, str]]:
+    return [{key: m.text for key, m in messages.items()} for name, messages in read.items() if speaks(name, language)]
+
+
+def _english(read: dict[str, dict[Key, Message]]) -> dict[Key, str]:
+    """The English text of every message, without those of which nothing but an id is known."""
+    texts = {key: message.english for messages in read.values() for key, message in messages.items()}
+    texts |= {key: message.text for key, message in read.get(ENGLISH, {}).items()}
+    return {key: text for key, text in texts.items() if text != key.id or not _SYMBOLIC.fullmatch(key.id)}
+
+
+def read_catalogue(path: Path) -> dict[Key, Message]:
+    """The translated messages of a file, fuzzy and obsolete ones left out; plurals where the language has two forms.
+
+    Raises:
+        ValueError: the file is damaged.
+        ImportError: a .po file without polib.
+    """
+    entries = _read_mo(path) if path.suffix == ".mo" else _read_po(path)
+    return {key: message for key, message in entries if message.text and key.id}
+
+
+def _read_mo(path: Path) -> Iterator[tuple[Key, Message]]:
+    data = path.read_bytes()
+    order = _MAGIC.get(data[:4])
+    if order is None:
+        raise ValueError(f"{path} is no .mo file: it begins with {data[:4]!r}")
+    try:
+        count, ids, texts = struct.unpack_from(f"{order}3I", data, 8)
+        for index in range(count):
+            strings = []
+            for table in (ids, texts):
+                length, start = struct.unpack_from(f"{order}2I", data, table + 8 * index)
+                if start + length > len(data):
+                    raise ValueError(f"message {index} ends past the file's {len(data)} bytes")
+                strings.append(data[start : start + length].decode("utf-8"))
+            context, _, named = strings[0].rpartition("\x04")
+            yield from _forms(context, named.split("\0"), strings[1].split("\0"))
+    except (struct.error, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or not UTF-8: {error}") from error
+
+
+def _read_po(path: Path) -> Iterator[tuple[Key, Message]]:
+    polib = require("polib", "corpora", f"reading {path.name}")
+    try:
+        entries = polib.pofile(str(path), encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no .po file in UTF-8: {error}") from error
+    for entry in entries:
+        if entry.fuzzy or entry.obsolete:
+            continue
+        ids = [entry.msgid] + ([entry.msgid_plural] if entry.msgid_plural else [])
+        texts = [entry.msgstr_plural[i] for i in sorted(entry.msgstr_plural)] if entry.msgid_plural else [entry.msgstr]
+        default = _DEFAULT.search(entry.comment or "")
+        for key, message in _forms(entry.msgctxt or "", ids, texts):
+            english = default[1].replace('\\"', '"') if default and key.form == 0 else message.english
+            yield key, Message(english, message.text)
+
+
+def _forms(context: str, ids: list[str], texts: list[str]) -> Iterator[tuple[Key, Message]]:
+    """A message; with a plural singular and plural, if the language has as many forms as English. (Of others none can be said to be it.)"""
+    if len(ids) == len(texts):
+        for form, (english, text) in enumerate(zip(ids, texts)):
+            yield Key(context, ids[0], form), Message(english, text)
+
+
+def _has_polib() -> bool:
+    try:
+        require("polib", "corpora", "reading .po files")
+    except ImportError:
+        return False
+    return True
