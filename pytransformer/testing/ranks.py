@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand for ranks, started once for all tests, and what they are asked to do.
 
-Starting one costs seconds, a call milliseconds. Groups of all sizes up to the pool's are made of its first processes.
+Starting one costs seconds, a call milliseconds. Groups of other sizes than the pool's are made of its first processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 30  # for one call; a rank that waits for one that failed gives up after half of them
+SECONDS = 60  # for one call, and until a rank that waits for one that failed gives up
+
+START = 300  # for all processes to start, on a machine with other work
 
 
 class Failed(AssertionError):
@@ -28,8 +30,8 @@ class Failed(AssertionError):
 class Pool:
     """``pool.run(ranks, function, *args)``: on each rank ``function(rank, group, *args)``, and the list of what they return."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *smaller: int) -> None:
+        self.size, self.sizes = size, (*smaller, size)
         self._start()
 
     def _start(self) -> None:
@@ -39,23 +41,23 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, os.path.join(folder, "store"), theirs), daemon=True
+                target=_serve, args=(rank, self.sizes, os.path.join(folder, "store"), theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._answers(self.size)
+        self._answers(self.size, START)
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, args, options))
         return self._answers(ranks)
 
-    def _answers(self, ranks: int) -> list[Any]:
+    def _answers(self, ranks: int, seconds: int = SECONDS) -> list[Any]:
         found, wrong = [], []
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            answer, error = pipe.recv() if pipe.poll(SECONDS) else (None, "no answer")
+            answer, error = pipe.recv() if pipe.poll(seconds) else (None, "no answer")
             found.append(answer)
             if error:
                 wrong.append(f"rank {rank} of {ranks}: {error}")
@@ -73,11 +75,11 @@ class Pool:
             process.join()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, sizes: tuple[int, ...], store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=SECONDS / 2)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait)
-    groups = {n: dist.new_group(list(range(n)), timeout=wait) for n in range(1, size + 1)}
+    wait = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=sizes[-1])
+    groups = {n: dist.new_group(list(range(n)), timeout=wait) for n in sizes}
     pipe.send((None, ""))
     while True:
         try:

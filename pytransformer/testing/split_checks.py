@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from ..distributed import gather_sequence, shard_sequence
 from ..distributed.call import prepare
@@ -64,6 +65,20 @@ def bytes_sent(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: st
     with counted() as sent, next(first), next(first):
         attend(rank, group, problem, scheme, layout)
     return dict(sent)
+
+
+def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: str) -> int:
+    """The most memory that tensors of this rank hold at once, forward and backward, without the whole problem's."""
+    shards = [
+        t.index_select(2, rows_of(t.shape[2], dist.get_world_size(group), rank, layout)).requires_grad_()
+        for t in (problem.tensors["query"], problem.tensors["key"], problem.tensors["value"])
+    ]
+    tracker = MemTracker()
+    tracker.track_external(*shards)
+    with tracker:
+        out = SCHEMES["ring"](*shards, group=group, layout=layout, **problem.keywords)
+        torch.autograd.grad(out, shards, torch.ones_like(out))
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
 def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any], by_rank: list[Any]) -> str:

@@ -15,6 +15,6 @@ from pytransformer.testing.ranks import Pool
 def pool() -> Iterator[Pool]:
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    processes = Pool(4)
+    processes = Pool(4, 2, 3)
     yield processes
     processes.close()

@@ -4,21 +4,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pytransformer.testing import bounds
 from pytransformer.testing.draw_attention import CHANCES, draw
 from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_attention import attend_or_refuse, cut, joined, padded
+from pytransformer.testing.split_attention import attend_or_refuse, cut, joined, padded, within
 
 CASES = 40
 REFUSED = {"ring": ("bottom_right", "one query"), "ulysses": ("dropout", "must divide query's heads", "one query")}
-
-
-def ok(check: bounds.Check, dtype: torch.dtype) -> bool:
-    """The raw op rounds each tile's out to the inputs' 16 bits and merging rounds once more: half a unit beyond the bound of one call."""
-    twice = check.name == "out" and dtype in (torch.bfloat16, torch.float16)
-    return check.reached <= check.allowed + 0.5 * twice
 
 
 @pytest.mark.parametrize(
@@ -46,28 +39,29 @@ def test_within_the_bounds(pool: Pool, scheme: str, ranks: int, layout: str, pyt
         results = cut(joined(whole, shards, layout), problem)
         solution = problem.solve()
         checks = bounds.check(solution, results, problem.dtype, problem.limits)
-        wrong += [f"case {seed}/{number} {c}\n  {problem}" for c in checks if not ok(c, problem.dtype)]
+        wrong += [f"case {seed}/{number} {c}\n  {problem}" for c in checks if not within(c, problem.dtype)]
     assert not wrong, f"{len(wrong)} of {CASES}, {refused} refused\n" + "\n".join(wrong)
     assert refused < CASES * (0.25 if scheme == "ring" else 0.75)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_eight_processes(layout: str) -> None:
-    """Twenty problems on eight ranks, of a pool of their own."""
-    processes = Pool(8)
+def test_eight_processes() -> None:
+    """Some problems on eight ranks, of a pool of their own."""
+    processes, judged = Pool(8), 0
     try:
-        for case in range(20):
-            problem = draw(8, case)
+        for case in range(10):
+            problem, layout = draw(8, case), ("contiguous", "zigzag")[case % 2]
             whole = padded(problem, 16)
             shards = processes.run(8, attend_or_refuse, whole, "ring", layout)
             if isinstance(shards[0], str):
                 assert any(reason in shards[0] for reason in REFUSED["ring"]), shards[0]
                 continue
             checks = bounds.check(problem.solve(), cut(joined(whole, shards, layout), problem), problem.dtype, problem.limits)
-            assert not [f"{c}\n{problem}" for c in checks if not ok(c, problem.dtype)]
+            assert not [f"{c}\n{problem}" for c in checks if not within(c, problem.dtype)]
+            judged += 1
     finally:
         processes.close()
+    assert judged >= 5
 
 
 def test_every_keyword_is_drawn(pytestconfig: pytest.Config) -> None:

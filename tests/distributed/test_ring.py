@@ -20,6 +20,7 @@ from pytransformer.testing.split_checks import (
     attend_with,
     bytes_sent,
     outputs,
+    peak_bytes,
     refusal,
     seed_drawn,
     there_and_back,
@@ -75,6 +76,15 @@ def test_two_runs_give_the_same_bits(pool: Pool) -> None:
     problem = problem_of(dtype=torch.float32, causal="top_left", table=torch.randn(8, 4), t5=(False, 20))
     first, second = (pool.run(4, attend, problem, "ring", "zigzag") for _ in range(2))
     assert [bounds.other_bits(a, b) for a, b in zip(first, second)] == [[]] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_falls_as_the_ranks_grow(pool: Pool, layout: str) -> None:
+    """Forward and backward. Not quite half on four ranks of what it is on two, between which no gradient is handed on."""
+    problem = problem_of(length=1024, dim=32, dtype=torch.float32, causal="top_left")
+    two, four = (max(pool.run(ranks, peak_bytes, problem, layout)) for ranks in (2, 4))
+    print(f"{layout}: {two:,} bytes on two ranks, {four:,} on four")
+    assert 0.5 <= four / two < 0.65, (two, four)
 
 
 def ulysses_bytes(ranks: int, batch: int, rows: int, heads: list[tuple[int, int]]) -> int:

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of ring attention on the CUDA tier, emulated: one rank that has its sequence in chunks, so that nothing is sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytransformer.testing.ring_tiles import check_tiles
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
+
+
+@pytest.mark.parametrize("schedule", [1], indirect=True)
+@pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
+@pytest.mark.parametrize("keywords", ["plain", "causal", "mask", "extreme"])
+def test_tiles_of_a_row(keywords: str, dtype: torch.dtype, path: str, schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each merged by lse, and differentiated by the row's: values and gradients within the bounds of one call."""
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    check_tiles(keywords, "cuda", dtype)
