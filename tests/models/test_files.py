@@ -154,5 +154,5 @@ def test_hugging_face_models_without_a_counterpart_are_refused(hugging_face: Any
     ):
         with pytest.raises(ValueError, match=message):
             models.GPT.from_hf(getattr(hugging_face, model)(config))
-    with pytest.raises(ValueError, match="BertForQuestionAnswering"):
-        models.BERT.from_hf(hugging_face.BertForQuestionAnswering(hugging_face.BertConfig(**bert)))
+    with pytest.raises(ValueError, match="BertForMultipleChoice"):
+        models.BERT.from_hf(hugging_face.BertForMultipleChoice(hugging_face.BertConfig(**bert)))
