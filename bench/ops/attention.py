@@ -26,9 +26,13 @@ def tune(tools: ModuleType) -> Iterator[Any]:
     for dtype in (torch.bfloat16, torch.float32):
         size = dtype.itemsize
         for head_dim in configs.HEAD_DIMS:
-            for kernel in ("forward", "decode", "dkdv", "dropout dkdv", "dq", "dbias"):
+            for kernel in ("forward", "decode", "dkdv", "grouped dkdv", "dropout dkdv", "dq", "dbias"):
                 for score_mods in (
-                    (1,) if kernel in ("dbias", "dropout dkdv") else (0,) if kernel == "decode" or size == 4 else (0, 1)
+                    (1,)
+                    if kernel in ("dbias", "dropout dkdv")
+                    else (0,)
+                    if kernel in ("decode", "grouped dkdv") or size == 4
+                    else (0, 1)
                 ):
                     yield tools.Task(
                         "attention",
@@ -51,7 +55,7 @@ def _attention(tools: ModuleType, kernel: str, head_dim: int, dtype: torch.dtype
             kwargs["bias"] = pt.AlibiBias(torch.linspace(0.1, 0.8, 8, device=device))
         elif score_mods:
             kwargs |= {"dropout_p": 0.1, "dropout_seed": 3}
-        heads = 2 if kernel == "decode" else 8
+        heads = 2 if kernel in ("decode", "grouped dkdv") else 8
         a, _, _ = attention_op.prepare(
             make(1, 8, queries, head_dim), make(1, heads, keys, head_dim), make(1, heads, keys, head_dim), **kwargs
         )

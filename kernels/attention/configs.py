@@ -63,7 +63,8 @@ LISTING_INTERPRETED = Listing(block=64, min_blocks=2, min_pairs=1)
 
 
 # Largest head size (padded to a power of two) -> configuration. A kernel may have a second entry, "…+", for problems with
-# work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many of them together.
+# work per element (dense masks and biases, ALiBi, T5, segments, softcap, dropout), and a third, "…++", for many of them together. "grouped
+# dkdv" is of several query heads to a key head, without such work: its loop over them takes registers.
 SIXTEEN_BIT = {
     "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 1)},
     "forward+": {64: Config(128, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)},
@@ -72,12 +73,13 @@ SIXTEEN_BIT = {
     "dkdv": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2), 256: Config(32, 32, 8, 1)},
     "dkdv+": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 8, 1)},
     "dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dropout dkdv": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "grouped dkdv": {64: Config(32, 128, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(32, 32, 8, 1)},
+    "dropout dkdv": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
     "dropout dkdv++": {64: Config(16, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
     "dq+": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
     "dq++": {64: Config(32, 32, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 32, 8, 1)},
-    "dbias": {64: Config(64, 64, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 4, 1)},
+    "dbias": {64: Config(32, 128, 8, 1), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 4, 1)},
 }
 THIRTY_TWO_BIT = {
     "forward": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -85,6 +87,7 @@ THIRTY_TWO_BIT = {
     "decode": {64: Config(16, 32, 4, 2), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 1)},
     "dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dkdv+": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "grouped dkdv": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dropout dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
     "dq": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 2), 256: Config(16, 32, 8, 2)},
     "dbias": {64: Config(16, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 32, 8, 1)},
@@ -93,33 +96,56 @@ THIRTY_TWO_BIT = {
 # has too); wgmma multiplies 64 rows by 4 warps, tcgen05 128.
 WGMMA = {
     "forward+": {128: Config(128, 32, 8, 2)},
+    "dbias": {64: Config(64, 64, 8, 1)},
     "dkdv": {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2)},
     "dkdv+": {64: Config(32, 128, 8, 2), 128: Config(16, 128, 8, 2)},
 }
 DIFFERENT = {
     2: {
-        90: WGMMA,
+        80: {"decode": {256: Config(16, 64, 4, 2)}, "dkdv+": {64: Config(32, 32, 4, 2)}},
+        90: WGMMA
+        | {
+            "dkdv+": {**WGMMA["dkdv+"], 256: Config(16, 32, 8, 2)},
+            "grouped dkdv": {64: Config(16, 128, 8, 2)},
+        },
         100: WGMMA
         | {
-            "forward": {64: Config(128, 64, 4, 3)},
             "dkdv": {64: Config(64, 128, 8, 2), 128: Config(16, 128, 8, 2)},
-            "dropout dkdv": {128: Config(16, 32, 8, 1)},
-            "dkdv+": {**WGMMA["dkdv+"], 256: Config(16, 32, 8, 2)},
-            "dropout dkdv++": {64: Config(16, 32, 4, 2)},
+            "dkdv+": {**WGMMA["dkdv+"], 64: Config(32, 128, 8, 1), 256: Config(16, 32, 8, 2)},
+            "grouped dkdv": {64: Config(32, 128, 8, 2), 128: Config(32, 128, 8, 1)},
+            "dropout dkdv++": {64: Config(16, 32, 4, 2), 256: Config(16, 64, 8, 1)},
             "dq+": {256: Config(16, 32, 8, 2)},
             "dq++": {64: Config(16, 32, 4, 1)},
+            "dbias": {64: Config(64, 128, 8, 1)},
         },
         120: {
+            "forward": {128: Config(128, 32, 8, 3)},
             "dkdv": {64: Config(16, 128, 8, 2), 128: Config(16, 64, 8, 1)},
+            "dkdv+": {64: Config(32, 32, 4, 2), 128: Config(16, 64, 8, 1)},
             "dropout dkdv": {128: Config(16, 32, 8, 1)},
+            "dq+": {128: Config(32, 64, 8, 1)},
             "dq++": {64: Config(16, 32, 4, 1)},
         },
     },
     4: {
-        80: {"decode": {256: Config(16, 32, 8, 2)}},
+        80: {
+            "forward": {128: Config(32, 32, 8, 2)},
+            "decode": {256: Config(16, 32, 8, 2)},
+            "dq": {128: Config(32, 32, 8, 2)},
+            "dbias": {64: Config(32, 32, 8, 1), 256: Config(16, 32, 4, 1)},
+        },
         90: {"dkdv+": {64: Config(16, 64, 8, 1)}, "forward+": {128: Config(16, 32, 8, 2)}},
-        100: {"forward+": {128: Config(16, 32, 8, 2)}},
-        120: {"dropout dkdv": {128: Config(16, 32, 8, 2)}},
+        100: {
+            "forward+": {128: Config(16, 32, 8, 2)},
+            "grouped dkdv": {64: Config(16, 32, 8, 1)},
+            "dropout dkdv": {128: Config(16, 32, 8, 3)},
+            "dbias": {64: Config(32, 32, 8, 1)},
+        },
+        120: {
+            "grouped dkdv": {128: Config(16, 32, 4, 1)},
+            "dropout dkdv": {128: Config(16, 32, 8, 2)},
+            "dbias": {64: Config(32, 32, 8, 1), 128: Config(16, 64, 8, 1)},
+        },
     },
 }
 # Large tiles, for the interpreter's time goes by operations, not by elements; still several of them, with tails, in tests.
@@ -127,6 +153,7 @@ INTERPRETED = {
     "forward": Config(32, 64, 1, 1),
     "decode": Config(16, 64, 1, 1),
     "dkdv": Config(32, 64, 1, 1),
+    "grouped dkdv": Config(32, 64, 1, 1),
     "dropout dkdv": Config(32, 64, 1, 1),
     "dq": Config(32, 64, 1, 1),
     "dbias": Config(32, 64, 1, 1),
@@ -196,7 +223,8 @@ def candidates(kernel: str, head_dim: int, itemsize: int, *, score_mods: int) ->
     """What `make tune` tries: the table's choice first, then tiles around it."""
     first = config(kernel, 90, head_dim, itemsize, score_mods=score_mods)
     yield first
-    rows = {"decode": (16,), "dkdv": (16, 32, 64)}.get(kernel, (32, 64, 128) if itemsize == 2 else (16, 32, 64))
+    wide = (32, 64, 128) if itemsize == 2 else (16, 32, 64)
+    rows = {"decode": (16,), "dkdv": (16, 32, 64), "grouped dkdv": (16, 32, 64)}.get(kernel, wide)
     for BM in rows:
         for BN in (32, 64, 128):
             for warps in (4, 8):

@@ -132,7 +132,8 @@ def plan_backward(a: AttentionProblem, names: Collection[str]) -> BackwardPlan:
     """The plan of the gradients of these arguments."""
     kind, tile = kind_of(a), choose("dq", a)
     dq = _launch(tile, kind, _query_programs(a, tile))
-    tile = choose("dropout dkdv" if a.dropout_p else "dkdv", a)
+    kinds = {"dropout dkdv": bool(a.dropout_p), "grouped dkdv": kind.GROUPED and not a.by_pair, "dkdv": True}
+    tile = choose(next(name for name, found in kinds.items() if found), a)
     dkdv = _launch(
         tile, kind, a.sequences * a.key_heads * _key_tiles(a, tile),
         KEYS_FIRST=not a.dropout_p and tile.BN >= 16 * tile.warps,
