@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..ops._attention_arguments import integers
-from ..ops._core.tensors import autocast, check_same, check_tensor, empty_in_order, looks_at_values, shape_of
+from ..ops._core.tensors import autocast, empty_in_order, looks_at_values, shape_of
 from ..ops.attention import LENGTHS, attention_op
 from ..ops.block_mask import as_block_mask
 from .exchange import Payload
-from .group import check_agreement, check_group, seed_of_the_first
+from .group import check_call, seed_of_the_first
 from .layout import check_layout, check_length, chunk_ranges, chunks_of_a_rank
 from .plan import Pattern, RingPlan, ring_plan
 
@@ -150,12 +150,8 @@ def prepare(
     options: Mapping[str, Any],
 ) -> tuple[RingCall, tuple[torch.Tensor | None, ...]]:
     """(the call, the tensors among its arguments)."""
-    rank, ranks = check_group(OP, group)
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        check_tensor(OP, name, t, floating=True, ndim=4)
-        check_same(OP, "query", query, name, t)
     named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
-    check_agreement(OP, group, query.device, {**named, **options})
+    rank, ranks = check_call(OP, group, {**named, **options})
     check_layout(OP, layout)
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"{OP}: key and value must have the same length, got {shape_of(key)} and {shape_of(value)}")

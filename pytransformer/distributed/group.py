@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ops._core.tensors import looks_at_values
+from ..ops._core.tensors import check_same, check_tensor, looks_at_values
 
 
 def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -29,6 +29,17 @@ def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise ValueError(f"{op}: this process, rank {dist.get_rank()}, is not in group: only its members may call")
     return rank, dist.get_world_size(group)
+
+
+def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """(rank, ranks) of a call with query, key, value and more, after what every scheme checks of it."""
+    rank, ranks = check_group(op, group)
+    query = arguments["query"]
+    for name in ("query", "key", "value"):
+        check_tensor(op, name, arguments[name], floating=True, ndim=4)
+        check_same(op, "query", query, name, arguments[name])
+    check_agreement(op, group, query.device, arguments)
+    return rank, ranks
 
 
 def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.device, arguments: Mapping[str, Any]) -> None:

@@ -19,11 +19,11 @@ from typing_extensions import Unpack
 
 from ..ops._attention_arguments import dense_term, integers
 from ..ops._core.options import AttentionOptions
-from ..ops._core.tensors import autocast, check_same, check_tensor, empty_in_order
+from ..ops._core.tensors import autocast, empty_in_order
 from ..ops.attention import attention
 from ..ops.block_mask import as_block_mask
 from ..ops.masks import AlibiBias, RelativePositionBias
-from .group import check_agreement, check_group, sum_over_ranks
+from .group import check_call, sum_over_ranks
 from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
 
 OP = "ulysses_attention"
@@ -81,12 +81,8 @@ def ulysses_attention(
     Raises:
         TypeError, ValueError: as ring_attention, and where the heads do not split.
     """
-    rank, ranks = check_group(OP, group)
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        check_tensor(OP, name, t, floating=True, ndim=4)
-        check_same(OP, "query", query, name, t)
     named = dict(query=query, key=key, value=value, layout=layout, sum_gradients=sum_gradients)
-    check_agreement(OP, group, query.device, {**named, **options})
+    rank, ranks = check_call(OP, group, {**named, **options})
     check_layout(OP, layout)
     heads, key_heads = query.shape[1], key.shape[1]
     _check_split(query, key, ranks, layout, options)

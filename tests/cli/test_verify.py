@@ -20,6 +20,18 @@ from pytransformer.ops._core.registry import OPS, trace
 from pytransformer.testing.cases import case
 from pytransformer.testing.planted_tier import TIER, inputs, planted
 
+# A kind of call to be checked, but for its features.
+JOB = {
+    "do": "kind",
+    "op": "attention",
+    "backend": "cpu",
+    "dtype": "float32",
+    "device": "cpu",
+    "index": None,
+    "size": 64,
+    "last": 64,
+}
+
 
 def arguments(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"json": True, "backend": None, "op": None, "device": ["cpu"], "seconds": 60.0, **changes})
@@ -149,20 +161,10 @@ def test_a_large_mask_is_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     checked: list[tuple[str, int]] = []
     judged = {"outcome": "right", "detail": None}
     monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
-    job = {
-        "do": "kind",
-        "op": "attention",
-        "backend": "cpu",
-        "dtype": "float32",
-        "device": "cpu",
-        "index": None,
-        "size": 64,
-        "last": 64,
-    }
-    worker._check_kind({**job, "features": sorted(call(1000).names)})
+    worker._check_kind({**JOB, "features": sorted(call(1000).names)})
     assert ("bool_mask", 1024) in checked and any(name == "bool_mask" and keys < 1024 for name, keys in checked)
     checked.clear()
-    worker._check_kind({**job, "features": sorted(call(300).names)})
+    worker._check_kind({**JOB, "features": sorted(call(300).names)})
     assert all(keys < 1024 for _, keys in checked)
     assert [job["case"] for job in plan.checks("triton", "cuda", ["attention"]) if "many blocks" in job["features"]] == [
         "bool_mask"
@@ -180,17 +182,7 @@ def test_block_masks_are_a_kind_of_their_own(device: str, monkeypatch: pytest.Mo
     checked: list[tuple[str, int]] = []
     judged = {"outcome": "right", "detail": None}
     monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
-    job = {
-        "do": "kind",
-        "op": "attention",
-        "backend": "cpu",
-        "dtype": "float32",
-        "device": "cpu",
-        "index": None,
-        "size": 64,
-        "last": 64,
-    }
-    worker._check_kind({**job, "features": sorted(call.names)})
+    worker._check_kind({**JOB, "features": sorted(call.names)})
     assert {("blocks", 67), ("blocks", 1024), ("causal", 67)} <= set(checked)
     whole = [
         job for job in plan.checks("triton", device, ["attention"]) if job["case"] == "blocks" and job["dtype"] == "float32"
