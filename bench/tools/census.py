@@ -10,11 +10,11 @@ makes one. docs/decisions/0108-before-and-after.md has the figures.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -95,7 +95,9 @@ def census(root: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    roots = [Path(name).resolve() for name in sys.argv[1:]] or [ROOT]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("roots", nargs="*", type=Path, default=[ROOT], metavar="TREE")
+    roots = [root.resolve() for root in parser.parse_args().roots]
     counted = [census(root) for root in roots]
     for name in dict.fromkeys(name for found in counted for name in found):
         print(f"| {name} | " + " | ".join(f"{found[name]:,}" if name in found else "–" for found in counted) + " |")
