@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ..ops._attention_arguments import integers
-from ..ops._core.tensors import autocast, empty_in_order, looks_at_values, shape_of
-from ..ops.attention import LENGTHS, attention_op
-from ..ops.block_mask import as_block_mask
+from ..ops._core.tensors import autocast, check_same, empty_in_order, looks_at_values, shape_of
+from ..ops._problem.blocks import BLOCK_TENSORS
+from ..ops.attention import attention_op
+from .blocks import BlockParts
 from .exchange import Payload
 from .group import check_call, seed_of_the_first
 from .layout import check_layout, check_length, chunk_ranges, chunks_of_a_rank
@@ -38,6 +39,7 @@ class RingCall:
     backend: str | None
     strict: bool
     sum_gradients: bool
+    blocks: BlockParts | None = None
 
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> RingCall:
         return dataclasses.replace(self, a=type(self.a)(*tensors, *self.a[len(tensors) :]))
@@ -87,7 +89,11 @@ class RingCall:
         segments = None
         if a.query_segments is not None:
             segments = a.query_segments[:, first:last].contiguous()
+        blocks = {}
+        if self.blocks is not None:
+            blocks = dict(zip(BLOCK_TENSORS, self.blocks.part(queries=queries, keys=of_keys).blocks))
         return a._replace(
+            **blocks,
             query=a.query[:, :, first:last],
             key=keys[0],
             value=keys[1],
@@ -159,23 +165,24 @@ def prepare(
     for name, t in (("query", query), ("key", key)):
         check_length(OP, name, t.shape[2], chunks_of_a_rank(layout), f"with layout={layout!r} the length on each rank")
     options = dict(options)
-    if as_block_mask(options.get("attn_mask")) is not None:
-        raise ValueError(
-            f"{OP}: attn_mask is a block mask, which has no rows of its own on each rank; give this rank's rows of a dense "
-            "boolean mask, or causal, window, global_keys and segments"
-        )
+    blocks = BlockParts.of(options.get("attn_mask"))
     segments = _segments(query, key, options)
     totals = query.shape[2] * ranks, key.shape[2] * ranks
+    if blocks is not None:
+        options["attn_mask"] = None
+        _check_blocks(blocks, query, totals)
     whole = [t[:, :, :1].expand(-1, -1, totals[1], -1) for t in (key, value)]  # whose shapes masks are checked against
     a, backend, strict = attention_op.prepare(query, *whole, **options)
     a = a._replace(key=key, value=value, query_segments=segments[0], key_segments=segments[1])
     if a.dropout_seed is not None and options.get("dropout_seed") is None and ranks > 1:
         a = a._replace(dropout_seed=seed_of_the_first(a.dropout_seed, group))
     _check_rows(a, ranks)
-    pattern = Pattern(a.causal != "none", a.left, a.right, a.global_keys, _offset(a, totals), **_most(a, totals))
-    plan = ring_plan(pattern, chunk_ranges(layout, ranks, totals[0]), chunk_ranges(layout, ranks, totals[1]))
+    of_queries, of_keys = (chunk_ranges(layout, ranks, total) for total in totals)
+    hidden = blocks.hidden(sum(of_queries, ()), sum(of_keys, ())) if blocks is not None else frozenset()
+    pattern = Pattern(a.causal != "none", a.left, a.right, a.global_keys, _offset(a, totals), *_most(a, totals), hidden)
+    plan = ring_plan(pattern, of_queries, of_keys)
     count = attention_op.num_tensors
-    return RingCall(a, plan, group, rank, backend, strict, bool(sum_gradients)), a[:count]
+    return RingCall(a, plan, group, rank, backend, strict, bool(sum_gradients), blocks), a[:count]
 
 
 def _segments(
@@ -189,6 +196,15 @@ def _segments(
         integers("query_segments", given[0], (query.shape[0], query.shape[2]), query),
         integers("key_segments", given[1], (key.shape[0], key.shape[2]), query),
     )
+
+
+def _check_blocks(blocks: BlockParts, query: torch.Tensor, totals: tuple[int, int]) -> None:
+    shape, wanted = blocks.mask.shape, (*query.shape[:2], *totals)
+    if any(n not in (1, m) for n, m in zip(shape[:2], wanted)) or shape[2:] != wanted[2:]:
+        raise ValueError(
+            f"{OP}: attn_mask is a block mask of {shape}; wanted that of the whole sequence, (B or 1, Hq or 1, Lq, Lk) of {wanted}"
+        )
+    check_same(OP, "query", query, "attn_mask", blocks.mask.blocks.offsets)
 
 
 def _check_rows(a: Any, ranks: int) -> None:
@@ -228,16 +244,17 @@ def _offset(a: Any, totals: tuple[int, int]) -> int:
     return int(offset)
 
 
-def _most(a: Any, totals: tuple[int, int]) -> dict[str, int]:
-    """The longest prefix and lengths: on the CPU as they are, elsewhere, where a look would be a wait, the most there may be."""
-    defaults = (totals[0], totals[1], totals[1] if a.prefix_lengths is not None else 0)
-    found = {}
-    for name, field, most in zip(LENGTHS, ("queries", "keys", "prefix"), defaults):
+def _most(a: Any, totals: tuple[int, int]) -> tuple[int, int, int]:
+    """The longest prefix, queries and keys: on the CPU as they are, elsewhere, where a look would be a wait, the most there may be."""
+
+    def longest(name: str, most: int) -> int:
         t = getattr(a, name)
-        if t is not None and t.numel() and looks_at_values(t.device):
-            low, high = int(t.min()), int(t.max())
-            if low < 0 or high > most:
-                raise ValueError(f"{OP}: {name} must be between 0 and {most}, got {low if low < 0 else high}")
-            most = high
-        found[field] = most
-    return found
+        if t is None or not t.numel() or not looks_at_values(t.device):
+            return most
+        low, high = int(t.min()), int(t.max())
+        if low < 0 or high > most:
+            raise ValueError(f"{OP}: {name} must be between 0 and {most}, got {low if low < 0 else high}")
+        return high
+
+    prefix = 0 if a.prefix_lengths is None else totals[1]
+    return longest("prefix_lengths", prefix), longest("query_lengths", totals[0]), longest("key_lengths", totals[1])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops._core.tensors import check_same, check_tensor, looks_at_values
+from .blocks import BlockParts
 
 
 def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -77,6 +78,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         numbers = value.tolist() if value.dim() <= 1 and not value.is_floating_point() else ""
         return f"{str(value.dtype)[6:]}{list(value.shape)}{' with gradient' if value.requires_grad else ''} {numbers}".rstrip()
+    if (blocks := BlockParts.of(value)) is not None:
+        return f"block mask of {blocks.mask.shape}, blocks of {blocks.mask.block_size}, checksum {blocks.checksum:x}"
     if dataclasses.is_dataclass(value):
         return {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return repr(value) if isinstance(value, (str, int, float, tuple, list)) else type(value).__name__

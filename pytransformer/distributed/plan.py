@@ -25,12 +25,13 @@ class Pattern:
     prefix: int = 0  # no sequence has a longer one
     queries: int = 1 << 62  # nor more queries
     keys: int = 1 << 62
+    hidden: frozenset[tuple[int, int]] = frozenset()  # (first query, first key) of chunks of which a block mask shows nothing
 
     def visible(self, queries: range, keys: range) -> bool:
         """Whether some pair may be visible. False is certain."""
         first, last = queries.start, min(queries.stop, self.queries) - 1
         least, most = keys.start, min(keys.stop, self.keys) - 1
-        if first > last or least > most:
+        if first > last or least > most or (queries.start, keys.start) in self.hidden:
             return False
         first, last = first + self.offset, last + self.offset
         below = not self.causal or least <= last or least < self.prefix

@@ -76,7 +76,8 @@ def ring_attention(
         return_lse: also return (B, Hq, Lq / n), float32, differentiable.
         options: as those of attention, of the whole sequence. Lengths and prefixes count from its start. A dense ``attn_mask`` or
             ``bias`` has this rank's queries and all Lk keys, in the sequence's order: broadcastable to (B, Hq, Lq / n, Lk).
-            Segments are (B, L / n), split like query and key. A ``dropout_seed`` of None is drawn by the first rank.
+            A block mask is the whole sequence's, the same on every rank. Segments are (B, L / n), split like query and key. A
+            ``dropout_seed`` of None is drawn by the first rank.
 
     Returns:
         (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ops._problem.blocks import BLOCK_TENSORS, visible_block_pairs
 from ..ops.attention import attention_op
 
 # |lse| up to which float32 holds the log of a sum to 2^-14. CPU kernels recompute statistics beyond it, over the keys of their call.
@@ -52,15 +53,24 @@ class Lse(NamedTuple):
 def shifted(a: Any, shift: torch.Tensor) -> Any:
     """The tile with ``-shift`` added to the scores of each row: in a free place of the two for dense terms, else into the mask."""
     minus = -shift[..., None]
+    if a.bias is not None and a.block_offsets is not None:  # no place is free, but block masks exclude dense ones
+        a = _with_dense_mask(a)
     if a.bias is None:
         return a._replace(bias=minus)
-    if a.mask is None and a.block_offsets is None:
+    if a.mask is None:
         return a._replace(mask=minus)
     if a.mask.dtype == torch.bool:
         return a._replace(mask=torch.where(a.mask, minus, -math.inf))
     limit = torch.finfo(minus.dtype).max
     moved = (a.mask.double().clamp(-limit, limit).to(minus.dtype) + minus).clamp(-limit, limit)
     return a._replace(mask=torch.where(a.mask == -math.inf, -math.inf, moved))
+
+
+def _with_dense_mask(a: Any) -> Any:
+    """The tile with its block mask as a boolean one: for the rare rows with an lse beyond TRUSTED."""
+    rows = torch.arange(a.query.shape[2], device=a.query.device)
+    pairs = visible_block_pairs(a.block_offsets, a.block_entries, a.block_bits, rows, a.key.shape[2])
+    return a._replace(mask=pairs, **dict.fromkeys(BLOCK_TENSORS))
 
 
 def _alternatives(a: Any, shift: torch.Tensor | None) -> list[tuple[Any, torch.Tensor | None]]:

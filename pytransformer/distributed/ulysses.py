@@ -11,6 +11,7 @@ Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -21,8 +22,8 @@ from ..ops._attention_arguments import dense_term, integers
 from ..ops._core.options import AttentionOptions
 from ..ops._core.tensors import autocast, empty_in_order
 from ..ops.attention import attention
-from ..ops.block_mask import as_block_mask
 from ..ops.masks import AlibiBias, RelativePositionBias
+from .blocks import BlockParts
 from .group import check_call, sum_over_ranks
 from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
 
@@ -73,7 +74,7 @@ def ulysses_attention(
         query: (B, Hq, Lq / n, D), this rank's rows; n must divide Hq.
         key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), likewise; n must divide Hkv or Hkv divide n.
         group, layout, sum_gradients, return_lse: as in :func:`ring_attention`.
-        options: as there, and block masks of the whole sequence that are the same for all heads. No dropout.
+        options: as there. No dropout.
 
     Returns:
         (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.
@@ -110,11 +111,6 @@ def _check_split(query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str
             f"{OP}: dropout goes by the number of the head, which attention counts from 0 on every rank: use ring_attention, whose "
             "dropout mask is that of one process, or no dropout"
         )
-    block_mask = as_block_mask(options.get("attn_mask"))
-    if block_mask is not None and block_mask.shape[1] != 1 and ranks > 1:
-        raise ValueError(
-            f"{OP}: attn_mask is a block mask of {block_mask.shape[1]} heads: give one that all heads share (H = 1)"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +146,9 @@ class _Swap:
             return dataclasses.replace(t, table=self._own_heads(t.table, 1))
         if name in ("attn_mask", "bias") and isinstance(t, torch.Tensor):
             return self._dense(name, t, query, key)
+        if name == "attn_mask" and (blocks := BlockParts.of(t)) is not None and blocks.mask.shape[1] > 1:
+            self._check_heads(blocks.mask.shape[1], blocks.mask.shape)
+            return blocks.part(heads=self._heads)
         return t
 
     def _dense(self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -169,10 +168,18 @@ class _Swap:
 
     def _own_heads(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         """Of what every rank has whole."""
-        if t.shape[dim] != self.heads:
-            raise ValueError(f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape {tuple(t.shape)}")
+        self._check_heads(t.shape[dim], t.shape)
+        return _alike(t, self).narrow(dim, self._heads.start, len(self._heads))
+
+    @property
+    def _heads(self) -> range:
+        """Those that this rank computes."""
         size = self.heads // self.ranks
-        return _alike(t, self).narrow(dim, self.rank * size, size)
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def _check_heads(self, entries: int, shape: Sequence[int]) -> None:
+        if entries != self.heads:
+            raise ValueError(f"{OP}: wanted one entry for each of query's {self.heads} heads, got shape {tuple(shape)}")
 
 
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

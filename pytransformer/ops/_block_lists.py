@@ -83,6 +83,41 @@ def assemble(shape: Shape, keys: torch.Tensor, places: torch.Tensor, bits: torch
     return Blocks(*lists(outer * down + q, k, down, places), *transposed, bits)
 
 
+def part(blocks: Blocks, shape: Shape, heads: range, queries: range, keys: range) -> Blocks:
+    """The mask of some heads, queries and keys alone, which count from 0 there. Blocks may be cut anywhere; those of the part that touch
+    no visible block are not looked at."""
+    sizes, device = blocks.block_size, blocks.offsets.device
+    down, across = counts(shape[2], shape[3], sizes)
+    counted, places = keys_of(blocks)
+    states = torch.full((shape[0] * shape[1] * down * across,), FULL - 1, dtype=torch.int64, device=device)
+    states[counted] = places
+    words = (blocks.bits if blocks.bits.shape[0] else blocks.bits.new_zeros(1, *blocks.bits.shape[1:])).flatten()
+
+    def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        i, j = i + queries.start, j + keys.start
+        outer = b * shape[1] + h + heads.start
+        place = states[(outer * down + i // sizes[0]) * across + j // sizes[1]]
+        word = (place.clamp_min(0) * sizes[0] + i % sizes[0]) * (sizes[1] // 32) + j % sizes[1] // 32
+        return torch.where(place < 0, place == FULL, ((words[word] >> (j % 32).int()) & 1).bool())
+
+    of = (shape[0], len(heads), len(queries), len(keys))
+    rows, columns = counts(of[2], of[3], sizes)
+    outer, q, k = counted // (down * across), counted // across % down, counted % across
+    batch, head = outer // shape[1], outer % shape[1] - heads.start
+    own = (head >= 0) & (head < of[1])
+    touched = []
+    for i in _blocks_touched(q, sizes[0], queries.start):
+        for j in _blocks_touched(k, sizes[1], keys.start):
+            inside = own & (i >= 0) & (i < rows) & (j >= 0) & (j < columns)
+            touched.append((((batch * of[1] + head) * rows + i) * columns + j)[inside])
+    return evaluate(mod, of, sizes, device, torch.cat(touched).unique(), vectorized=True)
+
+
+def _blocks_touched(block: torch.Tensor, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last block of a part that begins at ``start`` that a block of the whole lies in."""
+    return (block * size - start) // size, (block * size + size - 1 - start) // size
+
+
 def combine(shape: Shape, blocks: Blocks, other_shape: Shape, other: Blocks, how: str) -> tuple[Shape, Blocks]:
     """Both (``&``) or either (``|``) of two masks, and the shape of the result."""
     if shape[2:] != other_shape[2:] or blocks.block_size != other.block_size:

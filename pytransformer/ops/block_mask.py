@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate, stripes
+from ._block_lists import MaskMod, Shape, assemble, band, combine, counts, evaluate, part, stripes
 from ._block_picture import picture
 from ._problem.blocks import FULL, SIZES, Blocks, check_blocks, visible_block_pairs
 
@@ -237,6 +237,15 @@ class BlockMask:
         """bool (B, H, Lq, Lk)."""
         rows = torch.arange(self.shape[2], device=self.device)
         return visible_block_pairs(self.blocks.offsets, self.blocks.entries, self.blocks.bits, rows, self.shape[3])
+
+    def part(self, heads: range, queries: range, keys: range) -> Self:
+        """The mask of these heads, queries and keys alone, which count from 0 there; in blocks of the same size, which may be cut
+        anywhere. With one head for all, ``heads`` is ``range(1)``."""
+        for name, given, n in zip(("heads", "queries", "keys"), (heads, queries, keys), self.shape[1:]):
+            if not isinstance(given, range) or given.step != 1 or not 0 <= given.start <= given.stop <= n:
+                raise ValueError(f"BlockMask.part: {name} must be a range within range({n}), of step 1, got {given!r}")
+        shape = (self.shape[0], len(heads), len(queries), len(keys))
+        return type(self)(shape, part(self.blocks, self.shape, heads, queries, keys))
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""

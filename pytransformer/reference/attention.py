@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from ..ops._problem.blocks import visible_block_pairs
+from ..ops._problem.blocks import BLOCK_TENSORS, visible_block_pairs
 from ..ops.masks import buckets_of
 from .philox import keep_mask, keep_scale
 
 # Arguments of attention that packed sequences do not have.
-BLOCKS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
-PADDED_ONLY = (*BLOCKS, "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
+PADDED_ONLY = (*BLOCK_TENSORS, "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:

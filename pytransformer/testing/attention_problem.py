@@ -74,3 +74,12 @@ def _short(value: Any) -> str:
         if isinstance(value, Tensor)
         else repr(value)
     )
+
+
+def in_blocks(problem: Problem, mask: Tensor, block_size: tuple[int, int]) -> Any:
+    """The boolean mask as a block mask: lengths full, batch and heads as they are."""
+    from pytransformer import BlockMask
+
+    mask = mask[(None,) * (4 - mask.dim())]
+    lengths = (problem.tensors["query"].shape[2], problem.tensors["key"].shape[2])
+    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=block_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops._core.fallbacks import BackendError
 from . import bounds, oracle
-from .attention_problem import Problem
+from .attention_problem import Problem, in_blocks
 from .draw_attention import draw
 from .guarded import place
 from .poison import StrayWrite, poisoned
@@ -89,23 +89,14 @@ def run(problem: Problem, backend: str) -> Run:
             keywords |= problem.public_keywords(leaves)
             if problem.block_size and backend not in TAKE_NO_BLOCKS:
                 dense = keywords["attn_mask"]
-                keywords["attn_mask"] = _in_blocks(problem, dense, problem.block_size)
+                keywords["attn_mask"] = in_blocks(problem, dense, problem.block_size)
                 if "block_size" in (pt.explain(op, *args, **keywords).reasons.get(backend) or ""):
-                    keywords["attn_mask"] = _in_blocks(problem, dense, (THEIR_BLOCKS, THEIR_BLOCKS))
+                    keywords["attn_mask"] = in_blocks(problem, dense, (THEIR_BLOCKS, THEIR_BLOCKS))
             explained = pt.explain(op, *args, **keywords).backend
             out, lse = _outputs(pt.attention(*args, **keywords))
             results = {"out": out, "lse": lse}
             results |= _gradients(problem, leaves, out, lse, problem.grad_out, problem.grad_lse)
     return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
-
-
-def _in_blocks(problem: Problem, mask: Tensor, block_size: tuple[int, int]) -> Any:
-    """The boolean mask as a block mask: lengths full, batch and heads as they are."""
-    from pytransformer import BlockMask
-
-    mask = mask[(None,) * (4 - mask.dim())]
-    lengths = (problem.tensors["query"].shape[2], problem.tensors["key"].shape[2])
-    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=block_size)
 
 
 def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:

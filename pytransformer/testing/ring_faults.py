@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from ..distributed import call, gradients, plan, sinks, tile
+from ..distributed import blocks, call, gradients, plan, sinks, tile
 
 
 def _merged_without_weights(merged: tile.Merged, out: torch.Tensor, lse: tile.Lse, start: int, stop: int) -> None:
@@ -40,6 +40,15 @@ def _of_the_last_tile(lse: tile.Lse, start: int, stop: int) -> tile.Lse:
     return tile.Lse(None, rest - 0.05)
 
 
+def _part_of_other_rows(of: blocks.BlockParts, queries: range, keys: range) -> Any:
+    return PART(of, queries=range(len(queries)), keys=keys)
+
+
+def _all_but_the_first(of: blocks.BlockParts, queries: Any, keys: Any) -> frozenset[tuple[int, int]]:
+    return frozenset((q.start, k.start) for q in queries for k in keys if k.start and q.start != k.start)
+
+
+PART = blocks.BlockParts.part
 VISIBLE, TILE = plan.Pattern.visible, call.RingCall.tile
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "merged without the weights of lse": (tile.Merged, "add", _merged_without_weights),
@@ -53,6 +62,8 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "gradients of other ranks' keys dropped": (gradients.Gradients, "_add_keys", lambda self, chunk, payload: None),
     "lse that lost the sum": (tile, "TRUSTED", float("inf")),
     "what finfo.min swallows counts again": (tile, "SWALLOWS", float("inf")),
+    "blocks of the first queries": (blocks.BlockParts, "part", _part_of_other_rows),
+    "chunks hidden of which blocks are shown": (blocks.BlockParts, "hidden", _all_but_the_first),
     "lse of another row in backward": (tile.Lse, "rows", _of_the_last_tile),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import ring_attention, ulysses_attention
 from . import bounds
-from .attention_problem import Problem
+from .attention_problem import Problem, in_blocks
 from .poison import poisoned
 
 SCHEMES: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -78,6 +78,8 @@ def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, l
         leaves = {n: mine(n, t).detach().requires_grad_(n in problem.wanted) for n, t in problem.tensors.items()}
         keywords = {n: mine(n, t) for n, t in problem.keywords.items()}
         keywords = dataclasses.replace(problem, keywords=keywords).public_keywords(leaves) | options | {"return_lse": True}
+        if problem.block_size:
+            keywords["attn_mask"] = in_blocks(problem, problem.keywords["attn_mask"], problem.block_size)
         args = leaves["query"], leaves["key"], leaves["value"]
         out, lse = SCHEMES[scheme](*args, group=group, layout=layout, **keywords)
         results = {"out": out, "lse": lse}

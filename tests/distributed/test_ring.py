@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ def problem_of(
     return Problem(tensors, keywords, tuple(tensors), *grads, dtype, "normal", packed=False)
 
 
+def in_blocks(problem: Problem, seen: torch.Tensor) -> Problem:
+    """The problem with a block mask that shows ``seen``."""
+    return dataclasses.replace(problem, keywords=problem.keywords | {"attn_mask": seen}, block_size=(32, 32))
+
+
+def stripes(length: int) -> torch.Tensor:
+    """What is near, and every 16th key; another set for each of four heads."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    return torch.stack([((i - j).abs() < 5) | ((i - j) % 16 == h) for h in range(4)])[None]
+
+
 def wrong(problem: Problem, shards: list[Any], layout: str) -> list[str]:
     found = bounds.check(problem.solve(), joined(problem, shards, layout), problem.dtype, problem.limits)
     return [str(c) for c in found if not c.ok]
@@ -70,6 +82,26 @@ def test_float64_on_every_backend(pool: Pool, backend: str, layout: str) -> None
         key_lengths=torch.tensor([48, 29]), query_lengths=torch.tensor([40, 29]),
     )  # fmt: skip
     assert not wrong(problem, pool.run(3, attend, problem, "ring", layout, backend=backend, strict=True), layout)
+
+
+@pytest.mark.parametrize("scheme, layout", [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "contiguous")])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_block_masks(pool: Pool, backend: str, scheme: str, layout: str) -> None:
+    """Of each head its own; with rows of finfo.min, whose tiles are computed with a shift."""
+    lowest = torch.zeros(1, 1, 48, 48).double()
+    lowest[..., 5::3, :] = torch.finfo(torch.float32).min
+    problem = in_blocks(problem_of(bias=lowest, key_lengths=torch.tensor([48, 29]), key_heads=4), stripes(48))
+    assert not wrong(problem, pool.run(4, attend, problem, scheme, layout, backend=backend, strict=True), layout)
+
+
+def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
+    """Documents of 64 rows on four ranks of 32: each rank gets its neighbour's keys alone."""
+    length, dim = 128, 8
+    seen = torch.block_diag(*[torch.ones(64, 64)] * 2).bool()[None, None]
+    problem = in_blocks(problem_of(length=length, dtype=torch.float32), seen)
+    found = pool.run(4, bytes_sent, problem, "ring", "contiguous")
+    chunk = 2 * 2 * (length // 4) * dim * 4 * 2
+    assert [sent["isend"] for sent in found] == [3 * chunk] * 4
 
 
 def test_two_runs_give_the_same_bits(pool: Pool) -> None:
@@ -148,10 +180,11 @@ def test_planted_faults_are_seen(pool: Pool, fault: str | None) -> None:
     lowest = torch.zeros(1, 1, 48, 48)
     lowest[..., 5::3, :] = torch.finfo(torch.float32).min
     sinks = {"sinks": torch.randn(4)} if fault and "sink" in fault else {}
+    blocks = fault is not None and "block" in fault
     problem = problem_of(
         causal="top_left", dtype=torch.float32, table=torch.randn(8, 4), t5=(False, 20), attn_mask=lowest, dropout_p=0.2,
         dropout_seed=3, key_lengths=torch.tensor([48, 29]), **sinks,
-    )  # fmt: skip
+    ) if not blocks else in_blocks(problem_of(dtype=torch.float32), stripes(48))  # fmt: skip
     shards = pool.run(2, attend_with, fault, problem, "ring", "contiguous")
     try:
         found = wrong(problem, shards, "contiguous")
@@ -184,7 +217,9 @@ def test_shard_and_gather_are_inverse(pool: Pool, dim: int, layout: str) -> None
 
 
 SHAPES = [(1, 2, 4, 8)] * 3
-BLOCKS = pt.BlockMask.from_dense(torch.ones(1, 1, 8, 8, dtype=torch.bool), block_size=(32, 32))
+BLOCKS = [
+    pt.BlockMask.from_dense(torch.ones(n, n).tril(diagonal).bool(), block_size=32) for n, diagonal in ((8, 0), (8, 1), (4, 0))
+]
 REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
     "layouts": (SHAPES, [{"layout": "zigzag"}, {"layout": "contiguous"}], "same layout, got 'zigzag' on rank 0, 'contiguous' on rank 1"),
     "lengths": (SHAPES, [{}, {"shape": (1, 2, 6, 8)}], "every rank of the group must call with the same query"),
@@ -192,7 +227,8 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
     "a layout": (SHAPES, [{"layout": "striped"}] * 2, "layout must be one of 'contiguous', 'zigzag', got 'striped'"),
     "an odd length": ([(1, 2, 5, 8)] * 3, [{}] * 2, "must be a multiple of 2, got 5: pad the sequence"),
     "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
-    "a block mask": (SHAPES, [{"attn_mask": BLOCKS}] * 2, "attn_mask is a block mask"),
+    "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2, "wanted that of the whole sequence"),
+    "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]], "the same attn_mask, got block mask of (1, 1, 8, 8)"),
     "a mask": (SHAPES, [{"attn_mask": torch.ones(4, 4, dtype=torch.bool)}] * 2, "does not broadcast to (B, Hq, Lq, Lk)"),
     "segments": (SHAPES, [{"query_segments": torch.zeros(1, 4, dtype=torch.long)}] * 2, "go together"),
     "key lengths": (SHAPES, [{"key_lengths": torch.tensor([9])}] * 2, "key_lengths must be between 0 and 8, got 9"),

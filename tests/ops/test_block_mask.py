@@ -61,6 +61,26 @@ PATTERNS: dict[str, tuple[Callable[[], BlockMask], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    "rows, keys", [(range(64, 192), range(128)), (range(5, 230), range(31, 290)), (range(300, L), range(3))]
+)
+def test_a_part_is_the_mask_of_the_part(name: str, rows: range, keys: range) -> None:
+    """To the bit, wherever the blocks are cut: no block is listed that shows nothing."""
+    mask = PATTERNS[name][0]()
+    heads = range(mask.shape[1] - 1, mask.shape[1])
+    wanted = mask.to_dense()[:, heads.start :, rows.start : rows.stop, keys.start : keys.stop]
+    found = mask.part(heads, rows, keys)
+    assert found.shape == tuple(wanted.shape)
+    for got, want in zip(found.blocks, BlockMask.from_dense(wanted, block_size=mask.block_size).blocks):
+        assert torch.equal(got, want)
+
+
+def test_a_part_lies_within() -> None:
+    with pytest.raises(ValueError, match=r"keys must be a range within range\(321\), of step 1, got range\(0, 322\)"):
+        BlockMask.strided(L, 17).part(range(1), range(10), range(322))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name: str) -> None:
     make, rule = PATTERNS[name]
     mask = make()

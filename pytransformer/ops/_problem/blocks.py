@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 SIZES = (32, 64, 128, 256, 512)  # queries or keys of a block
+# The raw op's arguments that carry the fields of Blocks, in their order.
+BLOCK_TENSORS = ("block_offsets", "block_entries", "key_block_offsets", "key_block_entries", "block_bits")
 FULL = -1  # in place of the place of a block's bits: every pair of the block is visible
 
 
