@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from ..console import Console
 from . import OK, UsageError
-from .train import DEFAULT_OUT
 
 if TYPE_CHECKING:
     from ..training import Translator
+
+DEFAULT_OUT = Path("results") / "translate"  # of `pytransformer train translate`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from .checkpoint import read_checkpoint, write_checkpoint
 from .distributed import World, distributed
 from .images import ImageFolder, collate_images, read_image
 from .masking import SentencePair, Vocabulary, mask_spans, mask_tokens, masked_collate, next_sentence_pairs
-from .metrics import plot_epochs, plot_losses, read_metrics
+from .metrics import plot_epochs, plot_losses, plot_runs, read_metrics
 from .objective import of_model
 from .quality import translation_scores
 from .schedule import cooled_down, warmup_cosine, warmup_inverse_square_root
@@ -46,6 +46,7 @@ __all__ = [
     "pad",
     "plot_epochs",
     "plot_losses",
+    "plot_runs",
     "read_checkpoint",
     "read_image",
     "read_metrics",

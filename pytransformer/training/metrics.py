@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,5 +103,31 @@ def plot_epochs(rows: Sequence[Row], path: Path, title: str = "") -> Path:
         axis.grid(color="0.9")
         if axis.has_data():
             axis.legend(frameon=False)
+    fig.suptitle(title)
+    return save(fig, path)
+
+
+def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") -> Path:
+    """Draws several runs' losses over the steps on the left, and on the right what `evaluate` found besides: a line for each run and name.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from ..viz import figure, save
+
+    passed = {"step", "epoch", "epochs", "learning_rate", "milliseconds_a_step", "tokens_a_second"}
+    fig = figure(11, 4)
+    for axis, loss in zip(fig.subplots(1, 2), (True, False)):
+        for run, rows in runs.items():
+            names = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
+            for name in names:
+                points = [(row["step"], row[name]) for row in rows if name in row]
+                shown = f"{run}: {name.replace('_', ' ')}" if run else name.replace("_", " ")
+                axis.plot(*zip(*points), label=shown, marker="." if len(points) < 30 else None)
+        axis.set_xlabel("step")
+        axis.set_ylabel("loss, nats" if loss else "held out")
+        axis.grid(color="0.9")
+        if axis.has_data():
+            axis.legend(frameon=False, fontsize="small")
     fig.suptitle(title)
     return save(fig, path)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An encoder-decoder that translates sentences.
+
+It learns from any file with two columns and a tab between them. `python examples/portuguese.py`, in a clone, writes such a file. Or from
+the translations of programs that pip has installed here: --data gettext:Django,Sphinx --from pt --to en.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import OK, UsageError
+from ..training_run import Run
+
+_SHOWN = 5  # wrong translations in the report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
+        help="sentence pairs, two columns, a tab between them; or installed packages with gettext catalogues",
+    )  # fmt: skip
+    data.add_argument("--held-out", type=Path, metavar="FILE", help="pairs to check with (default: one in 20 of --data)")
+    data.add_argument(
+        "--from", dest="source", metavar="LANG", help="of gettext: as catalogues say, pt, de, pt_BR (default pt)"
+    )
+    data.add_argument("--to", dest="target", metavar="LANG", help="of gettext (default en, the language of the messages)")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--preset", choices=["notes-small", "notes"], default="notes-small",
+        help="notes: heads as wide as the model, 4 layers, no label smoothing (default %(default)s)",
+    )  # fmt: skip
+    model.add_argument("--layers", type=int, help="of encoder and decoder each (default 2; of notes 4)")
+    model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 8 (default %(default)s)")
+    model.add_argument("--vocabulary", type=int, default=7000, help="tokens a language at most (default %(default)s)")
+    how = parser.add_argument_group("training")
+    how.add_argument("--steps", type=int, help="default 1500")
+    how.add_argument("--epochs", type=int, help="instead of --steps; each is told with loss and masked accuracy, and drawn")
+    how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
+    how.add_argument("--warmup", type=int, default=300, help="steps until the highest learning rate (default %(default)s)")
+    how.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
+
+
+def _pairs(arguments: argparse.Namespace, say: Any) -> tuple[list[Any], list[Any]]:
+    """(training pairs, held-out pairs), said where they are from."""
+    from ...training import read_pairs, split_pairs
+    from ...training.cleaning import sentence_key
+
+    kind, _, names = arguments.data.partition(":")
+    key = None
+    if kind == "gettext":
+        train, key = _from_catalogues(names, arguments, say), sentence_key
+    elif arguments.source or arguments.target:
+        raise UsageError(
+            "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file are what they are"
+        )
+    else:
+        train = read_pairs(arguments.data)
+    if arguments.held_out is not None:
+        held_out = read_pairs(arguments.held_out)
+    else:
+        train, held_out = split_pairs(train, key=key)
+        if not train or not held_out:
+            raise UsageError(f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with --held-out")
+    say(f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from {arguments.data}")
+    return train, held_out
+
+
+def _from_catalogues(names: str, arguments: argparse.Namespace, say: Any) -> list[Any]:
+    from ...training import catalogue_pairs
+
+    packages = [name.strip() for name in names.split(",") if name.strip()]
+    if not packages:
+        raise UsageError("--data gettext: names no package; wanted gettext:PACKAGE[,PACKAGE], such as gettext:Django,Sphinx")
+    corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
+    for described in corpus.packages:
+        say(described)
+    say("left out: " + (", ".join(f"{count} {reason}" for reason, count in sorted(corpus.left_out.items())) or "nothing"))
+    return corpus.pairs
+
+
+def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[Any, Any]:
+    """(what is trained, how). An epoch's steps are rounded down: what is left over belongs to the next."""
+    from ...models import Transformer
+    from ...training import Recipe
+    from ...training.translation import TranslationPlan
+
+    if arguments.epochs is not None and arguments.steps is not None:
+        raise UsageError("--epochs and --steps both say how long to train; wanted one of them")
+    a_step = arguments.batch * arguments.accumulate * processes
+    if arguments.epochs is not None and (arguments.epochs < 1 or pairs < a_step):
+        raise UsageError(
+            f"--epochs {arguments.epochs}: wanted at least 1, of as many pairs as a step has ({a_step}; got {pairs})"
+        )
+    epoch = pairs // a_step if arguments.epochs else 0
+    steps = arguments.epochs * epoch if epoch else 1500 if arguments.steps is None else arguments.steps
+    preset = Transformer.PRESETS[arguments.preset]
+    layers = 2 if arguments.preset == "notes-small" else preset.num_encoder_layers
+    if arguments.layers is not None:
+        layers = arguments.layers
+    plan = TranslationPlan(
+        preset=arguments.preset, layers=layers, d_model=arguments.width, vocabulary=arguments.vocabulary,
+        batch_size=arguments.batch, steps=steps, epochs=arguments.epochs or 0, warmup=arguments.warmup,
+        dropout=arguments.dropout, seed=arguments.seed,
+    )  # fmt: skip
+    recipe = Recipe(
+        steps=steps, accumulate=arguments.accumulate, autocast=torch.bfloat16 if arguments.bf16 else None,
+        log_every=min(100, steps), evaluate_every=0 if epoch else 500, epoch_steps=epoch, save_every=arguments.save_every,
+        seed=arguments.seed,
+    )  # fmt: skip
+    return plan, recipe
+
+
+def train(run: Run) -> int:
+    from ...training.translation import new_translator, translation_trainer
+
+    arguments, world, console, out, say = run.arguments, run.world, run.console, run.out, run.say
+    train, held_out = _pairs(arguments, say)
+    plan, recipe = _plan(arguments, len(train), world.size)
+    translator = new_translator(train, plan)
+    trainer = translation_trainer(translator, train, held_out, plan, recipe, out=out, world=world, console=console)
+    run.write_options()
+    size = translator.model.num_parameters() / 1e6
+    say(f"{size:.2f} million parameters; {len(translator.source)} and {len(translator.target)} tokens; {recipe.steps} steps")
+    if arguments.resume and trainer.resume():
+        say(f"going on from step {trainer.step}")
+    trainer.fit()
+    if not world.first:
+        return OK
+    translator.model.eval()
+    translator.save(out)
+    _report(translator, (train, held_out), plan, out, run.started, say)
+    _draw_losses(trainer, out, say)
+    say(f"model, tokenizers, metrics.jsonl and report.json are in {out}")
+    say(f'try: pytransformer translate --model {out} "{held_out[0].source}"')
+    return OK
+
+
+def _report(translator: Any, pairs: tuple[list[Any], list[Any]], plan: Any, out: Path, started: float, say: Any) -> None:
+    """Translates the held-out sentences, says how well, and how well a memory of the training pairs would; writes report.json."""
+    from ...training import translation_scores
+    from ...training.quality import from_memory
+    from ...training.translation import exactness, translate_all
+
+    train, held_out = pairs
+    sources, wanted = ([pair[side] for pair in held_out] for side in (0, 1))
+    said = translate_all(translator, sources)
+    exact = exactness(held_out, said)
+    report: dict[str, Any] = {"exact": exact.right, "held_out": exact.total}
+    say(f"{exact.right} of {exact.total} held-out sentences translated word for word: {100 * exact.share:.1f} %")
+    for wrong in exact.wrong[:_SHOWN]:
+        say("   {}\n     said    {}\n     wanted  {}".format(*wrong))
+    try:
+        report |= translation_scores(said, wanted)
+        remembered = translation_scores(from_memory(train, sources), wanted)
+        report |= {f"memory_{name}": remembered[name] for name in ("bleu", "chrf")}
+        for who, name in (("this model", ""), ("the most similar training sentence's translation", "memory_")):
+            say(f"BLEU {report[f'{name}bleu']:.1f}, chrF {report[f'{name}chrf']:.1f}: {who}")
+    except ImportError as error:
+        say(f"no BLEU and chrF: {error}")
+    report["seconds"] = round(time.monotonic() - started, 1)
+    (out / "report.json").write_text(json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n")
+    say(f"{report['seconds']:.0f} s")
+
+
+def _draw_losses(trainer: Any, out: Path, say: Any) -> None:
+    from ...training import plot_epochs, plot_losses
+
+    try:
+        plot_losses(trainer.metrics.rows, out / "loss.png", "Loss while training")
+        if trainer.recipe.epoch_steps:
+            plot_epochs(trainer.metrics.rows, out / "epochs.png", "Loss and masked accuracy by epoch")
+    except ImportError as error:
+        say(f"no plot of the losses: {error}")

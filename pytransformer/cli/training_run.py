@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of `pytransformer train TASK`: what every task does alike. Stages, resuming, figures beside baselines, report and picture."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..console import Console
+from ..models._base import Model
+from ..training import Batches, Recipe, Trainer, of_model, plot_runs
+from ..training.batching import mix
+from ..training.checkpoint import checkpoints
+from ..training.distributed import World
+from ..training.metrics import Row
+from ..training.schedule import Schedule
+from ..training.trainer import Evaluate, Objective
+from . import OK, machine
+
+_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every", "epochs"}
+_LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
+
+
+class Figure(NamedTuple):
+    """What a model reaches on held-out examples, beside the simplest thing that does the same."""
+
+    what: str  # "next sentences told from random ones, accuracy"
+    value: float
+    baseline: float | None = None
+    by: str = ""  # what the baseline is: "bag of words, logistic regression"
+    chance: float | None = None
+    of: int | None = None  # held-out examples
+
+
+class Run:
+    """What a task trains with.
+
+    Attributes:
+        arguments: the task's options and those of every task.
+        world: this process among others.
+        console: where progress goes.
+        started: time.monotonic() at the start.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, world: World) -> None:
+        self.arguments, self.world = arguments, world
+        self.console, self.started = Console(), time.monotonic()
+        self.stages: dict[str, Trainer] = {}
+
+    @property
+    def out(self) -> Path:
+        return self.arguments.out
+
+    def say(self, text: str = "") -> None:
+        """Prints a line, in the first process only."""
+        if self.world.first:
+            self.console.print(text)
+
+    def begin(self) -> None:
+        """Writes down the options.
+
+        Raises:
+            ValueError: the folder has checkpoints and --resume is not given, or has those of other options.
+        """
+        options = {name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)}
+        path = self.out / "run.json"
+        if self.arguments.resume and path.exists():
+            then = json.loads(path.read_text())
+            other = [f"{n}={then.get(n)} instead of {value}" for n, value in options.items() if then.get(n) != value]
+            if other:
+                raise ValueError(f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another --out")
+        if not self.arguments.resume and (checkpoints(self.out) or any(self.out.glob("*/checkpoint-*.safetensors"))):
+            raise ValueError(f"{self.out} holds checkpoints already: go on with --resume, or name another folder with --out")
+        self._options = options
+
+    def seed(self, *names: object) -> torch.Generator:
+        """A generator of the seed and the names; torch's own is set alike, for weights that are drawn next."""
+        number = mix(self.arguments.seed, *(hash_of(str(name)) for name in names))
+        torch.manual_seed(number)
+        return torch.Generator().manual_seed(number)
+
+    def write_options(self) -> None:
+        """The options that a resumed run must share, into run.json: after the data has been found good."""
+        if self.world.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "run.json").write_text(json.dumps(self._options, indent=2) + "\n")
+
+    def fit(
+        self,
+        stage: str,
+        model: nn.Module,
+        batches: Batches,
+        schedule: Schedule,
+        steps: int,
+        *,
+        evaluate: Evaluate | None = None,
+        evaluations: int = 5,
+        objective: Objective = of_model,
+        clip: float | None = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Trainer:
+        """Trains in the folder `stage` of --out, from where an interrupted run left it; the trained model is in eval mode, and saved
+        there if it can be.
+
+        Args:
+            evaluations: how often on the way `evaluate` is called.
+
+        Raises:
+            ValueError: the folder's checkpoints are of a stage that began with other weights or other batches.
+        """
+        options, folder = self.arguments, self.out / stage
+        mark = _fingerprint(model, batches)
+        if options.resume and checkpoints(folder) and (folder / "begin.txt").read_text() != mark:
+            raise ValueError(
+                f"--resume: {folder} began with other weights or data than now (an earlier stage trained for longer, perhaps): "
+                "remove that folder to train it anew, or name another --out"
+            )
+        recipe = Recipe(
+            steps=steps, accumulate=options.accumulate, autocast=torch.bfloat16 if options.bf16 else None, clip=clip,
+            log_every=max(1, min(100, steps // 20)), evaluate_every=max(1, steps // evaluations),
+            save_every=options.save_every, seed=options.seed,
+        )  # fmt: skip
+        trainer = Trainer(
+            model, objective, batches, recipe, schedule, out=folder, optimizer=optimizer, evaluate=evaluate,
+            world=self.world, console=self.console,
+        )  # fmt: skip
+        if self.world.first:
+            self.write_options()
+            (folder / "begin.txt").write_text(mark)
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        self.say(f"{stage}: {parameters:.2f} million parameters, {len(batches.examples)} examples, {steps} steps")
+        if options.resume and trainer.resume():
+            self.say(f"going on from step {trainer.step}")
+        trainer.fit()
+        model.eval()
+        if self.world.first and isinstance(model, Model):
+            model.save(folder)
+        self.stages[stage] = trainer
+        return trainer
+
+    def report(self, figures: Sequence[Figure], **facts: Any) -> int:
+        """Prints the figures, writes report.json and training.png, and returns the exit code. facts: further entries of the report."""
+        if not self.world.first:
+            return OK
+        rows = [
+            (f.what, _short(f.value), _short(f.baseline) + (f" ({f.by})" if f.by else ""), _short(f.chance), f.of or "")
+            for f in figures
+        ]
+        self.console.table(("held out", "model", "baseline", "chance", "of"), rows, right=("model", "chance", "of"))
+        seconds = round(time.monotonic() - self.started, 1)
+        report = {
+            "command": shlex.join(["pytransformer", *getattr(self.arguments, "argv", [])]),
+            "figures": [{name: value for name, value in f._asdict().items() if value not in (None, "")} for f in figures],
+            "stages": {name: _summary(trainer) for name, trainer in self.stages.items()},
+            **facts,
+            "seconds": seconds,
+            "cpu": machine.cpu_name(),
+            "isa": machine.active_isa(),
+            "threads": torch.get_num_threads(),
+            "versions": {name: version for name in _LIBRARIES if (version := machine.version_of(name))},
+        }
+        (self.out / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        try:
+            runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
+            plot_runs(runs, self.out / "training.png", self.arguments.task)
+        except ImportError as error:
+            self.say(f"no plot: {error}")
+        self.say(f"models, metrics.jsonl, report.json and training.png are in {self.out}; {seconds:.0f} s")
+        return OK
+
+    @staticmethod
+    def _matters(name: str) -> bool:
+        """Whether an option must be the same for a run to go on; for how long to train may change."""
+        return name not in _OF_NO_CONSEQUENCE and not name.endswith("steps")
+
+
+def hash_of(text: str) -> int:
+    """A number of the text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _fingerprint(model: nn.Module, batches: Batches) -> str:
+    """The same for runs that begin with the same weights and the same first batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    first = batches.batch(0, 0, batches.plan(0)[0])
+    for name, tensor in [*model.state_dict().items(), *first.items()]:
+        digest.update(f"{name} {tuple(tensor.shape)} {torch.hash_tensor(tensor.detach()).item()}".encode())
+    return digest.hexdigest()
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _summary(trainer: Trainer) -> dict[str, Any]:
+    rows: list[Row] = trainer.metrics.rows
+    logged = [row for row in rows if "milliseconds_a_step" in row]
+    steps = [after["step"] - before for before, after in zip([0, *(row["step"] for row in logged)], logged)]
+    seconds = sum(n * row["milliseconds_a_step"] for n, row in zip(steps, logged)) / 1e3
+    last = {
+        name: value for row in rows for name, value in row.items() if "milliseconds" not in name and "a_second" not in name
+    }
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return {"parameters": parameters, "examples": len(trainer.batches.examples), "training_seconds": round(seconds, 1), **last}

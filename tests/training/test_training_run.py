@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every task of `pytransformer train` has from `Run`: stages that resume, options that must be the same, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from pytransformer.cli import OK, USAGE, main, tasks
+from pytransformer.cli.training_run import Figure, Run
+from pytransformer.training import Batches, warmup_cosine
+from pytransformer.training.checkpoint import checkpoints, read_checkpoint
+from pytransformer.training.distributed import World
+
+
+def start(out, *, resume=False, steps=6, seed=0, width=1):
+    arguments = argparse.Namespace(
+        task="toy", argv=["train", "toy"], out=out, resume=resume, steps=steps, seed=seed, width=width, accumulate=1,
+        bf16=False, save_every=2, device="cpu", threads=None,
+    )  # fmt: skip
+    run = Run(arguments, World())
+    run.begin()
+    return run
+
+
+def two_stages(run, toy, weights=None):
+    """The second begins with what the first learned."""
+    examples = torch.randint(toy.WORDS, (24, 6), generator=run.seed("examples")).tolist()
+    batches = Batches(examples, 4, toy.collate, seed=run.arguments.seed)
+    run.seed("model")
+    model, steps = toy.Toy(), run.arguments.steps
+    for stage in ("first", "second"):
+        run.fit(stage, model, batches, warmup_cosine(0.01, 1, 20), steps, objective=toy.objective,
+                evaluate=lambda m: {"accuracy": 0.5})  # fmt: skip
+        again = toy.Toy()
+        again.load_state_dict(model.state_dict())
+        model = again
+    return run
+
+
+def newest(out, stage):
+    return read_checkpoint(checkpoints(out / stage)[-1]).tensors
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(toy, tmp_path, capsys):
+    """Lost: the newest checkpoint of the second stage, and everything of it."""
+    whole = two_stages(start(tmp_path / "whole"), toy).out
+    for lost in (1, 2):
+        out = two_stages(start(tmp_path / f"parts{lost}"), toy).out
+        for path in checkpoints(out / "second")[-lost:]:
+            path.unlink()
+        capsys.readouterr()
+        two_stages(start(out, resume=True), toy)
+        said = capsys.readouterr().out
+        assert "going on from step 6" in said and ("going on from step 4" in said) == (lost == 1)
+        for stage in ("first", "second"):
+            a, b = newest(whole, stage), newest(out, stage)
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_cannot_go_on_is_refused(toy, tmp_path):
+    out = two_stages(start(tmp_path / "out"), toy).out
+    with pytest.raises(ValueError, match="holds checkpoints already: go on with --resume"):
+        start(out)
+    with pytest.raises(ValueError, match="was begun with width=1 instead of 2: use those"):
+        start(out, resume=True, width=2)
+    with pytest.raises(ValueError, match=r"second began with other weights or data than now.*remove that folder"):
+        two_stages(start(out, resume=True, steps=8), toy)
+    assert newest(out, "first")["optimizer.0.step"].item() == 8, "the first stage may go on"
+
+
+def test_the_report_has_figure_baseline_and_chance(toy, tmp_path, capsys):
+    run = two_stages(start(tmp_path / "out"), toy)
+    assert run.report([Figure("accuracy", 0.75, 0.5, "the most frequent", 0.1, 40), Figure("loss", 2.0)], data="dice") == OK
+    said = capsys.readouterr().out
+    assert "0.500 (the most frequent)" in said and "0.750" in said
+    report = json.loads((run.out / "report.json").read_text())
+    assert report["figures"][0] == {
+        "what": "accuracy", "value": 0.75, "baseline": 0.5, "by": "the most frequent", "chance": 0.1, "of": 40,
+    }  # fmt: skip
+    assert report["figures"][1] == {"what": "loss", "value": 2.0}
+    assert report["command"] == "pytransformer train toy" and report["data"] == "dice" and report["versions"]["torch"]
+    assert report["stages"]["second"]["step"] == 6 and report["stages"]["second"]["accuracy"] == 0.5
+    assert report["seconds"] >= report["stages"]["first"]["training_seconds"] >= 0 and report["threads"] >= 1
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task_has_a_help_of_its_own(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", name, "--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == OK and "--resume" in said and tasks.module(name).__doc__.split("\n")[0].rstrip(".") in said
+
+
+def test_threads_are_counted_from_one(capsys, tmp_path):
+    assert main(["train", "translate", "--data", "x", "--threads", "0", "--out", str(tmp_path)]) == USAGE
+    assert "--threads must be at least 1, got 0" in capsys.readouterr().err
