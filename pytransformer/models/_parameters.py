@@ -17,7 +17,16 @@ from ..nn.feed_forward import FeedForward
 PARTS = {
     name: part
     for part, names in {
-        "embeddings": ("embedding", "positions", "segments", "embedding_norm", "patches", "cls_token", "projection"),
+        "embeddings": (
+            "embedding",
+            "positions",
+            "segments",
+            "embedding_norm",
+            "patches",
+            "cls_token",
+            "projection",
+            "subsampling",
+        ),
         "encoder": ("blocks", "encoder_bias"),
         "decoder": ("decoder_bias",),
         "output": ("head", "mlm", "nsp", "boundary", "classifier"),

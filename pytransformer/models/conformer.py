@@ -9,16 +9,20 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..nn.conformer import ConformerBlock
+from ..nn.conformer import ConformerBlock, ConvolutionSubsampling
+from ..nn.ctc import ctc_loss, ctc_read
 from ..nn.heads import Classifier
-from ..nn.masks import padding
+from ..nn.masks import kept, padding
+from ..nn.relative import relative_sinusoids
 from ._base import Model, ModelConfig
 from ._output import Output
 
 
 @dataclass(frozen=True)
 class ConformerConfig(ModelConfig):
-    """input_dim: features a frame. vocab_size: of a classifier of each frame; 0: none."""
+    """input_dim: features a frame. subsampling: to a quarter of the frames. relative: positions as in Transformer-XL; without, they
+    come from the convolutions alone. vocab_size: of a classifier of each frame; 0: none. ctc: its classes are labels in order, class 0
+    the blank between them (:func:`pytransformer.nn.ctc_loss`); else there is a label for each frame."""
 
     input_dim: int = 80
     d_model: int = 256
@@ -27,14 +31,14 @@ class ConformerConfig(ModelConfig):
     hidden: int = 1024
     kernel_size: int = 31
     dropout: float = 0.1
+    subsampling: bool = True
+    relative: bool = True
     vocab_size: int = 0
+    ctc: bool = False
 
 
 class Conformer(Model):
-    """A linear map of the features, then Conformer blocks; positions come from the convolutions alone.
-
-    The encoder of Gulati et al., "Conformer" (2020), sizes S, M, L, without its subsampling and relative positions.
-    """
+    """Subsampled features, then Conformer blocks: the encoder of Gulati et al., "Conformer" (2020), sizes S, M, L."""
 
     config: ConformerConfig
     Config = ConformerConfig
@@ -47,9 +51,10 @@ class Conformer(Model):
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__(config)
         c = config
-        self.projection = nn.Linear(c.input_dim, c.d_model)
+        self.subsampling = ConvolutionSubsampling(c.input_dim, c.d_model) if c.subsampling else None
+        self.projection = None if c.subsampling else nn.Linear(c.input_dim, c.d_model)
         self.blocks = nn.ModuleList(
-            ConformerBlock(c.d_model, c.num_heads, c.hidden, c.kernel_size, c.dropout) for _ in range(c.num_layers)
+            ConformerBlock(c.d_model, c.num_heads, c.hidden, c.kernel_size, c.dropout, c.relative) for _ in range(c.num_layers)
         )
         self.head = Classifier(c.d_model, c.vocab_size) if c.vocab_size else None
 
@@ -63,22 +68,38 @@ class Conformer(Model):
         Args:
             input_features: (B, L, input_dim).
             attention_mask: (B, L), 0 = padding on any side; or lengths (B,).
-            labels: (B, L) int64 classes of frames, -100 is ignored; needs vocab_size.
+            labels: (B, frames) int64 classes of the frames that come out, a quarter with subsampling; with ``ctc`` (B, S), the labels
+                of each sequence in order, from 1 on. -100 is ignored. Needs vocab_size.
+
+        Returns:
+            ``last_hidden_state`` (B, frames, d_model), ``logits`` (B, frames, vocab_size).
         """
         batch, length, _ = input_features.shape
-        visible = padding(attention_mask, batch, length, queries=True)
-        keep = None
-        if "key_lengths" in visible:
-            keep = torch.arange(length, device=input_features.device) < visible["key_lengths"][:, None]
-        elif visible:
-            keep = visible["attn_mask"][:, 0, 0]
-        hidden = nn.functional.dropout(self.projection(input_features), self.config.dropout, self.training)
+        padding(attention_mask, batch, length)  # checks it before anything is computed
+        if self.subsampling is not None:
+            hidden, attention_mask = self.subsampling(input_features), self.subsampling.kept(attention_mask)
+        elif self.projection is not None:
+            hidden = self.projection(input_features)
+        visible = padding(attention_mask, batch, hidden.shape[1], queries=True)
+        keep = kept(visible, hidden.shape[1], "Conformer")
+        if self.config.relative:
+            visible["sinusoids"] = relative_sinusoids(hidden.shape[1], self.config.d_model, like=hidden)
+        hidden = nn.functional.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden, visible, keep)
         if self.head is None:
             if labels is not None:
                 raise ValueError("labels were given to a Conformer with vocab_size=0, which has no classifier")
             return Output(hidden)
-        head = self.head
-        loss = None if labels is None else head.loss(hidden, labels)
+        head, loss = self.head, None
+        if labels is not None:
+            loss = ctc_loss(head(hidden), labels, keep) if self.config.ctc else head.loss(hidden, labels)
         return Output(hidden, loss, compute_logits=lambda: head(hidden))
+
+    @torch.no_grad()
+    def read(self, input_features: torch.Tensor, attention_mask: torch.Tensor | None = None) -> list[list[int]]:
+        """The labels of each sequence, of a model made with ``ctc``, by the best path."""
+        logits = self(input_features, attention_mask).logits
+        if self.subsampling is not None:
+            attention_mask = self.subsampling.kept(attention_mask)
+        return ctc_read(logits, kept(padding(attention_mask, *logits.shape[:2]), logits.shape[1], "Conformer"))

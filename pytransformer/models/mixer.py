@@ -13,7 +13,7 @@ from ..nn.blocks import Block, Stack
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
-from ..nn.mixing import TokenMixing
+from ..nn.mixing import SeparableMixing, TokenMixing
 from ..nn.patches import ImageSize, PatchEmbedding
 from ._base import Model, ModelConfig
 from ._output import Output
@@ -22,7 +22,7 @@ from ._output import Output
 @dataclass(frozen=True)
 class MixerConfig(ModelConfig):
     """image_size: (height, width), or one number for both. token_hidden and hidden: of the networks along the patches and along the
-    features."""
+    features. kernel_size: patches are mixed by a separable convolution of this size over their grid, not by a network; 0: the network."""
 
     image_size: ImageSize = 224
     patch_size: int = 16
@@ -35,10 +35,12 @@ class MixerConfig(ModelConfig):
     num_labels: int = 1000
     label_smoothing: float = 0.0
     eps: float = 1e-6
+    kernel_size: int = 0
 
 
 class Mixer(Model):
-    """Pre-norm blocks of :class:`pytransformer.nn.TokenMixing` and a feed-forward network; the mean over patches is classified.
+    """Pre-norm blocks of :class:`pytransformer.nn.TokenMixing`, or of :class:`pytransformer.nn.SeparableMixing`, and a feed-forward
+    network; the mean over patches is classified.
 
     Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (2021).
     """
@@ -57,7 +59,10 @@ class Mixer(Model):
         self.patches = PatchEmbedding(c.image_size, c.patch_size, c.channels, c.d_model)
 
         def block() -> Block:
-            mixing = TokenMixing(self.patches.num_patches, c.token_hidden, dropout=c.dropout)
+            if c.kernel_size:
+                mixing: nn.Module = SeparableMixing(c.d_model, c.kernel_size, grid=self.patches.grid)
+            else:
+                mixing = TokenMixing(self.patches.num_patches, c.token_hidden, dropout=c.dropout)
             network = FeedForward(c.d_model, c.hidden, activation="gelu", dropout=c.dropout)
             return Block(mixing, network, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 

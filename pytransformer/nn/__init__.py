@@ -7,17 +7,19 @@ Masks travel as lengths, key padding and causality, never as (Lq, Lk) tensors; n
 from .attention import MultiHeadAttention
 from .blocks import Block, Residual, Stack, Stream
 from .cache import KeyValueCache, LayerCache
-from .conformer import ConformerBlock, ConvolutionModule
+from .conformer import ConformerBlock, ConvolutionModule, ConvolutionSubsampling
+from .ctc import ctc_loss, ctc_read
 from .experts import Experts, MixtureOfExperts, MixtureOptions, balance_loss
 from .feed_forward import FeedForward
 from .heads import Classifier
 from .layer_norm import LayerNorm, RMSNorm
 from .linformer import LinformerSelfAttention, SequenceProjection
-from .masks import causal, padding, position_ids
-from .mixing import FourierMixing, TokenMixing
+from .masks import causal, kept, padding, position_ids
+from .mixing import FourierMixing, SeparableMixing, TokenMixing
 from .patches import PatchEmbedding
 from .patterns import Pattern
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
+from .relative import RelativeMultiHeadAttention, by_distance, relative_sinusoids
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend
 from .taps import AttentionTap, taps
 
@@ -29,6 +31,7 @@ __all__ = [
     "Classifier",
     "ConformerBlock",
     "ConvolutionModule",
+    "ConvolutionSubsampling",
     "DotScore",
     "Experts",
     "FeedForward",
@@ -45,8 +48,10 @@ __all__ = [
     "PatchEmbedding",
     "Pattern",
     "RMSNorm",
+    "RelativeMultiHeadAttention",
     "RelativePositionTable",
     "Residual",
+    "SeparableMixing",
     "SequenceProjection",
     "SinusoidalPositions",
     "Stack",
@@ -54,9 +59,14 @@ __all__ = [
     "TokenMixing",
     "attend",
     "balance_loss",
+    "by_distance",
     "causal",
+    "ctc_loss",
+    "ctc_read",
+    "kept",
     "padding",
     "position_ids",
+    "relative_sinusoids",
     "sinusoidal",
     "taps",
 ]

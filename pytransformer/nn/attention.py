@@ -109,6 +109,7 @@ class MultiHeadAttention(nn.Module):
                 key, value = cache.append(key, value)
         if self.pattern is not None:
             visible = self._by_pattern(self.pattern, x, cache, visible)
+        query, visible = self._place(query, visible)
         arguments = {**visible, "scale": self.scale, "sinks": self.sinks}
         packed = x.dim() == 2
         run = attention_varlen if packed else attention
@@ -119,6 +120,10 @@ class MultiHeadAttention(nn.Module):
             result, lse = run(query, key, value, dropout_p=p, return_lse=True, **arguments)
             self.observer(AttentionTap(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
+
+    def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The queries that are compared with keys, and the call's masks and bias: what a way of telling positions changes."""
+        return query, visible
 
     def _by_pattern(
         self, pattern: Pattern, x: torch.Tensor, cache: LayerCache | None, visible: dict[str, Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Conformer's convolution module and block."""
+"""The Conformer's subsampling, convolution module and block."""
 
 from __future__ import annotations
 
@@ -12,6 +12,53 @@ from .attention import MultiHeadAttention
 from .blocks import Residual, Stream
 from .feed_forward import FeedForward
 from .layer_norm import LayerNorm
+from .relative import RelativeMultiHeadAttention
+
+
+class ConvolutionSubsampling(nn.Module):
+    """A quarter of the frames: two 3 x 3 convolutions of stride 2 with ReLU over (time, feature), then a linear map to d_model.
+
+    Frame t of the result reads frames 4 t to 4 t + 6 and nothing else, so that padding reaches none of the frames that are kept.
+
+    Args:
+        input_dim: features a frame, at least 7.
+
+    Source: Gulati et al. (2020), figure 1; Dong et al., "Speech-Transformer" (2018), section 3.2.
+    """
+
+    WINDOW, STRIDE = 7, 4
+
+    def __init__(self, input_dim: int, d_model: int) -> None:
+        super().__init__()
+        if input_dim < self.WINDOW:
+            raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} features a frame, got {input_dim}")
+        self.first = nn.Conv2d(1, d_model, 3, stride=2)
+        self.second = nn.Conv2d(d_model, d_model, 3, stride=2)
+        self.out = nn.Linear(d_model * self.frames(input_dim), d_model)
+
+    @classmethod
+    def frames(cls, length: int) -> int:
+        """How many frames are left of so many: those whose window is within."""
+        return max(0, (length - cls.WINDOW) // cls.STRIDE + 1)
+
+    def kept(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask or the lengths of the result, as what is given: (B, L) of 0 and 1 or bool, (B,) lengths, or None.
+
+        A frame is kept if no frame of its window is padding.
+        """
+        if attention_mask is None:
+            return None
+        if attention_mask.dim() == 1:
+            return ((attention_mask - self.WINDOW) // self.STRIDE + 1).clamp_min(0)
+        return attention_mask.bool().unfold(1, self.WINDOW, self.STRIDE).all(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, L, input_dim) to (B, frames(L), d_model)."""
+        if x.shape[1] < self.WINDOW:
+            raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}")
+        x = nn.functional.relu(self.first(x[:, None]))
+        x = nn.functional.relu(self.second(x))  # (B, d_model, L', F')
+        return self.out(x.transpose(1, 2).flatten(2))
 
 
 class ConvolutionModule(nn.Module):
@@ -46,17 +93,29 @@ class ConvolutionModule(nn.Module):
 class ConformerBlock(nn.Module):
     """Half a feed-forward network, self-attention, convolution, the other half, each in a pre-norm residual connection; a norm.
 
+    Args:
+        relative: self-attention is :class:`pytransformer.nn.RelativeMultiHeadAttention`, whose ``sinusoids`` come with the masks.
+
     Source: Gulati et al. (2020), equation 1.
     """
 
-    def __init__(self, d_model: int, num_heads: int, hidden: int, kernel_size: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        hidden: int,
+        kernel_size: int,
+        dropout: float = 0.0,
+        relative: bool = False,
+    ) -> None:
         super().__init__()
 
         def network() -> FeedForward:
             return FeedForward(d_model, hidden, activation="silu", dropout=dropout)
 
         self.first, self.second = network(), network()
-        self.attention = MultiHeadAttention(d_model, num_heads, dropout=dropout)
+        attention = RelativeMultiHeadAttention if relative else MultiHeadAttention
+        self.attention = attention(d_model, num_heads, dropout=dropout)
         self.convolution = ConvolutionModule(d_model, kernel_size)
         self.residuals = nn.ModuleList(Residual(LayerNorm(d_model), p, pre=True) for p in (0.0, dropout, dropout, dropout))
         self.norm, self.dropout = LayerNorm(d_model), dropout

@@ -51,3 +51,22 @@ def position_ids(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
     For left-padded batches, whose tokens should have the positions that they have unpadded; padding gets 0.
     """
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -new:]
+
+
+def kept(visible: dict[str, Any], length: int, who: str) -> torch.Tensor | None:
+    """(B, L) bool, False at padding, from what :func:`padding` returned; None without padding. For layers that mix neighbours.
+
+    Raises:
+        ValueError: other masks, which a convolution cannot follow; the message names them and ``who``.
+    """
+    if unknown := visible.keys() - {"key_lengths", "query_lengths", "attn_mask"}:
+        raise ValueError(f"{who} follows padding only, got {', '.join(sorted(unknown))}")
+    if "key_lengths" in visible:
+        lengths = visible["key_lengths"]
+        return torch.arange(length, device=lengths.device) < lengths[:, None]
+    mask = visible.get("attn_mask")
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, length):
+        raise ValueError(f"{who} follows padding only: attn_mask must be (B, 1, 1, {length}) bool, got {tuple(mask.shape)}")
+    return mask[:, 0, 0]

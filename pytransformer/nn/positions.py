@@ -9,8 +9,16 @@ from torch import nn
 from ..ops.masks import AlibiBias, RelativePositionBias
 
 
-def sinusoidal(length: int, d_model: int, *, halves: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(length, d_model): ``PE[p, 2i] = sin(p / 10000^(2i/d))``, ``PE[p, 2i+1] = cos(...)``.
+def sinusoidal(
+    length: int,
+    d_model: int,
+    *,
+    start: int = 0,
+    halves: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """(length, d_model), of the positions p from ``start`` on: ``PE[p, 2i] = sin(p / 10000^(2i/d))``, ``PE[p, 2i+1] = cos(...)``.
 
     With ``halves`` all sines come before all cosines (Marian). ``PE[p + s]`` is a linear map of ``PE[p]``, the same for every p.
 
@@ -18,8 +26,8 @@ def sinusoidal(length: int, d_model: int, *, halves: bool = False, dtype: torch.
     """
     if d_model % 2:
         raise ValueError(f"sinusoidal: d_model must be even, got {d_model}")
-    rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model)
+    angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * rates
     parts = (angles.sin(), angles.cos())
     return (torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(1)).to(dtype)
 

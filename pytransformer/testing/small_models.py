@@ -37,8 +37,14 @@ CONFIGS: dict[str, Any] = {
     "ViT": models.ViTConfig(image_size=8, patch_size=4, d_model=16, num_layers=2, num_heads=4, hidden=24, num_labels=3),
     "FNet": models.FNetConfig(**_SIZES, num_layers=2, max_length=12),
     "Mixer": models.MixerConfig(image_size=8, patch_size=4, d_model=16, num_layers=2, token_hidden=6, hidden=24, num_labels=3),
+    "Mixer-separable": models.MixerConfig(
+        image_size=8, patch_size=2, d_model=16, num_layers=2, hidden=24, num_labels=3, kernel_size=3
+    ),
     "Conformer": models.ConformerConfig(
-        input_dim=5, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3, vocab_size=VOCABULARY
+        input_dim=5, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3, vocab_size=VOCABULARY, subsampling=False
+    ),
+    "Conformer-ctc": models.ConformerConfig(
+        input_dim=9, d_model=16, num_layers=2, num_heads=4, hidden=24, kernel_size=3, vocab_size=VOCABULARY, ctc=True
     ),
 }  # fmt: skip
 
@@ -48,7 +54,7 @@ def build(name: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = dataclasses.replace(CONFIGS[name], **changes)
     model = getattr(models, name.split("-")[0])(config)
-    if name == "Mixer":  # its head starts at zero, which would hide everything before it
+    if isinstance(model, models.Mixer):  # its head starts at zero, which would hide everything before it
         torch.nn.init.normal_(model.head.weight, std=0.1)
     return model
 
@@ -61,6 +67,12 @@ def inputs(name: str, length: int = 9) -> dict[str, torch.Tensor]:
         return {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 2, 1])}
     ids, lengths = torch.randint(3, 29, (3, length)), torch.tensor([length, length - 2, length - 5])
     mask = (torch.arange(length) < lengths[:, None]).long()
+    if name == "Conformer-ctc":  # 33 frames, 17 and 29 of them real: 7, 3 and 6 are left
+        features, lengths = torch.randn(3, 33, 9), torch.tensor([33, 17, 29])
+        return {
+            "input_features": features, "attention_mask": (torch.arange(33) < lengths[:, None]).long(),
+            "labels": torch.tensor([[3, 3, 4], [5, -100, -100], [6, 7, -100]]),
+        }  # fmt: skip
     if kind == "Conformer":
         return {"input_features": torch.randn(3, length, 5), "attention_mask": mask, "labels": ids}
     given = {"input_ids": ids, "attention_mask": mask}
