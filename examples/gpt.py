@@ -58,8 +58,20 @@ def train(model: GPT, examples: list[list[int]], collate, steps: int) -> None:
     Trainer(model, of_model, batches, recipe, warmup_cosine(2e-3, steps // 10, steps), console=Console()).fit()
 
 
-def main(arguments: Sequence[str] | None = None) -> float:
-    """Returns the share of held-out articles that are summarized exactly."""
+def surprise(model: GPT, examples: list[list[int]], collate, learned: list[list[int]]) -> tuple[float, float]:
+    """The mean loss of held-out examples, in nats a token, and that of how often each token is asked for in `learned`."""
+    batch = collate(examples, None)
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch).loss.item()
+    tokens = collate(learned, None)["labels"]
+    counts = torch.ones(model.config.vocab_size).scatter_add_(0, tokens[tokens >= 0], torch.ones(int((tokens >= 0).sum())))
+    asked = batch["labels"][batch["labels"] >= 0]
+    return loss, -(counts / counts.sum()).log()[asked].mean().item()
+
+
+def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
+    """Returns the share of held-out articles that are summarized exactly, the loss of their summaries, and :func:`surprise`'s other."""
     options = parse(arguments)
     corpus = make_corpus(options.sentences, max(24, options.sentences // 20), seed=2)
     tokenizer = Tokenizer.train([s.target for s in corpus.train], 1000, special=[DELIMITER])
@@ -97,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
             batch["prefix_lengths"] = torch.tensor([ids.index(delimiter) + 1 for ids in examples])
         return batch
 
-    train(model, [[*text, delimiter, *summary] for text, summary in learned], collate, options.steps)
+    examples = [[*text, delimiter, *summary] for text, summary in learned]
+    train(model, examples, collate, options.steps)
+    loss, unigram = surprise(model, [[*text, delimiter, *summary] for text, summary in held_out], collate, examples)
+    print(f"held-out summaries: {loss:.3f} nats a token; by the frequency of each token alone {unigram:.3f}")
     prompts = [[*text, delimiter] for text, _ in held_out]
     ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
     prefix = torch.full((len(prompts),), ids.shape[1]) if options.prefix else None
@@ -107,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         print(f"   {tokenizer.decode(text)}\n      said: {tokenizer.decode(said)}")
     share = right / len(held_out)
     print(f"{100 * share:.1f} % of {len(held_out)} held-out articles summarized exactly")
-    return share
+    return share, loss, unigram
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pytransformer.console import Console
 from pytransformer.models import ViT, ViTConfig
 from pytransformer.training import Batches, ImageFolder, Recipe, Trainer, collate_images, of_model, warmup_cosine
 
-SIZE, PATCH = 32, 4
+SIZE = 32
 SHAPES = ("disc", "square", "cross", "ring")
 
 
@@ -26,6 +26,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=250, help="default %(default)s")
     parser.add_argument("--width", type=int, default=64, help="d_model (default %(default)s)")
+    parser.add_argument("--patch", type=int, default=4, help="pixels a side (default %(default)s)")
     parser.add_argument("--count", type=int, default=2000, help="images to generate (default %(default)s)")
     parser.add_argument("--images", type=Path, help="folder with a folder of images for each class")
     parser.add_argument("--out", type=Path, default=Path("vit-distance.png"), help="default %(default)s")
@@ -53,8 +54,8 @@ def generated(count: int, seed: int) -> list[tuple[torch.Tensor, int]]:
     return [(draw(i % len(SHAPES), generator), i % len(SHAPES)) for i in range(count)]
 
 
-def main(arguments: Sequence[str] | None = None) -> float:
-    """Returns the share of held-out images that are told right."""
+def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
+    """Returns the share of held-out images that are told right, and that of the class they have most of."""
     options = parse(arguments)
     if options.images is not None:
         folder = ImageFolder(options.images, SIZE, channels=1)
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     else:
         examples, held_out, classes = generated(options.count, 0), generated(200, 1), SHAPES
     torch.manual_seed(0)
-    shape = dict(image_size=SIZE, patch_size=PATCH, channels=1, d_model=options.width, hidden=4 * options.width)
+    shape = dict(image_size=SIZE, patch_size=options.patch, channels=1, d_model=options.width, hidden=4 * options.width)
     model = ViT(ViTConfig(num_layers=4, num_heads=4, num_labels=len(classes), dropout=0.1, **shape))
     print(f"{len(examples)} images of {len(classes)} classes, {model.num_parameters() / 1e6:.2f} million parameters")
     batches = Batches(examples, 32, lambda batch, generator: collate_images(batch))
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     with torch.no_grad():
         said = model(batch["pixel_values"]).logits.argmax(-1)
     share = (said == batch["labels"]).float().mean().item()
-    print(f"{100 * share:.1f} % of {len(said)} held-out images told right")
+    most = batch["labels"].bincount().max().item() / len(said)
+    print(f"{100 * share:.1f} % of {len(said)} held-out images told right; always the same class: {100 * most:.1f} %")
     seen = viz.attention_of(model, {"pixel_values": batch["pixel_values"][:16]})
     distances = seen.patch_distances(model)
     for layer, heads in enumerate(distances.tolist()):
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         print(f"no picture: {error}")
     else:
         print(f"wrote {viz.save(figure, options.out)}")
-    return share
+    return share, most
 
 
 if __name__ == "__main__":
