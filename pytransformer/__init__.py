@@ -12,6 +12,7 @@ from ._version import __version__
 from .drop_in import activate, deactivate
 from .explain import explain
 from .ops import public as _public
+from .ops._core import sharded as _sharded
 from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
 from .ops._core.registry import use_backend
 from .ops.attention_weights import attention_summary, attention_weights
@@ -67,5 +68,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_ON_FIRST_USE})
 
 
+def _sharding() -> Any:
+    from .distributed.sharding import run
+
+    return run
+
+
+_sharded.loaders.append(_sharding)
 reference.publish()
 _choose_kernels()

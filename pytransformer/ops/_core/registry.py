@@ -67,6 +67,8 @@ from .choice import trace as trace
 from .choice import use_backend as use_backend
 from .failures import is_broken, step_down, unasked_reason
 from .fallbacks import BackendError, NotLaunched, record_fallback
+from .sharded import is_sharded
+from .sharded import run as run_sharded
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
 from .verdicts import ordered
@@ -355,6 +357,8 @@ class Op:
                 )
             return self.function.apply(*each_once(a), backend, strict)
         if not unwatched(a[0], a):
+            if is_sharded(a):
+                return run_sharded(self, a, backend, strict)
             return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):
             n = self.num_tensors

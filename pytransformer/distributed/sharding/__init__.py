@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops on DTensors: in which ways a call may be split over a device mesh, and how each is computed. See docs/scaling.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ops._core.registry import Op
+from . import attention, cross_entropy, feed_forward, layer_norm
+from .call import Rule, run_split
+from .ways import WHOLE as WHOLE
+from .ways import Way as Way
+
+RULES: dict[str, Rule] = {**attention.RULES, **feed_forward.RULES, **layer_norm.RULES}
+# Ops that compute with collectives of their own.
+RUNS: dict[str, Any] = {**cross_entropy.RUNS}
+
+
+def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
+    """A call of the op with DTensors among its arguments."""
+    own = RUNS.get(op.name)
+    return run_split(op, a, backend, strict, RULES[op.name](a)) if own is None else own(a, backend, strict)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call on DTensors: every rank computes its share with the plain op, and the placements say what the shares make together.
+
+Where nothing is split over some dimension of the mesh, every rank computes the same. A plain tensor among DTensors stands for one that
+is the same on all ranks; if the first argument is plain, so are the results, whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from ...ops._core.registry import Op
+from .ways import Way, mesh_of, ways_of
+
+Rule = Callable[[Any], Sequence[Way]]
+
+
+def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]) -> tuple[torch.Tensor, ...]:
+    """The differentiable outputs of the op."""
+    tensors = tensors_of(op, a)
+    mesh = mesh_of(op.name, tensors)
+    chosen = ways_of(op.name, tensors, mesh, ways)
+    local = {}
+    for name, t in tensors.items():
+        if name == "dropout_seed":
+            local[name] = seed_of_the_first(t, mesh)
+            continue
+        placed = [way.argument(name) for way in chosen], [way.gradient(name) for way in chosen]
+        local[name] = to_local(t, mesh, *placed)
+        if any(name in way.once for way in chosen):
+            first = all(mesh.get_local_rank(i) == 0 for i, way in enumerate(chosen) if name in way.once)
+            local[name] = OnFirst.apply(local[name], first)
+    outputs = op(a._replace(**local), backend, strict)[: len(op.grad_names)]
+    results = []
+    for i, t in enumerate(outputs):
+        shape = list(t.shape)
+        for dim, size in ((w.outputs[i], tensors[n].shape[d]) for w in chosen for n, d in w.arguments.items()):
+            if dim is not None:
+                shape[dim] = size
+        results.append(from_local(t, mesh, [way.output(i) for way in chosen], shape))
+    return tuple(results if isinstance(a[0], DTensor) else map(whole, results))
+
+
+def tensors_of(op: Op, a: Any) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in zip(a._fields[: op.num_tensors], a) if t is not None}
+
+
+def to_local(
+    t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], gradient: Sequence[Placement]
+) -> torch.Tensor:
+    """This rank's part of the tensor so placed; its gradient will come so."""
+    if not isinstance(t, DTensor):
+        t = from_local(t, mesh, [Replicate()] * mesh.ndim)
+    if tuple(t.placements) != tuple(placements):
+        t = t.redistribute(placements=placements)
+    local: torch.Tensor = t.to_local(grad_placements=gradient)
+    return local
+
+
+def from_local(
+    t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+) -> DTensor:
+    """The DTensor of which this is this rank's part; ``shape`` of the whole, where ranks may have parts of different sizes."""
+    if shape is None or tuple(shape) == tuple(t.shape):
+        return DTensor.from_local(t, mesh, placements, run_check=False)
+    stride, step = [0] * t.dim(), 1
+    for dim in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):  # the memory order of the part
+        stride[dim], step = step, step * shape[dim]
+    return DTensor.from_local(t, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on this rank, its gradient the same on all ranks."""
+    if not isinstance(t, DTensor):
+        return t
+    replicated = [Replicate()] * t.device_mesh.ndim
+    local: torch.Tensor = t.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    return local
+
+
+def seed_of_the_first(seed: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The seed that the mesh's first rank drew, for all: one dropout mask."""
+    seed = (seed.to_local() if isinstance(seed, DTensor) else seed).clone()
+    for place in range(mesh.ndim):
+        group = mesh.get_group(place)
+        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    return seed
+
+
+class OnFirst(torch.autograd.Function):
+    """The tensor on the first rank, zeros elsewhere: what a sum over the ranks contains once. The gradient passes on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, first: bool) -> torch.Tensor:
+        return t.view_as(t) if first else torch.zeros_like(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def named(names: Mapping[str, int], a: Any) -> dict[str, int]:
+    """Of these arguments those that the call has."""
+    return {name: dim for name, dim in names.items() if getattr(a, name) is not None}

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the feed-forward network may be split: by rows of x, or by the hidden dimension, where each rank has some columns of hidden.
+
+The latter is Megatron's: ``out = sum_r act(x w1_rᵀ) w2_rᵀ``, one sum over the ranks forward, one of the gradient of x backward; b2 is added
+once. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .call import Rule, named
+from .ways import Way
+
+HIDDEN = {"w1": 0, "b1": 0, "w2": 1, "gate_weight": 0, "gate_bias": 0}
+DROPOUT = "dropout goes by the element of hidden, which every rank would count from 0: use dropout_p=0, or redistribute to Replicate()"
+
+
+def feed_forward(a: Any) -> list[Way]:
+    refused = DROPOUT if a.dropout_p else None
+    ways = [Way(f"dimension {d} of x", {"x": d}, (d,), refused=refused) for d in range(a.x.dim() - 1)]
+    return [*ways, Way("hidden", named(HIDDEN, a), (None,), once=frozenset({"b2"}), refused=refused)]
+
+
+RULES: dict[str, Rule] = {"feed_forward": feed_forward}

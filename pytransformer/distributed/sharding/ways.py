@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which a call may be split over one dimension of a device mesh, and which of them the given placements ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What each rank computes with.
+
+    Args:
+        name: for messages.
+        arguments: of each argument that is split the dimension; all others are whole on every rank.
+        outputs: of each differentiable output the dimension that is split; None: the result is the sum over the ranks.
+        once: whole arguments that only the first rank adds; their gradient is whole, that of other whole ones is a sum over the ranks.
+        even: the ranks' number has to divide these arguments' dimension.
+        refused: why a call with these values cannot be split so, and what to do; None: it can.
+    """
+
+    name: str
+    arguments: Mapping[str, int]
+    outputs: tuple[int | None, ...]
+    once: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
+    refused: str | None = None
+
+    def argument(self, name: str) -> Placement:
+        return Shard(self.arguments[name]) if name in self.arguments else Replicate()
+
+    def gradient(self, name: str) -> Placement:
+        """How the gradient comes out of each rank's share of the work."""
+        whole = name in self.once or not self.arguments
+        return Shard(self.arguments[name]) if name in self.arguments else Replicate() if whole else Partial()
+
+    def output(self, i: int) -> Placement:
+        dim = self.outputs[i] if self.arguments else None
+        return Replicate() if not self.arguments else Partial() if dim is None else Shard(dim)
+
+
+WHOLE = Way("none", {}, ())
+
+
+def mesh_of(op: str, tensors: Mapping[str, object]) -> DeviceMesh:
+    """The one mesh that the DTensors of a call lie on."""
+    meshes = {name: t.device_mesh for name, t in tensors.items() if isinstance(t, DTensor)}
+    (first, mesh), *others = meshes.items()
+    for name, other in others:
+        if other != mesh:
+            raise ValueError(
+                f"{op}: {name} lies on {other}, {first} on {mesh}: distribute both over the same mesh, or hand over local tensors"
+            )
+    return mesh
+
+
+def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequence[Way]) -> list[Way]:
+    """For each dimension of the mesh the way that the placements ask for.
+
+    Raises:
+        ValueError: there is none, the sizes do not divide, or this call cannot be split so; the message says what to do.
+    """
+    chosen, shares = [], dict[str, int]()
+    for place in range(mesh.ndim):
+        way = _way(op, _given(op, tensors, place), ways)
+        if way.refused is not None:
+            raise ValueError(f"{op}: split by {way.name}: {way.refused}")
+        for name in (n for n in way.arguments if n in way.even):
+            shares[name] = shares.get(name, 1) * mesh.size(place)
+            size = tensors[name].shape[way.arguments[name]]  # type: ignore[attr-defined]
+            if size % shares[name]:
+                raise ValueError(
+                    f"{op}: split by {way.name}: {name} has {size}, which {shares[name]} ranks do not divide: use fewer ranks, or "
+                    "redistribute to Replicate()"
+                )
+        chosen.append(way)
+    return chosen
+
+
+def _given(op: str, tensors: Mapping[str, object], place: int) -> dict[str, int]:
+    """Of each argument that is split over this dimension of the mesh the dimension."""
+    given = {}
+    for name, t in tensors.items():
+        placement = t.placements[place] if isinstance(t, DTensor) else Replicate()
+        if type(placement) is Shard:
+            given[name] = placement.dim
+        elif not isinstance(placement, (Partial, Replicate)):
+            raise ValueError(f"{op}: {name} is placed as {placement}: redistribute it to Shard or Replicate first")
+    return given
+
+
+def _way(op: str, given: dict[str, int], ways: Sequence[Way]) -> Way:
+    if not given:
+        return WHOLE
+    for way in ways:
+        if given.items() <= way.arguments.items():
+            return way
+    told = ", ".join(f"{name} by dimension {dim}" for name, dim in given.items())
+    known = "; ".join(f"{w.name} ({', '.join(f'{n} {d}' for n, d in w.arguments.items())})" for w in ways)
+    raise ValueError(
+        f"{op}: cannot compute with {told} split. It can be split by {known or 'nothing'}: redistribute to one of these, or to "
+        "Replicate()"
+    )

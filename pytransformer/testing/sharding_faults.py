@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of calls that are split over a device mesh, each of which the tests must see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..distributed.sharding import call, ways
+
+
+def _no_sum_of_gradients(way: ways.Way, name: str) -> Placement:
+    found = GRADIENT(way, name)
+    return Replicate() if isinstance(found, Partial) else found
+
+
+def _no_sum_of_outputs(way: ways.Way, i: int) -> Placement:
+    found = OUTPUT(way, i)
+    return Replicate() if isinstance(found, Partial) else found
+
+
+def _of_the_next_rank(dim: int, size: int) -> Callable[..., Any]:
+    """Arguments of one vector or table for all heads: the part of the rank after this one."""
+
+    def to_local(t: Any, mesh: Any, placements: Any, gradient: Any) -> torch.Tensor:
+        local = TO_LOCAL(t, mesh, placements, gradient)
+        if placements[0] != Shard(dim) or t.dim() != size or not isinstance(t, DTensor):
+            return local
+        rank, ranks = mesh.get_local_rank(0), mesh.size(0)
+        parts = t.full_tensor().detach().chunk(ranks, dim)
+        return local + (parts[(rank + 1) % ranks] - local).detach()
+
+    return to_local
+
+
+GRADIENT, OUTPUT, TO_LOCAL = ways.Way.gradient, ways.Way.output, call.to_local
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "gradients of what is whole are not added up": (ways.Way, "gradient", _no_sum_of_gradients),
+    "results are not added up": (ways.Way, "output", _no_sum_of_outputs),
+    "b2 on every rank": (call.OnFirst, "forward", staticmethod(lambda ctx, t, first: t.view_as(t))),
+    "slopes of other heads": (call, "to_local", _of_the_next_rank(0, 1)),
+    "columns of the table of other heads": (call, "to_local", _of_the_next_rank(1, 2)),
+}
+
+
+@contextlib.contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """With the fault; None plants none."""
+    with contextlib.nullcontext() if fault is None else mock.patch.object(*FAULTS[fault]):
+        yield

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named cases of every op, split over a device mesh: what each rank does in the tests of pytransformer.distributed.sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..distributed.sharding import RULES, WHOLE, Way
+from ..ops._core.registry import OPS
+from .case import named
+from .cases import case
+from .kits import kit_of
+from .oracle import Solution
+from .sharding_faults import planted
+
+SEED = 1
+ARGUMENT = {"attn_mask": "mask"}  # what the raw op calls a keyword
+
+
+@functools.cache
+def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh over the group, or one of more dimensions over all processes."""
+    return DeviceMesh.from_group(group, "cpu") if len(shape) == 1 else init_device_mesh("cpu", shape)
+
+
+def ways_of(name: str) -> list[Way]:
+    """In which ways the case may be split, those that are refused too, and whole on every rank."""
+    chosen = case(name)
+    a, _, _ = _prepared(chosen.op, *chosen.make("cpu", torch.float64, SEED))
+    return [WHOLE, *RULES[chosen.op](a)]
+
+
+def _prepared(op: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
+    with torch.no_grad():
+        return OPS[op].prepare(*args, **kwargs)
+
+
+def upstream(name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of the returned outputs."""
+    chosen = case(name)
+    a, _, _ = _prepared(chosen.op, *chosen.make("cpu", dtype, SEED))
+    op, generator = OPS[chosen.op], torch.Generator().manual_seed(SEED)
+    outputs = op.empty_outputs(a)[: len(op.returned)]
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+
+
+def solution(name: str, dtype: torch.dtype) -> Solution:
+    """The exact results of one process."""
+    chosen = case(name)
+    args, kwargs = chosen.make("cpu", dtype, SEED)
+    return kit_of(chosen.op).solve(chosen.op, named(chosen.op, args, kwargs), upstream(name, dtype))
+
+
+def placements(name: str, t: Tensor, ways: Sequence[Way]) -> list[Placement]:
+    """As the ways split an argument; what broadcasts is whole."""
+    found = [way.argument(ARGUMENT.get(name, name)) for way in ways]
+    fits = (p if isinstance(p, Replicate) or (p.dim < t.dim() and t.shape[p.dim] > 1) else Replicate() for p in found)  # type: ignore[attr-defined]
+    return [p if name not in ("attn_mask", "bias") or t.dim() == 4 else Replicate() for p in fits]
+
+
+def compute(
+    rank: int,
+    group: dist.ProcessGroup,
+    name: str,
+    dtype: torch.dtype,
+    split: Sequence[str],
+    shape: tuple[int, ...],
+    fault: str | None = None,
+) -> dict[str, Tensor | None] | str:
+    """Results of the case, whole, by name: outputs and gradients; or why it is refused. ``split``: a way for each dimension of the mesh."""
+    chosen, mesh = case(name), mesh_of(group, shape)
+    known = {way.name: way for way in ways_of(name)}
+    ways = [known[way] for way in split]
+    args, kwargs = chosen.make("cpu", dtype, SEED)
+    values = named(chosen.op, args, kwargs)
+    found: dict[str, Tensor] = {}
+
+    def placed(argument: str, t: Tensor) -> Tensor:
+        """Floating tensors are leaves; integers stay plain where they are whole."""
+        where = placements(argument, t, ways)
+        if not t.is_floating_point() and all(isinstance(p, Replicate) for p in where):
+            return t
+        t = distribute_tensor(t, mesh, where)
+        return found.setdefault(argument, t.requires_grad_()) if t.is_floating_point() else t
+
+    for argument, value in values.items():
+        if isinstance(value, Tensor) and argument != "dropout_seed":
+            values[argument] = placed(argument, value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type) and argument == "bias":
+            part = "slopes" if hasattr(value, "slopes") else "table"
+            values[argument] = dataclasses.replace(value, **{part: placed(part, getattr(value, part))})
+    with planted(fault):
+        try:
+            return _run(chosen.op, values, found, [g.to(dtype) if g.dim() else g for g in upstream(name, dtype)], mesh)
+        except ValueError as error:
+            return str(error)
+
+
+def _run(
+    op: str, values: Mapping[str, Any], found: Mapping[str, Tensor], grads: list[Tensor], mesh: DeviceMesh
+) -> dict[str, Tensor | None]:
+    import pytransformer as pt
+
+    outputs = getattr(pt, op)(**values)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sent = [distribute_tensor(g.to(o.dtype), mesh, [Replicate()] * mesh.ndim) for g, o in zip(grads, outputs)]
+    of = torch.autograd.grad(outputs, list(found.values()), sent, allow_unused=True)
+    results = dict(zip(OPS[op].returned, outputs)) | dict(zip(found, of))
+    return {n: None if t is None else _full(t) for n, t in results.items()}
+
+
+def sums_meet_norms(rank: int, group: dist.ProcessGroup, whole: Mapping[str, Tensor], place: int | None) -> dict[str, Tensor]:
+    """A feed-forward network split by hidden, whose sum nobody took yet, into add_norm split by rows (``place`` 0) or whole (None):
+    outputs and gradients."""
+    import pytransformer as pt
+
+    mesh = mesh_of(group, (dist.get_world_size(group),))
+    split = {"w1": [Shard(0)], "w2": [Shard(1)]}
+    t = {n: distribute_tensor(x, mesh, split.get(n, [Replicate()])).requires_grad_() for n, x in whole.items() if n != "grad"}
+    inner = pt.feed_forward(t["x"], t["w1"], None, t["w2"], t["b2"])
+    assert isinstance(inner, DTensor) and inner.placements[0].is_partial()
+    residual = t["x"]
+    if place is not None:
+        assert isinstance(residual, DTensor)
+        residual = residual.redistribute(placements=[Shard(place)])
+    normed, stream = pt.add_norm(inner, residual, t["weight"])
+    grad = distribute_tensor(whole["grad"], mesh, [Replicate()])
+    found = torch.autograd.grad([normed, stream], list(t.values()), [grad, grad])
+    return {n: _full(r) for n, r in zip(["normed", "stream", *t], [normed, stream, *found])}
+
+
+def _full(t: Tensor) -> Tensor:
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+
+
+def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
+    """Of add_norm with generators that differ by rank: what it drops of ones."""
+    import pytransformer as pt
+
+    torch.manual_seed(rank)
+    mesh = mesh_of(group, (dist.get_world_size(group),))
+    weight = distribute_tensor(torch.ones(64), mesh, [Replicate()])
+    return pt.add_norm(torch.ones(8, 64), None, weight, dropout_p=0.5)[1]
+
+
+def refusal(rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any) -> str:
+    """The error of a call of the op on zeros: ``tensors`` name to (shape, placements)."""
+    import pytransformer as pt
+
+    mesh = mesh_of(group, shape)
+    given = {
+        n: torch.zeros(size) if where is None else distribute_tensor(torch.zeros(size), mesh, where)
+        for n, (size, where) in tensors.items()
+    }
+    try:
+        getattr(pt, op)(**given, **keywords)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops on DTensors: every named case split in every way that its op knows, against float64; refusals; planted faults."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import pytransformer as pt
+from pytransformer.distributed.sharding import RULES, Way
+from pytransformer.testing import bounds
+from pytransformer.testing.cases import case, cases
+from pytransformer.testing.kits import kit_of
+from pytransformer.testing.oracle import Solution
+from pytransformer.testing.ranks import Pool
+from pytransformer.testing.sharding_faults import FAULTS
+from pytransformer.testing.split_calls import compute, mask_drawn, refusal, solution, sums_meet_norms, ways_of
+
+solve = functools.cache(solution)
+CASES = [c.name for op in RULES for c in cases(op=op)]
+OP = {c.name: c.op for op in RULES for c in cases(op=op)}
+
+
+def wrong(name: str, dtype: torch.dtype, ranks: list[Any]) -> list[str]:
+    """What is outside the bounds of one process; the ranks must all have the same."""
+    exact: Solution = solve(name, dtype)
+    assert all(bounds.other_bits(ranks[0], other) == [] for other in ranks[1:])
+    return [str(c) for c in bounds.check(exact, ranks[0], dtype, limits=kit_of(OP[name]).limits) if not c.ok]
+
+
+def even(name: str, way: Way, ranks: int) -> bool:
+    shape = case(name).shape
+    return way.name != "heads" or not (shape["Hq"] % ranks or shape["Hkv"] % ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) -> None:
+    """Every way, in float64; the first in float32 too. Whole on every rank, where dropout is one process's."""
+    dtypes = {torch.float64: ways_of(name), torch.float32: ways_of(name)[1:2]}
+    for dtype, way in ((dtype, way) for dtype, ways in dtypes.items() for way in ways):
+        found = pool.run(2, compute, name, dtype, [way.name], (2,))
+        if way.refused is not None:
+            assert all(way.refused in told for told in found)
+        elif not even(name, way, 2):
+            assert all("which 2 ranks do not divide: use fewer ranks" in told for told in found)
+        else:
+            assert not wrong(name, dtype, found), (way.name, dtype)
+
+
+@pytest.mark.parametrize(
+    "name, split",
+    [
+        ("t5_bias", ["batch", "heads"]),
+        ("sinks", ["heads", "heads"]),
+        ("varlen_alibi", ["heads", "heads"]),
+        ("feed_forward_swiglu", ["dimension 0 of x", "hidden"]),
+        ("feed_forward_gelu", ["hidden", "hidden"]),
+        ("add_rms_norm", ["dimension 0 of x", "dimension 0 of x"]),
+    ],
+    ids=str,
+)
+def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> None:
+    assert not wrong(name, torch.float32, pool.run(4, compute, name, torch.float32, split, (2, 2)))
+    assert not wrong(name, torch.float64, pool.run(4, compute, name, torch.float64, split, (2, 2)))
+
+
+SEEN_BY = {
+    "gradients of what is whole are not added up": ("layer_norm", "dimension 0 of x"),
+    "results are not added up": ("feed_forward_gelu", "hidden"),
+    "b2 on every rank": ("feed_forward_gelu", "hidden"),
+    "slopes of other heads": ("alibi", "heads"),
+    "columns of the table of other heads": ("t5_bias", "heads"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+    name, way = SEEN_BY[fault]
+    assert not wrong(name, torch.float32, pool.run(2, compute, name, torch.float32, [way], (2,)))
+    assert wrong(name, torch.float32, [pool.run(2, compute, name, torch.float32, [way], (2,), fault=fault)[0]])
+
+
+R, QKV = [Replicate()], (1, 4, 6, 8)
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "the sequence": (
+        "attention", {n: (QKV, [Shard(2)]) for n in ("query", "key", "value")}, {}, "cannot compute with query by dimension 2",
+    ),
+    "one key head": (
+        "attention",
+        {"query": (QKV, [Shard(1)]), "key": ((1, 1, 6, 8), R), "value": ((1, 1, 6, 8), R)}, {},
+        "key has 1, which 2 ranks do not divide: use fewer ranks, or redistribute to Replicate()",
+    ),
+    "dropout": (
+        "attention", {n: (QKV, [Shard(1)]) for n in ("query", "key", "value")}, {"dropout_p": 0.1},
+        "dropout goes by the number of the head",
+    ),
+    "a normalized dimension": ("layer_norm", {"x": ((4, 8), [Shard(1)])}, {"normalized_shape": 8}, "cannot compute with x by dimension 1"),
+    "two ways at once": (
+        "feed_forward", {"x": ((4, 8), [Shard(0)]), "w1": ((6, 8), [Shard(0)]), "w2": ((8, 6), [Shard(1)])}, {"b1": None, "b2": None},
+        "x by dimension 0, w1 by dimension 0, w2 by dimension 1 split. It can be split by dimension 0 of x (x 0); hidden (w1 0, w2 1)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(pool: Pool, name: str) -> None:
+    op, tensors, keywords, why = REFUSED[name]
+    for told in pool.run(2, refusal, (2,), op, tensors, **keywords):
+        assert told.startswith(f"ValueError: {op}: ") and why in told, told
+
+
+@pytest.mark.parametrize("place", [None, 0])
+def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
+    shapes = {"x": (5, 8), "w1": (12, 8), "w2": (8, 12), "b2": (8,), "weight": (8,), "grad": (5, 8)}
+    t = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    leaves = [t[n].clone().requires_grad_() for n in ("x", "w1", "w2", "b2", "weight")]
+    x, w1, w2, b2, weight = leaves
+    both = pt.add_norm(pt.feed_forward(x, w1, None, w2, b2), x, weight)
+    expected = dict(
+        zip(
+            ["normed", "stream", "x", "w1", "w2", "b2", "weight"], [*both, *torch.autograd.grad(both, leaves, [t["grad"]] * 2)]
+        )
+    )
+    for found in pool.run(2, sums_meet_norms, t, place):
+        for name, want in expected.items():
+            torch.testing.assert_close(found[name], want.detach(), rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_first_rank_draws_the_seed(pool: Pool) -> None:
+    first, second = pool.run(2, mask_drawn)
+    assert 0 < int((first == 0).sum()) < first.numel() and torch.equal(first, second)
