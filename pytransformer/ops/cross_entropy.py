@@ -152,7 +152,7 @@ linear_cross_entropy_op.prepare = _prepare
 lane.facts["kept_bytes"] = KEPT_BYTES
 
 
-def _check_values(a: Any) -> None:
+def check_values(a: Any) -> None:
     wrong = (a.target != a.ignore_index) & ((a.target < 0) | (a.target >= a.weight.shape[0]))
     if bool(wrong.any()):
         raise ValueError(
@@ -171,7 +171,7 @@ def _reference_bytes(a: Any) -> int:
     return 2 * math.prod(a.target.shape) * a.weight.shape[0] * (8 if a.x.dtype == torch.float64 else 4)
 
 
-linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=_check_values)
-linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, _check_values))
-linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, _check_values))
-linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, _check_values))
+linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=check_values)
+linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, check_values))
+linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, check_values))
+linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values))

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..distributed.sharding import call, ways
+from ..distributed.sharding import call, cross_entropy, ways
 
 
 def _no_sum_of_gradients(way: ways.Way, name: str) -> Placement:
@@ -38,11 +38,29 @@ def _of_the_next_rank(dim: int, size: int) -> Callable[..., Any]:
     return to_local
 
 
+def _own_lse(shares: torch.Tensor) -> torch.Tensor:
+    return torch.cat([shares[:1, 0], shares[:, 1:].sum(0)])
+
+
+def _counted_twice(shares: torch.Tensor) -> torch.Tensor:
+    merged = MERGED(shares)
+    merged[1] *= shares.shape[0]
+    return merged
+
+
+MERGED = cross_entropy._merged
 GRADIENT, OUTPUT, TO_LOCAL = ways.Way.gradient, ways.Way.output, call.to_local
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "gradients of what is whole are not added up": (ways.Way, "gradient", _no_sum_of_gradients),
     "results are not added up": (ways.Way, "output", _no_sum_of_outputs),
     "b2 on every rank": (call.OnFirst, "forward", staticmethod(lambda ctx, t, first: t.view_as(t))),
+    "lse of the rank's own classes": (cross_entropy, "_merged", _own_lse),
+    "targets of the first rank's classes": (
+        cross_entropy,
+        "_own_classes",
+        lambda n, mesh, places: range(-(-n // mesh.size(0))),
+    ),
+    "the target's logit from every rank": (cross_entropy, "_merged", _counted_twice),
     "slopes of other heads": (call, "to_local", _of_the_next_rank(0, 1)),
     "columns of the table of other heads": (call, "to_local", _of_the_next_rank(1, 2)),
 }

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ..distributed.sharding import RULES, WHOLE, Way
 from ..ops._core.registry import OPS
+from . import fuzz_cross_entropy
 from .case import named
 from .cases import case
 from .kits import kit_of
@@ -116,6 +117,32 @@ def _run(
     of = torch.autograd.grad(outputs, list(found.values()), sent, allow_unused=True)
     results = dict(zip(OPS[op].returned, outputs)) | dict(zip(found, of))
     return {n: None if t is None else _full(t) for n, t in results.items()}
+
+
+def loss_of(
+    rank: int, group: dist.ProcessGroup, number: int, shape: tuple[int, ...], places: Any, fault: str | None, **options: Any
+) -> dict[str, Tensor | None] | str:
+    """A random linear_cross_entropy, its tensors placed by name (plain: None): loss and gradients, whole."""
+    import pytransformer as pt
+
+    problem, mesh = fuzz_cross_entropy.draw(SEED, number), mesh_of(group, shape)
+    t = dict(problem.tensors)
+    grad = t.pop("grad_out", None)
+    for name, where in places.items():
+        if where is not None and name in t:
+            t[name] = distribute_tensor(t[name], mesh, where)
+    leaves = {n: t[n].requires_grad_() for n in problem.wanted}
+    with planted(fault):
+        try:
+            loss = pt.linear_cross_entropy(t["x"], t["weight"], t["target"], bias=t.get("bias"), **problem.keywords, **options)
+            found = dict.fromkeys(leaves, None)
+            if leaves:
+                assert grad is not None
+                sent = distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim) if isinstance(loss, DTensor) else grad
+                found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), sent)))
+        except ValueError as error:
+            return str(error)
+    return {n: None if r is None else _full(r) for n, r in {"loss": loss, **found}.items()}
 
 
 def sums_meet_norms(rank: int, group: dist.ProcessGroup, whole: Mapping[str, Tensor], place: int | None) -> dict[str, Tensor]:

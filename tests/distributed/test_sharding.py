@@ -12,13 +12,14 @@ from torch.distributed.tensor import Replicate, Shard
 
 import pytransformer as pt
 from pytransformer.distributed.sharding import RULES, Way
-from pytransformer.testing import bounds
+from pytransformer.testing import bounds, fuzz_cross_entropy
 from pytransformer.testing.cases import case, cases
+from pytransformer.testing.judge import data_of, exact
 from pytransformer.testing.kits import kit_of
 from pytransformer.testing.oracle import Solution
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.sharding_faults import FAULTS
-from pytransformer.testing.split_calls import compute, mask_drawn, refusal, solution, sums_meet_norms, ways_of
+from pytransformer.testing.split_calls import SEED, compute, loss_of, mask_drawn, refusal, solution, sums_meet_norms, ways_of
 
 solve = functools.cache(solution)
 CASES = [c.name for op in RULES for c in cases(op=op)]
@@ -68,7 +69,39 @@ def test_a_mesh_of_two_dimensions(pool: Pool, name: str, split: list[str]) -> No
     assert not wrong(name, torch.float64, pool.run(4, compute, name, torch.float64, split, (2, 2)))
 
 
+LOSSES = {
+    "two ranks": (2, (2,), {"weight": [Shard(0)]}),  # x, target and bias plain
+    "four ranks": (4, (4,), {"x": [Replicate()], "weight": [Shard(0)], "bias": [Shard(0)]}),
+    "rows and classes": (4, (2, 2), {"x": [Shard(0), Replicate()], "target": [Shard(0), Replicate()], "weight": [Replicate(), Shard(0)]}),
+    "classes twice": (4, (2, 2), {"weight": [Shard(0), Shard(0)]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_random_losses(pool: Pool, how: str) -> None:
+    """Each dtype, reduction, smoothing, ignored rows that hold NaN, fewer classes than ranks; each backend that the CPU has in turn."""
+    ranks, shape, places = LOSSES[how]
+    computed = set()
+    for number in range(18):
+        backend = ("cpu", "reference")[number % 2]
+        problem = fuzz_cross_entropy.draw(SEED, number)
+        if "rows" in how and not problem.tensors["target"].dim():
+            continue
+        results = exact(fuzz_cross_entropy.solve(problem))
+        found = pool.run(ranks, loss_of, number, shape, places, None, backend=backend, strict=True)
+        assert all(bounds.other_bits(found[0], other) == [] for other in found[1:]), problem
+        if results.results["loss"].value.isnan().any():  # the mean over no target
+            assert found[0].pop("loss").isnan()
+        checks = bounds.check(results, found[0], problem.dtype, data_of(problem), fuzz_cross_entropy.LIMITS)
+        assert not [str(c) for c in checks if not c.ok], (number, str(problem))
+        computed |= problem.features
+    assert {"label_smoothing", "ignore_index", "ignored_nan", "bias", "mean", "sum", "none"} <= computed
+
+
 SEEN_BY = {
+    "lse of the rank's own classes": ("linear_cross_entropy", "classes"),
+    "targets of the first rank's classes": ("linear_cross_entropy", "classes"),
+    "the target's logit from every rank": ("linear_cross_entropy", "classes"),
     "gradients of what is whole are not added up": ("layer_norm", "dimension 0 of x"),
     "results are not added up": ("feed_forward_gelu", "hidden"),
     "b2 on every rank": ("feed_forward_gelu", "hidden"),

@@ -13,7 +13,7 @@ from .call import Rule, run_split
 from .ways import WHOLE as WHOLE
 from .ways import Way as Way
 
-RULES: dict[str, Rule] = {**attention.RULES, **feed_forward.RULES, **layer_norm.RULES}
+RULES: dict[str, Rule] = {**attention.RULES, **cross_entropy.RULES, **feed_forward.RULES, **layer_norm.RULES}
 # Ops that compute with collectives of their own.
 RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 
@@ -21,4 +21,4 @@ RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
     """A call of the op with DTensors among its arguments."""
     own = RUNS.get(op.name)
-    return run_split(op, a, backend, strict, RULES[op.name](a)) if own is None else own(a, backend, strict)
+    return run_split(op, a, backend, strict, RULES[op.name](a)) if own is None else own(op, a, backend, strict)

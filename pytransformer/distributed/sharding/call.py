@@ -67,7 +67,7 @@ def from_local(
     t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
 ) -> DTensor:
     """The DTensor of which this is this rank's part; ``shape`` of the whole, where ranks may have parts of different sizes."""
-    if shape is None or tuple(shape) == tuple(t.shape):
+    if shape is None:
         return DTensor.from_local(t, mesh, placements, run_check=False)
     stride, step = [0] * t.dim(), 1
     for dim in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):  # the memory order of the part
