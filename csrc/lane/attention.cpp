@@ -17,12 +17,13 @@
 namespace pt::lane {
 namespace {
 
-#define TERMS                                                                                                                          \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,              \
-      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                  \
-      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,         \
-      const Maybe &block_bits, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys, \
-      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+#define TERMS                                                                                                                              \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,                  \
+      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                      \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,             \
+      const Maybe &block_bits, const Maybe &page_table, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, \
+      int64_t global_keys, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,             \
+      double dropout_p
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
@@ -39,8 +40,8 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
     PT_FAULT(sinks_lost) ? Maybe() : vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
     term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)),
-    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys, 0, 0,
-    max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys,
+    0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -90,7 +91,7 @@ variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
     return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
   variable_list all(t.begin(), t.begin() + W::kStarts);
-  all.resize(all.size() + kBlockTensors);
+  all.resize(all.size() + kLeftToPython);
   return all;
 }
 
@@ -197,15 +198,15 @@ PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs&
 LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
-  if (count != 22 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 23 || a[12] != Py_None || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
   read_positions(read, a + 4, n);
   for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + (PT_FAULT(lengths_exchanged) && i < 2 ? 1 - i : i)]);
-  if (THPVariable_Check(a[12])) t[A::kBias] = read.tensor(a[12]);
-  else read_bias<A>(read, a[12], t, n);
-  t[A::kSinks] = read.tensor_or_none(a[13]);
+  if (THPVariable_Check(a[13])) t[A::kBias] = read.tensor(a[13]);
+  else read_bias<A>(read, a[13], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[14]);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }

@@ -39,6 +39,8 @@ def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str,
     for name in ("query", "key", "value"):
         check_tensor(op, name, arguments[name], floating=True, ndim=4)
         check_same(op, "query", query, name, arguments[name])
+    if arguments.get("page_table") is not None:
+        raise ValueError(f"{op}: page_table is for one process; give each rank its keys and values themselves")
     check_agreement(op, group, query.device, arguments)
     return rank, ranks
 

@@ -17,8 +17,9 @@ ALIGNMENTS = (None, *get_args(Alignment))
 NO_BLOCKS = (None,) * 5
 
 
-def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Size:
-    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape."""
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False) -> torch.Size:
+    """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape. With ``paged`` key
+    and value are pools, whose first dimension is of pages and whose third is of a page's rows."""
     if not query.dtype == key.dtype == value.dtype:
         check_same("attention", "query", query, "key", key, dtype=True)
         check_same("attention", "query", query, "value", value, dtype=True)
@@ -26,19 +27,37 @@ def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     key_batch, key_heads, num_keys, key_dim = key.shape
     value_batch, value_heads, num_values, value_dim = value.shape
     wrong = None
-    if key_batch != batch or value_batch != batch:
-        wrong = "query, key and value must have the same batch size"
+    if key_batch != (value_batch if paged else batch) or value_batch != key_batch:
+        wrong = "key and value must have as many pages" if paged else "query, key and value must have the same batch size"
     elif key_dim != head_dim:
         wrong = "query and key must have the same head size"
     elif head_dim == 0 or value_dim == 0:
         wrong = "the head size must be at least 1"
     elif key_heads != value_heads or num_keys != num_values:
-        wrong = "key and value must have the same heads and length"
+        wrong = f"key and value must have the same heads and {'page size' if paged else 'length'}"
     elif key_heads == 0 or heads % key_heads:
         wrong = "query's heads must be a multiple of key's heads"
     if wrong:
         raise ValueError(f"attention: {wrong}, got query {shape_of(query)}, key {shape_of(key)}, value {shape_of(value)}")
     return shape
+
+
+def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The table of pages, contiguous, and how many keys its rows can name. Its values are checked inside the op."""
+    check_tensor("attention", "page_table", table)
+    check_same("attention", "query", query, "page_table", table)
+    if table.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: page_table must be int32 or int64, got {table.dtype}")
+    if table.dim() != 2 or table.shape[0] != query.shape[0]:
+        raise ValueError(f"attention: page_table must have shape (B, pages), B = {query.shape[0]}, got {shape_of(table)}")
+    if key_lengths is None:
+        raise ValueError("attention: page_table needs key_lengths; they say which pages of the table are a sequence's")
+    if pool.shape[2] == 0:
+        raise ValueError(
+            "attention: with page_table key and value are pools (num_pages, Hkv, page_size, D), page_size at least 1, got key "
+            f"{shape_of(pool)}"
+        )
+    return table.contiguous(), table.shape[1] * pool.shape[2]
 
 
 def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int, int]:

@@ -13,7 +13,16 @@ import torch
 from typing_extensions import Unpack
 
 from ..reference.attention import attention_forward
-from ._attention_arguments import biases, block_tensors, check_shapes, check_sinks, dense_term, integers, positions
+from ._attention_arguments import (
+    biases,
+    block_tensors,
+    check_pages,
+    check_shapes,
+    check_sinks,
+    dense_term,
+    integers,
+    positions,
+)
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
 from ._backends.torch import attention as torch_attention
@@ -36,13 +45,14 @@ from .masks import AlibiBias, RelativePositionBias
 
 # query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
 # each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
-# Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other.
+# Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other. page_table (B, pages) int32 or int64: key and value
+# are then pools, (pages, Hkv, page size, D).
 # window: -1 = unbounded. global_keys: 0 without a window. softcap 0 = none. The starts are the absolute indices of the first query
 # and key: causality, window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
-Tensor? block_bits, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
+Tensor? block_bits, Tensor? page_table, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
 SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 # Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
@@ -59,7 +69,7 @@ def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _flops(a: Any) -> int:
     """4 B H Lq Lk D (2 for each product), half when causal, whatever masks hide besides."""
     batch, heads, num_queries, head_dim = a.query.shape
-    flops = 2 * batch * heads * num_queries * a.key.shape[2] * (head_dim + a.value.shape[3])
+    flops = 2 * batch * heads * num_queries * a.num_keys * (head_dim + a.value.shape[3])
     return flops // 2 if a.causal != "none" else flops
 
 
@@ -116,6 +126,7 @@ def attention(
     prefix_lengths: torch.Tensor | None = None,
     query_segments: torch.Tensor | None = None,
     key_segments: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
     bias: torch.Tensor | AlibiBias | RelativePositionBias | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -134,8 +145,7 @@ def attention(
 
     Args:
         query: (B, Hq, Lq, D), float32, bfloat16, float16 or float64; any strides, as key and value.
-        key: (B, Hkv, Lk, D); Hq must be a multiple of Hkv (grouped-query attention).
-        value: (B, Hkv, Lk, Dv).
+        key, value: (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); Hq must be a multiple of Hkv (grouped-query attention).
         attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
             has a gradient). Or a :class:`BlockMask`, or FlexAttention's: what it hides by blocks costs nothing.
         causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: with a cache).
@@ -145,18 +155,18 @@ def attention(
         query_lengths, key_lengths: (B,) integers: what lies at or past them is padding, read as zero.
         prefix_lengths: (B,) integers, needs ``causal``: the keys before it are visible to every query.
         query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
+        page_table: (B, pages) int32 or int64: key and value are pools (num_pages, Hkv, page_size, D), and key j < key_lengths[b] is
+            ``key[page_table[b, j // page_size], :, j % page_size]``; nothing else of table and pools is read. Without gradients.
         bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or :class:`RelativePositionBias`; with gradient.
         sinks: (Hq,) floating: ``exp(sinks[h])`` is one more term of the softmax's denominator, in lse too; with gradient. Zeros make
             softmax off by one, -inf is no sink. Scale, softcap, biases and dropout do not touch it.
-        softcap: ``softcap * tanh(score / softcap)``.
-        scale: default ``1 / sqrt(D)``.
+        softcap, scale: ``softcap * tanh(score / softcap)``; default ``1 / sqrt(D)``.
         dropout_p: probability of dropping an attention weight. The same seed drops the same weights on every backend.
         dropout_seed: int or int64 tensor; drawn from torch's generator if None.
         return_lse: return (out, lse): log of the softmax's denominator, float32, (B, Hq, Lq), differentiable.
         deterministic: bitwise equal gradients from run to run. False may be faster: on sm_90a the backend cuda adds d_query across
             blocks in any order, in a float32 copy; the last bits of d_query then differ from run to run. Elsewhere it does nothing.
-        backend: force ``"cuda"``, ``"triton"``, ``"cpu"``, ``"torch"`` (PyTorch's kernels) or ``"reference"``; raises if it cannot.
-        strict: raise rather than run on the reference.
+        backend: force "cuda", "triton", "cpu", "torch" (PyTorch's kernels) or "reference". strict: raise rather than run on the reference.
 
     Returns:
         (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse a pair.
@@ -170,15 +180,15 @@ def attention(
     if not torch.compiler.is_compiling():
         found = lane.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths, prefix_lengths, query_segments,
-            key_segments, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
+            key_segments, page_table, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
         query, key, value, attn_mask=attn_mask, causal=causal, window=window, global_keys=global_keys, query_lengths=query_lengths,
-        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments, bias=bias,
-        sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-        backend=backend, strict=strict,
+        key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
+        page_table=page_table, bias=bias, sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        deterministic=deterministic, backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -201,6 +211,7 @@ def _prepare(
     prefix_lengths: Any = None,
     query_segments: Any = None,
     key_segments: Any = None,
+    page_table: Any = None,
     bias: Any = None,
     sinks: Any = None,
     softcap: Any = None,
@@ -217,8 +228,11 @@ def _prepare(
             check_tensor("attention", name, t, floating=True, ndim=4)
             check_same("attention", "query", query, name, t)
     query, key, value = autocast(query.device, query, key, value)
-    batch, heads, num_queries, head_dim = check_shapes(query, key, value)
-    full = (batch, heads, num_queries, key.shape[2])
+    batch, heads, num_queries, head_dim = check_shapes(query, key, value, paged=page_table is not None)
+    num_keys = key.shape[2]
+    if page_table is not None:
+        page_table, num_keys = check_pages(page_table, key_lengths, query, key)
+    full = (batch, heads, num_queries, num_keys)
     align, left, right, global_keys = positions(causal, window, global_keys)
     if prefix_lengths is not None and align == "none":
         raise ValueError(
@@ -236,12 +250,16 @@ def _prepare(
         integers("query_lengths", query_lengths, (batch,), query), integers("key_lengths", key_lengths, (batch,), query),
         integers("prefix_lengths", prefix_lengths, (batch,), query),
         integers("query_segments", query_segments, (batch, num_queries), query),
-        integers("key_segments", key_segments, (batch, key.shape[2]), query),
-        seed, *blocks, bidirectional, max_distance, align, left, right, global_keys, 0, 0,
+        integers("key_segments", key_segments, (batch, num_keys), query),
+        seed, *blocks, page_table, bidirectional, max_distance, align, left, right, global_keys, 0, 0,
         head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
         0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
         p, bool(deterministic),
     )  # fmt: skip
+    if page_table is not None and attention_op._needs_gradient(arguments):
+        raise ValueError(
+            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the pages and leave page_table out"
+        )
     return arguments, backend, bool(strict)
 
 
@@ -249,14 +267,21 @@ attention_op.prepare = _prepare
 
 
 def check_values(a: Any) -> None:
-    """ValueError if lengths lie outside the tensors. See looks_at_values."""
+    """ValueError if lengths lie outside the tensors, or pages outside the pool. See looks_at_values."""
     for name, lengths in zip(LENGTHS, (a.query_lengths, a.key_lengths, a.prefix_lengths)):
         if lengths is not None and lengths.numel():
             queries = name == "query_lengths"
-            end = a.query_start + a.query.shape[2] if queries else a.key_start + a.key.shape[2]
+            end = a.query_start + a.query.shape[2] if queries else a.key_start + a.num_keys
             low, high = lengths.min().item(), lengths.max().item()
             if low < 0 or high > end:
                 raise ValueError(f"attention: {name} must be between 0 and {end}, got {low if low < 0 else high}")
+    if a.page_table is not None:
+        wrong = a.pages_used & ((a.page_table < 0) | (a.page_table >= a.key.shape[0]))
+        if wrong.any():
+            b, n = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"attention: page_table[{b}, {n}] must be a page from 0 to {a.key.shape[0] - 1}, got {a.page_table[b, n].item()}"
+            )
 
 
 # ---- backends
@@ -265,7 +290,12 @@ def check_values(a: Any) -> None:
 def _reference_bytes(a: Any) -> int:
     """Scores, weights and their product with value keep three (B, Hq, Lq, Lk) matrices alive, and a boolean one."""
     size = 8 if a.query.dtype == torch.float64 else 4
-    return a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.key.shape[2] * (3 * size + 1)
+    gathered = (
+        0
+        if a.page_table is None
+        else a.sequences * a.num_keys * a.key_heads * (a.head_dim + a.value_dim) * a.key.element_size()
+    )
+    return a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.num_keys * (3 * size + 1) + gathered
 
 
 attention_op.add_reference(attention_forward, extra_bytes=_reference_bytes, check_values=check_values)

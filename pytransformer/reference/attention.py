@@ -21,12 +21,14 @@ from ..ops.masks import buckets_of
 from .philox import keep_mask, keep_scale
 
 # Arguments of attention that packed sequences do not have.
-PADDED_ONLY = (*BLOCK_TENSORS, "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
+PADDED_ONLY = (*BLOCK_TENSORS, "page_table", "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the op's arguments; see pytransformer.ops.attention.ARGUMENTS."""
     work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    if a.page_table is not None:
+        a = gathered(a)
     batch, heads, num_queries, _ = a.query.shape
     num_keys = a.key.shape[2]
     group = heads // a.key.shape[1]
@@ -56,6 +58,19 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
     return out.to(a.query.dtype), lse
+
+
+def gathered(a: Any) -> Any:
+    """The problem with its keys and values out of their pages, (B, Hkv, Lk, D): zeros where the table is not read."""
+    used = a.pages_used
+    pages = torch.where(used, a.page_table, 0).to(torch.int64)
+
+    def out_of(pool: torch.Tensor) -> torch.Tensor:
+        pool = pool if pool.shape[0] else pool.new_zeros(1, *pool.shape[1:])
+        rows = _select(used[..., None, None, None], pool[pages])  # (B, pages, Hkv, page size, D)
+        return rows.transpose(1, 2).flatten(2, 3)
+
+    return a._replace(key=out_of(a.key), value=out_of(a.value), page_table=None)
 
 
 def sink_logits(sinks: torch.Tensor, work: torch.dtype) -> torch.Tensor:

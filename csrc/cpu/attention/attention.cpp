@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -123,21 +124,42 @@ pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe
   return m;
 }
 
+// Keys and values in pages: every entry that kernels take an address from is looked at here.
+pt::Pages pages_of(const Maybe& table, const Tensor& key, const pt::AttentionProblem& p, int64_t key_start) {
+  pt::Pages pages;
+  if (!table) return pages;
+  const bool wide = table->scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK((wide || table->scalar_type() == ScalarType::Int) && table->is_contiguous(),
+                  "page_table is not contiguous int32 or int64");
+  STD_TORCH_CHECK(p.key_lengths || p.B == 0, "page_table needs key_lengths");
+  pages = {table->data_ptr(), key.size(2), table->size(1), wide};
+  for (int64_t b = 0; b < p.B; b++) {
+    const int64_t keys = std::min(p.key_lengths[b] - key_start, p.Lk);
+    for (int64_t n = 0; n * pages.size < keys; n++)
+      CHECK_VALUE(pages.at(b, n) >= 0 && pages.at(b, n) < key.size(0), "page_table[", b, ", ", n, "] is ", pages.at(b, n),
+                  "; wanted a page from 0 to ", key.size(0) - 1);
+  }
+  static const int32_t none[1] = {};
+  if (!pages.table) pages.table = none;  // an empty tensor has no address, and a table stands for "pages" to the kernels
+  return pages;
+}
+
 // The arguments that forward and backward share, after the outputs of each.
 #define ATTENTION_PARAMETERS                                                                                                            \
   Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,          \
       Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries, \
-      Maybe block_bits, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys,        \
-      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
+      Maybe block_bits, Maybe page_table, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right,           \
+      int64_t global_keys, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,          \
+      double dropout_p
 #define ATTENTION_ARGUMENTS                                                                                                              \
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
-      block_offsets, block_entries, block_bits, dropout_seed, bidirectional, align, left, right, global_keys, query_start, key_start,    \
-      max_q, max_k, scale, softcap, dropout_p
+      block_offsets, block_entries, block_bits, page_table, dropout_seed, bidirectional, align, left, right, global_keys, query_start,   \
+      key_start, max_q, max_k, scale, softcap, dropout_p
 #define ATTENTION_SCHEMA                                                                                                              \
   "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? "  \
   "key_lengths, "                                                                                                                     \
   "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                                \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? dropout_seed, "                                          \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? dropout_seed, "                      \
   "bool bidirectional, int align, int left, int right, int global_keys, int query_start, int key_start, int max_q, int max_k, float " \
   "scale, "                                                                                                                           \
   "float softcap, float dropout_p"
@@ -147,8 +169,9 @@ ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType:
 // The tensors must outlive the problem.
 pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
-  const bool packed = cu_q.has_value();
+  const bool packed = cu_q.has_value(), paged = page_table.has_value();
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
+  STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
   for (const Tensor& t : {key, value}) STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key and value differ in dtype");
@@ -157,6 +180,11 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
   p.Lq = packed ? max_q : query.size(length), p.Lk = packed ? max_k : key.size(length);
+  if (paged) {
+    STD_TORCH_CHECK(p.Lk >= 1, "pages have no rows");
+    STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B, "page_table has the wrong shape");
+    p.Lk *= page_table->size(1);
+  }
   const int64_t q_rows = query.size(length), k_rows = key.size(length);
   constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
   STD_TORCH_CHECK(p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted at most ", kMaxHead);
@@ -165,7 +193,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
     check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
     STD_TORCH_CHECK(p.B >= 0, "cu_q is empty");
   } else {
-    check_shape(key, "key", {p.B, p.Hkv, k_rows, p.D}), check_shape(value, "value", {p.B, p.Hkv, k_rows, p.Dv});
+    const int64_t sequences = paged ? key.size(0) : p.B;
+    check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}), check_shape(value, "value", {sequences, p.Hkv, k_rows, p.Dv});
   }
   const ScalarType work = work_of(p);
   p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr();
@@ -189,6 +218,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq),
       check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
   check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
+  p.pages = pages_of(page_table, key, p, key_start);
   p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
   p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
   STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
@@ -281,6 +311,7 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
 
 void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
                    Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
+  STD_TORCH_CHECK(!page_table, "pages have no gradients");
   pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
   add_outputs(p, query, out, lse);
   const bool packed = p.cu_q;

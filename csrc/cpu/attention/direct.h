@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/attention/scores.h"
+#include "cpu/core/pack.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -31,20 +32,20 @@ INLINE void direct_dots(const typename T::packed* q, const typename T::elem* con
 }
 
 // Keys and queries of direct_scores().
-template <class T>
+template <class T, class Rows>
 struct DirectRows {
-  const typename T::elem* K;
-  int64_t stride, n, d;
+  Rows K;
+  int64_t n, d;
   const uint8_t* live;          // keys with live[j] == 0 count as zeros; may be null
   const typename T::packed* q;  // queries, `packed elements` apart, each padded with zeros to whole vectors
   int64_t units, rows;
 };
 
-template <class T, int STEPS>
-void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
+template <class T, int STEPS, class Rows>
+void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld) {
   for (int64_t j = 0; j < x.n; j += T::width) {
     const typename T::elem* rows[T::width];
-    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K + min(j + i, x.n - 1) * x.stride;
+    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K(min(j + i, x.n - 1));
     for (int64_t r = 0; r < x.rows; r++) {
       typename T::vec dots[T::width];
       direct_dots<T, STEPS>(x.q + r * x.units, rows, x.d, dots);
@@ -57,22 +58,22 @@ void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
 }
 
 // s[r][j] = q[r] . K[j], j in [0, n); the rows of s are aligned and written in whole vectors.
-template <class T>
-void direct_scores(const DirectRows<T>& x, typename T::acc* s, int64_t ld) {
+template <class T, class Rows>
+void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld) {
   constexpr int64_t step = T::width * T::pack;
-  const auto f = x.d % step        ? direct_scores<T, 0>
-                 : x.d == step     ? direct_scores<T, 1>
-                 : x.d == 2 * step ? direct_scores<T, 2>
-                 : x.d == 4 * step ? direct_scores<T, 4>
-                 : x.d == 8 * step ? direct_scores<T, 8>
-                                   : direct_scores<T, 0>;
+  const auto f = x.d % step        ? direct_scores<T, 0, Rows>
+                 : x.d == step     ? direct_scores<T, 1, Rows>
+                 : x.d == 2 * step ? direct_scores<T, 2, Rows>
+                 : x.d == 4 * step ? direct_scores<T, 4, Rows>
+                 : x.d == 8 * step ? direct_scores<T, 8, Rows>
+                                   : direct_scores<T, 0, Rows>;
   f(x, s, ld);
 }
 
 // o = alpha o + sum over keys of p[j] V[j], for NC vectors of columns of which `columns` exist.
-template <class T, int NC>
-INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t columns,
-                           const uint8_t* live, typename T::acc alpha, typename T::acc* o) {
+template <class T, int NC, class Rows>
+INLINE void direct_columns(const typename T::opnd* p, Range keys, const Rows& V, int64_t columns, const uint8_t* live,
+                           typename T::acc alpha, typename T::acc* o) {
   using vec = typename T::vec;
   vec acc[NC];
   UNROLL for (int c = 0; c < NC; c++) acc[c] = alpha != 0 ? vec(load(o + c * T::width) * alpha) : vec{};
@@ -81,23 +82,22 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
     for (int64_t j = keys.lo; j < keys.hi; j++) {
       if (live && !live[j]) continue;
       const vec w = set1<vec>(p[j]);
-      UNROLL for (int c = 0; c < NC; c++) acc[c] = fma(w, T::load(V + j * stride + c * T::width, c + 1 < NC ? T::width : last), acc[c]);
+      UNROLL for (int c = 0; c < NC; c++) acc[c] = fma(w, T::load(V(j) + c * T::width, c + 1 < NC ? T::width : last), acc[c]);
     }
   } else {  // two keys a step; reach() begins at an even key, and P is zero where it ends
     using uvec = typename T::uvec;
     constexpr int64_t step = T::width * T::pack;
     const auto row = [&](int64_t j, int64_t c) {
       const bool there = j < keys.hi && (!live || live[j]);
-      return there ? T::load_units(V + j * stride + c, columns - c) : uvec{};
+      return there ? T::load_units(V(j) + c, columns - c) : uvec{};
     };
     int64_t j = keys.lo;
     if (!live && columns == NC * T::width && NC > 1)  // nothing to look at
       for (; j + 2 <= keys.hi; j += 2) {
         const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + j));
         UNROLL for (int c = 0; c + 1 < NC; c += 2) {
-          const typename T::elem* at = V + j * stride + c / 2 * step;
           uvec lo, hi;
-          interleave(T::load_units(at, step), T::load_units(at + stride, step), &lo, &hi);
+          interleave(T::load_units(V(j) + c / 2 * step, step), T::load_units(V(j + 1) + c / 2 * step, step), &lo, &hi);
           acc[c] = T::dot(acc[c], w, lo), acc[c + 1] = T::dot(acc[c + 1], w, hi);
         }
       }
@@ -115,14 +115,14 @@ INLINE void direct_columns(const typename T::opnd* p, Range keys, const typename
 }
 
 // o = alpha o + sum over keys of p[j] V[j]; alpha = 0: o is not read.
-template <class T, int NC = 8>
-void direct_output(const typename T::opnd* p, Range keys, const typename T::elem* V, int64_t stride, int64_t d, const uint8_t* live,
-                   typename T::acc alpha, typename T::acc* o) {
+template <class T, int NC = 8, class Rows>
+void direct_output(const typename T::opnd* p, Range keys, const Rows& V, int64_t d, const uint8_t* live, typename T::acc alpha,
+                   typename T::acc* o) {
   constexpr int64_t columns = NC * T::width;
   int64_t c = 0;
   for (; c + columns <= d || (NC == 1 && c < d); c += columns)
-    direct_columns<T, NC>(p, keys, V + c, stride, min(columns, d - c), live, alpha, o + c);
-  if constexpr (NC > 1) direct_output<T, NC / 2>(p, keys, V + c, stride, d - c, live, alpha, o + c);
+    direct_columns<T, NC>(p, keys, V.from_column(c), min(columns, d - c), live, alpha, o + c);
+  if constexpr (NC > 1) direct_output<T, NC / 2>(p, keys, V.from_column(c), d - c, live, alpha, o + c);
 }
 
 }  // namespace PT_ISA

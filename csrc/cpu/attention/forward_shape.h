@@ -25,6 +25,20 @@ struct ForwardShape {
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
   }
+  // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n, without
+  // those behind the length, whose pages have no names.
+  template <class F>
+  INLINE void with_keys(const void* base, const Strides& x, const Sequence& s, int64_t hkv, int64_t j0, int64_t n,
+                        const typename T::elem** list, const F& f) const {
+    using E = typename T::elem;
+    if (!p.pages.table) return f(StridedRows<E>{at(base, x, s.b, hkv, s.k_first + j0), x.l});
+    for (int64_t j = j0, end = min(j0 + n, s.cols); j < end;) {
+      const E* row = static_cast<const E*>(base) + p.key_row(x, s.b, hkv, j);
+      for (const int64_t stop = min(end, (j / p.pages.size + 1) * p.pages.size); j < stop; j++, row += x.l) list[j - j0] = row;
+    }
+    f(ListedRows<E>{list});
+  }
+
   int64_t k_units(int64_t ld) const { return ld * du; }
   int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
 
@@ -36,12 +50,14 @@ struct ForwardShape {
     for (int64_t j = k0; j < k0 + n; j += panel) {
       const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
       const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
-      pack_transposed<T>(at(p.k, p.ks, s.b, hkv, s.k_first + j), p.ks.l, rows, p.D, k + to * du, keep, panel, du);
-      for (int64_t col = 0; col < dv; col += panel) {
-        const int64_t w = min(panel, dv - col);
-        pack_rows<T>(at(p.v, p.vs, s.b, hkv, s.k_first + j) + col, p.vs.l, rows, panel, min(w, p.Dv - col), 0,
-                     v + (col * ld + to * w) / T::pack, keep);
-      }
+      const typename T::elem* list[panel];
+      with_keys(p.k, p.ks, s, hkv, j, rows, list, [&](const auto& K) { pack_transposed<T>(K, rows, p.D, k + to * du, keep, panel, du); });
+      with_keys(p.v, p.vs, s, hkv, j, rows, list, [&](const auto& V) {
+        for (int64_t col = 0; col < dv; col += panel) {
+          const int64_t w = min(panel, dv - col);
+          pack_rows<T>(V.from_column(col), rows, panel, min(w, p.Dv - col), 0, v + (col * ld + to * w) / T::pack, keep);
+        }
+      });
     }
   }
 };

@@ -39,7 +39,7 @@ bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, i
   }
   for (int64_t j = max(keys.lo, gap.lo - k0); j < min(keys.hi, gap.hi - k0); j++) live[j] = 0;
   const auto at = [&](const void* base, const Strides& x, int64_t j) {
-    return static_cast<const typename T::elem*>(base) + s.b * x.b + hkv * x.h + (s.k_first + j) * x.l;
+    return static_cast<const typename T::elem*>(base) + p.key_row(x, s.b, hkv, s.k_first + j);
   };
   const auto sees = [&](int64_t h, int64_t i, int64_t j) {
     const Range r = s.visible(i), out = s.gap(i);

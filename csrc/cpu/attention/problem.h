@@ -16,6 +16,18 @@ struct Dense {
   bool boolean = false;  // true: uint8, nonzero = attend; else added to the score, -inf = invisible
 };
 
+// Keys and values in pages: key j of sequence b is row j % size of page at(b, j / size). A sequence's pages behind its length are not
+// named.
+struct Pages {
+  const void* table = nullptr;  // (B, pages) int32 or int64, contiguous; null: no pages
+  int64_t size = 1, stride = 0;
+  bool wide = false;
+  int64_t at(int64_t b, int64_t n) const {
+    const int64_t i = b * stride + n;
+    return wide ? static_cast<const int64_t*>(table)[i] : static_cast<const int32_t*>(table)[i];
+  }
+};
+
 // A block mask: for each block of queries the blocks of keys that are visible, as ops/_problem/blocks.py has it.
 struct BlockMask {
   const int32_t *offsets = nullptr, *entries = nullptr;  // [B][H][blocks of queries + 1]; [entries][block of keys, place of its bits or -1]
@@ -48,8 +60,9 @@ struct AttentionProblem {
   DType dtype;                        // of q, k, v, out and their gradients
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;  // packed: B sequences, Lq and Lk the longest of them
   const void *q, *k, *v;              // (B, H, L, D), last stride 1
-  Strides qs, ks, vs;                 // packed: b = 0, rows start at cu_q[b], cu_k[b]
-  void* out;                          // forward: written; backward: read
+  Strides qs, ks, vs;  // packed: b = 0, rows start at cu_q[b], cu_k[b]; in pages: b and l of k and v are of pages and their rows
+  Pages pages;         // forward alone
+  void* out;           // forward: written; backward: read
   Strides os;
   void* lse;      // (B, Hq, Lq) float (double for f64), natural log, before dropout; strides:
   Strides lse_s;  // b, h, l
@@ -77,6 +90,12 @@ struct AttentionProblem {
   uint32_t drop_threshold;         // rint(65536 p); 0 = no dropout, 65536 = everything dropped
 
   int threads;
+
+  // Where a row of k or v is, in elements; packed: row is that of all sequences.
+  int64_t key_row(const Strides& s, int64_t b, int64_t h, int64_t row) const {
+    const bool paged = pages.table;
+    return (paged ? pages.at(b, row / pages.size) : b) * s.b + h * s.h + (paged ? row % pages.size : row) * s.l;
+  }
 };
 
 struct AttentionGrads {

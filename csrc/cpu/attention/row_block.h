@@ -118,12 +118,14 @@ class RowBlock {
     alignas(64) packed queries[kDirectRows * kMaxHead];
     for (int64_t r = 0; r < rows_; r++)
       for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : packed(0);
+    const typename T::elem* list[kBlockKeys];
     const auto scores = [&] {
       live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
-      const DirectRows<T> x{f_.at(p_.k, p_.ks, s_.b, hkv, s_.k_first + k0), p_.ks.l, n, p_.D, live, queries, units, rows_};
-      direct_scores<T>(x, S_, ld_);
+      f_.with_keys(p_.k, p_.ks, s_, hkv, k0, n, list, [&](const auto& K) {
+        direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{K, n, p_.D, live, queries, units, rows_}, S_, ld_);
+      });
     };
-    const auto output = [&] {
+    const auto add_values = [&](const auto& V) {
       // one row: all keys at once; several: pieces that stay in the first cache
       const int64_t piece = rows_ > 1 ? 32 : kBlockKeys;
       for (int64_t j = 0; j < n; j += piece)
@@ -132,9 +134,10 @@ class RowBlock {
           if (k.size() <= 0) continue;
           const bool begins = k.lo == reach_[r].lo;
           const A alpha = !begins ? A(1) : started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0);
-          direct_output<T>(P_ + r * ld_, k, f_.at(p_.v, p_.vs, s_.b, hkv, s_.k_first + k0), p_.vs.l, p_.Dv, live, alpha, O_ + r * f_.dv);
+          direct_output<T>(P_ + r * ld_, k, V, p_.Dv, live, alpha, O_ + r * f_.dv);
         }
     };
+    const auto output = [&] { f_.with_keys(p_.v, p_.vs, s_, hkv, k0, n, list, add_values); };
     step(k0, n, scores, output);
   }
 

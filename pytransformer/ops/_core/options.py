@@ -53,6 +53,8 @@ class MaskAndBias(_Scores, total=False):
 class AttentionOptions(MaskAndBias, _Call, total=False):
     """The keywords of :func:`pytransformer.attention` but ``return_lse``, which decides what is returned."""
 
+    page_table: torch.Tensor | None
+
 
 class PackedOptions(_Scores, _Call, total=False):
     """The keywords of :func:`pytransformer.attention_varlen` but ``return_lse``."""

@@ -55,6 +55,7 @@ class AttentionProblem:
         key_block_offsets: torch.Tensor | None
         key_block_entries: torch.Tensor | None
         block_bits: torch.Tensor | None
+        page_table: torch.Tensor | None
         bidirectional: bool
         max_distance: int
         causal: str
@@ -193,7 +194,8 @@ class AttentionProblem:
 
 
 class PaddedAttention(AttentionProblem):
-    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)."""
+    """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv); or pools of pages, (num_pages, Hkv, page_size, D), and
+    page_table (B, pages)."""
 
     __slots__ = ()
     packed = False
@@ -209,7 +211,14 @@ class PaddedAttention(AttentionProblem):
 
     @property
     def num_keys(self) -> int:
-        return self.key.shape[2]
+        return self.key.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def pages_used(self) -> torch.Tensor:
+        """bool (B, pages): the entries of page_table that are read, those of a page with a key before key_lengths."""
+        assert self.page_table is not None and self.key_lengths is not None
+        first_keys = torch.arange(self.page_table.shape[1], device=self.page_table.device) * self.key.shape[2]
+        return first_keys + self.key_start < self.key_lengths[:, None]
 
 
 class PackedAttention(AttentionProblem):
@@ -217,7 +226,7 @@ class PackedAttention(AttentionProblem):
 
     __slots__ = ()
     packed = True
-    block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = None
+    block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = page_table = None
     mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = None
     query_start = key_start = 0
 

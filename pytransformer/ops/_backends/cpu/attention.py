@@ -15,7 +15,7 @@ from ..._problem.attention import ALIGN, AttentionProblem
 from ...masks import bucket_starts
 
 MAX_HEAD_DIM = 512
-NONE, NOTHING = frozenset((None,)), (None,) * 17  # all that the raw op can take beside query, key, value and the outputs
+NONE, NOTHING = frozenset((None,)), (None,) * 18  # all that the raw op can take beside query, key, value and the outputs
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
@@ -41,7 +41,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         """The same in fewer steps where no tensor comes beside query, key and value: after a kernel has flushed the caches, Python took
         40 of 180 µs (512 tokens, bf16)."""
         query, key, value = a[:3]
-        if not NONE.issuperset(a[3:19]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        if not NONE.issuperset(a[3:20]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return forward(a)
         out, lse = op.empty_outputs(a)
         torch.ops.pytransformer_C.attention_fwd.default(
@@ -90,7 +90,7 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
         None if a.table is None else torch.tensor(bucket_starts(*a.buckets)),
         None if a.sinks is None else a.sinks.to(a.work).contiguous(),
         *a.lengths, a.cu_seqlens_q, a.cu_seqlens_k,
-        a.block_offsets, a.block_entries, a.block_bits, a.dropout_seed,
+        a.block_offsets, a.block_entries, a.block_bits, a.page_table, a.dropout_seed,
     ]  # fmt: skip
     numbers = [
         a.bidirectional, a.align, a.left, a.right, a.global_keys, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale,
