@@ -160,6 +160,15 @@ def _english(read: dict[str, dict[Key, Message]]) -> dict[Key, str]:
     return {key: text for key, text in texts.items() if text != key.id or not _SYMBOLIC.fullmatch(key.id)}
 
 
+def english_messages(found: Catalogues) -> Iterator[str]:
+    """Every English text of a package's catalogues, as programs have them. Read are `en` and the three largest files of each domain:
+    a .mo file has the messages that are translated."""
+    for languages in found.files.values():
+        large = sorted(languages, key=lambda name: -languages[name].stat().st_size)[:3]
+        read = {name: read_catalogue(languages[name]) for name in sorted({*large, ENGLISH} & languages.keys())}
+        yield from dict.fromkeys(_english(read).values())
+
+
 def read_catalogue(path: Path) -> dict[Key, Message]:
     """The translated messages of a file, fuzzy and obsolete ones left out; plurals where the language has two forms.
 

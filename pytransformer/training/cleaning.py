@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from .text import Pair
 
@@ -29,14 +30,12 @@ def clean_pair(source: str, target: str) -> Pair | str:
     tags = [Counter(name.lower() for name in _TAG.findall(text)) for text in (source, target)]
     if tags[0] != tags[1]:
         return "other markup"
-    # A tag may hold placeholders (href="%(url)s"): they go with it.
-    bare = [html.unescape(_TAG.sub("", text)) for text in (source, target)]
-    found = [[name for name in _PLACEHOLDER.findall(text) if name != _PERCENT] for text in bare]
+    bare = [_without_tags(text) for text in (source, target)]
+    found = [_placeholders(text) for text in bare]
     if Counter(found[0]) != Counter(found[1]):
         return "other placeholders"
-    number = {name: f"{{{i}}}" for i, name in enumerate(dict.fromkeys(found[0]))} | {_PERCENT: "%"}
-    texts = [" ".join(_PLACEHOLDER.sub(lambda match: number[match[0]], text).split()) for text in bare]
-    if not all(_has_word(text) for text in texts):
+    texts = [_numbered(text, found[0]) for text in bare]
+    if not all(has_word(text) for text in texts):
         return "no word"
     if texts[0].casefold() == texts[1].casefold():
         return "untranslated"
@@ -45,7 +44,28 @@ def clean_pair(source: str, target: str) -> Pair | str:
     return Pair(*texts)
 
 
-def _has_word(text: str) -> bool:
+def clean_text(text: str) -> str:
+    """One text as :func:`clean_pair` leaves them: no tags, numbered placeholders, single spaces."""
+    bare = _without_tags(text)
+    return _numbered(bare, _placeholders(bare))
+
+
+def _without_tags(text: str) -> str:
+    """A tag may hold placeholders (href="%(url)s"): they go with it."""
+    return html.unescape(_TAG.sub("", text))
+
+
+def _placeholders(text: str) -> list[str]:
+    return [name for name in _PLACEHOLDER.findall(text) if name != _PERCENT]
+
+
+def _numbered(text: str, names: Sequence[str]) -> str:
+    """The text with {0}, {1}, ... for the placeholders, in the order of `names`, and single spaces."""
+    number = {name: f"{{{i}}}" for i, name in enumerate(dict.fromkeys(names))} | {_PERCENT: "%"}
+    return " ".join(_PLACEHOLDER.sub(lambda match: number[match[0]], text).split())
+
+
+def has_word(text: str) -> bool:
     """At least two letters in a row, placeholders aside."""
     return (
         re.search(r"[^\W\d_]{2}", _PLACEHOLDER.sub("", text)) is not None

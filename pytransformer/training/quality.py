@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections import Counter, defaultdict
@@ -34,10 +35,19 @@ def translation_scores(said: Sequence[str], wanted: Sequence[str]) -> dict[str, 
 def from_memory(memory: Sequence[Pair], texts: Sequence[str]) -> list[str]:
     """The simple translator to beat: for each text the target of the source in `memory` that is most like it, no network at all.
 
-    Likeness is the cosine of word counts weighed by log(number of sources / sources with the word). Ties: the first pair. A text
-    without a known word is answered with itself.
+    Ties: the first pair. A text without a known word is answered with itself.
     """
-    words = [Counter(_words(pair.source)) for pair in memory]
+    found = most_alike([pair.source for pair in memory], texts, 1)
+    return [memory[best[0]].target if best else text for text, best in zip(texts, found)]
+
+
+def most_alike(memory: Sequence[str], texts: Sequence[str], count: int) -> list[list[int]]:
+    """For each text the indices of the `count` texts of the memory that are most like it, the best first; fewer, where fewer have a word
+    in common.
+
+    Likeness is the cosine of word counts weighed by log(number of texts / texts with the word). Ties: the first.
+    """
+    words = [Counter(_words(text)) for text in memory]
     holders: dict[str, list[int]] = defaultdict(list)
     for index, counts in enumerate(words):
         for word in counts:
@@ -50,8 +60,7 @@ def from_memory(memory: Sequence[Pair], texts: Sequence[str]) -> list[str]:
         for word, n in Counter(_words(text)).items():
             for index in holders.get(word, ()):
                 likeness[index] += n * words[index][word] * weight[word] ** 2 / norms[index]
-        best = min(likeness, key=lambda i: (-likeness[i], i), default=None)
-        answers.append(text if best is None else memory[best].target)
+        answers.append(heapq.nsmallest(count, likeness, key=lambda i: (-likeness[i], i)))
     return answers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import pytransformer
 
 PATH = Path(__file__).with_name("toy.py")
+HEADER = {"": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"}
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,41 @@ def subprocess_environment():
     """The environment of a process that is to find this very package, and nothing in the working directory."""
     paths = [str(Path(pytransformer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def write_mo(messages: dict[str, str], order: str = "<") -> bytes:
+    """A catalogue as `msgfmt` writes it: two tables of lengths and places, then the strings."""
+    pairs = [(a.encode(), b.encode()) for a, b in sorted({**HEADER, **messages}.items())]
+    place, tables, strings = 28 + 16 * len(pairs), [[], []], b""
+    for side in (0, 1):
+        for pair in pairs:
+            tables[side] += [len(pair[side]), place + len(strings)]
+            strings += pair[side] + b"\0"
+    head = [0x950412DE, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, 28 + 16 * len(pairs)]
+    return struct.pack(f"{order}{7 + 4 * len(pairs)}I", *head, *tables[0], *tables[1]) + strings
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package of the given files, as pip does it: with a record of them."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name: str, files: dict[str, bytes], licence: str = "License-Expression: MIT") -> None:
+        about = tmp_path / f"{name}-1.2.dist-info"
+        for path, content in files.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_bytes(content)
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{licence}\n")
+        (about / "RECORD").write_text("".join(f"{name}/{path},,\n" for path in files))
+
+    return put
+
+
+@pytest.fixture
+def mo():
+    """`mo(messages)`: the bytes of a .mo file."""
+    return write_mo
 
 
 @pytest.fixture(autouse=True, scope="module")

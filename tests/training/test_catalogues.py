@@ -6,7 +6,6 @@ from __future__ import annotations
 import gettext
 import importlib.util
 import json
-import struct
 import sys
 
 import pytest
@@ -17,7 +16,6 @@ from pytransformer.training.catalogues import Key, read_catalogue, speaks
 from pytransformer.training.cleaning import clean_pair, sentence_key
 from pytransformer.training.quality import from_memory
 
-HEADER = {"": "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"}
 PT = {
     "Save": "Salvar",
     "month\x04May": "maio",
@@ -29,37 +27,8 @@ PT = {
 }
 
 
-def mo(messages: dict[str, str], order: str = "<") -> bytes:
-    """A catalogue as `msgfmt` writes it: two tables of lengths and places, then the strings."""
-    pairs = [(a.encode(), b.encode()) for a, b in sorted({**HEADER, **messages}.items())]
-    place, tables, strings = 28 + 16 * len(pairs), [[], []], b""
-    for side in (0, 1):
-        for pair in pairs:
-            tables[side] += [len(pair[side]), place + len(strings)]
-            strings += pair[side] + b"\0"
-    head = [0x950412DE, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, 28 + 16 * len(pairs)]
-    return struct.pack(f"{order}{7 + 4 * len(pairs)}I", *head, *tables[0], *tables[1]) + strings
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs a package of the given files, as pip does it: with a record of them."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def put(name: str, files: dict[str, bytes], licence: str = "License-Expression: MIT") -> None:
-        about = tmp_path / f"{name}-1.2.dist-info"
-        for path, content in files.items():
-            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / path).write_bytes(content)
-        about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.2\n{licence}\n")
-        (about / "RECORD").write_text("".join(f"{name}/{path},,\n" for path in files))
-
-    return put
-
-
 @pytest.mark.parametrize("order", "<>")
-def test_a_catalogue_says_what_gettext_says(tmp_path, order):
+def test_a_catalogue_says_what_gettext_says(mo, tmp_path, order):
     path = tmp_path / "some.mo"
     path.write_bytes(mo(PT, order))
     with open(path, "rb") as file:
@@ -77,7 +46,7 @@ def test_a_catalogue_says_what_gettext_says(tmp_path, order):
     assert ours[Key("month", "May", 0)].text == "maio"
 
 
-def test_every_damage_is_named(tmp_path):
+def test_every_damage_is_named(mo, tmp_path):
     whole, path = mo(PT), tmp_path / "some.mo"
     for content, said in (
         (b"no catalogue", "is no .mo file"),
@@ -90,7 +59,7 @@ def test_every_damage_is_named(tmp_path):
             read_catalogue(path)
 
 
-def test_pairs_of_installed_packages(install):
+def test_pairs_of_installed_packages(mo, install):
     install("fakeone", {"locale/pt_BR/LC_MESSAGES/app.mo": mo(PT), "locale/de/LC_MESSAGES/app.mo": mo({"Save": "Sichern"})})
     install(
         "faketwo",
@@ -108,7 +77,7 @@ def test_pairs_of_installed_packages(install):
     assert catalogue_pairs(["fakeone"], "de", "pt").pairs == [Pair("Sichern", "Salvar")], "both by way of the message"
 
 
-def test_the_english_catalogue_says_what_an_id_means(install):
+def test_the_english_catalogue_says_what_an_id_means(mo, install):
     english = mo({"label_title": "Title"})
     install("fakeone", {"l/pt/LC_MESSAGES/x.mo": mo(PT), "l/en/LC_MESSAGES/x.mo": english})
     assert Pair("Título", "Title") in catalogue_pairs(["fakeone"], "pt", "en").pairs
@@ -145,7 +114,7 @@ def test_po_files_are_read_with_polib_alone(install, monkeypatch):
     assert sorted(catalogue_pairs(["fakeone"], "pt", "en").pairs) == [Pair('O "título"', 'The "title"'), Pair("maio", "May")]
 
 
-def test_what_cannot_be_read_is_named(install):
+def test_what_cannot_be_read_is_named(mo, install):
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo({"Save": "Sichern"})})
     install("fakeempty", {"readme.txt": b""})
     for packages, languages, said in (
@@ -224,7 +193,7 @@ def test_scores_without_sacrebleu(monkeypatch):
         translation_scores(["a"], ["a"])
 
 
-def test_training_on_a_package(install, tmp_path, capsys):
+def test_training_on_a_package(mo, install, tmp_path, capsys):
     letters = "abcdefghij"
     messages = {f"{x}{x} {y}{y} {z}{z}": f"{z}{z} {y}{y} {x}{x}" for x in letters for y in letters for z in "kl"}
     install("fakeone", {"l/de/LC_MESSAGES/x.mo": mo(messages)})
