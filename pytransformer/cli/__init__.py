@@ -51,6 +51,7 @@ examples:
   pytransformer bench --quick                   every op in about a minute; writes ./results/bench-<date>/
   pytransformer verify                          every backend, each in a process of its own, in two minutes
   pytransformer train translate --data FILE     a translator in minutes, in ./results/translate/
+  pytransformer train bert --data gettext:Django,Sphinx     or spanbert, gpt, t5, moe; in ./results/bert/
   pytransformer translate "a casa preta custa vinte reais."
 """
 

@@ -69,8 +69,12 @@ class Run:
         """Writes down the options.
 
         Raises:
-            ValueError: the folder has checkpoints and --resume is not given, or has those of other options.
+            ValueError: no step to train in some stage; the folder has checkpoints and --resume is not given, or has those of other
+                options.
         """
+        for name, value in vars(self.arguments).items():
+            if name.endswith("steps") and value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         options = {name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)}
         path = self.out / "run.json"
         if self.arguments.resume and path.exists():
@@ -163,6 +167,7 @@ class Run:
             "stages": {name: _summary(trainer) for name, trainer in self.stages.items()},
             **facts,
             "seconds": seconds,
+            "processor_seconds": round(time.process_time(), 1),
             "cpu": machine.cpu_name(),
             "isa": machine.active_isa(),
             "threads": torch.get_num_threads(),

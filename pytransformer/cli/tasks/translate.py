@@ -18,21 +18,13 @@ import torch
 
 from .. import OK, UsageError
 from ..training_run import Run
+from ._text import add_pairs, pairs_of
 
 _SHOWN = 5  # wrong translations in the report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
-        help="sentence pairs, two columns, a tab between them; or installed packages with gettext catalogues",
-    )  # fmt: skip
-    data.add_argument("--held-out", type=Path, metavar="FILE", help="pairs to check with (default: one in 20 of --data)")
-    data.add_argument(
-        "--from", dest="source", metavar="LANG", help="of gettext: as catalogues say, pt, de, pt_BR (default pt)"
-    )
-    data.add_argument("--to", dest="target", metavar="LANG", help="of gettext (default en, the language of the messages)")
+    add_pairs(parser)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--preset", choices=["notes-small", "notes"], default="notes-small",
@@ -47,44 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--batch", type=int, default=64, help="pairs in a batch (default %(default)s)")
     how.add_argument("--warmup", type=int, default=300, help="steps until the highest learning rate (default %(default)s)")
     how.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
-
-
-def _pairs(arguments: argparse.Namespace, say: Any) -> tuple[list[Any], list[Any]]:
-    """(training pairs, held-out pairs), said where they are from."""
-    from ...training import read_pairs, split_pairs
-    from ...training.cleaning import sentence_key
-
-    kind, _, names = arguments.data.partition(":")
-    key = None
-    if kind == "gettext":
-        train, key = _from_catalogues(names, arguments, say), sentence_key
-    elif arguments.source or arguments.target:
-        raise UsageError(
-            "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file are what they are"
-        )
-    else:
-        train = read_pairs(arguments.data)
-    if arguments.held_out is not None:
-        held_out = read_pairs(arguments.held_out)
-    else:
-        train, held_out = split_pairs(train, key=key)
-        if not train or not held_out:
-            raise UsageError(f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with --held-out")
-    say(f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from {arguments.data}")
-    return train, held_out
-
-
-def _from_catalogues(names: str, arguments: argparse.Namespace, say: Any) -> list[Any]:
-    from ...training import catalogue_pairs
-
-    packages = [name.strip() for name in names.split(",") if name.strip()]
-    if not packages:
-        raise UsageError("--data gettext: names no package; wanted gettext:PACKAGE[,PACKAGE], such as gettext:Django,Sphinx")
-    corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
-    for described in corpus.packages:
-        say(described)
-    say("left out: " + (", ".join(f"{count} {reason}" for reason, count in sorted(corpus.left_out.items())) or "nothing"))
-    return corpus.pairs
 
 
 def _plan(arguments: argparse.Namespace, pairs: int, processes: int) -> tuple[Any, Any]:
@@ -123,7 +77,7 @@ def train(run: Run) -> int:
     from ...training.translation import new_translator, translation_trainer
 
     arguments, world, console, out, say = run.arguments, run.world, run.console, run.out, run.say
-    train, held_out = _pairs(arguments, say)
+    train, held_out = pairs_of(run)
     plan, recipe = _plan(arguments, len(train), world.size)
     translator = new_translator(train, plan)
     trainer = translation_trainer(translator, train, held_out, plan, recipe, out=out, world=world, console=console)

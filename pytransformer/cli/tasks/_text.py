@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tasks on text share: their options, their data, a tokenizer, held-out figures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...training import Pair, Tokenizer, Vocabulary, catalogue_pairs, read_pairs, split_pairs, warmup_cosine
+from ...training.batching import Batch, Collate
+from ...training.cleaning import sentence_key
+from ...training.labelled import Labelled, catalogue_texts, read_labelled, split_texts
+from ...training.schedule import Schedule
+from .. import UsageError
+from ..training_run import Run
+
+FEWEST = 20  # held-out examples that a figure is told of
+
+
+def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
+    """--data of single texts, and the size of a small model."""
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
+        help="a text a line, with a label and a tab before it or not; or the English messages of installed packages with gettext "
+        "catalogues, whose label is the package",
+    )  # fmt: skip
+    add_model(parser, vocabulary)
+
+
+def add_pairs(parser: argparse.ArgumentParser) -> None:
+    """--data of sentence pairs."""
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
+        help="sentence pairs, two columns, a tab between them; or installed packages with gettext catalogues",
+    )  # fmt: skip
+    data.add_argument("--held-out", type=Path, metavar="FILE", help="pairs to check with (default: one in 20 of --data)")
+    data.add_argument(
+        "--from", dest="source", metavar="LANG", help="of gettext: as catalogues say, pt, de, pt_BR (default pt)"
+    )
+    data.add_argument("--to", dest="target", metavar="LANG", help="of gettext (default en, the language of the messages)")
+
+
+def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: int = 3) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
+    model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 32 (default %(default)s)")
+    model.add_argument("--vocabulary", type=int, default=vocabulary, help="tokens at most (default %(default)s)")
+    model.add_argument("--batch", type=int, default=64, help="examples in a batch (default %(default)s)")
+
+
+def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **stages: int) -> None:
+    """An option for each highest learning rate and each stage's steps: `--steps` for `steps`, `--tag-steps` for `tag_steps`."""
+    group = parser.add_argument_group("training")
+    for name, steps in stages.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, default=steps, metavar="N", help="default %(default)s")
+    for name, rate in rates.items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            default=rate,
+            metavar="R",
+            help="highest learning rate (default %(default)s)",
+        )
+
+
+def package_names(data: str) -> list[str] | None:
+    """The packages of gettext:PACKAGE[,PACKAGE]; None for a file."""
+    kind, _, names = data.partition(":")
+    if kind != "gettext":
+        return None
+    packages = [name.strip() for name in names.split(",") if name.strip()]
+    if not packages:
+        raise UsageError("--data gettext: names no package; wanted gettext:PACKAGE[,PACKAGE], such as gettext:Django,Sphinx")
+    return packages
+
+
+def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
+    """(training, held-out) texts of --data, said where they are from."""
+    data = run.arguments.data
+    packages = package_names(data)
+    found = read_labelled(data) if packages is None else catalogue_texts(packages)
+    tell_source(run, found.described, found.left_out)
+    train, held_out = split_texts(found.texts, run.arguments.seed)
+    if len(held_out) < FEWEST:
+        raise UsageError(
+            f"{data} has {len(found.texts)} texts, too few to hold {FEWEST} out of one in 20: wanted some 500 at least"
+        )
+    run.say(f"{len(train)} texts to learn from and {len(held_out)} held out, from {data}")
+    return train, held_out
+
+
+def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) -> None:
+    for line in described:
+        run.say(line)
+    run.say("left out: " + (", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "nothing"))
+
+
+def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
+    """(training, held-out) pairs of --data, said where they are from."""
+    arguments = run.arguments
+    packages, key = package_names(arguments.data), None
+    if packages is not None:
+        corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
+        tell_source(run, corpus.packages, corpus.left_out)
+        train, key = corpus.pairs, sentence_key
+    elif arguments.source or arguments.target:
+        raise UsageError(
+            "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file are what they are"
+        )
+    else:
+        train = read_pairs(arguments.data)
+    if arguments.held_out is not None:
+        held_out = read_pairs(arguments.held_out)
+    else:
+        train, held_out = split_pairs(train, key=key)
+        if not train or not held_out:
+            raise UsageError(f"{arguments.data} has too few sentence pairs to hold one in 20 out; name some with --held-out")
+    run.say(f"{len(train)} sentence pairs to learn from and {len(held_out)} held out, from {arguments.data}")
+    return train, held_out
+
+
+class Words(NamedTuple):
+    """A tokenizer, and what masking needs to know of it."""
+
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+
+    @property
+    def known(self) -> int:
+        return len(self.tokenizer)
+
+
+def words_of(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> Words:
+    """A tokenizer learned from the texts."""
+    tokenizer = Tokenizer.train(texts, size, special=special)
+    ids = {tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, tokenizer.mask_id}
+    return Words(tokenizer, Vocabulary(len(tokenizer), tokenizer.mask_id, frozenset(ids | {tokenizer.id(s) for s in special})))
+
+
+def rate(peak: float, steps: int) -> Schedule:
+    """A tenth of the steps up to `peak`, then half a cosine down to 0."""
+    return warmup_cosine(peak, steps // 10, steps)
+
+
+def baseline_or_none(run: Run, compute: Callable[[], float]) -> float | None:
+    """A baseline's figure; None, and why, without the library that it needs."""
+    try:
+        return compute()
+    except ImportError as error:
+        run.say(f"no baseline: {error}")
+        return None
+
+
+def in_batches(examples: Sequence[Any], size: int, collate: Collate, seed: int = 0) -> list[Batch]:
+    """Every example in batches of at most `size`; what is drawn, masks say, is drawn once, so that a figure is of the same questions."""
+    generator = torch.Generator().manual_seed(seed)
+    return [collate(list(examples[i : i + size]), generator) for i in range(0, len(examples), size)]
+
+
+@torch.no_grad()
+def each_batch(model: torch.nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[Batch, Any]]:
+    """(batch, output) of every batch, the model in eval mode, on its device."""
+    device = next(model.parameters()).device
+    model.eval()
+    for batch in batches:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        yield batch, model(**batch)

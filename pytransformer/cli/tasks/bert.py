@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT: masked tokens and next sentences, then fine-tuned to classify, to find answers and to tag.
+
+Texts are read in lower case. Two sentences are the halves of a text, or, half of the time, halves of two texts; 15 % of the tokens are
+asked for (80 % masked, 10 % random, 10 % kept). On the trained trunk it then learns a text's label from [CLS], the start and end of the
+text with a given label among three, and which case each word had. Each is told for held-out texts beside a simple baseline.
+
+    pytransformer train bert --data gettext:Django,Sphinx,wagtail
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..training_run import Figure, Run
+from ._text import add_steps, add_texts, texts_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_texts(parser)
+    add_steps(parser, {"rate": 1e-3, "fine_rate": 5e-4}, steps=2000, classify_steps=500, answer_steps=800, tag_steps=500)
+
+
+def train(run: Run) -> int:
+    from ...training import mask_tokens
+    from ._fine_tuning import answers, classification, fine_tune, tagging
+    from ._masked import by_neighbour, by_words_in_common, masked_figures, pre_train, uncased_words
+
+    a = run.arguments
+    texts = uncased_words(*texts_of(run), a.vocabulary)
+    model, pairs, checked = pre_train(run, texts, ("mlm", "nsp"), mask_tokens)
+    found = masked_figures(model, checked)
+    asked = int(found["asked"])
+    figures = [
+        Figure("masked tokens", found["masked_accuracy"], by_neighbour(texts, checked), "what most often follows the token before",
+               1 / texts.words.known, asked),
+        Figure("next sentence or random", found["next_accuracy"], by_words_in_common(pairs), "a token in common", 0.5, len(pairs)),
+    ]  # fmt: skip
+    steps = (a.classify_steps, a.answer_steps, a.tag_steps)
+    for question, many in zip((classification(texts), answers(run, texts), tagging(texts)), steps):
+        figure = fine_tune(run, model, question, many, texts.words.tokenizer.pad_id)
+        figures += [figure] if figure else []
+    return run.report(figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known)

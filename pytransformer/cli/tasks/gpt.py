@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT: next tokens, then completion and translation by prompts alone, with and without examples.
+
+One causal model reads sentence pairs, `source <to> target`, one to five in a row, and learns every next token. Nothing else is trained. It
+then translates what follows a source and the delimiter, chooses the true one of four translations or of four second halves of a text by
+their likelihood, and completes texts; each with none, one and four pairs of the training corpus before it in the prompt.
+
+    pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..training_run import Figure, Run
+from ._text import add_model, add_pairs, add_steps, pairs_of
+
+SHOTS = (0, 1, 4)
+TRANSLATED = 200  # held-out sentences
+DELIMITER = "<to>"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pairs(parser)
+    add_model(parser, vocabulary=6000)
+    add_steps(parser, {"rate": 2e-3}, steps=2000)
+
+
+def train(run: Run) -> int:
+    from ...training import causal_collate
+    from ._language_model import bigram_loss, by_length, new_gpt, next_token_figures
+    from ._text import in_batches, rate, words_of
+
+    a = run.arguments
+    pairs, held_out = pairs_of(run)
+    words = words_of([text for pair in pairs for text in pair], a.vocabulary, [DELIMITER])
+    tokenizer = words.tokenizer
+    learned = packed(encoded(tokenizer, pairs), tokenizer.start_id, random.Random(a.seed))
+    checked = packed(encoded(tokenizer, held_out), tokenizer.start_id, random.Random(a.seed), most=1)
+    collate = causal_collate(tokenizer.pad_id)
+    batches = in_batches(sorted(checked, key=len), a.batch, collate)
+    model = new_gpt(run, words.known)
+
+    def evaluate(model: Any) -> dict[str, float]:
+        return next_token_figures(model, batches)
+
+    run.fit("gpt", model, by_length(learned, collate, run), rate(a.rate, a.steps), a.steps, evaluate=evaluate)
+    tokenizer.save(run.out / "tokenizer.json")
+    figures = [
+        Figure("next token, nats", next_token_figures(model, batches)["validation_loss"],
+               bigram_loss(learned, checked, words.known), "counts of two tokens in a row", _uniform(words.known),
+               sum(len(s) - 1 for s in checked)),
+    ]  # fmt: skip
+    prompted = Prompted(run, model, tokenizer, _shots(pairs, held_out))
+    figures += [*_translations(prompted, pairs, held_out), *_choices(prompted, held_out)]
+    _complete(prompted, held_out)
+    return run.report(figures, pairs=[len(pairs), len(held_out)], vocabulary=words.known)
+
+
+def _uniform(vocabulary: int) -> float:
+    import math
+
+    return math.log(vocabulary)
+
+
+def encoded(tokenizer: Any, pairs: Sequence[Any]) -> list[list[int]]:
+    """`source <to> target </s>` of each pair; a side has 60 tokens at most."""
+    delimiter = tokenizer.id(DELIMITER)
+    sources, targets = (tokenizer.encode_all([pair[side] for pair in pairs]) for side in (0, 1))
+    return [[*s[:60], delimiter, *t[:60], tokenizer.end_id] for s, t in zip(sources, targets)]
+
+
+def packed(sequences: Sequence[list[int]], start: int, chance: random.Random, most: int = 5) -> list[list[int]]:
+    """`<s>` and one to `most` sequences that follow each other, as many as the model has positions for; each sequence stands once."""
+    from ._language_model import LENGTH
+
+    made, index = [], 0
+    while index < len(sequences):
+        row, count = [start, *sequences[index]], chance.randint(1, most)
+        index += 1
+        while count > 1 and index < len(sequences) and len(row) + len(sequences[index]) <= LENGTH:
+            row, index, count = row + sequences[index], index + 1, count - 1
+        made.append(row)
+    return made
+
+
+class Prompted(NamedTuple):
+    """A trained model, asked by prompts."""
+
+    run: Run
+    model: Any
+    tokenizer: Any
+    shots: dict[str, list[Any]]  # of a held-out source the training pairs that may stand before it
+
+    def prompt(self, source: str, shots: int) -> list[int]:
+        """`<s>`, so many pairs, the source and the delimiter; fewer pairs where there is no room."""
+        from ._language_model import LENGTH
+
+        tail = [*self.tokenizer.encode(source)[:60], self.tokenizer.id(DELIMITER)]
+        before: list[int] = []
+        for ids in encoded(self.tokenizer, self.shots[source][:shots]):
+            if len(ids) + len(before) + len(tail) + 62 <= LENGTH:
+                before = ids + before
+        return [self.tokenizer.start_id, *before, *tail]
+
+
+def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]]:
+    """For each held-out source the training pairs whose sources have the most words in common with it: the best first."""
+    from ...training.quality import most_alike
+
+    sources = [pair.source for pair in held_out]
+    return dict(
+        zip(sources, ([pairs[i] for i in found] for found in most_alike([p.source for p in pairs], sources, max(SHOTS))))
+    )
+
+
+def _translations(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Figure]:
+    """chrF of greedy translations, beside that of the most similar training sentence's."""
+    from ...models import generate
+    from ...training import pad, translation_scores
+    from ...training.batching import attention_mask
+    from ...training.quality import from_memory
+
+    run, tokenizer = prompted.run, prompted.tokenizer
+    asked = random.Random(run.arguments.seed).sample(list(held_out), min(TRANSLATED, len(held_out)))
+    wanted = [pair.target for pair in asked]
+    figures = []
+    try:
+        memory = translation_scores(from_memory(pairs, [pair.source for pair in asked]), wanted)["chrf"]
+        for shots in SHOTS:
+            said: list[str] = []
+            for first in range(0, len(asked), 40):
+                prompts = [prompted.prompt(pair.source, shots) for pair in asked[first : first + 40]]
+                ids, mask = pad(prompts, tokenizer.pad_id, left=True), attention_mask(prompts, left=True)
+                device = next(prompted.model.parameters()).device
+                made = generate(prompted.model, ids.to(device), mask.to(device), max_new_tokens=60, stop=(tokenizer.end_id,))
+                said += [tokenizer.decode(tokens) for tokens in made.lists()]
+            for pair, text in list(zip(asked, said))[: 3 if shots == 0 else 0]:
+                run.say(f"   {pair.source}\n     said    {text}\n     wanted  {pair.target}")
+            chrf = translation_scores(said, wanted)["chrf"]
+            figures.append(Figure(f"translation, {shots} examples before it, chrF", chrf, memory,
+                                  "the most similar training sentence's", None, len(asked)))  # fmt: skip
+    except ImportError as error:
+        run.say(f"no chrF of translations: {error}")
+    return figures
+
+
+def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
+    """Accuracy of the likeliest translation, with examples and without, and of the likeliest second half of a text."""
+    from ...training.labelled import halves
+    from ._language_model import CHOICES, by_letters_in_common, choices, chosen_right, log_likelihoods
+
+    tokenizer, seed = prompted.tokenizer, prompted.run.arguments.seed
+    asked = choices([p.source for p in held_out], [p.target for p in held_out], random.Random(seed))
+    figures = []
+    for shots in SHOTS if asked else ():
+        prompts = [prompted.prompt(c.prompt, shots) for c in asked]
+        rows = [(p, [*tokenizer.encode(e)[:60], tokenizer.end_id]) for p, c in zip(prompts, asked) for e in c.endings]
+        right = chosen_right(log_likelihoods(prompted.model, rows, tokenizer.pad_id), asked)
+        figures.append(Figure(f"the translation of {CHOICES}, {shots} examples before it", right, by_letters_in_common(asked),
+                              "most letters in common", 1 / CHOICES, len(asked)))  # fmt: skip
+    cut = [parts for pair in held_out if len(parts := halves(pair.target, 6)) == 2]
+    asked = choices([parts[0] for parts in cut], [parts[1] for parts in cut], random.Random(seed))
+    if not asked:
+        prompted.run.say("no text to complete by choice: too few held-out targets of six words or more")
+        return figures
+    # A text of the target language begins after a delimiter.
+    begun = [[tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(c.prompt)[:60]] for c in asked]
+    rows = [(p, tokenizer.encode(e)[:60]) for p, c in zip(begun, asked) for e in c.endings]
+    right = chosen_right(log_likelihoods(prompted.model, rows, tokenizer.pad_id), asked)
+    return [*figures, Figure(f"the second half of a text, of {CHOICES}", right, by_letters_in_common(asked),
+                             "most letters in common", 1 / CHOICES, len(asked))]  # fmt: skip
+
+
+def _complete(prompted: Prompted, held_out: Sequence[Any]) -> None:
+    """Prints what the model makes of three beginnings, by the likeliest tokens and drawn."""
+    import torch
+
+    from ...models import generate
+
+    tokenizer = prompted.tokenizer
+    device = next(prompted.model.parameters()).device
+    ways: list[dict[str, Any]] = [{}, {"sample": True, "top_p": 0.9}]
+    for pair in held_out[:3]:
+        words = pair.target.split()
+        begun = " ".join(words[: max(1, len(words) // 2)])
+        ids = torch.tensor([[tokenizer.start_id, tokenizer.id(DELIMITER), *tokenizer.encode(begun)[:60]]], device=device)
+        draw = torch.Generator(device).manual_seed(prompted.run.arguments.seed)
+        for how in ways:
+            made = generate(prompted.model, ids, max_new_tokens=24, stop=(tokenizer.end_id,), generator=draw, **how)
+            prompted.run.say(f"   {begun} ... {tokenizer.decode(made.lists()[0])}")

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpanBERT: masked spans with the boundary loss, then fine-tuned to find answers.
+
+Whole texts are read in lower case, one at a time, without next sentences. Spans of geometric length, at most 10 tokens, are asked for until
+15 % are; each masked token is told from itself and, in the boundary loss, from the two tokens around its span and its place in it. Then the
+start and end of the text with a given label among three are learned, as of `train bert`.
+
+    pytransformer train spanbert --data gettext:Django,Sphinx,wagtail
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..training_run import Figure, Run
+from ._text import add_steps, add_texts, texts_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_texts(parser)
+    add_steps(parser, {"rate": 1e-3, "fine_rate": 5e-4}, steps=2000, answer_steps=800)
+
+
+def train(run: Run) -> int:
+    from ...training import mask_spans
+    from ._fine_tuning import answers, fine_tune
+    from ._masked import boundary_accuracy, by_neighbour, masked_figures, pre_train, uncased_words
+
+    a = run.arguments
+    texts = uncased_words(*texts_of(run), a.vocabulary)
+    model, _, checked = pre_train(run, texts, ("mlm", "boundary"), mask_spans)
+    found = masked_figures(model, checked)
+    asked, chance, neighbour = int(found["asked"]), 1 / texts.words.known, by_neighbour(texts, checked)
+    by = "what most often follows the token before"
+    figures = [
+        Figure("tokens of masked spans", found["masked_accuracy"], neighbour, by, chance, asked),
+        Figure("the same, from the spans' bounds alone", boundary_accuracy(model, checked), neighbour, by, chance, asked),
+    ]
+    figure = fine_tune(run, model, answers(run, texts), a.answer_steps, texts.words.tokenizer.pad_id)
+    figures += [figure] if figure else []
+    return run.report(figures, texts=[len(texts.train), len(texts.held_out)], vocabulary=texts.words.known)

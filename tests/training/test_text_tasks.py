@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pytransformer train bert|spanbert|gpt|t5|moe` on corpora of a page: each learns in seconds, resumes with the same figures, and says what
+is wrong with its options."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+from pytransformer.cli import OK, USAGE, main
+from pytransformer.training import write_pairs
+from pytransformer.training.checkpoint import checkpoints
+
+THINGS = {  # label: things, and what they do
+    "weather": ("rain snow wind fog storm hail", "falls melts blows lifts turns"),
+    "food": ("bread soup rice fish cake salad", "bakes boils steams fries cools"),
+    "travel": ("train ship car bike plane tram", "leaves sails drives rolls waits"),
+}
+PLACES = "Lima Oslo Rome Bern Kyiv Cairo Delhi Quito".split()
+COLOURS = {"red": "vermelho", "green": "verde", "white": "branco", "black": "preto", "blue": "azul"}
+NOUNS = {"house": "casa", "dog": "cachorro", "book": "livro", "table": "mesa", "bird": "passaro", "door": "porta"}
+SMALL = ["--width", "32", "--layers", "2", "--batch", "32", "--vocabulary", "200", "--device", "cpu"]
+STEPS = {
+    "bert": {
+        "--steps": 60,
+        "--classify-steps": 40,
+        "--answer-steps": 60,
+        "--tag-steps": 25,
+        "--rate": 0.01,
+        "--fine-rate": 0.005,
+    },
+    "spanbert": {"--steps": 60, "--answer-steps": 20, "--rate": 0.01},
+    "gpt": {"--steps": 90, "--rate": 0.01},
+    "t5": {"--steps": 240, "--rate": 0.006},
+    "moe": {"--steps": 60, "--rate": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """(texts with labels, pairs), 500 and some of each."""
+    folder, chance = tmp_path_factory.mktemp("corpora"), random.Random(0)
+    lines = []
+    for label, (things, acts) in THINGS.items():
+        everything = list(itertools.product(things.split(), acts.split(), PLACES))
+        for thing, act, place in chance.sample(everything, 200):
+            lines.append(f"{label}\tThe {thing} {act} in {place}, then the {thing} stops.")
+    chance.shuffle(lines)
+    (folder / "texts.tsv").write_text("\n".join(lines) + "\n")
+    things = list(itertools.product(COLOURS, NOUNS))
+    pairs = [(f"the {a} {b} and the {c} {d}", f"a {NOUNS[b]} {COLOURS[a]} e a {NOUNS[d]} {COLOURS[c]}")
+             for (a, b), (c, d) in chance.sample(list(itertools.product(things, things)), 600)]  # fmt: skip
+    write_pairs(folder / "pairs.tsv", pairs)
+    return folder / "texts.tsv", folder / "pairs.tsv"
+
+
+def train(task, data, out, *more, expect=OK, **changed):
+    steps = [str(part) for option in (STEPS[task] | changed).items() for part in option]
+    assert main(["train", task, "--data", str(data), "--out", str(out), *SMALL, *steps, *more]) == expect
+    return out
+
+
+def figures(out):
+    return {figure["what"]: figure for figure in json.loads((out / "report.json").read_text())["figures"]}
+
+
+@pytest.fixture(scope="module")
+def trained(corpora, tmp_path_factory):
+    """The folder of a task's run, made once."""
+    made = {}
+
+    def folder(task):
+        if task not in made:
+            data = corpora[task in ("gpt", "t5")]
+            made[task] = train(task, data, tmp_path_factory.mktemp(task) / "out", "--save-every", "15")
+        return made[task]
+
+    return folder
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_bert_learns_all_five(trained):
+    found = figures(trained("bert"))
+    masked, following = found["masked tokens"], found["next sentence or random"]
+    assert masked["value"] > 0.4 > 20 * masked["chance"] and masked["of"] >= 30
+    assert following["chance"] == 0.5 and following["of"] == found["a text's label, from [CLS]"]["of"]
+    label, tags = found["a text's label, from [CLS]"], found["case of a word read in lower case"]
+    assert label["value"] >= 0.9 and label["chance"] < 0.7
+    assert tags["value"] > tags["chance"] + 0.1
+    ends = found["start and end of the text with a label, of 3"]
+    assert ends["value"] > 2 * 0.01, "both ends of about 30 places each"
+    for stage in ("pretrain", "classification", "answer", "tagging"):
+        assert (trained("bert") / stage / "model.safetensors").exists(), stage
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_spanbert_learns_from_the_tokens_and_from_the_bounds(trained):
+    found = figures(trained("spanbert"))
+    for what in ("tokens of masked spans", "the same, from the spans' bounds alone"):
+        assert found[what]["value"] > 0.25 > 20 * found[what]["chance"], what
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_gpt_learns_next_tokens_and_is_asked_with_and_without_examples(trained):
+    found = figures(trained("gpt"))
+    loss = found["next token, nats"]
+    assert loss["value"] < 0.4 * loss["chance"] and loss["baseline"] < loss["chance"]
+    asked = [found[f"the translation of 4, {shots} examples before it"] for shots in (0, 1, 4)]
+    assert all(f["chance"] == 0.25 and f["of"] == asked[0]["of"] > 20 for f in asked)
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_t5_learns_its_tasks_at_once(trained):
+    report = json.loads((trained("t5") / "report.json").read_text())
+    filled = figures(trained("t5"))["fill in: tokens of left-out spans"]
+    assert filled["value"] > 0.15 > 20 * filled["chance"]
+    assert report["rates"] == pytest.approx(dict.fromkeys(["translate source to target:", "restore case:", "fill in:"], 1 / 3))
+    assert report["stages"]["t5"]["translate source to target accuracy"] > 0.4
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_experts_cost_a_token_what_the_dense_model_does(trained):
+    report = json.loads((trained("moe") / "report.json").read_text())
+    for what in ("the dense model", "with experts"):
+        figure = figures(trained("moe"))[f"next token, nats: {what}"]
+        assert figure["value"] < 0.55 * figure["chance"], what
+    (total, active), (dense, same) = report["parameters"]["experts"], report["parameters"]["dense"]
+    assert dense == same and total > 2 * dense and active - dense == 32 * 8, "the router alone comes on top"
+    (mixture,) = report["experts"]
+    assert sum(mixture["shares"]) == pytest.approx(1, abs=1e-3) and max(mixture["shares"]) < 0.5
+    assert 0 <= mixture["dropped"] < 0.5
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+@pytest.mark.parametrize("task", STEPS)
+def test_an_interrupted_run_has_the_same_figures(task, trained, corpora, tmp_path):
+    out = shutil.copytree(trained(task), tmp_path / "copy")
+    last = list(json.loads((out / "report.json").read_text())["stages"])[-1]
+    checkpoints(out / last)[-1].unlink()
+    train(task, corpora[task in ("gpt", "t5")], out, "--save-every", "15", "--resume")
+    assert figures(out) == figures(trained(task))
+
+
+@pytest.mark.parametrize("task", STEPS)
+def test_what_cannot_be_done_is_said(task, corpora, tmp_path, capsys):
+    pairs = task in ("gpt", "t5")
+    few = tmp_path / "few.tsv"
+    few.write_text("a\tb\n" * 3)
+    for data, more, said in [
+        (few, [], "too few sentence pairs to hold one in 20 out" if pairs else "too few to hold 20 out"),
+        (tmp_path / "none.tsv", [], "No such file"),
+        ("gettext:", [], "--data gettext: names no package; wanted gettext:PACKAGE"),
+        ("gettext:nosuchpackage", [], "no such package is installed; pip install nosuchpackage"),
+        (corpora[pairs], ["--steps", "0"], "steps must be at least 1, got 0"),
+        (corpora[pairs], ["--threads", "0"], "--threads must be at least 1, got 0"),
+        *([(corpora[1], ["--from", "pt"], "choose among the languages of gettext:PACKAGE")] if pairs else []),
+        *([(corpora[1], ["--temperature", "0.5"], "wanted a temperature and sizes of at least 1")] if task == "t5" else []),
+        *([(corpora[0], ["--tag-steps", "0"], "--tag-steps must be at least 1, got 0")] if task == "bert" else []),
+        *([(corpora[0], ["--layers", "1"], "--layers must be at least 2, got 1")] if task == "moe" else []),
+        *([(corpora[0], ["--choices", "9"], "choices must be between 1 and 8 experts")] if task == "moe" else []),
+    ]:
+        train(task, data, tmp_path / "out", *more, expect=USAGE)
+        assert said in capsys.readouterr().err
+        assert not list((tmp_path / "out").glob("**/checkpoint*"))
+
+
+@pytest.mark.unpoisoned  # hundreds of steps
+def test_texts_without_labels_leave_out_what_needs_them(corpora, tmp_path, capsys):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("".join(line.partition("\t")[2] + "\n" for line in corpora[0].read_text().splitlines()))
+    out = train("bert", plain, tmp_path / "out", **{name: 2 for name in STEPS["bert"] if "steps" in name})
+    said = capsys.readouterr().out
+    assert (
+        "classification is left out: " in said and "answer is left out: " in said and "a label and a tab before each" in said
+    )
+    assert len(figures(out)) == 3
+
+
+def test_packages_are_labels(install, mo, tmp_path):
+    """Of gettext the label is the package, and T5 has a task more."""
+    chance = random.Random(1)
+    for name, label in (("onepackage", "weather"), ("twopackage", "food")):
+        things, acts = (words.split() for words in THINGS[label])
+        texts = [f"The {t} {a} in {p}." for t, a, p in chance.sample(list(itertools.product(things, acts, PLACES)), 200)]
+        install(name, {"locale/pt/LC_MESSAGES/x.mo": mo({text: f"PT {text[4:]}" for text in texts})})
+    out = train("t5", "gettext:onepackage,twopackage", tmp_path / "out", "--from", "pt", "--to", "en", **{"--steps": 2})
+    report = json.loads((out / "report.json").read_text())
+    assert set(report["rates"]) == {"translate pt to en:", "which program:", "restore case:", "fill in:"}
+    label = figures(out)["which program: the very name"]
+    assert 0.2 < label["chance"] < 0.8 and label.get("baseline", 1.0) > 0.9
+
+
+# ---- parts
+
+
+def test_packing_keeps_every_pair_once_and_in_order():
+    from pytransformer.cli.tasks._language_model import LENGTH
+    from pytransformer.cli.tasks.gpt import packed
+
+    sequences = [[10 * n + i for i in range(1 + 7 * n % 50)] for n in range(60)]
+    rows = packed(sequences, -1, random.Random(0))
+    assert [token for row in rows for token in row[1:]] == [token for sequence in sequences for token in sequence]
+    assert all(row[0] == -1 and len(row) <= LENGTH for row in rows) and 12 <= len(rows) < 60
+    assert len(packed(sequences, -1, random.Random(0), most=1)) == 60
+
+
+def test_choices_hold_the_true_ending_once_among_others_as_long():
+    from pytransformer.cli.tasks._language_model import CHOICES, choices, chosen_right
+
+    endings = ["x" * n for n in range(1, 60)]
+    asked = choices([f"prompt {n}" for n in range(1, 60)], endings, random.Random(0))
+    assert len(asked) == 59 and {c.answer for c in asked} == set(range(CHOICES))
+    for choice in asked:
+        true = int(choice.prompt.split()[1])
+        assert choice.endings[choice.answer] == "x" * true and len(set(choice.endings)) == CHOICES
+        assert all(abs(len(e) - true) <= 10 for e in choice.endings)
+    told = [float(e == "x" * int(c.prompt.split()[1])) for c in asked for e in c.endings]
+    assert chosen_right(told, asked) == 1.0 and chosen_right([1 - x for x in told], asked) == 0.0
+
+
+def test_likelihoods_are_those_of_the_ending_alone():
+    from pytransformer.cli.tasks._language_model import log_likelihoods
+    from pytransformer.models import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=20, d_model=32, num_layers=1, num_heads=2, max_length=192)).eval()
+    asked = [([1, 2, 3], [4, 5]), ([1], [6, 7, 8, 9]), ([3] * 200, [4])]
+    for (prompt, ending), found in zip(asked, log_likelihoods(model, asked, 0)):
+        prompt = prompt[-(192 - len(ending)) :]
+        logs = model(torch.tensor([[*prompt, *ending]])).logits[0].log_softmax(-1)
+        each = [logs[len(prompt) + i - 1, token].item() for i, token in enumerate(ending)]
+        assert found == pytest.approx(sum(each) / len(each), abs=1e-4)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
+    """A token without room gets nothing from that expert: with one choice its row is zero."""
+    from pytransformer.cli.tasks.moe import active_parameters, expert_use
+    from pytransformer.models import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    options = {"num_experts": 4, "every": 2, "choices": choices, "capacity_factor": 0.6}
+    model = GPT(GPTConfig(vocab_size=30, d_model=32, num_layers=2, num_heads=2, max_length=16, experts=options)).eval()
+    batch = {"input_ids": torch.randint(30, (5, 16))}
+    seen = []
+    mixture = model.decoder.blocks[1].feed_forward
+    handle = mixture.register_forward_hook(lambda m, i, out: seen.append((i[0], out)))
+    (use,) = expert_use(model, [batch])
+    handle.remove()
+    x, out = seen[0]
+    rows = x.flatten(0, -2)
+    best = (rows @ mixture.router.weight.t()).topk(choices, -1).indices
+    assert use["shares"] == pytest.approx([(best == e).float().mean().item() for e in range(4)], abs=1e-3)
+    if choices == 1:
+        assert use["dropped"] == pytest.approx((out.flatten(0, -2) == 0).all(-1).float().mean().item(), abs=1e-3)
+    assert 0.1 < use["dropped"] < 0.8
+    idle = (4 - choices) * sum(p[0].numel() for p in mixture.experts.parameters())
+    assert active_parameters(model) == model.num_parameters() - idle
+
+
+def test_cases_of_words():
+    from pytransformer.cli.tasks._fine_tuning import case_of
+
+    assert [case_of(word) for word in ("abc", "Abc", "ABC", "A", "1", "(Abc", "iPad", "{0}", "A1B")] == [
+        0,
+        1,
+        2,
+        1,
+        0,
+        1,
+        0,
+        0,
+        2,
+    ]
