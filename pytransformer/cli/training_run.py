@@ -49,12 +49,14 @@ class Run:
         world: this process among others.
         console: where progress goes.
         started: time.monotonic() at the start.
+        sources: what the data are from, with version and licence; a task adds to them.
     """
 
     def __init__(self, arguments: argparse.Namespace, world: World) -> None:
         self.arguments, self.world = arguments, world
         self.console, self.started = Console(), time.monotonic()
         self.stages: dict[str, Trainer] = {}
+        self.sources: list[str] = []
 
     @property
     def out(self) -> Path:
@@ -165,6 +167,7 @@ class Run:
             "command": shlex.join(["pytransformer", *getattr(self.arguments, "argv", [])]),
             "figures": [{name: value for name, value in f._asdict().items() if value not in (None, "")} for f in figures],
             "stages": {name: _summary(trainer) for name, trainer in self.stages.items()},
+            **({"sources": self.sources} if self.sources else {}),
             **facts,
             "seconds": seconds,
             "processor_seconds": round(time.process_time(), 1),

@@ -8,6 +8,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -190,9 +192,31 @@ def test_packages_are_labels(install, mo, tmp_path):
         install(name, {"locale/pt/LC_MESSAGES/x.mo": mo({text: f"PT {text[4:]}" for text in texts})})
     out = train("t5", "gettext:onepackage,twopackage", tmp_path / "out", "--from", "pt", "--to", "en", **{"--steps": 2})
     report = json.loads((out / "report.json").read_text())
+    assert report["sources"] == [f"{name} 1.2, licence MIT: 200 pairs" for name in ("onepackage", "twopackage")]
     assert set(report["rates"]) == {"translate pt to en:", "which program:", "restore case:", "fill in:"}
     label = figures(out)["which program: the very name"]
     assert 0.2 < label["chance"] < 0.8 and label.get("baseline", 1.0) > 0.9
+
+
+def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environment):
+    """DDP waits for the gradient of each parameter: a head that nothing trains in some stage would stop it."""
+    steps = [part for option in STEPS["bert"] if "steps" in option for part in (option, "2")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "pytransformer",
+        "train",
+    ]
+    done = subprocess.run(
+        [*command, "bert", "--data", str(corpora[0]), "--out", str(tmp_path / "out"), *SMALL, *steps, "--threads", "1"],
+        env=subprocess_environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(figures(tmp_path / "out")) == 5
 
 
 # ---- parts

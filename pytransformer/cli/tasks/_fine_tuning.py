@@ -61,6 +61,8 @@ def fine_tune(run: Run, model: BERT, question: Question, steps: int, pad_id: int
     checked = in_batches(question.held_out, a.batch, collate)
     run.seed(question.head)
     tuned = model.with_heads(question.head, num_labels=question.num_labels)
+    if question.head != "classification" and tuned.pooler is not None:
+        tuned.pooler.requires_grad_(False)  # nothing reads it: DDP would wait for its gradient
 
     def evaluate(model: torch.nn.Module) -> dict[str, float]:
         return {"accuracy": share(right_answers(model, checked, question.head))}

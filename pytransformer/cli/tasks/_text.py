@@ -96,6 +96,7 @@ def texts_of(run: Run) -> tuple[list[Labelled], list[Labelled]]:
 
 
 def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) -> None:
+    run.sources += described
     for line in described:
         run.say(line)
     run.say("left out: " + (", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) or "nothing"))

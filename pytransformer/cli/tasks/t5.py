@@ -155,7 +155,7 @@ def _figures(run: Run, model: Any, tokenizer: Any, tasks: Sequence[Task]) -> lis
         )
         figures += judge(run, task, read, said, wanted)
         for text, answer in list(zip(read, said))[:2]:
-            run.say(f"   {task.prefix} {text}\n     said    {answer}")
+            run.say(f"   {task.prefix} {text}\n     said    {answer[:120]}")
     return figures
 
 
