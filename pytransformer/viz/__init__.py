@@ -7,6 +7,7 @@ the layers, heads and rows asked for, from the log of the sum that the fused ker
 
 from ._figure import figure, save
 from .blocks import block_map
+from .curves import plot_curves
 from .depth import mean_distances, plot_distances, plot_positions
 from .maps import gallery, head_lines, heat_map
 from .models import Seen, attention_of, load_model, position_table
@@ -26,6 +27,7 @@ __all__ = [
     "load_model",
     "mean_distances",
     "pattern_scores",
+    "plot_curves",
     "plot_distances",
     "plot_patterns",
     "plot_positions",

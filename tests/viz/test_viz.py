@@ -134,3 +134,11 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, weights):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"drawing needs matplotlib, .*pytransformer-kernels\[viz\]"):
         viz.heat_map(weights[0, 0])
+
+
+def test_curves_have_a_line_each_and_ticks_where_points_are(tmp_path):
+    figure = viz.plot_curves({"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y")
+    (axis,) = figure.axes
+    assert [line.get_label() for line in axis.lines] == ["a", "b"] and axis.get_xscale() == "log"
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["10", "40"]
+    assert viz.save(figure, tmp_path / "curves.svg").stat().st_size > 2000

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tasks on handwritten digits share: their options, and one classifier trained and measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from ..training_run import Run
+
+
+def add_sizes(parser: argparse.ArgumentParser, *, steps: int, width: int, layers: int, batch: int, rate: float) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
+    model.add_argument("--width", type=int, default=width, help="d_model, a multiple of 4 (default %(default)s)")
+    model.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
+    how = parser.add_argument_group("training")
+    how.add_argument("--steps", type=int, default=steps, help="of each model (default %(default)s)")
+    how.add_argument("--batch", type=int, default=batch, help="examples in a batch (default %(default)s)")
+    how.add_argument("--rate", type=float, default=rate, help="the highest learning rate (default %(default)s)")
+
+
+def add_shift(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--shift", type=int, default=default, metavar="N",
+        help="images are moved by up to N pixels while they are learned (default %(default)s)",
+    )  # fmt: skip
+
+
+def image_collates(run: Run) -> tuple[Any, Any]:
+    """To learn with, and to measure with."""
+    from ...training.digits import image_collate
+
+    if run.arguments.shift < 0:
+        raise ValueError(f"--shift must be at least 0, got {run.arguments.shift}")
+    return image_collate(run.arguments.shift), image_collate()
+
+
+def schedule(run: Run, steps: int) -> Any:
+    from ...training import warmup_cosine
+
+    if steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {steps}")
+    return warmup_cosine(run.arguments.rate, steps // 10, steps)
+
+
+def on_device(run: Run, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: tensor.to(run.world.device) for name, tensor in batch.items()} for batch in batches]
+
+
+def held_out_batch(run: Run, held_out: Any, collate: Any) -> list[dict[str, Any]]:
+    """All of them together."""
+    return on_device(run, [collate([held_out[i] for i in range(len(held_out))], None)])
+
+
+def classify(
+    run: Run, stage: str, model: Any, examples: Any, held_out: Any, collates: tuple[Any, Any], steps: int | None = None
+) -> float:
+    """Trains a classifier of digits; the share of held-out ones that it tells right. collates: to learn with, and to measure with."""
+    from ...training import Batches
+    from ...training.objective import held_out_loss
+
+    batch = held_out_batch(run, held_out, collates[1])
+    batches = Batches(examples, run.arguments.batch, collates[0], seed=run.arguments.seed)
+    steps = run.arguments.steps if steps is None else steps
+    run.fit(stage, model, batches, schedule(run, steps), steps, evaluate=lambda m: held_out_loss(m, batch))
+    return held_out_loss(model, batch)["accuracy"]

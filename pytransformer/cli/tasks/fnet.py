@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FNet, which mixes tokens by Fourier transforms, reads handwritten digits as sequences of grey levels.
+
+A digit of scikit-learn (extra corpora) is 64 tokens, row by row, and a start token in front, from which it is told: the model does not
+know that they are an image. Beside a BERT of the same size and steps, and logistic regression on the pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..training_run import Figure, Run
+from ._digits import add_sizes, classify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, steps=1500, width=64, layers=2, batch=32, rate=3e-3)
+
+
+def train(run: Run) -> int:
+    from ...models import BERT, BERTConfig, FNet, FNetConfig
+    from ...training.digits import CLASSES, LEVELS, SIDE, level_collate, load_digits, logistic_regression
+
+    a = run.arguments
+    learned, held_out = load_digits()
+    shape = dict(
+        vocab_size=LEVELS + 1, d_model=a.width, num_layers=a.layers, num_heads=4, hidden=2 * a.width, dropout=a.dropout,
+        attention_dropout=0.0, max_length=SIDE * SIDE + 1, num_segments=1, heads=("classification",), num_labels=CLASSES,
+    )  # fmt: skip
+    told = {}
+    for stage, made in (("fnet", lambda: FNet(FNetConfig(**shape))), ("bert", lambda: BERT(BERTConfig(**shape)))):
+        run.seed(stage)
+        told[stage] = classify(run, stage, made(), learned, held_out, (level_collate(), level_collate()))
+    linear = logistic_regression(learned, held_out)
+    about = ("digits told right, read as 64 grey levels", told["fnet"])
+    return run.report([
+        Figure(*about, told["bert"], "BERT of the same size", 1 / CLASSES, len(held_out)),
+        Figure(*about, linear, "logistic regression on the pixels", 1 / CLASSES, len(held_out)),
+    ])  # fmt: skip
