@@ -79,6 +79,21 @@ class Model(nn.Module):
         """To which part a module belongs, by its name."""
         return PARTS
 
+    # ---- several processes
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """How this model is split over the ranks of a device mesh: give it to ``torch.distributed.tensor.parallel.parallelize_module``.
+
+        Attention is split by heads, the feed-forward networks by their hidden layer, embeddings and the output layer by the vocabulary;
+        all else is whole on every rank. See docs/tensor_parallel.md.
+
+        Raises:
+            ValueError: the model has mixtures of experts, which are split by experts.
+        """
+        from ..nn.parallel import plan_of  # torch.distributed.tensor takes longer to import than all of this package
+
+        return plan_of(self)
+
     # ---- files
 
     def state(self) -> dict[str, torch.Tensor]:

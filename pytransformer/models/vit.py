@@ -18,6 +18,7 @@ from ..nn.layer_norm import LayerNorm
 from ..nn.patches import ImageSize, PatchEmbedding
 from ..nn.positions import LearnedPositions
 from ..ops._core.options import ActivationName
+from ..ops._core.sharded import whole
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._output import Output
@@ -117,7 +118,7 @@ class ViT(Model):
             ``last_hidden_state`` (B, 1 + patches, d_model), ``logits`` (B, num_labels).
         """
         x = self.patches(pixel_values)
-        x = torch.cat([self.cls_token.expand(x.shape[0], 1, -1), x], 1)
+        x = torch.cat([whole(self.cls_token).expand(x.shape[0], 1, -1), x], 1)
         hidden = self.encoder(x + self.positions(x.shape[1]), {})
         first = hidden[:, 0]
         pooled = None if self.pooler is None else torch.tanh(self.pooler(first))

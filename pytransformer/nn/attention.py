@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class MultiHeadAttention(nn.Module):
         else:
             if context is not None:
                 raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
-            q, k, v = self.qkv(x).split_with_sizes(self.widths, -1)
+            q, k, v = _parts(self.qkv(x), self.widths)
             query, key, value = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
             if cache is not None:
                 key, value = cache.append(key, value)
@@ -140,7 +140,7 @@ class MultiHeadAttention(nn.Module):
             return cache.cross
         if context is None:
             raise ValueError("MultiHeadAttention: cross-attention needs context, or a cache that has seen it")
-        k, v = self.key_value(context).split_with_sizes(self.widths[1:], -1)
+        k, v = _parts(self.key_value(context), self.widths[1:])
         key, value = _heads(k, self.head_dim), _heads(v, self.value_dim)
         if cache is not None:
             cache.cross = (key, value)
@@ -153,6 +153,11 @@ class MultiHeadAttention(nn.Module):
             for name, value, usual in (("value_dim", self.value_dim, self.head_dim), ("pattern", self.pattern, None))
             if value != usual
         )
+
+
+def _parts(projected: Any, widths: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    """What one matrix projected, apart; where heads are split over ranks it comes so (nn.parallel)."""
+    return projected if isinstance(projected, tuple) else projected.split_with_sizes(widths, -1)
 
 
 def _heads(t: torch.Tensor, size: int) -> torch.Tensor:

@@ -30,7 +30,11 @@ ARGUMENT = {"attn_mask": "mask"}  # what the raw op calls a keyword
 @functools.cache
 def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh over the group, or one of more dimensions over all processes."""
-    return DeviceMesh.from_group(group, "cpu") if len(shape) == 1 else init_device_mesh("cpu", shape)
+    return (
+        DeviceMesh.from_group(group, "cpu")
+        if len(shape) == 1
+        else init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    )
 
 
 def ways_of(name: str) -> list[Way]:

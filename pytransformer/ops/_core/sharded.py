@@ -28,3 +28,9 @@ def is_sharded(inputs: Sequence[Any]) -> bool:
 def run(op: Op, a: Any, backend: str | None, strict: bool) -> tuple[torch.Tensor, ...]:
     """The op's differentiable outputs: DTensors, or plain tensors if its first argument is one."""
     return loaders[0]()(op, a, backend, strict)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """A DTensor as the plain tensor that it stands for."""
+    full: torch.Tensor = t.full_tensor() if is_sharded((t,)) else t  # type: ignore[attr-defined]
+    return full

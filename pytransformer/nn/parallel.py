@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How modules are split over the ranks of a device mesh: the styles that a model's ``tensor_parallel_plan()`` gives to
+``torch.distributed.tensor.parallel.parallelize_module``. See docs/tensor_parallel.md.
+
+Between modules the hidden states are plain tensors, the same on every rank of the mesh. Every parameter becomes a DTensor: split where a
+style says so, else whole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from ..distributed.sharding.call import from_local, whole
+from .attention import MultiHeadAttention
+from .experts import Experts
+from .feed_forward import FeedForward
+from .heads import Classifier
+from .layer_norm import Norm
+from .positions import RelativePositionTable
+
+# Modules whose parameters go to our ops alone, which take them as DTensors beside plain tensors.
+_BY_OPS = (Norm, RelativePositionTable)
+
+
+def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
+    """A style for every module of the model that has parameters.
+
+    Raises:
+        ValueError: the model has mixtures of experts, which are split by experts.
+    """
+    plan: dict[str, ParallelStyle] = {"": ModelParallel()}
+    vocabulary, done = VocabularyParallel(), list[str]()
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in done) or not name:
+            continue
+        if isinstance(module, Experts):
+            raise ValueError(
+                f"tensor_parallel_plan: {name} is a mixture's experts: split those over the ranks with MixtureOfExperts.parallelize(group)"
+            )
+        if isinstance(module, (MultiHeadAttention, FeedForward)):
+            plan[name] = HeadsParallel() if isinstance(module, MultiHeadAttention) else HiddenParallel()
+            done.append(name)
+        elif isinstance(module, (nn.Embedding, Classifier)):
+            plan[name] = vocabulary
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue  # torch has no batch norm of DTensors beside its running statistics: plain, and the same on every rank
+        elif next(module.parameters(recurse=False), None) is not None:
+            plan[name] = WholeParallel()
+    return plan
+
+
+def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model that was split, as one process has it: whole tensors under the names from before. Every rank must call."""
+    return gathered(model, model.state_dict())
+
+
+def gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of tensors by the names of the model's parameters (they, or their gradients) what one process has."""
+    found: dict[str, torch.Tensor] = {}
+    split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
+    for name, t in tensors.items():
+        full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+        inside = next((prefix for prefix in split if name.startswith(prefix)), None)
+        if inside is not None:
+            name = inside + name.rsplit(".", 1)[1]
+            full = torch.cat([found[name], full]) if name in found else full  # in the order of the parts
+        found[name] = full
+    return found
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
+    """Make the parameter a DTensor, split by a dimension or whole. That of the first rank counts."""
+    old = getattr(module, name)
+    if old is not None and not isinstance(old, DTensor):
+        t = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)])
+        module.register_parameter(name, nn.Parameter(t, requires_grad=old.requires_grad))
+
+
+def _mesh(style: str, mesh: DeviceMesh) -> int:
+    """The number of ranks of a mesh of one dimension."""
+    if mesh.ndim != 1:
+        raise ValueError(f"{style}: the mesh must have one dimension, got {mesh}; of a larger one give mesh['its name']")
+    return mesh.size()
+
+
+class WholeParallel(ParallelStyle):
+    """Parameters whole on every rank, as DTensors: all of a model's are then alike to optimizers and to gradient clipping."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _mesh("WholeParallel", device_mesh)
+        for name, _ in list(module.named_parameters(recurse=False)):
+            _distribute(module, name, device_mesh, None)
+        if not isinstance(module, _BY_OPS):
+            _in_dtensors(module, device_mesh)
+        return module
+
+
+def _in_dtensors(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Plain tensors become DTensors before the module's forward, and its results plain ones again."""
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_as_dtensor(t, mesh) if isinstance(t, torch.Tensor) else t for t in inputs)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return whole(output) if isinstance(output, torch.Tensor) else output
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _as_dtensor(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return t if isinstance(t, DTensor) else from_local(t, mesh, [Replicate()])
+
+
+class ModelParallel(WholeParallel):
+    """Of a whole model: parameters of its own, and a check that the ranks draw the same dropout masks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _mesh("ModelParallel", device_mesh)
+        for name, _ in list(module.named_parameters(recurse=False)):
+            _distribute(module, name, device_mesh, None)
+        group = device_mesh.get_group()
+
+        def check(module: nn.Module, inputs: Any) -> None:
+            if module.training:
+                _check_generators(group, next(module.parameters()).device)
+
+        module.register_forward_pre_hook(check)
+        return module
+
+
+def _check_generators(group: dist.ProcessGroup, device: torch.device) -> None:
+    """ValueError on every rank unless their generators are alike: hidden states would no longer be the same on all of them."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    own = torch.tensor([zlib.crc32(state.numpy().tobytes())], device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    if any(int(other) != int(found[0]) for other in found):
+        raise ValueError(
+            "tensor parallel: the ranks' random generators differ, and so would their dropout masks: call torch.manual_seed with the same "
+            "number on all ranks of the mesh before training"
+        )
+
+
+class VocabularyParallel(ParallelStyle):
+    """The rows of an embedding's or classifier's weight over the ranks; each rank keeps all of it where there are too few.
+
+    One object for all modules that may share a weight: they share it afterwards too.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # before and after
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = _mesh("VocabularyParallel", device_mesh)
+        assert isinstance(module, (nn.Embedding, Classifier))
+        rows = module.weight.shape[0]
+        dim = 0 if (ranks - 1) * -(-rows // ranks) < rows else None
+        before = module.weight
+        shared = [after for known, after in self._made if known is before]
+        if shared:
+            module.weight = shared[0]
+        else:
+            _distribute(module, "weight", device_mesh, dim)
+            self._made.append((before, module.weight))
+        if isinstance(module, Classifier):
+            _distribute(module, "bias", device_mesh, dim)
+        _in_dtensors(module, device_mesh)
+        return module
+
+
+class HiddenParallel(ParallelStyle):
+    """A :class:`FeedForward`: each rank has some columns of the hidden layer, and one sum over the ranks follows (Megatron-LM's)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _mesh("HiddenParallel", device_mesh)
+        assert isinstance(module, FeedForward)
+        for linear in (module.w1, module.gate):
+            if linear is not None:
+                _distribute(linear, "weight", device_mesh, 0)
+                _distribute(linear, "bias", device_mesh, 0)
+        _distribute(module.w2, "weight", device_mesh, 1)
+        _distribute(module.w2, "bias", device_mesh, None)
+        return module
+
+
+class SplitProjection(nn.Module):
+    """The projections that one matrix held, each split by heads. Returns them as a tuple."""
+
+    def __init__(self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        weights = linear.weight.detach().split_with_sizes(list(widths.values()))
+        biases = [None] * len(widths) if linear.bias is None else linear.bias.detach().split_with_sizes(list(widths.values()))
+        for (name, width), weight, bias in zip(widths.items(), weights, biases):
+            part = nn.Linear(linear.in_features, width, bias is not None, device="meta")
+            part.weight, part.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+            _distribute(part, "weight", mesh, 0)
+            _distribute(part, "bias", mesh, 0)
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = _as_dtensor(x, self.mesh)
+        return tuple(part(x) for part in self.children())
+
+
+class HeadsParallel(ParallelStyle):
+    """A :class:`MultiHeadAttention`: each rank has some of the heads, and one sum over the ranks follows (Megatron-LM's).
+
+    The ranks' number must divide the heads of queries and of keys. ``qkv`` becomes three matrices. Dropout of attention weights is
+    refused by the op, and a cache here.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = _mesh("HeadsParallel", device_mesh)
+        assert isinstance(module, MultiHeadAttention)
+        heads, key_heads = (width // module.head_dim for width in module.widths[:2])
+        if heads % ranks or key_heads % ranks:
+            raise ValueError(
+                f"HeadsParallel: {ranks} ranks must divide the {heads} heads of queries and the {key_heads} of keys: use fewer ranks in "
+                "this dimension of the mesh, and more in that of the data"
+            )
+        names = dict(zip(("query", "key", "value"), module.widths))
+        if module.cross:
+            ColwiseParallel(use_local_output=False)._apply(module.query, device_mesh)
+            names.pop("query")
+            module.key_value = SplitProjection(module.key_value, names, device_mesh)  # type: ignore[assignment]
+        else:
+            module.qkv = SplitProjection(module.qkv, names, device_mesh)  # type: ignore[assignment]
+        if module.sinks is not None:
+            _distribute(module, "sinks", device_mesh, 0)
+        RowwiseParallel()._apply(module.out, device_mesh)
+        module.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
+        return module
+
+
+def _refuse_cache(module: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+    if options.get("cache") is not None:
+        raise ValueError(
+            "MultiHeadAttention: a cache of keys is not split over ranks: generate with the whole model, from gathered_state()"
+        )

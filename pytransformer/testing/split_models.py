@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are trained on several processes: what each rank does in the tests of tensor_parallel_plan() and FSDP2."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from .. import models
+from ..nn.blocks import Block
+from ..nn.parallel import gathered, gathered_state
+from . import small_models
+from .sharding_faults import planted
+from .split_calls import mesh_of
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def make(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The same model in every process."""
+    torch.manual_seed(0)
+    kind = getattr(models, name)
+    return kind(kind.Config(**config)).to(dtype).train()
+
+
+def train(model: nn.Module, batches: Sequence[Batch], seed: int = 1, clip: float | None = 0.5) -> list[torch.Tensor]:
+    """The loss of each step of AdamW."""
+    torch.manual_seed(seed)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def split(model: nn.Module, data: DeviceMesh | None, tensor: DeviceMesh | None) -> nn.Module:
+    if tensor is not None:
+        parallelize_module(model, tensor, model.tensor_parallel_plan())  # type: ignore[operator]
+    if data is not None:
+        for block in [m for m in model.modules() if isinstance(m, Block)]:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+    return model
+
+
+def trained(
+    rank: int,
+    group: dist.ProcessGroup,
+    made: tuple[str, Mapping[str, Any], torch.dtype],
+    batches: Sequence[Batch],
+    sizes: tuple[int, int],
+    fault: str | None = None,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """(losses of the whole batch, the trained parameters) with ``sizes`` = (ranks of the data, ranks of the heads)."""
+    ranks = sizes[0] * sizes[1]
+    data: DeviceMesh | None
+    tensor: DeviceMesh | None
+    if min(sizes) > 1:
+        both = mesh_of(group, sizes)
+        data, tensor = both[both.mesh_dim_names[0]], both[both.mesh_dim_names[1]]  # type: ignore[index]
+        part = both.get_local_rank(0)
+    else:
+        one = mesh_of(group, (ranks,))
+        data, tensor, part = (one, None, rank) if sizes[0] > 1 else (None, one, 0)
+    with planted(fault):
+        model = split(make(*made), data, tensor)
+        mine = [{n: t.chunk(sizes[0])[part] for n, t in batch.items()} for batch in batches]
+        losses = train(model, mine)
+    if data is not None:
+        for loss in losses:
+            dist.all_reduce(loss, group=data.get_group())
+            loss /= sizes[0]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return losses, {name: t.clone() for name, t in gathered_state(model).items()}
+
+
+def small(name: str) -> nn.Module:
+    """A small model in float64, its blocks without what a plan refuses."""
+    fields = {f.name for f in dataclasses.fields(small_models.CONFIGS[name])}
+    without: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "experts": None}
+    changes = {n: v for n, v in without.items() if n in fields} | (
+        {"dropout": 0.0} if name.startswith(("T5", "Conformer")) else {}
+    )
+    model: nn.Module = small_models.build(name, **changes)
+    return model.double().train()
+
+
+def loss_and_gradients(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Of inputs with padding."""
+    given = {n: t.double() if t.is_floating_point() else t for n, t in small_models.inputs(name).items()}
+    torch.manual_seed(5)
+    loss = model(**given).loss
+    loss.backward()
+    return {"loss": loss.detach()} | gathered(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+def split_gradients(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, torch.Tensor]:
+    return loss_and_gradients(split(small(name), None, mesh_of(group, (dist.get_world_size(group),))), name)
+
+
+def refusal(
+    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], seeds: bool, **batch: Any
+) -> str:
+    """The error of a plan, or of a call in training; ``seeds``: whether the ranks' generators differ."""
+    try:
+        model = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),)))
+        torch.manual_seed(rank if seeds else 0)
+        model(**batch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def converted(rank: int, group: dist.ProcessGroup, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """Losses of a Hugging Face model whose modules are ours, under FSDP2: of the whole batch."""
+    model = hugging_face_model()
+    data = mesh_of(group, (dist.get_world_size(group),))
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer, mesh=data)
+    fully_shard(model, mesh=data)
+    losses = train(model, [{n: t.chunk(data.size())[rank] for n, t in batch.items()} for batch in batches])
+    for loss in losses:
+        dist.all_reduce(loss, group=group)
+        loss /= data.size()
+    return losses
+
+
+def hugging_face_model() -> Any:
+    """A small BERT with a classifier, converted."""
+    import transformers
+
+    from ..integrations.convert import convert
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.BertConfig(
+        **sizes, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    model = transformers.BertForSequenceClassification(config).double().train()
+    convert(model)
+    return model

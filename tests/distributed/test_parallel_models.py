@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models split over a device mesh: training by tensor_parallel_plan(), by FSDP2 and by both against one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from pytransformer.testing import small_models
+from pytransformer.testing.ranks import Pool
+from pytransformer.testing.split_models import (
+    converted,
+    hugging_face_model,
+    loss_and_gradients,
+    make,
+    refusal,
+    small,
+    split_gradients,
+    train,
+    trained,
+)
+
+SIZES: dict[str, Any] = {"d_model": 16, "num_heads": 4, "hidden": 24, "num_layers": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT": {**SIZES, "vocab_size": 61, "max_length": 16, "num_kv_heads": 4, "attention_dropout": 0.0},
+    "T5": {**SIZES, "vocab_size": 61, "head_dim": 4, "buckets": 8, "gated": True, "activation": "silu", "dropout": 0.0},
+    "BERT": {**SIZES, "vocab_size": 61, "max_length": 16, "attention_dropout": 0.0, "heads": ("mlm", "nsp")},
+    "ViT": {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 10},
+    "Transformer": {
+        "d_model": 16, "num_heads": 4, "hidden": 24, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": 61, "max_length": 16,
+        "dropout": 0.1,
+    },
+}  # fmt: skip
+STEPS = 4
+
+
+def batches(name: str) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(*shape: int, high: int = 61) -> torch.Tensor:
+        return torch.randint(2, high, shape, generator=generator)
+
+    def batch() -> dict[str, torch.Tensor]:
+        if name == "ViT":
+            return {
+                "pixel_values": torch.randn(8, 3, 8, 8, generator=generator, dtype=torch.float64),
+                "labels": ids(8, high=10),
+            }
+        given = {"input_ids": ids(8, 9), "labels": ids(8, 9)}
+        return given | ({"next_sentence_label": ids(8) % 2} if name == "BERT" else {})
+
+    return [batch() for _ in range(STEPS)]
+
+
+def config_of(name: str, data_ranks: int) -> dict[str, Any]:
+    """Without dropout where ranks have different rows: each counts its own from 0."""
+    config = CONFIGS[name]
+    return config | {"dropout": 0.0} if data_ranks > 1 else config
+
+
+@functools.cache
+def alone(name: str, data_ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    model = make(name, config_of(name, data_ranks), torch.float64)
+    return train(model, batches(name)), {n: t.detach() for n, t in model.state_dict().items()}
+
+
+def difference(found: Any, want: Any) -> float:
+    """The largest of losses and parameters, relative to the largest of each."""
+    (losses, state), (their_losses, their_state) = found, want
+    assert state.keys() == their_state.keys()
+    pairs = [*zip(losses, their_losses), *((state[n], t) for n, t in their_state.items())]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("GPT", (1, 2)), ("GPT", (1, 4)), ("GPT", (2, 1)), ("GPT", (2, 2)),
+    ("T5", (1, 2)), ("T5", (2, 1)), ("T5", (2, 2)),
+    ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
+], ids=str)  # fmt: skip
+def test_training_is_that_of_one_process(pool: Pool, name: str, sizes: tuple[int, int]) -> None:
+    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``sizes``: ranks of FSDP2, of the heads."""
+    made = name, config_of(name, sizes[0]), torch.float64
+    for found in pool.run(sizes[0] * sizes[1], trained, made, batches(name), sizes):
+        assert difference(found, alone(name, sizes[0])) < 1e-9
+
+
+@pytest.mark.parametrize("name", small_models.CONFIGS)
+def test_gradients_of_every_model(pool: Pool, name: str) -> None:
+    """Padding that is packed away, grouped queries, ALiBi, heads of any size, every head that a model has; each parameter's gradient."""
+    want = loss_and_gradients(small(name), name)
+    for found in pool.run(2, split_gradients, name):
+        assert found.keys() == want.keys()
+        for n, t in want.items():
+            torch.testing.assert_close(found[n], t, rtol=1e-9, atol=1e-11, msg=n)
+
+
+@pytest.mark.parametrize("fault", [
+    "gradients of what is whole are not added up", "results are not added up", "b2 on every rank", "lse of the rank's own classes",
+])  # fmt: skip
+def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
+    made = "GPT", CONFIGS["GPT"], torch.float64
+    found = pool.run(2, trained, made, batches("GPT"), (1, 2), fault)
+    assert max(difference(f, alone("GPT", 1)) for f in found) > 1e-3
+
+
+def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    steps = [{"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")]
+    want = train(hugging_face_model(), steps)
+    for losses in pool.run(2, converted, steps):
+        torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-9, atol=0)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
+    "heads": (
+        "GPT",
+        {"num_heads": 1, "num_kv_heads": 1},
+        False,
+        "2 ranks must divide the 1 heads of queries and the 1 of keys",
+    ),
+    "dropout of attention": ("GPT", {"attention_dropout": 0.1}, False, "dropout goes by the number of the head"),
+    "generators": ("GPT", {}, True, "call torch.manual_seed with the same number on all ranks"),
+    "experts": ("GPT", {"experts": {"num_experts": 2}}, False, "split those over the ranks with"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(pool: Pool, name: str) -> None:
+    model, changes, seeds, why = REFUSED[name]
+    made = model, CONFIGS[model] | changes, torch.float64
+    for told in pool.run(2, refusal, made, seeds, **batches(model)[0]):
+        assert why in told, told
