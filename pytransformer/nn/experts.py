@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from ..distributed.experts import ScaledGradient, dispatch
+from ..distributed.group import check_group
 from ..ops._core.options import ActivationName
 from ..ops.feed_forward import feed_forward
 from ..reference.feed_forward import ACTIVATIONS
@@ -81,8 +84,35 @@ class Experts(nn.Module):
     w2_bias: nn.Parameter | None
     gate_bias: nn.Parameter | None
 
+    split: tuple[dist.ProcessGroup | None, float] | None = None  # set by parallelize: the group, the factor of gradients
+
     def __len__(self) -> int:
         return self.w1.shape[0]
+
+    def parallelize(self, group: dist.ProcessGroup | None = None, *, mean: bool = False) -> None:
+        """See :meth:`MixtureOfExperts.parallelize`."""
+        _, ranks = check_group("Experts", group)
+        if len(self) % ranks:
+            raise ValueError(
+                f"Experts: {ranks} ranks must divide the {len(self)} experts: use a smaller group, or another number of experts"
+            )
+        from torch.distributed.device_mesh import DeviceMesh  # takes longer to import than all of this package
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        of_all = dist.distributed_c10d._get_default_group() if group is None else group
+        mesh = DeviceMesh.from_group(of_all, self.w1.device.type)
+        for name, parameter in list(self.named_parameters()):
+            t = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            self.register_parameter(name, nn.Parameter(t, requires_grad=parameter.requires_grad))
+        self.split = group, 1 / ranks if mean else 1.0
+
+    def _own(self, name: str) -> torch.Tensor | None:
+        """A parameter of the experts that are on this rank."""
+        t: Any = getattr(self, name)
+        if t is None or self.split is None:
+            return t
+        local: torch.Tensor = t.to_local()
+        return ScaledGradient.apply(local, self.split[1]) if self.split[1] != 1.0 else local
 
     def reset_parameters(self) -> None:
         """As so many ``nn.Linear``."""
@@ -112,8 +142,8 @@ class Experts(nn.Module):
 
     def _one_by_one(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         p = self.dropout if self.training else 0.0
-        all_of = [self.w1, self.w1_bias, self.w2, self.w2_bias, self.gate, self.gate_bias]
-        of_each = zip(*([None] * len(self) if t is None else t.unbind(0) for t in all_of))
+        all_of = [self._own(name) for name in ("w1", "w1_bias", "w2", "w2_bias", "gate", "gate_bias")]
+        of_each = zip(*([None] * (len(starts) - 1) if t is None else t.unbind(0) for t in all_of))
         *rows, rest = x.tensor_split(starts[1:].long())
         outs = [
             feed_forward(r, w1, b1, w2, b2, activation=self.activation, gate_weight=gate, gate_bias=b, dropout_p=p)
@@ -127,14 +157,16 @@ class Experts(nn.Module):
         row = torch.arange(len(x), device=x.device)
         expert = torch.searchsorted(ends, row, right=True)
 
-        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+            weight, bias = self._own(name), self._own(f"{name}_bias")
+            assert weight is not None
             out = grouped_linear(x.to(dtype), weight.to(dtype), ends)
             # Rows after the last end have a bias of their own: their gradient, undefined as they are, goes nowhere.
             return out if bias is None else out + F.pad(bias.to(dtype), (0, 0, 0, 1))[expert]
 
-        activate, hidden = ACTIVATIONS[self.activation], linear(x, self.w1, self.w1_bias)
-        hidden = activate(hidden) if self.gate is None else activate(linear(x, self.gate, self.gate_bias)) * hidden
-        return linear(F.dropout(hidden, self.dropout, self.training), self.w2, self.w2_bias)
+        activate, hidden = ACTIVATIONS[self.activation], linear(x, "w1")
+        hidden = activate(hidden) if self.gate is None else activate(linear(x, "gate")) * hidden
+        return linear(F.dropout(hidden, self.dropout, self.training), "w2")
 
 
 def network(experts: Mapping[str, Any] | None, layer: int, d_model: int, hidden: int, **networks: Any) -> nn.Module:
@@ -196,6 +228,8 @@ class MixtureOfExperts(nn.Module):
         best, expert = gates.topk(self.choices, -1)
         weight = best / best.sum(-1, keepdim=True) if self.choices > 1 else best
         self.balance_loss = self._balance(gates, expert[:, 0])
+        if self.experts.split is not None:
+            return self._elsewhere(tokens, expert, weight, self.experts.split[0]).view_as(x)
         order, starts = self._sent(expert, weight)
         rows = tokens[order % max(1, len(tokens))]
         sent = (torch.arange(len(order), device=x.device) < starts[-1])[:, None]
@@ -205,28 +239,66 @@ class MixtureOfExperts(nn.Module):
         mixed = (out[order.argsort()].unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
         return mixed.view_as(x)
 
+    def parallelize(self, group: dist.ProcessGroup | None = None, *, mean: bool = False) -> None:
+        """Split the experts over the ranks of ``group`` (None: all), each of which has tokens of its own: results are those of one process
+        with the tokens of all ranks, capacity and all.
+
+        Every rank must call forward, and backward. The parameters of the experts become DTensors; their gradient is that of the sum of
+        the ranks' losses, with ``mean`` of the mean, which is what DDP and FSDP2 give all others: keep experts out of those
+        (``fully_shard(..., ignored_params=...)``). ``balance_loss`` is this rank's; the mean over ranks of as many tokens is one process's.
+
+        Raises:
+            ValueError: the ranks do not divide the experts, or torch.distributed is not initialized.
+        """
+        self.experts.parallelize(group, mean=mean)
+
+    def _elsewhere(
+        self, tokens: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """The mixture, by experts that are split over ranks."""
+        found = dispatch(self._slots(expert, weight), self.choices, len(self.experts), self._capacity, group)
+        rows = found.run(tokens[found.order % max(1, len(tokens))], self.experts)
+        out = rows.new_zeros(self.choices * len(tokens), tokens.shape[1]).index_copy(0, found.order, rows)
+        return (out.unflatten(0, (self.choices, -1)) * weight.t()[..., None].to(out.dtype)).sum(0)
+
+    def _slots(self, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The expert of each slot (choice, token), counted through; the number of experts for one that goes nowhere."""
+        slots = expert.t().flatten()
+        if self.second == "random" and self.training:
+            stays = torch.rand_like(weight[:, 1:]) < 2 * weight[:, 1:]
+            slots = torch.where(F.pad(stays, (1, 0), value=True).t().flatten(), slots, len(self.experts))
+        return slots
+
+    def _capacity(self, tokens: int) -> int:
+        """The most slots of an expert."""
+        full = self.choices * tokens
+        return full if self.capacity_factor is None else math.ceil(full / len(self.experts) * self.capacity_factor)
+
     def _sent(self, expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots (choice, token), counted through, by expert, those that no expert takes last; where each expert's begin, and their end.
 
         All first choices come before all second ones, so that those find room first. Nothing here waits for the device.
         """
-        count, slots = len(self.experts), expert.t().flatten()
-        if self.second == "random" and self.training:
-            stays = torch.rand_like(weight[:, 1:]) < 2 * weight[:, 1:]
-            slots = torch.where(F.pad(stays, (1, 0), value=True).t().flatten(), slots, count)
+        count, slots = len(self.experts), self._slots(expert, weight)
         slots, order = slots.sort(stable=True)
         every = torch.arange(count + 1, device=slots.device)
         starts = torch.searchsorted(slots, every)
         if self.capacity_factor is not None:
-            capacity = math.ceil(self.choices * len(expert) / count * self.capacity_factor)
+            capacity = self._capacity(len(expert))
             place = torch.arange(len(slots), device=slots.device) - starts[slots]
             slots, again = torch.where(place < capacity, slots, count).sort(stable=True)
             order, starts = order[again], torch.searchsorted(slots, every)
         return order, starts.int()
 
     def _balance(self, gates: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        share = F.one_hot(first, gates.shape[1]).to(gates.dtype).sum(0) / max(1, len(first))
-        return gates.shape[1] * (share * gates.mean(0)).sum()
+        share = F.one_hot(first, gates.shape[1]).to(gates.dtype).sum(0)
+        tokens = torch.full_like(share[:1], len(first))
+        if self.experts.split is not None:
+            both = torch.cat([share, tokens])
+            dist.all_reduce(both, group=self.experts.split[0])
+            share, tokens = both[:-1], both[-1:]
+        share = share / tokens.clamp(min=1)
+        return gates.shape[1] * (share * gates.sum(0)).sum() / max(1, len(gates))
 
 
 def balance_loss(model: nn.Module) -> torch.Tensor | None:
