@@ -29,6 +29,9 @@ class Problem:
     features: frozenset[str] = field(default_factory=frozenset)
     layouts: dict[str, str] = field(default_factory=dict)
     block_size: tuple[int, int] | None = None  # the boolean mask goes as a block mask to backends that take them
+    pages: tuple[int, int] | None = (
+        None  # (page size, seed): run once more without gradients, with keys and values in such pages
+    )
 
     @property
     def limits(self) -> str:
@@ -76,10 +79,9 @@ def _short(value: Any) -> str:
     )
 
 
-def in_blocks(problem: Problem, mask: Tensor, block_size: tuple[int, int]) -> Any:
+def in_blocks(mask: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]) -> Any:
     """The boolean mask as a block mask: lengths full, batch and heads as they are."""
     from pytransformer import BlockMask
 
     mask = mask[(None,) * (4 - mask.dim())]
-    lengths = (problem.tensors["query"].shape[2], problem.tensors["key"].shape[2])
     return BlockMask.from_dense(mask.expand(*mask.shape[:2], *lengths), block_size=block_size)

@@ -22,6 +22,7 @@ ODD_HEAD_DIMS = (1, 3, 7, 20, 33, 65)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPE_WEIGHTS = (32, 34, 20, 14)
 DATA = {"normal": 50, "positive": 12, "offset": 13, "heavy": 13, "large_logits": 12}
+PAGE_SIZES = (1, 2, 5, 7, 16, 16, 32, 64, 100)
 BLOCK_SIZES = ((32, 32), (64, 64), (32, 64), (64, 32), (128, 128))
 BUDGET = 120_000  # most (batch, head, query, key) quadruples of a problem: keeps the float64 answer cheap
 
@@ -54,6 +55,7 @@ class _Drawer:
         self.later = random.Random(f"attention/later/{seed}/{case}")
         self.only = only
         self.block_rng = random.Random(f"blocks/{seed}/{case}")
+        self.page_rng = random.Random(f"pages/{seed}/{case}")
         self.global_rng = random.Random(f"global keys/{seed}/{case}")
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
 
@@ -212,6 +214,8 @@ class _Drawer:
         if "return_lse" in want:
             self.keywords["return_lse"] = True
         self.features = set(want)
+        if self.only is None and not self.packed and self.page_rng.random() < 0.3:
+            self.features.add("pages")
 
     def draw_terms(self, want: set[str]) -> None:
         """Masks and biases, among `tensors` if floating, else among the keywords."""
@@ -345,6 +349,7 @@ class _Drawer:
             frozenset(self.features),
             self.layouts,
             self.block_rng.choice(BLOCK_SIZES) if "blocks" in self.features else None,
+            (self.page_rng.choice(PAGE_SIZES), self.page_rng.getrandbits(30)) if "pages" in self.features else None,
         )
 
 

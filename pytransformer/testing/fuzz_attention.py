@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from . import bounds, oracle
 from .attention_problem import Problem, in_blocks
 from .draw_attention import draw
 from .guarded import place
+from .pages import in_pages, widened
 from .poison import StrayWrite, poisoned
 
 TAKE_NO_BLOCKS = ("torch",)  # of block masks: they get the dense one
+TAKE_NO_PAGES = ("torch", "cuda")
 THEIR_BLOCKS = 128  # a block size that every backend takes: it stands for one that is smaller than a tile
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 
@@ -75,28 +77,50 @@ def _gradients(
 
 def run(problem: Problem, backend: str) -> Run:
     """The problem through the public function on a forced backend, with guarded and poisoned memory."""
-    import pytransformer as pt
     from pytransformer.ops._core.registry import trace
 
-    op = "attention_varlen" if problem.packed else "attention"
-    keywords: dict[str, Any] = {"backend": backend, "strict": True}
     with poisoned(), trace() as record:
         if problem.packed:
-            results, explained = _run_packed(problem, keywords)
+            results, explained = _run_packed(problem, {"backend": backend, "strict": True})
         else:
             leaves = _leaves(problem, problem.tensors)
             args = leaves["query"], leaves["key"], leaves["value"]
-            keywords |= problem.public_keywords(leaves)
-            if problem.block_size and backend not in TAKE_NO_BLOCKS:
-                dense = keywords["attn_mask"]
-                keywords["attn_mask"] = in_blocks(problem, dense, problem.block_size)
-                if "block_size" in (pt.explain(op, *args, **keywords).reasons.get(backend) or ""):
-                    keywords["attn_mask"] = in_blocks(problem, dense, (THEIR_BLOCKS, THEIR_BLOCKS))
-            explained = pt.explain(op, *args, **keywords).backend
-            out, lse = _outputs(pt.attention(*args, **keywords))
+            out, lse, explained = _call(problem, backend, args, problem.public_keywords(leaves), args[1].shape[2])
             results = {"out": out, "lse": lse}
             results |= _gradients(problem, leaves, out, lse, problem.grad_out, problem.grad_lse)
     return Run({n: t for n, t in results.items() if not (n == "lse" and t is None)}, list(record), explained)
+
+
+def run_in_pages(problem: Problem, backend: str) -> Run:
+    """The same without gradients, keys and values in pages."""
+    from pytransformer.ops._core.registry import trace
+
+    assert problem.pages is not None
+    query, key, value = (problem.tensors[n] for n in ("query", "key", "value"))
+    lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
+    lengths = torch.full((batch,), key.shape[2]) if lengths is None else lengths
+    pools = in_pages(key, value, lengths, *problem.pages)
+    keywords = widened(problem.public_keywords(problem.tensors), key.shape[2], pools.num_keys, batch, lengths)
+    with poisoned(), trace() as record:
+        args = query, *pools.tensors
+        out, lse, explained = _call(problem, backend, args, {**keywords, "page_table": pools.table}, pools.num_keys)
+    return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
+
+
+def _call(
+    problem: Problem, backend: str, args: tuple[Tensor, ...], keywords: dict[str, Any], num_keys: int
+) -> tuple[Tensor, Tensor | None, str | None]:
+    """(out, lse or None, the backend that explain names) of a call of attention, its mask in blocks where the problem wants that."""
+    import pytransformer as pt
+
+    keywords |= {"backend": backend, "strict": True}
+    if problem.block_size and backend not in TAKE_NO_BLOCKS:
+        dense, lengths = keywords["attn_mask"], (args[0].shape[2], num_keys)
+        keywords["attn_mask"] = in_blocks(dense, lengths, problem.block_size)
+        if "block_size" in (pt.explain("attention", *args, **keywords).reasons.get(backend) or ""):
+            keywords["attn_mask"] = in_blocks(dense, lengths, (THEIR_BLOCKS, THEIR_BLOCKS))
+    explained = pt.explain("attention", *args, **keywords).backend
+    return (*_outputs(pt.attention(*args, **keywords)), explained)
 
 
 def _outputs(returned: Any) -> tuple[Tensor, Tensor | None]:
@@ -170,6 +194,9 @@ def examine(
         try:
             first = run(problem, backend)
             checks, wrong = judge(problem, solution, first, backend)
+            if problem.pages and backend not in TAKE_NO_PAGES:
+                more = judge(replace(problem, wanted=()), solution, run_in_pages(problem, backend), backend)
+                checks, wrong = checks + more[0], wrong + [f"in pages: {text}" for text in more[1]]
             if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")
         except BackendError:

@@ -112,6 +112,14 @@ FAULTS |= {
 # ---- visibility
 
 
+def _tables(change: Callable[[Any], Tensor]) -> Fault:
+    """Of other pages, all of the pool: who reads too much of a table finds some page."""
+    return replacing(page_table=lambda a: change(a).clamp(0, max(a.key.shape[0] - 1, 0)))
+
+
+SOME_PAGES = _tables(lambda a: a.page_table)
+
+
 def _hiding(extra: Callable[[Any, Tensor], Tensor]) -> Fault:
     return _patching(visible_pairs=lambda f, a, *rows: extra(a, f(a, *rows)))
 
@@ -177,8 +185,8 @@ FAULTS |= {
         )
     ),
     "segments_of_first_sequence": replacing(key_segments=lambda a: a.key_segments[:1].expand_as(a.key_segments)),
-    "key_lengths_rounded_up": replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.key.shape[2])),
-    "key_lengths_ignored": replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.key.shape[2])),
+    "key_lengths_rounded_up": _both(SOME_PAGES, replacing(key_lengths=lambda a: _round_up(a.key_lengths, a.num_keys))),
+    "key_lengths_ignored": _both(SOME_PAGES, replacing(key_lengths=lambda a: torch.full_like(a.key_lengths, a.num_keys))),
     "query_lengths_ignored": replacing(query_lengths=lambda a: torch.full_like(a.query_lengths, a.query.shape[2])),
     "last_key_of_a_tail_ignored": _hiding(
         lambda a, v: v & (torch.arange(v.shape[-1]) < v.shape[-1] - (v.shape[-1] % 64 == 1))
@@ -199,6 +207,35 @@ FAULTS |= {
     "bits_of_the_next_block": replacing(block_bits=lambda a: a.block_bits.roll(1, 0)),
     "blocks_of_first_head": replacing(block_offsets=lambda a: a.block_offsets[:, :1]),
     "hidden_rows_not_cleared": _patching(_select=lambda f, where, x: x),
+}
+
+
+# ---- pages
+
+
+def _last_page_stale(a: Any) -> Tensor:
+    """The page that a sequence has begun last is still the one before."""
+    last = a.pages_used & ~torch.cat([a.pages_used[:, 1:], torch.zeros_like(a.pages_used[:, :1])], 1)
+    return torch.where(last, a.page_table.roll(1, 1), a.page_table)
+
+
+def _with_pages_of(lengths: Callable[[Tensor], Tensor]) -> Fault:
+    """Other lengths where there are pages, whose tables have some page everywhere."""
+    return _both(SOME_PAGES, lambda a, attend: attend(
+        a if a.page_table is None else a._replace(key_lengths=lengths(a.key_lengths).clamp(max=a.num_keys))
+    ))  # fmt: skip
+
+
+FAULTS |= {
+    "page_off_by_one": _tables(lambda a: a.page_table + 1),
+    "last_page_stale": _tables(_last_page_stale),
+    "pages_of_the_neighbour": _tables(lambda a: a.page_table.roll(1, 0)),
+    "pages_with_the_length_of_the_neighbour": _with_pages_of(lambda n: n.roll(1, 0)),
+    "pages_read_to_the_row_behind_the_last": _with_pages_of(lambda n: n + 1),
+    "rows_of_pages_shifted": replacing(
+        key=lambda a: a.key if a.page_table is None else a.key.roll(1, 2),
+        value=lambda a: a.value if a.page_table is None else a.value.roll(1, 2),
+    ),
 }
 
 
@@ -249,6 +286,8 @@ def lse_gradient_ignored(a: Any, attend: Forward) -> Outputs:
 @_fault
 def dead_rows_mean_of_value(a: Any, attend: Forward) -> Outputs:
     out, lse = attend(a)
+    if a.page_table is not None:
+        return out, lse
     mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
     return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse
 

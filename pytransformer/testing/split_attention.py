@@ -79,7 +79,8 @@ def attend(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: str, l
         keywords = {n: mine(n, t) for n, t in problem.keywords.items()}
         keywords = dataclasses.replace(problem, keywords=keywords).public_keywords(leaves) | options | {"return_lse": True}
         if problem.block_size:
-            keywords["attn_mask"] = in_blocks(problem, problem.keywords["attn_mask"], problem.block_size)
+            lengths = num_queries, problem.tensors["key"].shape[2]
+            keywords["attn_mask"] = in_blocks(problem.keywords["attn_mask"], lengths, problem.block_size)
         args = leaves["query"], leaves["key"], leaves["value"]
         out, lse = SCHEMES[scheme](*args, group=group, layout=layout, **keywords)
         results = {"out": out, "lse": lse}

@@ -275,6 +275,7 @@ KIT = Kit(
                 "dense",
                 "bool_mask",
                 "blocks",
+                "pages",
                 "float_mask",
                 "gqa",
                 "value_dim",
