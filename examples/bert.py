@@ -3,6 +3,7 @@
 
     python examples/bert.py            about two minutes on two cores
     python examples/bert.py --steps 20 --classify-steps 10
+    python examples/bert.py --layers 6 --heads 12 --out results/bert      for pictures, with pytransformer attention-map results/bert
 
 The text is stories that the grammar of portuguese.py writes: the English sentences of one person each. Classes: does a sentence speak
 of a number, of a date, of both, or of neither?
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
 import torch
 
 from pytransformer.console import Console
@@ -33,6 +35,7 @@ from pytransformer.training import (
     warmup_cosine,
 )
 from pytransformer.training.batching import attention_mask
+from pytransformer.training.tokenizer import END, START
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where PYTHONSAFEPATH keeps it off
 from portuguese import make_corpus
@@ -45,13 +48,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="of pre-training (default %(default)s)")
     parser.add_argument("--classify-steps", type=int, default=120, help="of fine-tuning (default %(default)s)")
     parser.add_argument("--width", type=int, default=96, help="d_model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--heads", type=int, default=4, help="of each layer (default %(default)s)")
     parser.add_argument("--sentences", type=int, default=4000, help="default %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for the pre-trained model and its tokenizer (default: not kept)")
     return parser.parse_args(arguments)
 
 
 def train(model: BERT, batches: Batches, steps: int, peak: float) -> None:
     recipe = Recipe(steps=steps, log_every=max(1, steps // 4), clip=1.0)
     Trainer(model, of_model, batches, recipe, warmup_cosine(peak, steps // 10, steps), console=Console()).fit()
+
+
+def save(model: BERT, tokenizer: Tokenizer, folder: Path) -> None:
+    """The model, and a tokenizer.json that encloses one or two sentences as the model has read them: <s> a </s> b </s>."""
+    model.save(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{START} $A {END}", pair=f"{START} $A {END} $B:1 {END}:1",
+        special_tokens=[(START, tokenizer.start_id), (END, tokenizer.end_id)],
+    )  # fmt: skip
+    inner.save(str(folder / "tokenizer.json"))
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
@@ -68,11 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
         stories.setdefault(sentence.combination.template, []).append(tokenizer.encode(sentence.target))
     pairs = next_sentence_pairs(list(stories.values()), tokenizer.start_id, tokenizer.end_id, torch.Generator().manual_seed(1))
     torch.manual_seed(0)
-    shape = dict(d_model=options.width, hidden=4 * options.width, num_layers=2, num_heads=4, max_length=128)
-    model = BERT(BERTConfig(vocab_size=len(tokenizer), heads=("mlm", "nsp", "boundary"), **shape))
+    shape = dict(d_model=options.width, hidden=4 * options.width, num_layers=options.layers, max_length=128)
+    model = BERT(BERTConfig(vocab_size=len(tokenizer), num_heads=options.heads, heads=("mlm", "nsp", "boundary"), **shape))
     print(f"{len(pairs)} pairs of sentences, {model.num_parameters() / 1e6:.2f} million parameters; pre-training")
     collate = masked_collate(tokenizer.pad_id, vocabulary, mask_spans)
     train(model, Batches(pairs, 32, collate, lengths=[len(p.ids) for p in pairs]), options.steps, 1e-3)
+    if options.out is not None:
+        save(model, tokenizer, options.out)
 
     def example(sentence) -> tuple[list[int], int]:
         ids = [tokenizer.start_id, *tokenizer.encode(sentence.target), tokenizer.end_id]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what a model attended to. MODEL is a folder: a translator that `pytransformer train translate` made, a model saved
-by pytransformer, or a Hugging Face one (config.json and safetensors). A ViT looks at an image file. Attention is computed from what
-the fused kernels keep, for the layers, heads and rows drawn only.
+by pytransformer, or a Hugging Face one (config.json and safetensors): any that runs on this package's attention. A ViT looks at an image
+file, a Conformer reads one column by column. Attention is computed from what the fused kernels keep, for the layers, heads and rows drawn
+only; a model without a class here returns all of it.
 
 kinds: heat      one head as a heat map
        lines     one head as two columns of tokens with lines between them
@@ -15,6 +16,7 @@ kinds: heat      one head as a heat map
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -59,20 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     from .. import viz
-    from ..viz import attention_of
+    from ..models._base import Model
     from ..viz.models import position_table
+    from . import attention_of_hf
 
     model, encode = _load(arguments.model)
     if arguments.kind == "positions":
         return viz.plot_positions(position_table(model))
     if not arguments.text:
-        what = "an image for the model to look at" if hasattr(model, "patches") else "a text for the model to read"
+        what = "an image for the model to look at" if _looks(model) else "a text for the model to read"
         raise UsageError(f"--kind {arguments.kind} needs {what}")
     inputs, texts = encode(arguments.text, arguments)
-    seen = attention_of(model, inputs, arguments.which)
-    keys = texts["decoder" if seen.which == "decoder" else "encoder"].tokens
-    queries = texts["encoder" if seen.which == "encoder" else "decoder"].tokens
+    seen = (viz if isinstance(model, Model) else attention_of_hf).attention_of(model, inputs, arguments.which)
     if arguments.kind == "patterns":
+        if seen.which not in texts and seen.which != "cross":
+            raise UsageError("--kind patterns is of a text's words")
         if seen.which == "cross":
             raise UsageError("--kind patterns is of a stack's own attention: name it with --which encoder or decoder")
         return viz.plot_patterns(seen.weights(), texts[seen.which], title=f"{seen.which} attention: {arguments.text}")
@@ -85,23 +88,40 @@ def _draw(arguments: argparse.Namespace) -> Any:
     heads = None if arguments.head is None else [arguments.head]
     weights = seen.weights(layers=[arguments.layer], heads=heads)[0].mean(0)
     what = "mean of the heads" if heads is None else f"head {arguments.head}"
+    queries, keys = (
+        texts[stack].tokens if stack in texts else [str(n) for n in range(count)]
+        for stack, count in zip(
+            ("encoder" if seen.which == "encoder" else "decoder", "decoder" if seen.which == "decoder" else "encoder"),
+            weights.shape,
+        )
+    )
     draw = viz.heat_map if arguments.kind == "heat" else viz.head_lines
     return draw(weights, queries, keys, title=f"{seen.which} attention, layer {arguments.layer % len(seen.taps)}, {what}")
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """(the model in eval mode, a function of text and arguments that gives its inputs and, of each stack, the text that it reads)."""
+    from ..models import Conformer
     from ..training import Translator
-    from ..viz.models import load_model
+    from ..viz.models import hugging_face_types, load_model
+    from . import attention_of_hf
 
     if (folder / "translator.json").is_file():
         translator = Translator.load(folder)
         return translator.model, partial(_translator_inputs, translator)
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; wanted one that holds a model")
-    model = load_model(folder)
+    kind = _hugging_face_type(folder)
+    if kind is not None and kind not in hugging_face_types():
+        model = attention_of_hf.load(folder)
+        if _looks(model):
+            return model, partial(_image_inputs_of_hf, model)
+    else:
+        model = load_model(folder)
     if hasattr(model, "patches"):
         return model, partial(_image_inputs, model)
+    if isinstance(model, Conformer):
+        return model, partial(_strip_inputs, model)
     if not (folder / "tokenizer.json").is_file():
         return model, _no_tokenizer(folder)
     return model, partial(_tokenizer_inputs, folder, model)
@@ -124,6 +144,41 @@ def _image_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Input
     rows, columns = model.patches.grid
     tokens = ["[CLS]", *(f"{r},{c}" for r in range(rows) for c in range(columns))]
     return {"pixel_values": pixels}, {"encoder": _text(tokens, [True] + [False] * (rows * columns))}
+
+
+def _hugging_face_type(folder: Path) -> str | None:
+    """The model_type of a folder that transformers wrote; None for one of pytransformer, or none at all."""
+    config = folder / "config.json"
+    return json.loads(config.read_text()).get("model_type") if config.is_file() else None
+
+
+def _looks(model: Any) -> bool:
+    """Whether it looks at images."""
+    from ..models import Conformer
+
+    return hasattr(model, "patches") or isinstance(model, Conformer) or getattr(model, "main_input_name", "") == "pixel_values"
+
+
+def _image_inputs_of_hf(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
+    from ..training import read_image
+
+    size = getattr(model.config, "image_size", None)
+    if size is None:
+        raise UsageError(f"{type(model).__name__} has no image_size in its config: the size to read {path} at is not known")
+    pixels = read_image(path, tuple(size) if isinstance(size, list) else size, getattr(model.config, "num_channels", 3))
+    return {"pixel_values": pixels[None].to(model.dtype)}, {}
+
+
+def _strip_inputs(model: Any, path: str, arguments: argparse.Namespace) -> Inputs:
+    """A grey image as frames: its columns, from left to right, of as many rows as the Conformer has features."""
+    from ..training.images import image_shape, read_image
+
+    rows, (height, width) = model.config.input_dim, image_shape(path)
+    columns = max(1, round(width * rows / height))
+    frames = read_image(path, (rows, columns), 1)[0].T[None]
+    step = columns if model.subsampling is None else model.subsampling.frames(columns)
+    tokens = [str(n) for n in range(step)]
+    return {"input_features": frames}, {"encoder": _text(tokens, [False] * step)}
 
 
 def _no_tokenizer(folder: Path) -> Any:
@@ -149,7 +204,8 @@ def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.N
     from ..extras import require
 
     tokenizer = require("tokenizers", "models", "reading text").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if arguments.second is not None and not hasattr(model, "segments"):
+    two = hasattr(model, "segments") or getattr(model.config, "type_vocab_size", 0) > 1
+    if arguments.second is not None and not two:
         raise UsageError(f"--second is for models that read two sentences, as BERT does; this is a {type(model).__name__}")
     encoding = tokenizer.encode(text, arguments.second)
     inputs = {"input_ids": torch.tensor([encoding.ids])}
@@ -157,12 +213,17 @@ def _tokenizer_inputs(folder: Path, model: Any, text: str, arguments: argparse.N
     # Of a model without special tokens the first is where attention goes that has nothing to look for.
     read = _text(encoding.tokens, special if any(special) else [n == 0 for n in range(len(special))], encoding.type_ids)
     texts = {"encoder": read, "decoder": read}
-    if hasattr(model, "encode"):
+    if _takes(model, "decoder_input_ids"):
         said = tokenizer.encode(arguments.target or "", add_special_tokens=False)
-        start = model.config.start_token_id
+        names = ("start_token_id", "decoder_start_token_id", "bos_token_id")
+        start = next((n for name in names if (n := getattr(model.config, name, None)) is not None), 0)
         inputs["decoder_input_ids"] = torch.tensor([[start, *said.ids]])
         tokens = [json.dumps(start) if (name := tokenizer.id_to_token(start)) is None else name, *said.tokens]
         texts["decoder"] = _text(tokens, [n == 0 for n in range(len(tokens))])
-    elif hasattr(model, "segments"):
+    elif two:
         inputs["token_type_ids"] = torch.tensor([encoding.type_ids])
     return inputs, texts
+
+
+def _takes(model: Any, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters

@@ -32,6 +32,15 @@ def read_image(path: str | Path, size: ImageSize, channels: int = 3) -> torch.Te
     return pixels.view(height, width, channels).permute(2, 0, 1).float().div(127.5).sub(1.0)
 
 
+def image_shape(path: str | Path) -> tuple[int, int]:
+    """(height, width) of an image file. ValueError if it is none; ImportError without Pillow."""
+    try:
+        with require("PIL.Image", "viz", "reading images").open(path) as image:
+            return image.height, image.width
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+
+
 class ImageFolder:
     """Images of `root/<class>/<name>.png` through :func:`read_image`.
 

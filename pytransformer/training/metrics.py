@@ -119,7 +119,8 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, title: str = "") ->
     fig = figure(11, 4)
     for axis, loss in zip(fig.subplots(1, 2), (True, False)):
         for run, rows in runs.items():
-            names = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
+            told = dict.fromkeys(name for row in rows for name in row if name not in passed and name.endswith("loss") == loss)
+            names = [name for name in told if not name.startswith("distance")]  # of another scale: viz draws them
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if name in row]
                 shown = f"{run}: {name.replace('_', ' ')}" if run else name.replace("_", " ")

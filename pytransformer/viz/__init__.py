@@ -10,11 +10,12 @@ from .blocks import block_map
 from .curves import plot_curves
 from .depth import mean_distances, plot_distances, plot_positions
 from .maps import gallery, head_lines, heat_map
-from .models import Seen, attention_of, load_model, position_table
+from .models import Returned, Seen, attention_of, load_model, position_table
 from .patterns import Found, Text, find_patterns, pattern_scores, plot_patterns
 
 __all__ = [
     "Found",
+    "Returned",
     "Seen",
     "Text",
     "attention_of",

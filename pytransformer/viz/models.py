@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,32 @@ from ..nn import AttentionTap, taps
 from ..nn.positions import Positions
 from .depth import mean_distances
 
-_PATTERNS = {"encoder": "encoder.*.mixing", "decoder": "decoder.*.mixing", "cross": "decoder.*.cross_attention"}
+STACKS = ("cross", "decoder", "encoder")  # the first that a model has is drawn if none is named
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The weights that a model returned itself, (B, heads, Lq, Lk), read as an :class:`AttentionTap` is."""
+
+    all_weights: torch.Tensor
+
+    def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
+        """Raises ValueError: there is no such row or head."""
+        found = self.all_weights
+        for dim, what, chosen in ((1, "heads", heads), (2, "rows", rows)):
+            if chosen is not None:
+                count = found.shape[dim]
+                if wrong := [n for n in chosen if not -count <= n < count]:
+                    raise ValueError(f"{what} must be between {-count} and {count - 1}, got {wrong[0]}")
+                found = found.index_select(dim, torch.tensor([n % count for n in chosen], device=found.device))
+        return found
+
+    def summary(self, *kinds: str) -> dict[str, torch.Tensor]:
+        """The "distance" alone: sum_j p |j - i| of each query."""
+        if kinds != ("distance",):
+            raise ValueError(f"of weights that a model returned there is the distance only, got {', '.join(kinds) or 'all'}")
+        i, j = (torch.arange(n, device=self.all_weights.device) for n in self.all_weights.shape[2:])
+        return {"distance": (self.all_weights * (j - i[:, None]).abs()).sum(-1)}
 
 
 @dataclass(frozen=True)
@@ -25,11 +50,11 @@ class Seen:
 
     Attributes:
         which: "encoder", "decoder" (self-attention) or "cross".
-        taps: of each layer what the kernel got and returned.
+        taps: of each layer what the kernel got and returned, or what the model returned.
     """
 
     which: str
-    taps: tuple[AttentionTap, ...]
+    taps: tuple[AttentionTap | Returned, ...]
 
     def weights(
         self,
@@ -80,23 +105,40 @@ def attention_of(model: Any, inputs: dict[str, torch.Tensor], which: str | None 
     Raises:
         ValueError: the model has no such attention.
     """
-    names = [name for name, _ in model.named_modules()]
-    stacks = {"cross": "decoder.blocks.0.cross_attention.out", "decoder": "decoder.blocks.0", "encoder": "encoder.blocks.0"}
-    there = [stack for stack, name in stacks.items() if name in names]
-    which = which or (there[0] if there else None)
-    if which not in there:
-        raise ValueError(f"{type(model).__name__} has no {which} attention; it has {', '.join(there) or 'none'}")
+    there = _stacks(model)
+    if not there:
+        raise ValueError(f"{type(model).__name__} mixes tokens without attention: there are no weights to draw")
+    which = which_stack(there, which, type(model).__name__)
     training = model.training
     model.eval()
     try:
-        with taps(model, _PATTERNS[which]) as record:
+        with taps(model, *there[which]) as record:
             model(**inputs)
     finally:
         model.train(training)
-    found = tuple(tap for tap in record.values() if isinstance(tap, AttentionTap))
-    if not found:
-        raise ValueError(f"{type(model).__name__} mixes tokens without attention: there are no weights to draw")
-    return Seen(which, found)
+    return Seen(which, tuple(record.values()))
+
+
+def _stacks(model: Any) -> dict[str, list[str]]:
+    """Of each stack the names of its attention modules, layer by layer."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "observer"):
+            own = "decoder" if name.startswith("decoder.") else "encoder"
+            found.setdefault("cross" if getattr(module, "cross", False) else own, []).append(name)
+    return found
+
+
+def which_stack(there: Collection[str], wanted: str | None, model: str) -> str:
+    """The stack to draw: the one wanted, or the first of :data:`STACKS` that is there.
+
+    Raises:
+        ValueError: the model has not the one wanted.
+    """
+    known = [stack for stack in STACKS if stack in there]
+    if wanted is not None and wanted not in there:
+        raise ValueError(f"{model} has no {wanted} attention; it has {', '.join(known)}")
+    return wanted or known[0]
 
 
 def position_table(model: Any) -> torch.Tensor:
@@ -125,8 +167,12 @@ def load_model(folder: Path) -> Any:
         if facts["model"] not in models.__all__:
             raise ValueError(f"{folder} holds a {facts['model']}, which is none of pytransformer.models")
         return getattr(models, facts["model"]).load(folder).eval()
-    kind = facts.get("model_type")
-    kinds = {k: cls for name in models.__all__ for cls in [getattr(models, name)] for k in getattr(cls, "CONVERSIONS", {})}
+    kind, kinds = facts.get("model_type"), hugging_face_types()
     if kind not in kinds:
         raise ValueError(f"{folder} holds a Hugging Face model of type {kind!r}; wanted one of {', '.join(sorted(kinds))}")
     return kinds[kind].load_hf(folder)
+
+
+def hugging_face_types() -> dict[str, Any]:
+    """The model types of transformers that have a class here, and that class."""
+    return {k: cls for name in models.__all__ for cls in [getattr(models, name)] for k in getattr(cls, "CONVERSIONS", {})}

@@ -137,7 +137,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, weights):
 
 
 def test_curves_have_a_line_each_and_ticks_where_points_are(tmp_path):
-    figure = viz.plot_curves({"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y")
+    figure = viz.plot_curves({"a": [(10, 0.5), (40, 0.7)], "b": [(10, 0.6)]}, "digits", "right", title="x<y", log_x=True)
     (axis,) = figure.axes
     assert [line.get_label() for line in axis.lines] == ["a", "b"] and axis.get_xscale() == "log"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["10", "40"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..training_run import Run
@@ -55,14 +55,22 @@ def held_out_batch(run: Run, held_out: Any, collate: Any) -> list[dict[str, Any]
 
 
 def classify(
-    run: Run, stage: str, model: Any, examples: Any, held_out: Any, collates: tuple[Any, Any], steps: int | None = None
+    run: Run,
+    stage: str,
+    model: Any,
+    examples: Any,
+    held_out: Any,
+    collates: tuple[Any, Any],
+    steps: int | None = None,
+    also: Callable[[Any, Any], dict[str, float]] = lambda model, batch: {},
 ) -> float:
-    """Trains a classifier of digits; the share of held-out ones that it tells right. collates: to learn with, and to measure with."""
+    """Trains a classifier of digits; the share of held-out ones that it tells right. collates: to learn with, and to measure with. also:
+    what else is measured on the way, of the model and all held-out digits."""
     from ...training import Batches
     from ...training.objective import held_out_loss
 
     batch = held_out_batch(run, held_out, collates[1])
     batches = Batches(examples, run.arguments.batch, collates[0], seed=run.arguments.seed)
     steps = run.arguments.steps if steps is None else steps
-    run.fit(stage, model, batches, schedule(run, steps), steps, evaluate=lambda m: held_out_loss(m, batch))
+    run.fit(stage, model, batches, schedule(run, steps), steps, evaluate=lambda m: held_out_loss(m, batch) | also(m, batch[0]))
     return held_out_loss(model, batch)["accuracy"]

@@ -3,7 +3,8 @@
 
 It learns from growing shares of scikit-learn's 8 x 8 digits (extra corpora), each time from nothing, beside logistic regression on the
 same images; then it is fine-tuned at another size, rectangular by default, with its positions interpolated, beside a model that begins
-there from nothing. accuracy.png has the accuracy by share, distance.png how far each head looks.
+there from nothing. accuracy.png has the accuracy by share, distance.png how far each head looks,
+distance-over-training.png how that came to be.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def train(run: Run) -> int:
         model = _model(run, stage, SIDE)
         for found, value in zip(
             curve.values(),
-            (classify(run, stage, model, part, held_out, collates), logistic_regression(part, held_out)),
+            (classify(run, stage, model, part, held_out, collates, also=_distances), logistic_regression(part, held_out)),
         ):
             found.append((len(part), value))
     figures = [
@@ -104,8 +105,16 @@ def _resized(run: Run, model: Any, learned: Any, held_out: Any) -> list[Figure]:
     ]
 
 
+def _distances(model: Any, batch: Any) -> dict[str, float]:
+    """How far the heads of each layer look, in pixels, on average."""
+    from ... import viz
+
+    found = viz.attention_of(model, {"pixel_values": batch["pixel_values"][:64]}).patch_distances(model).mean(1)
+    return {f"distance_layer_{layer}": distance for layer, distance in enumerate(found.tolist())}
+
+
 def _draw(run: Run, model: Any, held_out: Any, curve: dict[str, list[tuple[float, float]]]) -> list[list[float]]:
-    """accuracy.png and distance.png; returns the distances, (layers, heads)."""
+    """accuracy.png, distance.png and distance-over-training.png; returns the distances of the last share's model, (layers, heads)."""
     from ... import viz
 
     pixels = held_out.images[:64].to(run.world.device)
@@ -113,9 +122,16 @@ def _draw(run: Run, model: Any, held_out: Any, curve: dict[str, list[tuple[float
     if run.world.first:
         try:
             figure = viz.plot_curves(
-                curve, "digits to learn from", "held-out digits told right", title="Accuracy by share of the data"
+                curve, "digits to learn from", "held-out digits told right", title="Accuracy by share of the data", log_x=True
             )
             viz.save(figure, run.out / "accuracy.png")
+            rows = run.stages[f"share-{100 * run.arguments.shares[-1]:.0f}"].metrics.rows
+            layers = {
+                f"layer {layer}": [(row["step"], row[name]) for row in rows if (name := f"distance_layer_{layer}") in row]
+                for layer in range(len(distances))
+            }
+            figure = viz.plot_curves(layers, "step", "mean attention distance, pixels", title="How far each layer looks")
+            viz.save(figure, run.out / "distance-over-training.png")
             viz.save(viz.plot_distances(distances, title="How far the heads look", unit="pixels"), run.out / "distance.png")
         except ImportError as error:
             run.say(f"no pictures: {error}")
