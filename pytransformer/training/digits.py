@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handwritten digits that people drew, from the package scikit-learn: as images, as sequences of grey levels, as strips to be read.
 
-1,797 images of 8 x 8 pixels with grey levels 0 to 16, by 13 writers, in the order in which they wrote: the test half of "Optical
-Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998; UCI repository, CC BY 4.0). The last third is held out, so that it is mostly
-by other writers than the rest.
+1,797 images of 8 x 8 pixels with grey levels 0 to 16, the test half of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak,
+1998; UCI repository, CC BY 4.0). The last third is held out: a random one is easier, 0.970 for logistic regression instead of 0.923, as if
+writers stood together.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def train(run: Run) -> int:
 
     a, chance = run.arguments, 1 / CLASSES
     learned, held_out = load_digits()
-    run.say(f"{len(learned)} digits to learn from, {len(held_out)} held out, mostly by other writers")
+    run.say(f"{len(learned)} digits to learn from, {len(held_out)} held out")
     curve: dict[str, list[tuple[float, float]]] = {"ViT": [], "logistic regression on the pixels": []}
     collates = image_collates(run)
     for share in a.shares:
