@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/seeds.md: every file, test and command of its tables exists, commands with their very options."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pytransformer.cli import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "seeds.md"
+MISSING = "nobody/wrote/this.py"
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of each table, without the tables' heads."""
+    found = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return [row for row in found if row[1] != "file"]
+
+
+@functools.cache
+def names_of(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+
+
+def wrong(row: list[str]) -> list[str]:
+    """What the row names and is not there. The second cell has files, the third tests, the fourth, which may be empty, commands."""
+    files, tests, *commands = (re.findall(r"`([^`]+)`", cell) for cell in row[1:])
+    lacking = [name for name in files if not (ROOT / name).is_file()]
+    if not files or not tests:
+        lacking.append(f"no file or no test in {row}")
+    for name in tests:
+        path, _, test = name.partition("::")
+        if not (ROOT / path).is_file() or test not in names_of(ROOT / path):
+            lacking.append(name)
+    for command in commands[0] if commands else []:
+        program, *words = shlex.split(command)
+        if program == "python":
+            lacking += [] if (ROOT / words[0]).is_file() and options_there(ROOT / words[0], words[1:]) else [command]
+        elif program != "pytransformer" or not parses(words):
+            lacking.append(command)
+    return lacking
+
+
+def options_there(script: Path, words: list[str]) -> bool:
+    return all(f'"{word}"' in script.read_text(encoding="utf-8") for word in words if word.startswith("--"))
+
+
+def parses(words: list[str]) -> bool:
+    try:
+        return build_parser().parse_args(words).command is not None
+    except SystemExit:
+        return False
+
+
+def test_everything_named_exists() -> None:
+    assert [lacking for row in rows(PAGE.read_text(encoding="utf-8")) for lacking in wrong(row)] == []
+
+
+def test_the_tables_have_every_system_and_number() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    names = "Transformer BERT SpanBERT GPT T5 ViT FNet Mixer GShard Conformer Linformer".split()
+    assert [name for name in names if name not in page] == [] and len(rows(page)) >= 40
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["a", f"`{MISSING}`", "`tests/test_notes.py::test_everything_named_exists`"],
+        ["a", "`setup.py`", "`tests/test_notes.py::test_of_nobody`"],
+        ["a", "`setup.py`", "`tests/test_notes.py::parses`"],
+        ["a", "`setup.py`", ""],
+        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`pytransformer train nothing`"],
+        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`pytransformer train vit --sharse 1`"],
+        ["a", "`setup.py`", "`tests/test_notes.py::test_everything_named_exists`", "`python examples/gpt.py --perfix`"],
+    ],
+)
+def test_what_is_not_there_is_found(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(wrong(row)) == 1
