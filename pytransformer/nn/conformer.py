@@ -85,7 +85,7 @@ class ConvolutionModule(nn.Module):
         """keep: (B, L) bool, False at padding, which then enters the convolution as zero."""
         x = nn.functional.glu(self.pointwise_in(x), -1)
         if keep is not None:
-            x = x * keep[..., None]
+            x = x.masked_fill(~keep[..., None], 0.0)
         x = self.batch_norm(self.depthwise(x.transpose(1, 2)))
         return self.pointwise_out(nn.functional.silu(x).transpose(1, 2))
 

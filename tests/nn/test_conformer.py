@@ -149,7 +149,7 @@ def test_ctc_reads_the_best_path() -> None:
 def test_a_conformer_reads_a_sequence_as_alone() -> None:
     """Subsampling, relative positions and CTC together, whatever a batch pads."""
     model, x, labels = build("Conformer-ctc").eval(), torch.randn(1, 21, 9), torch.tensor([[4, 9]])
-    padded = torch.full((2, 33, 9), 50.0)
+    padded = torch.full((2, 33, 9), torch.nan)
     padded[0, :21], padded[1, 12:] = x[0], x[0]  # 12 is a multiple of the stride
     mask = torch.zeros(2, 33, dtype=torch.long)
     mask[0, :21], mask[1, 12:] = 1, 1
