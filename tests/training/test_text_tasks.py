@@ -4,12 +4,14 @@ is wrong with its options."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import random
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,6 +287,25 @@ def test_use_of_experts_is_counted_as_the_layer_does_it(choices):
     assert 0.1 < use["dropped"] < 0.8
     idle = (4 - choices) * sum(p[0].numel() for p in mixture.experts.parameters())
     assert active_parameters(model) == model.num_parameters() - idle
+
+
+def test_the_ends_of_an_answer_are_those_of_the_text_with_the_label(corpora):
+    from pytransformer.cli.tasks._fine_tuning import LENGTH, answers
+    from pytransformer.cli.tasks._masked import uncased_words
+    from pytransformer.training.labelled import read_labelled
+
+    texts = read_labelled(corpora[0]).texts
+    of = {t.text.lower(): t.label for t in texts}
+    learned = uncased_words(texts[:500], texts[500:], 200)
+    question = answers(SimpleNamespace(arguments=SimpleNamespace(seed=3)), learned)
+    tokenizer, places = learned.words.tokenizer, collections.Counter()
+    for example in question.train:
+        ids, (first, last) = example.ids, example.labels
+        asked = tokenizer.decode(ids[: ids.index(tokenizer.end_id)])
+        assert of[tokenizer.decode(ids[first : last + 1])] == asked and ids[last + 1] == tokenizer.end_id
+        places[ids[:first].count(tokenizer.end_id)] += 1
+        assert len(ids) == len(example.segments) <= LENGTH
+    assert len(question.train) == 500 and set(places) == {1, 2, 3} and min(places.values()) > 100
 
 
 def test_cases_of_words():
