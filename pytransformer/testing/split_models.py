@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import models
 from ..nn.blocks import Block
@@ -86,6 +88,36 @@ def trained(
             loss /= sizes[0]
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return losses, {name: t.clone() for name, t in gathered_state(model).items()}
+
+
+class Given(TorchDispatchMode):
+    """The bytes that this process gives to collectives, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it calls the collectives on its parts, and those come here
+        kind = func.name().split("::")[1].strip("_").removesuffix("_into_tensor").replace("all_gather", "allgather")
+        if "c10d" in func.name() and kind in ("all_reduce", "allgather", "broadcast", "all_to_all_single", "reduce_scatter"):
+            first = args[1] if func.name() == "c10d::allgather_" else args[0]
+            self.bytes[kind] += (first[0] if isinstance(first, list) else first).nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_given(
+    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], batch: Batch
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of a forward and a backward under a plan."""
+    model = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),)))
+    torch.manual_seed(0)
+    with Given() as forward:
+        loss = model(**batch).loss
+    with Given() as backward:
+        loss.backward()
+    return dict(forward.bytes), dict(backward.bytes)
 
 
 def small(name: str) -> nn.Module:

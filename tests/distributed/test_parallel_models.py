@@ -12,6 +12,7 @@ import torch
 from pytransformer.testing import small_models
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.split_models import (
+    bytes_given,
     converted,
     hugging_face_model,
     loss_and_gradients,
@@ -112,6 +113,25 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
     want = train(hugging_face_model(), steps)
     for losses in pool.run(2, converted, steps):
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["GPT", "T5"])
+def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> None:
+    """docs/tensor-parallel.md. GPT's dropout broadcasts a seed with each norm but the first of a stack, and that of the last too."""
+    c, rows, width = CONFIGS[name], 8 * 9, 16 * 4
+    layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows
+    sums = {"GPT": (2 * layers + 1, 2 * layers), "T5": (5 * layers + 2, 6 * layers)}[name]
+    generators, loss = 8, 2 * learned * 4
+    forward = {"all_reduce": sums[0] * rows * width, "allgather": generators + loss}
+    backward = {"all_reduce": sums[1] * rows * width + learned * width}
+    if name == "GPT":
+        forward["broadcast"] = (2 * layers + 1) * 8
+    else:
+        backward["allgather"] = 2 * layers * c["buckets"] * c["num_heads"] // ranks * 4
+    made = name, c, torch.float32
+    for found in pool.run(ranks, bytes_given, made, batches(name)[0]):
+        assert found == (forward, backward)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
