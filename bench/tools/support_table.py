@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing.cases import cases
+from pytransformer.testing.cases import APART, FORWARD_ONLY, cases
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 START, END = "<!-- support table: start, written by bench/tools/support_table.py -->", "<!-- support table: end -->"
@@ -61,7 +61,8 @@ def supported(backend: str, case) -> str:
 def table() -> str:
     backends = [b for b in DEVICE if any(b in op.backends for op in OPS.values())]
     lines: dict[tuple[str, ...], list[str]] = {}
-    for case in cases(size="small"):
+    every = [*cases(size="small"), *cases(size="small", tags={APART, FORWARD_ONLY})]
+    for case in sorted(every, key=lambda case: [*OPS, case.op].index(case.op)):
         if case.op in OPS:
             answers = (case.op, *(supported(b, case) for b in backends))
             lines.setdefault(answers, []).append(case.name.replace("_", " "))

@@ -29,11 +29,15 @@ from .plan import plan_forward
 from .problem import ForwardStrides, at_tile, lower, rows
 from .tiles import (
     at_head,
+    at_key_head,
     column,
     finish,
     keep_mask,
     key_mask,
+    key_pointers,
+    load_at,
     load_rows,
+    pages_of,
     power,
     query_tile,
     scores,
@@ -62,8 +66,8 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
         whole = tl.minimum(tl.maximum(whole, first), last)
         whole_end = tl.minimum(tl.maximum(whole_end, whole), last)
     entry, rest, end_of_steps, gap = walk(i_b, i_head, i_tile, first, whole_end, last, gap, False, p, C)
-    K = at_head(K, strides.k, i_b, i_head // p.group)
-    V = at_head(V, strides.v, i_b, i_head // p.group)
+    K = at_key_head(K, strides.k, i_b, i_head // p.group, C)
+    V = at_key_head(V, strides.v, i_b, i_head // p.group, C)
     b_q = load_rows(at_head(Q, strides.q, i_b, column(i_h, C)), strides.q, row_q, i, m_i, True, C.D, C.BD)  # [BM, BD]
     seg_q = segments_of(p.query_segments, i_b, p.num_queries, i, m_i)
 
@@ -78,7 +82,9 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 t, word = tile_at(n, entry, gap, 0, False, p, C)
                 j = origin + t * C.BN + tl.arange(0, C.BN)
                 m_j = key_mask(j, i_b, i_head, seen_keys(j, seen, C), p, C)
-                b_k = load_rows(K, strides.k, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
+                page = pages_of(j, m_j, i_b, p, C)
+                p_k = key_pointers(K, strides.k, row_k, j, page, C.BD, C)
+                b_k = load_at(p_k, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
                 b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
@@ -89,7 +95,8 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 alpha = power(b_m - safe, C)
                 b_m = b_row_max
                 b_l = b_l * alpha + tl.sum(b_p, 1)
-                b_v = load_rows(V, strides.v, row_k, j, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
+                p_v = key_pointers(V, strides.v, row_k, j, page, C.BDV, C)
+                b_v = load_at(p_v, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
                     b_p = tl.where(keep_mask(i, j, i_b, i_h, p, C), b_p, zero_of(p))
                 b_v = visible_rows(b_v, m_s, p, C)

@@ -92,6 +92,14 @@ class Diagonals(NamedTuple):
     d_max: int
 
 
+class Pages(NamedTuple):
+    """Where keys and values in pages are; see tiles.py, key_pointers."""
+
+    table: torch.Tensor  # (B, width) int32 or int64
+    width: int
+    count: int  # of the pool
+
+
 class Problem(NamedTuple):
     """One attention problem; see pytransformer.ops.attention.ARGUMENTS."""
 
@@ -113,6 +121,7 @@ class Problem(NamedTuple):
     cu_keys: torch.Tensor | None
     query_segments: torch.Tensor | None
     key_segments: torch.Tensor | None
+    pages: Pages | None
     mask: Dense
     bias: Dense
     blocks: BlockLists
@@ -160,6 +169,7 @@ class Kind:
     BLOCK_QUERIES: int = 0  # of a block mask; both 0 without one
     BLOCK_KEYS: int = 0
     DECODE_APART: bool = False  # decoded sequences have a launch of their own
+    PAGE_SIZE: int = 0  # keys of a page; 0 without pages
 
     @property
     def GAP(self) -> bool:
@@ -235,6 +245,7 @@ def lower(a: AttentionProblem) -> Problem:
         prefix_lengths=a.prefix_lengths,
         query_segments=a.query_segments,
         key_segments=a.key_segments,
+        pages=None if a.page_table is None else Pages(a.page_table, a.page_table.shape[1], a.key.shape[0]),
         cu_queries=a.cu_seqlens_q,
         cu_keys=a.cu_seqlens_k,
         mask=dense_of(a.mask if mask is None else mask),
@@ -284,6 +295,7 @@ def kind_of(a: AttentionProblem) -> Kind:
         BUCKETS=0 if a.table is None else padded(a.table.shape[0]),
         BLOCK_QUERIES=block_queries,
         BLOCK_KEYS=block_keys,
+        PAGE_SIZE=0 if a.page_table is None else a.key.shape[2],
     )
 
 

@@ -53,7 +53,12 @@ def row_pointers(P, strides, row, x, WIDTH: tl.constexpr):
 @triton.jit
 def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """[rows of x, PADDED], zero beyond WIDTH and, if MASKED, where m_x is false."""
-    pointers = row_pointers(P, strides, row, x, PADDED)
+    return load_at(row_pointers(P, strides, row, x, PADDED), m_x, MASKED, WIDTH, PADDED)
+
+
+@triton.jit
+def load_at(pointers, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """load_rows of the rows at these pointers."""
     if WIDTH == PADDED:
         if MASKED:
             return tl.load(pointers, mask=m_x[:, None], other=0.0)
@@ -62,6 +67,28 @@ def load_rows(P, strides, row, x, m_x, MASKED: tl.constexpr, WIDTH: tl.constexpr
     if MASKED:
         return tl.load(pointers, mask=m_x[:, None] & m_column, other=0.0)
     return tl.load(pointers, mask=m_column, other=0.0)
+
+
+@triton.jit
+def pages_of(j, m_j, i_b, p, C: tl.constexpr):
+    """The page of each key of j, without pages j itself. Entries are read of keys in m_j alone; one outside the pool is taken for the
+    nearest page."""
+    if C.PAGE_SIZE:
+        p_entry = p.pages.table + i_b.to(tl.int64) * p.pages.width + j // C.PAGE_SIZE
+        entry = tl.load(p_entry, mask=m_j, other=0)
+        j = tl.minimum(tl.maximum(entry, 0), p.pages.count - 1).to(tl.int32)
+    return j
+
+
+@triton.jit
+def key_pointers(P, strides, row, j, page, WIDTH: tl.constexpr, C: tl.constexpr):
+    """row_pointers of keys j of a head, in their pages; P begins at the head of the sequence, or of the pool."""
+    if C.PAGE_SIZE:
+        row = page.to(tl.int64) * strides.batch + (j % C.PAGE_SIZE).to(tl.int64) * strides.row
+        pointers = P + row[:, None] + tl.arange(0, WIDTH)[None, :]
+    else:
+        pointers = row_pointers(P, strides, row, j, WIDTH)
+    return pointers
 
 
 @triton.jit
@@ -286,6 +313,16 @@ def column(x, C: tl.constexpr):
 def at_head(P, strides, i_b, i_h):
     """P moved to one sequence (its rows apart) and head."""
     return P + i_b.to(tl.int64) * strides.batch + i_h.to(tl.int64) * strides.head
+
+
+@triton.jit
+def at_key_head(P, strides, i_b, i_h, C: tl.constexpr):
+    """at_head of keys or values; of pages the pool's."""
+    if C.PAGE_SIZE:
+        P += i_h.to(tl.int64) * strides.head
+    else:
+        P = at_head(P, strides, i_b, i_h)
+    return P
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from ..ops._core.registry import OPS
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Builder = Callable[["Draw"], Mapping[str, Any]]
+FORWARD_ONLY = "forward_only"  # the tag of cases that take no gradient
 SEEDED: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 1234}
 
 
@@ -60,6 +61,10 @@ class Case:
     tags: frozenset[str]
     work: Callable[[Mapping[str, int]], Work]
 
+    @property
+    def forward_only(self) -> bool:
+        return FORWARD_ONLY in self.tags
+
     def resize(self, **shape: int) -> Case:
         """The same problem at another shape; a change of Hq alone keeps the query heads per key head."""
         new = {**self.shape, **shape}
@@ -69,12 +74,12 @@ class Case:
 
     def make(self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False) -> Arguments:
         """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
-        dtype, up to its rounding."""
+        dtype, up to its rounding. Of a case without gradients nothing requires one."""
         generator = torch.Generator().manual_seed(seed)
         values = dict(self.build(Draw(self.shape, torch.device(device), dtype, generator)))
         given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))
         args = tuple(values.pop(name) for name in given)
-        if requires_grad:
+        if requires_grad and not self.forward_only:
             for leaf in leaves(self.op, args, values).values():
                 leaf.requires_grad_()
         return args, values

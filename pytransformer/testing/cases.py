@@ -14,6 +14,7 @@ divides by. The cases of a stem stand in `ops/<stem>.py`.
 
 from __future__ import annotations
 
+from .case import FORWARD_ONLY as FORWARD_ONLY
 from .case import Case as Case
 from .case import leaves as leaves
 from .kits import kits, ops

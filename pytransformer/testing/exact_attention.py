@@ -47,7 +47,11 @@ def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: 
 
 
 def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Of `attention`."""
+    """Of `attention`; pages are gathered."""
+    if (table := named.get("page_table")) is not None:
+        rows = {n: named[n][table.long()].transpose(1, 2).flatten(2, 3) for n in ("key", "value")}
+        named = {**named, **rows}
+        del named["page_table"]
     return oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
 
 

@@ -12,7 +12,8 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing import bounds, oracle
+from pytransformer.testing import bounds, exact_attention, oracle
+from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 from pytransformer.testing.pages import Pools, in_pages, widened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,6 +121,20 @@ def test_against_float64(backend: str, lq: int) -> None:
         out = attend(backend, query, pools, lengths, **options)[..., :-1]
         grads = torch.zeros_like(out), torch.zeros(out.shape[:3])
         answer = oracle.solve(query, key, value, *grads, key_lengths=lengths, **options)
+        wrong = [str(c) for c in bounds.check(answer, {"out": out}, dtype, "zero_mean") if not c.ok]
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("named", cases("attention", tags={APART, FORWARD_ONLY}), ids=lambda c: c.name)
+def test_the_named_cases(backend: str, named: Case) -> None:
+    """Those of benchmarks and of ``pytransformer verify``, in which nothing requires a gradient."""
+    for dtype in (torch.float32, torch.bfloat16):
+        args, kwargs = named.make("cpu", dtype, seed=3, requires_grad=True)
+        if (reason := attention_op.reason(backend, attention_op.prepare(*args, **kwargs)[0])) is not None:
+            pytest.skip(f"backend {backend} declines: {reason}")
+        out = pt.attention(*args, **kwargs, backend=backend, strict=True)
+        found = {"query": args[0], "key": args[1], "value": args[2], **kwargs}
+        answer = exact_attention.padded(found, None)
         wrong = [str(c) for c in bounds.check(answer, {"out": out}, dtype, "zero_mean") if not c.ok]
         assert not wrong, "\n".join(wrong)
 

@@ -82,7 +82,16 @@ def chosen(
     if unknown:
         raise UsageError(f"--case: no case {', '.join(unknown)}; {', '.join(ops)} have {', '.join(sorted(known))}")
     picked = [c for c in everything if (c.name in names if names else "core" in c.tags and APART not in c.tags)]
-    return [Step(resized(c, shape), DTYPES[d], mode) for c in picked for d in dtypes for mode in modes]
+    steps = [
+        Step(resized(c, shape), DTYPES[d], m)
+        for c in picked
+        for d in dtypes
+        for m in modes
+        if m == "fwd" or not c.forward_only
+    ]
+    if not steps and picked:
+        raise UsageError(f"--mode: {', '.join(c.name for c in picked)} take no gradient; the mode must be fwd")
+    return steps
 
 
 def resized(found: Case, shape: dict[str, int]) -> Case:

@@ -136,6 +136,13 @@ def _forward(problem: Problem, kernel: Kernel) -> tuple[Callable[[], Outputs], f
     """The forward of a padded or packed problem through `kernel`, and the largest softcap in it."""
     named = dict(problem.named)
     query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+    if (table := named.pop("page_table", None)) is not None:
+
+        def gathered(pool: torch.Tensor) -> torch.Tensor:
+            return pool[table].transpose(1, 2).flatten(2, 3)
+
+        of_pages = _terms(query, gathered(key), gathered(value), named)
+        return (lambda: (kernel(query, gathered(key), gathered(value), of_pages),)), of_pages.softcap
     if problem.case.op == "attention":
         terms = _terms(query, key, value, named)
         return (lambda: (kernel(query, key, value, terms),)), terms.softcap

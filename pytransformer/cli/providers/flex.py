@@ -30,6 +30,8 @@ def prepare(problem: Problem) -> Prepared:
     query, key, value = problem.args
     if problem.device == "cuda" and (query.shape[-1] & (query.shape[-1] - 1)):
         raise Unsupported(f"FlexAttention wants a power of two as head size, not {query.shape[-1]}")
+    if "page_table" in problem.kwargs:
+        raise Unsupported("FlexAttention reads pages by a formula of its own")
     with torch.no_grad():
         a = OPS["attention"].prepare(*problem.args, **{k: v for k, v in problem.kwargs.items() if k != "return_lse"})[0]
     mask_mod, score_mod = _mask_mod(a, _pattern_mod(problem)), _score_mod(a)

@@ -15,7 +15,7 @@ import torch
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
 from pytransformer.ops._core.verdicts import DECLINED, RIGHT, UNCHECKED, Features, features
-from pytransformer.testing.cases import APART, Case, cases
+from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
 WIDE = (128, 256)  # head sizes beside the cases' own: other kernels
@@ -70,6 +70,7 @@ def cases_of(op: str) -> list[Case]:
     return [
         *cases(op),
         *cases(op, tags={APART, LARGE}),
+        *cases(op, tags={APART, FORWARD_ONLY}),
     ]  # one block mask: patterns of them differ in nothing that a kernel sees
 
 

@@ -15,6 +15,7 @@ from .. import calibrate_attention, draw_attention, exact_attention, fuzz_attent
 from ..case import Builder, Case, Draw, Work, made
 from ..kit import Fuzzer, Kit, Mutants
 from ..mutants_attention import BACKWARD_FAULTS, FAULTS
+from ..pages import in_pages
 from ..patterns import PATTERNS, Pattern
 
 
@@ -82,6 +83,16 @@ def _left_padding(d: Draw) -> torch.Tensor:
     start = torch.randint(0, d["Lk"] // 2 + 1, (d["B"], 1), generator=d.generator)
     start[:1] = 0
     return (torch.arange(d["Lk"]) >= start)[:, None, None, :].to(d.device)
+
+
+def _pages(d: Draw) -> dict[str, Any]:
+    """Keys and values of a padded batch in shuffled pages. Rows of nobody are zeros: peers gather them."""
+    named, lengths = _qkv(d), _lengths("Lk")(d)
+    pools = in_pages(named["key"], named["value"], lengths, d["page_size"], hostile=False)
+    key, value = pools.tensors
+    return {
+        **named, "key": key, "value": value, "page_table": pools.table, "key_lengths": lengths, "causal": "bottom_right"
+    }  # fmt: skip
 
 
 def _offsets(length: int, batch: int) -> list[int]:
@@ -250,6 +261,8 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
     yield _shaped(size, "cross", _attention(key_lengths=_lengths("Lk")), "padding cross", _padded_share("Lk"), Lk=longer)
     yield _shaped(size, "decode", _attention(causal="bottom_right"), "core decode", Lq=1, Lk=4 * size["Lk"])
     yield _shaped(size, "value_dim", _attention(), "value_dim", Dv=wider)
+    for name, lq, lk in (("pages", size["Lq"], size["Lk"]), ("decode_pages", 1, 4 * size["Lk"])):
+        yield _shaped(size, name, _pages, "apart forward_only padding", _padded_share("Lk"), Lq=lq, Lk=lk, page_size=16)
     for name, (build, tags, share) in VARLEN.items():
         yield _shaped(size, name, build, tags, share, op="attention_varlen")
 

@@ -32,6 +32,8 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
     ) -> list[torch.Tensor | None]:
         from pytransformer.kernels.attention.bwd import backward as run
 
+        if a.page_table is not None:
+            raise ValueError("attention: page_table has no gradients")
         out, lse = saved
         grad_out, grad_lse = grads
         grad_out = torch.zeros_like(out) if grad_out is None else last_contiguous(grad_out.to(out.dtype))
@@ -45,8 +47,6 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if a.page_table is not None:
-        return "its kernels read no pages yet"
     return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_blocks(a) or _why_not_shared(a.query, a.value)
 
 
