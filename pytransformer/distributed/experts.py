@@ -100,7 +100,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         sent, received, group = ctx.way
-        return _all_to_all(grad, received, sent, group), None, None, None
+        return _Exchange.apply(grad, received, sent, group), None, None, None  # a Function too: it may be differentiated again
 
 
 def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:

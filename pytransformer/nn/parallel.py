@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..distributed.sharding.call import from_local, whole
 from .attention import MultiHeadAttention
@@ -77,11 +77,11 @@ def gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return found
 
 
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    """Make the parameter a DTensor, split by a dimension or whole. That of the first rank counts."""
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None) -> None:
+    """Make the parameter a DTensor, split by a dimension or whole. That of rank ``source`` counts; None: each rank's own."""
     old = getattr(module, name)
     if old is not None and not isinstance(old, DTensor):
-        t = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)])
+        t = distribute_tensor(old.detach(), mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(t, requires_grad=old.requires_grad))
 
 
@@ -98,7 +98,7 @@ class WholeParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("WholeParallel", device_mesh)
         for name, _ in list(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, None)
+            _distribute(module, name, device_mesh, None, self.src_data_rank)
         if not isinstance(module, _BY_OPS):
             _in_dtensors(module, device_mesh)
         return module
@@ -127,7 +127,7 @@ class ModelParallel(WholeParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _mesh("ModelParallel", device_mesh)
         for name, _ in list(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, None)
+            _distribute(module, name, device_mesh, None, self.src_data_rank)
         group = device_mesh.get_group()
 
         def check(module: nn.Module, inputs: Any) -> None:
@@ -170,10 +170,10 @@ class VocabularyParallel(ParallelStyle):
         if shared:
             module.weight = shared[0]
         else:
-            _distribute(module, "weight", device_mesh, dim)
+            _distribute(module, "weight", device_mesh, dim, self.src_data_rank)
             self._made.append((before, module.weight))
         if isinstance(module, Classifier):
-            _distribute(module, "bias", device_mesh, dim)
+            _distribute(module, "bias", device_mesh, dim, self.src_data_rank)
         _in_dtensors(module, device_mesh)
         return module
 
@@ -186,17 +186,17 @@ class HiddenParallel(ParallelStyle):
         assert isinstance(module, FeedForward)
         for linear in (module.w1, module.gate):
             if linear is not None:
-                _distribute(linear, "weight", device_mesh, 0)
-                _distribute(linear, "bias", device_mesh, 0)
-        _distribute(module.w2, "weight", device_mesh, 1)
-        _distribute(module.w2, "bias", device_mesh, None)
+                _distribute(linear, "weight", device_mesh, 0, self.src_data_rank)
+                _distribute(linear, "bias", device_mesh, 0, self.src_data_rank)
+        _distribute(module.w2, "weight", device_mesh, 1, self.src_data_rank)
+        _distribute(module.w2, "bias", device_mesh, None, self.src_data_rank)
         return module
 
 
 class SplitProjection(nn.Module):
     """The projections that one matrix held, each split by heads. Returns them as a tuple."""
 
-    def __init__(self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh) -> None:
+    def __init__(self, linear: nn.Linear, widths: Mapping[str, int], mesh: DeviceMesh, source: int | None) -> None:
         super().__init__()
         self.mesh = mesh
         weights = linear.weight.detach().split_with_sizes(list(widths.values()))
@@ -204,8 +204,8 @@ class SplitProjection(nn.Module):
         for (name, width), weight, bias in zip(widths.items(), weights, biases):
             part = nn.Linear(linear.in_features, width, bias is not None, device="meta")
             part.weight, part.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
-            _distribute(part, "weight", mesh, 0)
-            _distribute(part, "bias", mesh, 0)
+            _distribute(part, "weight", mesh, 0, source)
+            _distribute(part, "bias", mesh, 0, source)
             self.add_module(name, part)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -231,14 +231,16 @@ class HeadsParallel(ParallelStyle):
             )
         names = dict(zip(("query", "key", "value"), module.widths))
         if module.cross:
-            ColwiseParallel(use_local_output=False)._apply(module.query, device_mesh)
+            parallelize_module(
+                module.query, device_mesh, ColwiseParallel(use_local_output=False), src_data_rank=self.src_data_rank
+            )
             names.pop("query")
-            module.key_value = SplitProjection(module.key_value, names, device_mesh)  # type: ignore[assignment]
+            module.key_value = SplitProjection(module.key_value, names, device_mesh, self.src_data_rank)  # type: ignore[assignment]
         else:
-            module.qkv = SplitProjection(module.qkv, names, device_mesh)  # type: ignore[assignment]
+            module.qkv = SplitProjection(module.qkv, names, device_mesh, self.src_data_rank)  # type: ignore[assignment]
         if module.sinks is not None:
-            _distribute(module, "sinks", device_mesh, 0)
-        RowwiseParallel()._apply(module.out, device_mesh)
+            _distribute(module, "sinks", device_mesh, 0, self.src_data_rank)
+        parallelize_module(module.out, device_mesh, RowwiseParallel(), src_data_rank=self.src_data_rank)
         module.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
         return module
 

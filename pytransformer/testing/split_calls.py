@@ -173,6 +173,48 @@ def _full(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
+def second_derivative(rank: int, group: dist.ProcessGroup) -> str:
+    """The error of a second derivative; "" for none."""
+    import pytransformer as pt
+
+    mesh = mesh_of(group, (dist.get_world_size(group),))
+    x, w1 = torch.randn(4, 8, requires_grad=True), distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
+    y = pt.feed_forward(x, w1, None, distribute_tensor(torch.randn(8, 6), mesh, [Shard(1)]), None, activation="gelu")
+    try:
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def other_mesh(rank: int, group: dist.ProcessGroup) -> str:
+    """The error of a call with tensors on two meshes."""
+    import pytransformer as pt
+
+    both = mesh_of(group, (2, 2))
+    x, weight = (
+        distribute_tensor(torch.ones(4, 8)[i], both[name], [Replicate()]) for i, name in ((slice(None), "data"), (0, "tensor"))
+    )
+    try:
+        pt.rms_norm(x, 8, weight)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def wrong_target(rank: int, group: dist.ProcessGroup) -> str:
+    """The error of a loss split by rows, of which the last rank has a target out of range."""
+    import pytransformer as pt
+
+    mesh = mesh_of(group, (dist.get_world_size(group),))
+    x, target = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.ones(4, 8), torch.tensor([0, 1, 2, 3])))
+    try:
+        pt.linear_cross_entropy(x, torch.ones(3, 8), target)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
     """Of add_norm with generators that differ by rank: what it drops of ones."""
     import pytransformer as pt

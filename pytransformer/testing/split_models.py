@@ -120,6 +120,20 @@ def bytes_given(
     return dict(forward.bytes), dict(backward.bytes)
 
 
+def sizes(
+    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], by_data: int
+) -> dict[str, tuple[int, int]]:
+    """Of each parameter how many numbers this rank has, and how many there are."""
+    tensor = dist.get_world_size(group) // by_data
+    both = mesh_of(group, (by_data, tensor))
+    model = split(make(*made), both["data"], both["tensor"])
+    found = {}
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor)
+        found[name] = (p.to_local().numel(), p.numel())
+    return found
+
+
 def small(name: str) -> nn.Module:
     """A small model in float64, its blocks without what a plan refuses."""
     fields = {f.name for f in dataclasses.fields(small_models.CONFIGS[name])}

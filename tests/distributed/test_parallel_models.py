@@ -18,6 +18,7 @@ from pytransformer.testing.split_models import (
     loss_and_gradients,
     make,
     refusal,
+    sizes,
     small,
     split_gradients,
     train,
@@ -76,16 +77,16 @@ def difference(found: Any, want: Any) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name, sizes", [
+@pytest.mark.parametrize("name, ranks", [
     ("GPT", (1, 2)), ("GPT", (1, 4)), ("GPT", (2, 1)), ("GPT", (2, 2)),
     ("T5", (1, 2)), ("T5", (2, 1)), ("T5", (2, 2)),
     ("BERT", (1, 2)), ("ViT", (1, 2)), ("ViT", (2, 2)), ("Transformer", (1, 2)),
 ], ids=str)  # fmt: skip
-def test_training_is_that_of_one_process(pool: Pool, name: str, sizes: tuple[int, int]) -> None:
-    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``sizes``: ranks of FSDP2, of the heads."""
-    made = name, config_of(name, sizes[0]), torch.float64
-    for found in pool.run(sizes[0] * sizes[1], trained, made, batches(name), sizes):
-        assert difference(found, alone(name, sizes[0])) < 1e-9
+def test_training_is_that_of_one_process(pool: Pool, name: str, ranks: tuple[int, int]) -> None:
+    """Four steps of AdamW with clipped gradients in float64: losses and parameters. ``ranks``: ranks of FSDP2, of the heads."""
+    made = name, config_of(name, ranks[0]), torch.float64
+    for found in pool.run(ranks[0] * ranks[1], trained, made, batches(name), ranks):
+        assert difference(found, alone(name, ranks[0])) < 1e-9
 
 
 @pytest.mark.parametrize("name", small_models.CONFIGS)
@@ -132,6 +133,15 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
     made = name, c, torch.float32
     for found in pool.run(ranks, bytes_given, made, batches(name)[0]):
         assert found == (forward, backward)
+
+
+def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
+    """On 2 x 2 ranks each has a quarter of every matrix that the plan splits, and by FSDP2 half of all others."""
+    made = "GPT", CONFIGS["GPT"] | {"vocab_size": 64}, torch.float32
+    for found in pool.run(4, sizes, made, 2):
+        for name, (own, full) in found.items():
+            matrix = "norm" not in name and name.endswith("weight") and "positions" not in name
+            assert own == full // (4 if matrix or "qkv" in name or "w1" in name else 2), name
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {

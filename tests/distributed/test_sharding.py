@@ -19,7 +19,19 @@ from pytransformer.testing.kits import kit_of
 from pytransformer.testing.oracle import Solution
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.sharding_faults import FAULTS
-from pytransformer.testing.split_calls import SEED, compute, loss_of, mask_drawn, refusal, solution, sums_meet_norms, ways_of
+from pytransformer.testing.split_calls import (
+    SEED,
+    compute,
+    loss_of,
+    mask_drawn,
+    other_mesh,
+    refusal,
+    second_derivative,
+    solution,
+    sums_meet_norms,
+    ways_of,
+    wrong_target,
+)
 
 solve = functools.cache(solution)
 CASES = [c.name for op in RULES for c in cases(op=op)]
@@ -144,6 +156,25 @@ def test_every_rank_refuses(pool: Pool, name: str) -> None:
     op, tensors, keywords, why = REFUSED[name]
     for told in pool.run(2, refusal, (2,), op, tensors, **keywords):
         assert told.startswith(f"ValueError: {op}: ") and why in told, told
+
+
+def test_second_derivatives_are_refused(pool: Pool) -> None:
+    assert all("without create_graph=True" in told for told in pool.run(2, second_derivative))
+
+
+def test_two_meshes_are_refused(pool: Pool) -> None:
+    assert all("distribute both over the same mesh" in told for told in pool.run(4, other_mesh))
+
+
+def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
+    first, last = pool.run(2, wrong_target)
+    assert "another rank's target is out of range" in first and "target must be between 0 and 2" in last
+
+
+def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
+    """So nothing is refused for it: dropout by heads on a mesh (4, 1)."""
+    found = pool.run(4, compute, "dropout", torch.float64, ["none", "heads"], (4, 1))
+    assert not wrong("dropout", torch.float64, found)
 
 
 @pytest.mark.parametrize("place", [None, 0])

@@ -59,7 +59,7 @@ def to_local(
         t = from_local(t, mesh, [Replicate()] * mesh.ndim)
     if tuple(t.placements) != tuple(placements):
         t = t.redistribute(placements=placements)
-    local: torch.Tensor = t.to_local(grad_placements=gradient)
+    local: torch.Tensor = FirstOrder.apply(t.to_local(grad_placements=gradient))
     return local
 
 
@@ -91,6 +91,22 @@ def seed_of_the_first(seed: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         group = mesh.get_group(place)
         dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
     return seed
+
+
+class FirstOrder(torch.autograd.Function):
+    """The tensor; its gradient is not to be differentiated: some of torch's placements drop out of the graph of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "second derivatives of calls with DTensors are not supported: differentiate without create_graph=True"
+            )
+        return grad
 
 
 class OnFirst(torch.autograd.Function):

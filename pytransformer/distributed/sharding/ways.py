@@ -67,7 +67,7 @@ def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequ
     chosen, shares = [], dict[str, int]()
     for place in range(mesh.ndim):
         way = _way(op, _given(op, tensors, place), ways)
-        if way.refused is not None:
+        if way.refused is not None and mesh.size(place) > 1:
             raise ValueError(f"{op}: split by {way.name}: {way.refused}")
         for name in (n for n in way.arguments if n in way.even):
             shares[name] = shares.get(name, 1) * mesh.size(place)
