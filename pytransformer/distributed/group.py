@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..ops._core.sharded import is_sharded
 from ..ops._core.tensors import check_same, check_tensor, looks_at_values
 from .blocks import BlockParts
 
@@ -35,6 +36,10 @@ def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
 def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> tuple[int, int]:
     """(rank, ranks) of a call with query, key, value and more, after what every scheme checks of it."""
     rank, ranks = check_group(op, group)
+    if is_sharded(list(arguments.values())):
+        raise ValueError(
+            f"{op}: takes this rank's rows as plain tensors: give to_local() of DTensors that are split by the sequence"
+        )
     query = arguments["query"]
     for name in ("query", "key", "value"):
         check_tensor(op, name, arguments[name], floating=True, ndim=4)

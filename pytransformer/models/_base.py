@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from .._version import __version__
 from ..nn.experts import MixtureOptions, balance_loss
+from ..ops._core.sharded import is_sharded
 from . import _convert, _files
 from ._output import Output
 from ._parameters import PARTS, ParameterTable, parameter_table
@@ -104,8 +105,14 @@ class Model(nn.Module):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write weights and config to ``folder``; an interruption leaves what was there before."""
+        state = self.state()
+        if is_sharded(list(state.values())):
+            raise ValueError(
+                f"{type(self).__name__}.save: its parameters are split over ranks: load_state(nn.parallel.gathered_state(model), …) into a "
+                "whole model and save that, or use torch.distributed.checkpoint"
+            )
         about = {"model": type(self).__name__, "version": __version__, "config": dataclasses.asdict(self.config)}
-        _files.write(folder, self.state(), about)
+        _files.write(folder, state, about)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], **changes: Any) -> Self:

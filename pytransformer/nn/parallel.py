@@ -59,8 +59,9 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model that was split, as one process has it: whole tensors under the names from before. Every rank must call."""
-    return gathered(model, model.state_dict())
+    """What ``state()`` of a model that was split is in one process: whole tensors under the names from before. Every rank must call."""
+    names, full = [*dict(model.named_parameters()), *dict(model.named_buffers())], model.state_dict()
+    return gathered(model, {name: full[name] for name in names if name in full})
 
 
 def gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from ..reference.attention import indices, scores, visible_pairs
 from ._core.options import MaskAndBias
+from ._core.sharded import is_sharded
 from ._core.tensors import check_choice, check_tensor, shape_of
 from .attention import attention_op
 
@@ -96,6 +97,10 @@ def _summarise(kind: str, weights: torch.Tensor, relative: torch.Tensor) -> torc
 
 
 def _arguments(op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, keywords: MaskAndBias) -> Any:
+    if is_sharded((query, key, lse)):
+        raise ValueError(
+            f"{op}: query, key and lse must be plain tensors: give parts of one placement, to_local(), or full_tensor()"
+        )
     if unknown := sorted(keywords.keys() - MASK_AND_BIAS):
         raise TypeError(f"{op}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(MASK_AND_BIAS))}")
     a, _, _ = attention_op.prepare(query, key, key, **keywords)

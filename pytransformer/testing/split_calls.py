@@ -202,6 +202,21 @@ def other_mesh(rank: int, group: dist.ProcessGroup) -> str:
     return ""
 
 
+def plain_only(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """The errors of what takes no DTensors."""
+    import pytransformer as pt
+    from pytransformer.distributed import ring_attention
+
+    mesh, told = mesh_of(group, (dist.get_world_size(group),)), []
+    x = distribute_tensor(torch.zeros(1, 2, 8, 8), mesh, [Shard(2)])
+    for call in (lambda: pt.attention_weights(x, x, x[..., 0]), lambda: ring_attention(x, x, x, group=group)):
+        try:
+            call()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
 def wrong_target(rank: int, group: dist.ProcessGroup) -> str:
     """The error of a loss split by rows, of which the last rank has a target out of range."""
     import pytransformer as pt

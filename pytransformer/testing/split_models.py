@@ -27,7 +27,7 @@ from .split_calls import mesh_of
 Batch = Mapping[str, torch.Tensor]
 
 
-def make(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def make(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """The same model in every process."""
     torch.manual_seed(0)
     kind = getattr(models, name)
@@ -169,6 +169,25 @@ def refusal(
     except ValueError as error:
         return str(error)
     return ""
+
+
+def saved_and_back(
+    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], folder: str
+) -> tuple[str, bool]:
+    """(the error of saving a split model, whether a whole one takes its gathered state back)."""
+    model, refused = split(make(*made), None, mesh_of(group, (dist.get_world_size(group),))), ""
+    assert isinstance(model, models.GPT)
+    try:
+        model.save(folder)
+    except ValueError as error:
+        refused = str(error)
+    state, fresh = gathered_state(model), make(*made)
+    assert isinstance(fresh, models.GPT)
+    for p in fresh.parameters():
+        nn.init.zeros_(p)
+    fresh.load_state(state, "the split model")
+    again = make(*made).state_dict()
+    return refused, all(torch.equal(t, again[n]) for n, t in fresh.state_dict().items())
 
 
 def converted(rank: int, group: dist.ProcessGroup, batches: Sequence[Batch]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pytransformer.testing.split_models import (
     loss_and_gradients,
     make,
     refusal,
+    saved_and_back,
     sizes,
     small,
     split_gradients,
@@ -66,7 +68,7 @@ def config_of(name: str, data_ranks: int) -> dict[str, Any]:
 @functools.cache
 def alone(name: str, data_ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model = make(name, config_of(name, data_ranks), torch.float64)
-    return train(model, batches(name)), {n: t.detach() for n, t in model.state_dict().items()}
+    return train(model, batches(name)), {n: t.detach() for n, t in model.state().items()}
 
 
 def difference(found: Any, want: Any) -> float:
@@ -142,6 +144,13 @@ def test_parameters_fall_as_the_ranks_grow(pool: Pool) -> None:
         for name, (own, full) in found.items():
             matrix = "norm" not in name and name.endswith("weight") and "positions" not in name
             assert own == full // (4 if matrix or "qkv" in name or "w1" in name else 2), name
+
+
+def test_a_split_model_is_saved_from_its_gathered_state(pool: Pool, tmp_path: Path) -> None:
+    made = "GPT", CONFIGS["GPT"], torch.float32
+    for refused, same in pool.run(2, saved_and_back, made, str(tmp_path)):
+        assert "its parameters are split over ranks" in refused and same
+    assert not list(tmp_path.iterdir())
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {

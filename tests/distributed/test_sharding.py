@@ -25,6 +25,7 @@ from pytransformer.testing.split_calls import (
     loss_of,
     mask_drawn,
     other_mesh,
+    plain_only,
     refusal,
     second_derivative,
     solution,
@@ -164,6 +165,11 @@ def test_second_derivatives_are_refused(pool: Pool) -> None:
 
 def test_two_meshes_are_refused(pool: Pool) -> None:
     assert all("distribute both over the same mesh" in told for told in pool.run(4, other_mesh))
+
+
+def test_what_takes_no_dtensors_says_what_to_give(pool: Pool) -> None:
+    for weights, ring in pool.run(2, plain_only):
+        assert "attention_weights: query, key and lse must be plain tensors" in weights and "give to_local()" in ring
 
 
 def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
