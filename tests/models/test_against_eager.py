@@ -43,14 +43,16 @@ def _batch(padding: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_gradients_as_torch_nn_transformer(layout: str, padding: str):
+    """Gradients in float64: in float32 a hidden unit within rounding of ReLU's kink, 4e-9 once, may be on on one side alone."""
     ours, theirs = _pair(layout)
     given = _batch(padding)
     labels = given.pop("labels")
-    out = ours(**given, labels=labels)
-    logits = theirs(**given)
-    assert_same_logits(out.logits, logits)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
-    assert_same_logits(out.loss, loss)
+    for dtype in (torch.float32, torch.float64):
+        out = ours.to(dtype)(**given, labels=labels)
+        logits = theirs.to(dtype)(**given)
+        assert_same_logits(out.logits, logits)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        assert_same_logits(out.loss, loss)
     assert ours.num_parameters() == sum(p.numel() for p in theirs.parameters())
     out.loss.backward()
     loss.backward()

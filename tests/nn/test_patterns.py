@@ -203,12 +203,15 @@ def test_bert_by_its_config(tmp_path: Any) -> None:
     wide = {"make": "sliding_window", "window": [80, 80]}
     torch.manual_seed(3)
     full, sparse = BERT(BERTConfig(**sizes)).eval(), BERT(BERTConfig(**sizes, pattern=wide)).eval()
+    with torch.no_grad():
+        for p in full.parameters():  # fresh weights are so small that keys hardly count
+            p.add_(0.1 * torch.randn_like(p))
     sparse.load_state_dict(full.state_dict())
     ids, mask = torch.randint(30, (2, 80)), torch.arange(80) < torch.tensor([[80], [50]])
     assert_same_logits(sparse(ids, mask).logits[mask], full(ids, mask).logits[mask])
     narrow = BERT(BERTConfig(**sizes, pattern={"make": "longformer", "window": 8, "global_tokens": 1})).eval()
     narrow.load_state_dict(full.state_dict())
     assert not narrow.encoder.packs and len({id(b.mixing.pattern) for b in narrow.encoder.blocks}) == 1
-    assert (narrow(ids, mask).logits - full(ids, mask).logits)[mask].abs().max() > 1e-3
+    assert (narrow(ids, mask).logits - full(ids, mask).logits)[mask].abs().max() > 0.01
     narrow.save(tmp_path)
     assert_same_logits(BERT.load(tmp_path).eval()(ids, mask).logits, narrow(ids, mask).logits)
