@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pytransformer.ops._problem.attention import LISTED_BLOCK, LISTED_BLOCKS
+from pytransformer.ops._problem.attention import LISTING, Listing
 
 INTERPRETER = 0  # in place of a compute capability
 HEAD_DIMS = (64, 128, 256)  # classes of problems
@@ -46,19 +46,6 @@ SPLIT = Split(max_rows=32, min_keys=512, max_splits=64)
 SPLIT_INTERPRETED = Split(max_rows=32, min_keys=128, max_splits=4)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """When a dense boolean mask's blocks are listed (mask_lists.py), a multiple of every tile: if it has at least ``min_blocks`` and each
-    of its pairs stands for at least ``min_pairs`` of (sequence, head)."""
-
-    block: int
-    min_blocks: int
-    min_pairs: int
-
-
-# Reading the mask once more is a byte for ``min_pairs`` pairs of forward: 0.2 ps against about 8 x 1 ps on an H200. Two launches, a few
-# microseconds, are little beside 1,024 x 1,024 pairs of several heads. Neither is measured.
-LISTING = Listing(block=LISTED_BLOCK, min_blocks=LISTED_BLOCKS, min_pairs=8)
 LISTING_INTERPRETED = Listing(block=64, min_blocks=2, min_pairs=1)
 
 

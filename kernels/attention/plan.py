@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pytransformer.ops._problem.attention import AttentionProblem, compact
+from pytransformer.ops._problem.attention import AttentionProblem
 
 from .configs import Config, split
-from .problem import Kind, SplitKV, capability, choose, kind_of, listing_of
+from .problem import Kind, SplitKV, capability, choose, kind_of
 
 
 class Launch(NamedTuple):
@@ -95,14 +95,6 @@ def plan_forward(a: AttentionProblem) -> ForwardPlan:
             partial_rows = heads * row_tiles * split_kv.splits * tile.BM
             combine = Launch(tile, dataclasses.replace(decode.kind, BM=1), heads * split_kv.rows)
     return ForwardPlan(prefill, decode, combine, split_kv, partial_rows)
-
-
-def lists_bytes(a: AttentionProblem) -> int:
-    """Of the lists of a dense mask's blocks, in both directions, and of the states that they are made from."""
-    if a.mask is None or (found := listing_of(a)) is None:
-        return 0
-    down, across = (-(-n // found.block) for n in (a.num_queries, a.num_keys))
-    return 4 * math.prod(compact(a.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
 
 
 def plan_of(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from pytransformer.ops._problem.attention import AttentionProblem, compact
+from pytransformer.ops._problem.attention import AttentionProblem
 from pytransformer.ops.masks import bucket_row
 from pytransformer.reference.philox import keep_scale, threshold
 
@@ -193,12 +193,8 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
 
 def listing_of(a: AttentionProblem) -> Listing | None:
     """How the blocks of a dense boolean mask are listed, or None: there is none that must be asked by pair, or it is not worth it."""
-    mask, found = a.mask_by_pair, listing(capability(a.query.device))
-    if mask is None or mask.dtype != torch.bool or a.key_start % 32:
-        return None
-    blocks = -(-a.num_queries // found.block) * -(-a.num_keys // found.block)
-    shared = a.sequences * a.heads // max(1, math.prod(compact(mask).shape[:2]))
-    return found if blocks >= found.min_blocks and shared >= found.min_pairs else None
+    found = listing(capability(a.query.device))
+    return found if a.lists_mask(found) else None
 
 
 def block_size(a: AttentionProblem) -> tuple[int, int]:

@@ -40,12 +40,17 @@ def padding(num_keys: int, *visible: tuple[int, int], holes: torch.Tensor | None
     return mask if holes is None else mask & (holes < 1)
 
 
-def in_blocks(draw: Any, shape: tuple[int, int, int, int], queries: int, keys: int) -> pt.BlockMask:
-    """A block mask of (B, H, Lq, Lk): of its blocks a third hide all, a third some of their pairs."""
+def by_blocks(draw: Any, shape: tuple[int, int, int, int], queries: int = 128, keys: int = 128) -> torch.Tensor:
+    """A boolean mask of (B, H, Lq, Lk): of its blocks a third hide all, a sixth all but one pair, and a sixth some of their pairs."""
     down, across = -(-shape[2] // queries), -(-shape[3] // keys)
     spread = lambda t: t.repeat_interleave(queries, 2).repeat_interleave(keys, 3)[..., : shape[2], : shape[3]]
     state = spread(draw(*shape[:2], down, across))
-    return pt.BlockMask.from_dense((state > 0.43) | ((state > -0.43) & (draw(*shape) > 0)), block_size=(queries, keys))
+    one = (torch.arange(shape[2]) % queries == queries * 5 // 8 + 3)[:, None] & (torch.arange(shape[3]) % keys == keys - 1)
+    return (state > 0.43) | ((state > 0) & (draw(*shape) > 0)) | ((state > -0.43) & one)
+
+
+def in_blocks(draw: Any, shape: tuple[int, int, int, int], queries: int, keys: int) -> pt.BlockMask:
+    return pt.BlockMask.from_dense(by_blocks(draw, shape, queries, keys), block_size=(queries, keys))
 
 
 # Each class of head sizes and each dtype, plain and general, forward and backward; several tiles with tails on both sides, tiles that are
@@ -138,6 +143,27 @@ PROBLEMS = (
         "blocks, bias of all queries", F32, (2, 2, 1, 100, 70, 80, 72),
         lambda n: {"attn_mask": in_blocks(n, (2, 2, 100, 70), 64, 32), "bias": n(2, 1, 1, 70), "causal": "top_left"},
     ),
+    # Dense masks whose blocks are listed: by head and sequence, or for all; rows of whole words of 16 keys, or not; queries side by side.
+    Problem("listed", BF16, (1, 2, 1, 300, 410, 64, 64), lambda n: {"attn_mask": by_blocks(n, (1, 2, 300, 410))}),
+    Problem(
+        "listed, words of 16, causal", F16, (2, 2, 2, 150, 272, 96, 128),
+        lambda n: {"attn_mask": by_blocks(n, (2, 1, 150, 272)), "causal": "bottom_right", "window": (130, 40),
+                   "key_lengths": torch.tensor([272, 140]), "sinks": torch.tensor([0.5, -1.0])},
+    ),
+    Problem(
+        "listed, queries side by side, T5, dropout", F32, (1, 2, 1, 140, 260, 24, 32),
+        lambda n: {"attn_mask": by_blocks(n, (1, 1, 140, 260)).mT.contiguous().mT, "bias": t5(n, 2, True), "dropout_p": 0.3,
+                   "dropout_seed": 4},
+    ),
+    Problem(
+        "listed, bias, segments", BF16, (2, 2, 1, 130, 200, 160, 200),
+        lambda n: {"attn_mask": by_blocks(n, (2, 2, 130, 200)), "bias": n(1, 2, 130, 200), "softcap": 4.0,
+                   "query_segments": torch.arange(130).expand(2, -1) // 100, "key_segments": torch.arange(200).expand(2, -1) // 140},
+    ),
+    Problem(
+        "listed, one column, bias of all queries", F32, (1, 2, 1, 300, 140, 80, 72),
+        lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 1), keys=1), "bias": n(1, 1, 1, 140), "causal": "top_left"},
+    ),
     # Global keys: tiles between them and the windows, of which keys are no query's; within one tile with a window's; masks that hide some.
     Problem(
         "global keys", BF16, (1, 2, 1, 70, 300, 64, 64),
@@ -165,6 +191,10 @@ PROBLEMS = (
     Problem(
         "global keys, blocks", BF16, (1, 2, 1, 300, 410, 64, 64),
         lambda n: {"window": (50, 5), "global_keys": 70, "attn_mask": in_blocks(n, (1, 2, 300, 410), 128, 64), "causal": "bottom_right"},
+    ),
+    Problem(
+        "global keys, listed", BF16, (1, 2, 1, 300, 410, 64, 64),
+        lambda n: {"window": (50, 5), "global_keys": 70, "attn_mask": by_blocks(n, (1, 2, 300, 410)), "causal": "bottom_right"},
     ),
     Problem(
         "rows that see nothing, finfo.min", F16, (1, 1, 1, 40, 40, 32, 32),

@@ -93,6 +93,13 @@ FAULTS = (
     Fault("block_lists_not_transposed", "blocks of 32, T5, dropout", slow=False),
     Fault("block_lists_of_the_first_head", "blocks"),
     Fault("block_lists_of_the_first_sequence", "blocks, causal, lengths"),
+    # lists of a dense mask
+    Fault("half_of_a_masks_block_unseen", "listed, words of 16, causal", slow=False),
+    Fault("listed_for_the_first_head", "listed"),
+    Fault("a_block_listed_by_one_warp", "listed"),
+    Fault("a_block_with_hidden_pairs_taken_whole", "listed"),
+    Fault("listed_blocks_not_transposed", "listed"),
+    Fault("a_list_without_its_last_block", "listed"),
 )
 # Lists that were changed after they were checked.
 LISTS = (

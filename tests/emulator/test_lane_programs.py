@@ -71,6 +71,11 @@ PROBLEMS: dict[str, Problem] = {
     "global keys": (lambda *t: attention(*t, window=(5, 0), global_keys=2), qkv),
     "ALiBi": (lambda q, k, v, s: attention(q, k, v, bias=pt.AlibiBias(s)), lambda: [*qkv(), normal(2, dtype=F32)]),
     "a mask with gradient": (lambda q, k, v, m: attention(q, k, v, attn_mask=m), lambda: [*qkv(), normal(24, 24)]),
+    # A mask whose blocks are listed anew in each call: another structure each time.
+    "a listed mask": (
+        lambda q, k, v, m: attention(q, k, v, attn_mask=m.repeat_interleave(128, 0).repeat_interleave(128, 1)[:140, :260] > 0),
+        lambda: [*(normal(1, 2, n, 16, dtype=F32) for n in (140, 260, 260)), torch.randn(2, 3)],
+    ),
     "lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n), lambda: [*qkv(), torch.randint(1, 24, (1,))]),
     "int32 lengths": (lambda q, k, v, n: attention(q, k, v, key_lengths=n.int()), lambda: [*qkv(), torch.randint(1, 24, (1,))]),
     "one tensor thrice": (lambda q: attention(q, q, q), lambda: qkv()[:1]),

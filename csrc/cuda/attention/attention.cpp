@@ -20,6 +20,21 @@ void pack_key_padding(AttentionEdge& e, const Tensor& like, void* stream) {
   e.p.key_padding.data = f.bits;
 }
 
+// Lists the blocks of a dense boolean mask in which something is visible, for portable kernels that walk blocks of keys, and of queries.
+void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
+  AttentionMaskLists f = e.take_mask_lists();
+  if (!f.masks || !(of_queries || of_keys)) return;
+  f.states = e.words_like(like, "states of blocks", f.blocks());
+  attention_mask_lists(f, stream);
+  const auto make = [&](BlockLists& lists, bool by_keys) {
+    lists = e.lists_like(like, f, by_keys);
+    attention_mask_lists(f, stream);
+  };
+  if (of_queries) make(e.p.blocks.queries, false);
+  if (of_keys) make(e.p.blocks.keys, true);
+  e.p.blocks.places = 1;
+}
+
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device,
                    int64_t stream_) {
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
@@ -30,6 +45,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
+  list_blocks(e, !plan.on_sm90(), false, lse, stream);
+  f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   attention_forward(f, plan, stream);
 }
@@ -105,12 +122,6 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   BackwardRequest request{};
   AttentionBackward& g = request.g;
   g.p = e.p, g.at = r.at, g.d_out = r.d_out, g.delta = r.delta, g.row_max = r.row_max;
-  if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
-  if (dsinks) {
-    STD_TORCH_CHECK(e.p.sinks, "attention: a gradient of nothing");
-    attention_backward_dsinks({e.p, r.at, r.lse, r.d_lse, r.delta, r.row_max, g.log2_sum, e.floats<float>(dsinks, "dsinks", e.p.heads)},
-                              stream);
-  }
   g.dq = e.result(dq, "dq", e.p.heads, e.rows_q(), e.p.head_dim);
   g.dk = e.result(dk, "dk", e.key_heads(), e.rows_k(), e.p.head_dim);
   g.dv = e.result(dv, "dv", e.key_heads(), e.rows_k(), e.p.value_dim);
@@ -120,6 +131,14 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
   for (AttentionDbias& f : request.dbias) f.b = g;
 
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
+  list_blocks(e, plan.walks_keys(request), plan.walks_queries(request), lse, stream);
+  g.p = e.p;
+  if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
+  if (dsinks) {
+    STD_TORCH_CHECK(e.p.sinks, "attention: a gradient of nothing");
+    attention_backward_dsinks({e.p, r.at, r.lse, r.d_lse, r.delta, r.row_max, g.log2_sum, e.floats<float>(dsinks, "dsinks", e.p.heads)},
+                              stream);
+  }
   const int64_t blocks = int64_t(e.p.sequences) * e.p.heads * plan.partial_tiles;
   if (dslopes) g.slope_partials = e.floats_like(lse, "partials of slopes", blocks);
   if (dtable) g.diagonal_partials = e.zeros_like(lse, "partials of diagonals", blocks * (e.p.before + e.p.after + 1));
@@ -133,7 +152,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 }
 
 // What a call would run if all gradients were wanted, as JSON: of each pass why not by the kernels for sm_90a, or null; the float32 numbers
-// to which blocks would add d_query; and the queries and keys that a block of a block mask must have.
+// to which blocks would add d_query; the queries and keys that a block of a block mask must have; and whether a dense mask is listed.
 std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) bool deterministic, int64_t device,
                            int64_t) {
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)}, AttentionEdge::Purpose::plan);
@@ -159,14 +178,16 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
     passes +=
         std::string(passes.empty() ? "\"" : ", \"") + pass + "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
   };
-  tell("forward", plan_attention_forward(f, current_gpu()).sm90);
+  const Sm90Plan forward = plan_attention_forward(f, current_gpu()).sm90;
+  const bool lists_mask = e.take_mask_lists().masks && (forward.why_not || plan.walks_keys(request) || plan.walks_queries(request));
+  tell("forward", forward);
   if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)
     if (request.dbias[i].data) tell(i == 0 ? "d_mask" : "d_bias", plan.dbias[i].sm90);
   const LeastBlock least = least_block(e.p.dtype, e.p.head_dim, e.p.value_dim);
   return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + ", \"least_block\": [" +
-         std::to_string(least.queries) + ", " + std::to_string(least.keys) + "]}";
+         std::to_string(least.queries) + ", " + std::to_string(least.keys) + "], \"lists_mask\": " + (lists_mask ? "true" : "false") + "}";
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 #include "cuda/attention/bwd_preprocess.cuh"
 #include "cuda/attention/bwd_reduce_partials.cuh"
 #include "cuda/attention/kernels.h"
-#include "cuda/attention/key_padding.cuh"
+#include "cuda/attention/mask_lists.cuh"
 #include "cuda/attention/sm80/kernels.h"
 #include "cuda/attention/sm90/kernels.h"
 #include "cuda/launch.cuh"
@@ -32,8 +32,14 @@ void run_pass(const AttentionProblem& p, const PassPlan& plan, bool flagged, F s
 }  // namespace
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream) {
-  launch(attention_key_padding_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)), kKeyPaddingThreads,
-         kKeyPaddingThreads / 32 * 16, stream, f);
+  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)), kMaskThreads, kMaskThreads / 32 * 16, stream,
+         AttentionMask{f, {}});
+}
+
+void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
+  const int64_t lists = int64_t(f.masks) * f.lists();
+  const dim3 grid(attention_blocks(1, 1, f.offsets ? (lists + kMaskThreads - 1) / kMaskThreads : f.blocks()));
+  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream, AttentionMask{{}, f});
 }
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {

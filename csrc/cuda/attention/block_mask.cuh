@@ -22,12 +22,11 @@ template <bool Listed, int Streamed>
 class TileList {
  public:
   // Of sequence b, head h and the rows from `row` on.
-  PT_DEVICE TileList(const AttentionProblem& p, const BlockLists& lists, int b, int h, int row, Range gap = {0, 0})
-      : lists_(lists), gap_(gap) {
-    if (!Listed || !p.blocks.bits) return;
+  PT_DEVICE TileList(const BlockLists& lists, int b, int h, int row, Range gap = {0, 0}) : lists_(lists), gap_(gap) {
+    if (!Listed || !lists.offsets) return;
     const int64_t head = PT_FAULT(block_lists_of_the_first_head) ? 0 : h * lists.head;
     const int64_t sequence = PT_FAULT(block_lists_of_the_first_sequence) ? 0 : b * lists.batch;
-    const int32_t* const at = lists.offsets + sequence + head + (row >> lists.row_bits);
+    const int32_t* const at = lists.offsets + sequence + head + (row >> lists.row_bits) * lists.list;
     const int most = PT_FAULT(block_offsets_not_clamped) ? kNoTile : lists.num_entries;
     entry_ = max(0, min(int(ptx::ld_global_u32(at)), most)), end_ = min(int(ptx::ld_global_u32(at + 1)), most);
     end_ -= PT_FAULT(a_visible_block_skipped);
@@ -54,11 +53,12 @@ class TileList {
     if (!gap_.has(next)) return next;
     return PT_FAULT(a_block_kept_across_a_gap) ? gap_.hi : seek(gap_.hi);
   }
-  // Where the bits of the current block are; negative: all of its pairs are visible.
-  PT_DEVICE int place(const BlockMask& mask) const {
-    if (!Listed || !mask.bits || PT_FAULT(a_partial_block_taken_whole)) return -1;
+  // Where the bits of the current block are, or 0 where a dense mask is asked; negative: the mask hides no pair of it.
+  PT_DEVICE int place(const AttentionProblem& p) const {
+    if (!Listed || PT_FAULT(a_partial_block_taken_whole)) return -1;
+    if (!lists_.offsets) return p.mask.data ? 0 : -1;
     return min(int(ptx::ld_global_u32(lists_.entries + 2 * int64_t(entry_) + 1)),
-               PT_FAULT(places_of_bits_not_clamped) ? kNoTile : mask.places - 1);
+               PT_FAULT(places_of_bits_not_clamped) ? kNoTile : p.blocks.places - 1);
   }
 
  private:
@@ -137,7 +137,7 @@ PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s,
   uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
   if (K::has_score_mod && !Transposed && cut) visible = outside_gaps<NB>(p, s, at, visible);
   if (K::has_score_mod && !Transposed && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
-  if (place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
+  if (p.blocks.bits && place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
   return visible;
 }
 

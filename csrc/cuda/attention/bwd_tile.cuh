@@ -27,13 +27,13 @@ PT_DEVICE void store_far(float* sums, const AttentionProblem& p, float below, fl
 }
 
 // Turns x, products q.k, into dX, and dp, products d_out.v, into dS; weights becomes P after dropout, not scaled. row_stats(n, r): of the
-// query of an element. Returns the pairs that are visible.
-template <class K, bool Transposed, int NB, class F>
+// query of an element; ask_mask() as ScoreMod has it. Returns the pairs that are visible.
+template <class K, bool Transposed, int NB, class A, class F>
 PT_DEVICE uint32_t gradients(const AttentionProblem& p, const ScoreMod<Transposed>& score_mod, float (&x)[NB][4], float (&dp)[NB][4],
-                             float (&weights)[NB][4], const Place& at, uint32_t visible, bool cut, F row_stats) {
+                             float (&weights)[NB][4], const Place& at, uint32_t visible, bool cut, A ask_mask, F row_stats) {
   if constexpr (K::has_score_mod) {
     float slope[NB][4];
-    visible = score_mod.apply(x, slope, at, visible);
+    visible = score_mod.apply(x, slope, at, visible, ask_mask);
     const uint32_t keep_mask = p.drop_threshold ? score_mod.template keep_mask<NB>(at) : 0xffffffffu;
     each<NB>([&](int n, int r, uint32_t bit) {
       const RowStats row = row_stats(n, r);

@@ -32,6 +32,7 @@ namespace pt::cuda {
   X(MaybeTensor, key_block_entries, "Tensor?") \
   X(MaybeTensor, block_bits, "Tensor?")        \
   X(MaybeTensor, dropout_seed, "Tensor?")      \
+  X(bool, list_mask, "bool")                   \
   X(int64_t, before, "int")                    \
   X(int64_t, align, "int")                     \
   X(int64_t, left, "int")                      \
@@ -67,6 +68,7 @@ class AttentionEdge {
     read_bounds(a);
     read_score_mod(a);
     if (a.block_bits) read_blocks(a);
+    lists_mask_ = a.list_mask && p.mask.data && p.mask.type == DenseType::boolean && !packed_ && p.key_start % 32 == 0;
   }
 
   // Rows that kernels copy 16 bytes at a time.
@@ -134,6 +136,29 @@ class AttentionEdge {
     const int words = KeyPadding::kHead + KeyPadding::words(f.num_keys, f.before);
     p.key_padding = {static_cast<const uint32_t*>(kPlanned), f.masks == 1 ? 0 : words};
     return f;
+  }
+
+  // The boolean mask whose blocks are to be listed, without memory; no masks if there is none.
+  AttentionMaskLists take_mask_lists() const {
+    AttentionMaskLists f{};
+    if (!lists_mask_ || !p.mask.data) return f;
+    const int heads = p.mask.head ? p.heads : 1;
+    f.mask = p.mask, f.masks = (p.mask.batch ? p.sequences : 1) * heads, f.heads = heads;
+    f.num_queries = p.num_queries, f.num_keys = p.num_keys;
+    STD_TORCH_CHECK(f.blocks() < 1 << 30, "attention: ", f.blocks(), " blocks of a mask; fewer than 2^30 can be listed");
+    return f;
+  }
+  // Lists of those blocks in memory of their own, which f gets too.
+  BlockLists lists_like(const Tensor& like, AttentionMaskLists& f, bool by_keys) {
+    f.by_keys = by_keys;
+    const int64_t lists = int64_t(f.masks) * f.lists(), of_sequence = 2 * int64_t(f.lists()) * f.heads;
+    f.offsets = scratch<int32_t>(like, "block offsets", {lists, 2}, ScalarType::Int, false);
+    f.entries = scratch<int32_t>(like, "block entries", {lists * f.room(), 2}, ScalarType::Int, false);
+    BlockLists l;
+    l.offsets = f.offsets, l.entries = f.entries, l.list = 2;
+    l.batch = p.mask.batch ? of_sequence : 0, l.head = p.mask.head ? of_sequence / f.heads : 0;
+    l.row_bits = l.column_bits = kListedBlockBits, l.columns = f.room(), l.num_entries = int(lists * f.room());
+    return l;
   }
 
   // Scratch: float32 numbers, or zeros; for flags, if any are wanted. Dropped with this: torch's allocator gives the memory to later work
@@ -317,7 +342,7 @@ class AttentionEdge {
     return static_cast<T*>(write_to(scratch_.back(), name, reachable));
   }
 
-  bool planning_, packed_;
+  bool planning_, packed_, lists_mask_;
   std::vector<Tensor> scratch_;
 };
 

@@ -8,6 +8,8 @@
 namespace pt::cuda {
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream);
+// States of blocks, or lists of them: see AttentionMaskLists.
+void attention_mask_lists(const AttentionMaskLists& f, void* stream);
 // f.recompute is the plan's, with flags.
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream);
 void attention_backward_preprocess(const AttentionPreprocess& r, void* stream);

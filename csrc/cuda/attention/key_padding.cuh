@@ -8,14 +8,13 @@
 
 namespace pt::cuda {
 
-// A thread makes a word of 32 keys at a time.
-template <class K>
-__global__ void __launch_bounds__(kKeyPaddingThreads) attention_key_padding_kernel(const __grid_constant__ AttentionKeyPadding f) {
+// Of one mask, by a block of threads: a thread makes a word of 32 keys at a time.
+PT_DEVICE void make_key_padding(const AttentionKeyPadding& f) {
   const int count = KeyPadding::words(f.num_keys, f.before);
   const uint8_t* const mask = static_cast<const uint8_t*>(f.mask.data) + blockIdx.x * f.mask.batch;
   uint32_t* const bits = f.bits + int64_t(blockIdx.x) * (KeyPadding::kHead + count);
   int first = f.num_keys, end = 0, visible = 0;
-  for (int w = int(threadIdx.x); w < count; w += kKeyPaddingThreads) {
+  for (int w = int(threadIdx.x); w < count; w += kMaskThreads) {
     uint8_t bytes[32];
     uint32_t word = 0;
     PT_UNROLL
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(kKeyPaddingThreads) attention_key_padding_kern
   ptx::syncthreads();
   if (threadIdx.x != 0) return;
   const auto of_warp = [&](int warp, int i) { return int(ptx::ld_shared_u32(word_of(warp, i))); };
-  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kKeyPaddingThreads / 32;
+  const int warps = PT_FAULT(padding_found_by_one_warp) ? 1 : kMaskThreads / 32;
   for (int warp = 1; warp < warps; ++warp) take(of_warp(warp, 0), of_warp(warp, 1), of_warp(warp, 2));
   const int padding_gaps = PT_FAULT(padding_gaps_not_counted) ? 0 : max(end - first, 0) - visible;
   ptx::st_global_v4(bits, {{uint32_t(first), uint32_t(end), uint32_t(padding_gaps), 0}});

@@ -42,6 +42,14 @@ struct BackwardPlan {
   int partial_tiles = 0;  // tiles of queries, each with partial sums for slopes and diagonals
 
   bool is_fused() const { return !fused.why_not; }
+  // Whether portable kernels go along keys, as those of row stats do; and along queries.
+  bool walks_keys(const BackwardRequest& r) const {
+    const AttentionBackward& g = r.g;
+    const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
+    return g.p.split_lse() || (dq_wanted && !dq.on_sm90()) || (r.dbias[0].data && !dbias[0].on_sm90()) ||
+           (r.dbias[1].data && !dbias[1].on_sm90());
+  }
+  bool walks_queries(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && !dkdv.on_sm90(); }
 };
 
 // plan() where the GPU runs the kernels for sm_90a.

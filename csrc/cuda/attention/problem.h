@@ -47,19 +47,21 @@ struct KeyPadding {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
-// Of the blocks of queries of a block mask, or of its blocks of keys: which blocks of the other side have a visible pair with each. List n
-// is the entries from offsets[n] to offsets[n + 1], each (block, place of its bits, or -1: every pair is visible), with rising blocks.
+// Of the blocks of queries of a mask, or of its blocks of keys: which blocks of the other side have a visible pair with each. List n is the
+// entries from offsets[n * list] to offsets[n * list + 1], each (block, place of its bits, or -1: every pair is visible), with rising
+// blocks. Of a dense mask there is no place: 0.
 struct BlockLists {
   const int32_t *offsets = nullptr, *entries = nullptr;
   int64_t batch = 0, head = 0;         // offsets from one sequence, or head, to the next; 0: shared
+  int list = 1;                        // and from one list to the next; 2: an end beside each start, since lists have room behind them
   int row_bits = 0, column_bits = 30;  // a block has 2^bits rows and columns; without a mask one block holds all columns
   int columns = 1, num_entries = 0;    // blocks of columns
 };
 
-// A block mask: see ops/_problem/blocks.py. Blocks count from the first row of the tensors.
+// A block mask: see ops/_problem/blocks.py; or the listed blocks of a dense boolean one. Blocks count from the first row of the tensors.
 struct BlockMask {
   BlockLists queries, keys;        // by blocks of queries, whose columns are keys; and its transpose
-  const uint32_t* bits = nullptr;  // (places, queries of a block, keys of a block / 32); null: no block mask
+  const uint32_t* bits = nullptr;  // (places, queries of a block, keys of a block / 32); null: no block mask, and a dense one is asked
   int places = 0;
 };
 
@@ -87,7 +89,7 @@ struct AttentionProblem {
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
-  BlockMask blocks;        // then neither
+  BlockMask blocks;        // then neither, or they are the mask's
   const float* slopes;     // (Hq,)
   const float* sinks;      // (Hq,), or null: one more term of each row's sum
   const float* diagonals;  // (Hq, before + after + 1): T5's bias by j - i - offset, held between -before and after
@@ -97,9 +99,9 @@ struct AttentionProblem {
   float scale, softcap, keep_scale;
   In q, k, v;  // rows begin at multiples of 16 bytes
 
-  // Pairs are hidden one by one, wherever they lie; and that, or in some blocks.
-  constexpr bool hides_pairs() const { return mask.data || bias.data || query_segments; }
-  constexpr bool elementwise_mask() const { return hides_pairs() || blocks.bits; }
+  // Pairs are hidden one by one, wherever they lie, the mask apart; and with it.
+  constexpr bool hides_pairs() const { return bias.data || query_segments; }
+  constexpr bool elementwise_mask() const { return mask.data || hides_pairs() || blocks.bits; }
   // Masks and biases may be so large that lse loses the log2 of the sum.
   constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
   // Weights are not just those of scores scale q.k, some of them hidden.
@@ -138,13 +140,39 @@ struct AttentionBackward {
   Recompute recompute;       // of d_query by query heads and tiles of queries, or of d_key and d_value by key heads and tiles of keys
 };
 
-// Makes KeyPadding of a mask. A block for each sequence that has a mask of its own.
+// Makes KeyPadding of a mask. A block of threads for each sequence that has a mask of its own.
 struct AttentionKeyPadding {
   Dense mask;
   int masks, num_keys, before;  // before: places of the first word that are before the first key
   uint32_t* bits;
 };
-constexpr int kKeyPaddingThreads = 256;
+
+// Makes BlockLists of a dense boolean mask: the states of its blocks, by a block of threads for each; then, by a thread for each, the
+// lists by blocks of queries, or `by_keys`.
+constexpr int kListedBlockBits = 7;
+constexpr int kListedBlock =
+    1 << kListedBlockBits;  // queries and keys of a block: a multiple of every tile, as its dtype and head size say
+enum BlockState : uint32_t { kNonePairs, kSomePairs, kAllPairs };
+struct AttentionMaskLists {
+  Dense mask;
+  int masks, heads, num_queries, num_keys;  // masks: of all sequences and heads that have one of their own; heads: of a sequence
+  uint32_t* states;                         // (masks, down, across)
+  int32_t *offsets, *entries;               // (masks, lists, 2), (masks, lists, room of a list, 2); null: states are made
+  bool by_keys;
+
+  constexpr int down() const { return (num_queries + kListedBlock - 1) >> kListedBlockBits; }
+  constexpr int across() const { return (num_keys + kListedBlock - 1) >> kListedBlockBits; }
+  constexpr int lists() const { return by_keys ? across() : down(); }
+  constexpr int room() const { return by_keys ? down() : across(); }
+  constexpr int64_t blocks() const { return int64_t(masks) * down() * across(); }
+};
+
+// What one kernel makes of a mask before the passes: KeyPadding, where `padding` has a mask, or BlockLists.
+struct AttentionMask {
+  AttentionKeyPadding padding;
+  AttentionMaskLists lists;
+};
+constexpr int kMaskThreads = 256;
 
 // sums[h] = -sum over queries of P * delta, P = exp(sink - row_max) / 2^log2_sum being the sink's weight: 1 where it is all that a query
 // has, whose delta is -d_lse.

@@ -103,9 +103,9 @@ class ScoreMod {
         seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
   // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what stays visible of `visible`. With softcap, slope
-  // gets the derivative 1 - tanh^2.
-  template <int NB>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible) const {
+  // gets the derivative 1 - tanh^2. ask_mask(): whether the mask may hide some, asked where it is read: kept from before it cost registers.
+  template <int NB, class F>
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible, F ask_mask) const {
     if (p_.softcap != 0.0f) {
       const float to_cap = p_.scale / p_.softcap;
       each<NB>([&](int n, int r, uint32_t) {
@@ -122,7 +122,7 @@ class ScoreMod {
         const int64_t q = load_i64(p_.query_segments + int64_t(b_) * p_.num_queries + query(at, n, r));
         if (q != load_i64(p_.key_segments + int64_t(b_) * p_.num_keys + key(at, n, r))) visible &= ~bit;
       });
-    if (ElementwiseMask && p_.mask.data) add(p_.mask, s, at, visible);
+    if (ElementwiseMask && p_.mask.data && ask_mask()) add(p_.mask, s, at, visible);
     if (ElementwiseMask && p_.bias.data) add(p_.bias, s, at, visible);
     if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
     if (p_.diagonals) {
@@ -140,6 +140,11 @@ class ScoreMod {
     }
     each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = visible & bit ? s[n][r] : minus_infinity(); });
     return visible;
+  }
+
+  template <int NB>
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible) const {
+    return apply(s, slope, at, visible, [] { return true; });
   }
 
   // The pairs that dropout keeps.

@@ -7,15 +7,29 @@ every field that a padded one has: those that sequences without padding cannot h
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from typing_extensions import Self
 
-from .blocks import Blocks
+from .blocks import Blocks, visible_blocks
 
-# From so many blocks of so many queries and keys on, Triton's kernels walk lists of a boolean mask's blocks (kernels/attention/configs.py).
-LISTED_BLOCK, LISTED_BLOCKS = 128, 64
+
+@dataclass(frozen=True)
+class Listing:
+    """When a GPU's kernels walk lists of a dense boolean mask's blocks, a multiple of every tile: if it has at least ``min_blocks``, and
+    each of its pairs stands for at least ``min_pairs`` of (sequence, head)."""
+
+    block: int
+    min_blocks: int
+    min_pairs: int
+
+
+# Reading the mask once more is a byte for ``min_pairs`` pairs of forward: 0.2 ps against about 8 x 1 ps on an H200. Two launches, a few
+# microseconds, are little beside 1,024 x 1,024 pairs of several heads. Neither is measured.
+LISTING = Listing(block=128, min_blocks=64, min_pairs=8)
 ALIGN = {"none": 0, "top_left": 1, "bottom_right": 2}
 
 
@@ -151,9 +165,36 @@ class AttentionProblem:
     def signs(self) -> frozenset[str]:
         """What else decides of kernels, besides which arguments there are: for verdicts. A large boolean mask is listed by blocks."""
         mask = self.mask_by_pair
-        blocks = -(-self.num_queries // LISTED_BLOCK) * -(-self.num_keys // LISTED_BLOCK)
-        many = mask is not None and mask.dtype == torch.bool and blocks >= LISTED_BLOCKS
+        many = mask is not None and mask.dtype == torch.bool and self._blocks_of(LISTING.block) >= LISTING.min_blocks
         return frozenset({"many blocks"} if many else ())
+
+    def lists_mask(self, how: Listing) -> bool:
+        """Whether the blocks of a dense boolean mask are listed before kernels walk them: it must be asked by pair, and be worth the pass.
+
+        Tiles of keys start at absolute multiples of 32, blocks at the first key: a tile must not lie in two blocks.
+        """
+        mask = self.mask_by_pair
+        if mask is None or mask.dtype != torch.bool or self.key_start % 32:
+            return False
+        shared = self.sequences * self.heads // max(1, math.prod(compact(mask).shape[:2]))
+        return self._blocks_of(how.block) >= how.min_blocks and shared >= how.min_pairs
+
+    def lists_bytes(self, how: Listing) -> int:
+        """Of the lists of a dense mask's blocks, in both directions, and of the states that they are made from."""
+        if self.mask is None or not self.lists_mask(how):
+            return 0
+        down, across = (-(-n // how.block) for n in (self.num_queries, self.num_keys))
+        return 4 * math.prod(compact(self.mask).shape[:2]) * (5 * down * across + 2 * (down + across))
+
+    def lists_note(self, how: Listing) -> str | None:
+        """The share of a dense mask's blocks that run, where they are listed: it reads the mask, for ``explain``."""
+        if self.mask is None or self.mask.is_meta or not self.lists_mask(how):
+            return None
+        visible, total = visible_blocks(compact(self.mask).expand(-1, -1, self.num_queries, self.num_keys), how.block)
+        return f"{visible / total:.1%} of the {total:,} blocks of {how.block} x {how.block} pairs run, listed by a pass over the mask"
+
+    def _blocks_of(self, size: int) -> int:
+        return -(-self.num_queries // size) * -(-self.num_keys // size)
 
     @property
     def blocks(self) -> Blocks | None:

@@ -64,6 +64,15 @@ def entry_rows(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, (first - before)[rows] + torch.arange(rows.numel(), device=offsets.device)
 
 
+def visible_blocks(mask: torch.Tensor, size: int) -> tuple[int, int]:
+    """(blocks of size x size pairs with a visible one, all blocks) of a bool (B, H, Lq, Lk)."""
+    visible, pad = 0, -mask.shape[3] % size
+    for rows in mask.split(size, dim=2):
+        keys = torch.nn.functional.pad(rows.any(2), (0, pad))
+        visible += int(keys.unflatten(-1, (-1, size)).any(-1).sum())
+    return visible, mask.shape[0] * mask.shape[1] * -(-mask.shape[2] // size) * -(-mask.shape[3] // size)
+
+
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
     """bool (..., 32 n) of int32 (..., n)."""
     return ((words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).bool().flatten(-2)

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
         const QueryTile<BM, BN, true> w(p, s, b, h, i_tile);
         Tiles range = w.range;
         range.first = max(range.first, mine[3].lo), range.last = min(range.last, mine[3].hi);
-        TileList<true, BN> tiles(p, p.blocks.queries, b, h, w.i0, w.template gap<1>(p));
+        TileList<true, BN> tiles(p.blocks.queries, b, h, w.i0, w.template gap<1>(p));
         const int first = tiles.first(range), last = range.last;
         if (first >= last) continue;
         const Place rows_at(w.i0 + own, 0);
@@ -61,8 +61,10 @@ __global__ void __launch_bounds__(attention_tile(Pass::BwdDbias, K::head_dim, si
           const Place at(w.i0 + own, origin + t * BN);
           uint32_t visible = outside_gaps<NB>(p, s, at, within<NB>(at, bounds));
           if (s.padding_gaps && !PT_FAULT(padding_gaps_in_a_biass_gradient)) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
-          if (const int place = tiles.place(p.blocks); place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
-          gradients<K, false>(p, score_mod, x, dp, weights, at, visible, true, [&](int, int r) { return row_stats[r / 2]; });
+          const int place = tiles.place(p);
+          if (p.blocks.bits && place >= 0) visible &= visible_in_block<false, NB>(p.blocks, place, at);
+          gradients<K, false>(
+              p, score_mod, x, dp, weights, at, visible, true, [&] { return place >= 0; }, [&](int, int r) { return row_stats[r / 2]; });
           each<NB>([&](int n, int r, uint32_t) { sum[n][r] += dp[n][r]; });
         }
       }

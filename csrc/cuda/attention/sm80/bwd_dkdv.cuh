@@ -52,13 +52,13 @@ class GroupSteps {
       s.tile = list.leave(s.tile), s.entry = list.entry();
     }
     while (s.tile >= range.last && (++s.head, !none(s))) {
-      List list(p_, lists(), w_.b, w_.hk * p_.group + s.head, max(w_.j0, 0));
+      List list(lists(), w_.b, w_.hk * p_.group + s.head, max(w_.j0, 0));
       s.tile = list.first(range), s.entry = list.entry(), s.end = list.end();
     }
     store(n % 2, {s.head, s.tile, s.entry, s.end});
     return s;
   }
-  PT_DEVICE int place(const Step& s) const { return List(lists(), s.entry, s.end).place(p_.blocks); }
+  PT_DEVICE int place(const Step& s) const { return List(lists(), s.entry, s.end).place(p_); }
 
  private:
   struct Words {
@@ -83,7 +83,6 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
   constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow + 3 * 4 * BN;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
-
   const Sequence& s = w.s;
   const SmemTile<kRow> k{ptx::dynamic_smem()}, v{k.base + BM * kRow};
   const uint32_t streamed = v.base + BM * kRow;
@@ -137,8 +136,9 @@ PT_DEVICE void attention_bwd_dkdv_tile(const AttentionBackward& g, const BwdDkdv
     const bool cut = elementwise || steps.range().cut(step.tile);
     uint32_t visible = visible_in_tile<K, true, NB>(p, s, w.b, at, bounds, cut, place);
     const ScoreMod<true> score_mod(p, s, w.b, w.hk * p.group + step.head);
+    const auto ask_mask = [&] { return steps.place(steps.step(n)) >= 0; };
     const uint32_t row_stats = row_stats_of(n) + 4 * 2 * (lane_id() % 4);
-    visible = gradients<K, true>(p, score_mod, x, dp, weights, at, visible, cut, [&](int c, int r) {
+    visible = gradients<K, true>(p, score_mod, x, dp, weights, at, visible, cut, ask_mask, [&](int c, int r) {
       const uint32_t word = row_stats + 4 * (8 * c + r % 2);
       return RowStats{ptx::ld_shared_f32(word), K::has_score_mod ? ptx::ld_shared_f32(word + 4 * BN) : 0.0f,
                       ptx::ld_shared_f32(word + 8 * BN)};

@@ -53,7 +53,6 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   constexpr int DB = K::head_dim / 8 / kTile.splits, kStage = 2 * BN * kRow;
   using M = Products<T>;
   const AttentionProblem& p = g.p;
-
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 
@@ -86,7 +85,7 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
   float dq[DB][4], slope_sum = 0.0f;
   clear(dq);
 
-  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0, w.template gap<kTile.stages>(p));
+  TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<kTile.stages>(p));
   int t = tiles.first(range);
   if (t < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
@@ -104,11 +103,12 @@ PT_DEVICE void attention_bwd_dq_tile(const AttentionBackward& g, const BwdDqWork
     M::scores(dp, d_out, own, v_tile(t), p.value_dim);
     const Place at(w.i0 + own, w.origin + t * BN);
     // Rows behind the last query add to sums of dS too, so that in whole tiles as well something may be hidden.
-    const int place = tiles.place(p.blocks);
+    const int place = tiles.place(p);
     const bool elementwise = K::has_score_mod && (p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t));
     const bool cut = elementwise || (K::has_score_mod && (g.slope_partials || g.diagonal_partials)) || range.cut(t);
     uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, cut, place);
-    visible = gradients<K, false>(p, score_mod, x, dp, weights, at, visible, cut, [&](int, int r) { return row_stats[r / 2]; });
+    visible = gradients<K, false>(
+        p, score_mod, x, dp, weights, at, visible, cut, [&] { return place >= 0; }, [&](int, int r) { return row_stats[r / 2]; });
     const uint32_t columns = elementwise ? columns_visible_to_warp<NB>(visible) : kAllColumns;
     M::product(dq, x, k_tile(t), part, p.head_dim, columns);
 

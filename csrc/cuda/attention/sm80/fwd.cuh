@@ -72,7 +72,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   const ScoreMod<false> score_mod(p, s, w.b, w.h);
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
-  TileList<K::has_score_mod, BN> tiles(p, p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
+  TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
   const int first = tiles.first(range);
   if (first < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
@@ -105,10 +105,10 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     uint32_t columns = kAllColumns;
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
-      const int place = tiles.place(p.blocks);
+      const int place = tiles.place(p);
       const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t);
       uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
-      visible = score_mod.apply(x, unused, at, visible);
+      visible = score_mod.apply(x, unused, at, visible, [&] { return place >= 0; });
       if (elementwise) columns = columns_visible_to_warp<NB>(visible);
     } else if (range.cut(t)) {
       const uint32_t visible = within<NB>(at, bounds);

@@ -12,12 +12,13 @@ import torch
 
 from ..._core.registry import Backend, Op
 from ..._core.tensors import last_contiguous
-from ..._problem.attention import AttentionProblem
+from ..._problem.attention import LISTING, AttentionProblem, Listing
 from ...masks import bucket_row
 from ..gpu.attention import gradients, no_pairs, no_pairs_gradients, outputs, why_not_sizes
 from . import library as cuda_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LISTING_EMULATED = Listing(block=LISTING.block, min_blocks=2, min_pairs=1)  # so that tests reach both, with lists and without
 MADE_BY = {  # pass -> the gradients that it makes
     "bwd_fused": "d_query, added across blocks, d_key and d_value", "bwd_dq": "d_query", "bwd_dkdv": "d_key and d_value",
 }  # fmt: skip
@@ -90,9 +91,11 @@ def _why_not_blocks(a: AttentionProblem) -> str | None:
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients; and how much of a block mask."""
-    mask = None if a.blocks is None else f"attn_mask: {a.blocks.note}"
-    if (plan := _plan(a)) is None or not cuda_library.runs_sm90a(a.query.device):
+    """Which kernels run on a GPU that has those for sm_90a, if all tensors have gradients; and how much of a mask."""
+    plan = _plan(a)
+    share = a.blocks.note if a.blocks else a.lists_note(_listing()) if plan and plan["lists_mask"] else None
+    mask = f"attn_mask: {share}" if share else None
+    if plan is None or not cuda_library.runs_sm90a(a.query.device):
         return mask
     told = [
         f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
@@ -107,6 +110,7 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     ``passes``: of each pass the reason why it is not by the kernels for sm_90a, or None.
     ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
     ``least_block``: queries and keys that a block of a block mask must have.
+    ``lists_mask``: some pass walks the listed blocks of a dense mask, if it is worth the listing.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
@@ -140,9 +144,14 @@ def _shared(a: AttentionProblem) -> list[Any]:
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.dropout_seed, before, a.align, a.left, a.right, a.global_keys, a.query_start, a.key_start, a.num_queries,
+        a.cu_seqlens_k, *blocks, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys, a.query_start,
+        a.key_start, a.num_queries,
         a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
+
+
+def _listing() -> Listing:
+    return LISTING_EMULATED if cuda_library.emulating() else LISTING
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,8 +163,9 @@ def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device:
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """Copies of operands whose rows are not aligned, in backward three float32 numbers for each row, and d_query in float32 where blocks
-    add to it."""
+    """Copies of operands whose rows are not aligned, in backward three float32 numbers for each row, d_query in float32 where blocks
+    add to it, and the lists of a dense mask's blocks."""
     copies = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value) if t.shape[-1] * t.element_size() % 16)
     plan = _plan(a)
-    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * (plan["dq_accum"] if plan else 0)
+    lists = a.lists_bytes(_listing()) if plan and plan["lists_mask"] else 0
+    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * (plan["dq_accum"] if plan else 0) + lists

@@ -71,18 +71,23 @@ def _why_not_shared(query: torch.Tensor, value: torch.Tensor) -> str | None:
 def _extra_bytes(a: AttentionProblem) -> int:
     """What splits of the keys leave in forward, or three float32 numbers for each row in backward: delta, maximum, and with
     a dense term the log of the sum; and the lists of a boolean mask's blocks."""
-    from pytransformer.kernels.attention.plan import lists_bytes, plan_forward
+    from pytransformer.kernels.attention.plan import plan_forward
+    from pytransformer.kernels.attention.problem import listing_of
 
-    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + lists_bytes(a)
+    listed = listing_of(a)
+    return max(plan_forward(a).bytes, 12 * a.query.numel() // a.head_dim) + (a.lists_bytes(listed) if listed else 0)
 
 
 def _note(a: AttentionProblem) -> str | None:
-    """By which form of the kernel forward is computed."""
+    """By which form of the kernel forward is computed, and how much of a mask."""
     from pytransformer.kernels.attention.plan import plan_forward
+    from pytransformer.kernels.attention.problem import listing_of
 
     if a.empty:
         return None
-    return plan_forward(a).note + (f"; attn_mask: {a.blocks.note}" if a.blocks else "")
+    listed = listing_of(a)
+    mask = a.blocks.note if a.blocks else a.lists_note(listed) if listed else None
+    return plan_forward(a).note + (f"; attn_mask: {mask}" if mask else "")
 
 
 def _contiguous(a: AttentionProblem) -> AttentionProblem:
