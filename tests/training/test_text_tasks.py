@@ -40,7 +40,7 @@ STEPS = {
     },
     "spanbert": {"--steps": 60, "--answer-steps": 20, "--rate": 0.01},
     "gpt": {"--steps": 90, "--rate": 0.01},
-    "t5": {"--steps": 240, "--rate": 0.006},
+    "t5": {"--steps": 150, "--rate": 0.03},
     "moe": {"--steps": 60, "--rate": 0.01},
 }
 

@@ -46,12 +46,12 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--to", dest="target", metavar="LANG", help="of gettext (default en, the language of the messages)")
 
 
-def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: int = 3) -> None:
+def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: int = 3, batch: int = 64) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
     model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 32 (default %(default)s)")
     model.add_argument("--vocabulary", type=int, default=vocabulary, help="tokens at most (default %(default)s)")
-    model.add_argument("--batch", type=int, default=64, help="examples in a batch (default %(default)s)")
+    model.add_argument("--batch", type=int, default=batch, help="examples in a batch (default %(default)s)")
 
 
 def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **stages: int) -> None:
