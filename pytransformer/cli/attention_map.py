@@ -73,18 +73,19 @@ def _draw(arguments: argparse.Namespace) -> Any:
         raise UsageError(f"--kind {arguments.kind} needs {what}")
     inputs, texts = encode(arguments.text, arguments)
     seen = (viz if isinstance(model, Model) else attention_of_hf).attention_of(model, inputs, arguments.which)
+    about = " / ".join(filter(None, (arguments.text, arguments.second)))
     if arguments.kind == "patterns":
         if seen.which not in texts and seen.which != "cross":
             raise UsageError("--kind patterns is of a text's words")
         if seen.which == "cross":
             raise UsageError("--kind patterns is of a stack's own attention: name it with --which encoder or decoder")
-        return viz.plot_patterns(seen.weights(), texts[seen.which], title=f"{seen.which} attention: {arguments.text}")
+        return viz.plot_patterns(seen.weights(), texts[seen.which], title=f"{seen.which} attention: {about}")
     if arguments.kind == "distance":
         image = hasattr(model, "patches")
         far = seen.patch_distances(model) if image else seen.distances()
-        return viz.plot_distances(far, title=f"{seen.which} attention: {arguments.text}", unit="pixels" if image else "tokens")
+        return viz.plot_distances(far, title=f"{seen.which} attention: {about}", unit="pixels" if image else "tokens")
     if arguments.kind == "gallery":
-        return viz.gallery(seen.weights(), title=f"{seen.which} attention: {arguments.text}")
+        return viz.gallery(seen.weights(), title=f"{seen.which} attention: {about}")
     heads = None if arguments.head is None else [arguments.head]
     weights = seen.weights(layers=[arguments.layer], heads=heads)[0].mean(0)
     what = "mean of the heads" if heads is None else f"head {arguments.head}"
