@@ -257,6 +257,16 @@ def test_presets_have_the_published_sizes(name: str, preset: str):
 
 
 @pytest.mark.unpoisoned
+@pytest.mark.parametrize(("preset", "published", "units"), [("small", 10.3, 320), ("base", 30.7, 640), ("large", 118.8, 640)])
+def test_conformer_presets_are_the_published_encoders(preset: str, published: float, units: int):
+    """Published are encoder and decoder (Gulati et al. 2020, table 1): an LSTM of so many units, the embedding and the joint network."""
+    with torch.device("meta"):
+        ours = models.Conformer.from_preset(preset).num_parameters() / 1e6
+    without_lstm = published - 4 * units * 2 * units / 1e6
+    assert without_lstm - 0.85 < ours < without_lstm, "what is left for the embedding and the joint network"
+
+
+@pytest.mark.unpoisoned
 def test_every_preset_builds_and_changes():
     for name in models.__all__:
         model = getattr(models, name)
@@ -296,6 +306,16 @@ def test_a_sequence_longer_than_the_positions(name: str):
     ids = torch.randint(3, 29, (1, 13))
     with pytest.raises(ValueError, match="13 tokens is longer than the model's 12 positions"):
         build(name)(ids)
+
+
+@torch.no_grad()
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("name", ["Conformer-ctc", "Mixer-separable"])
+def test_models_without_a_cache_compile_as_one_graph(name: str):
+    model, given = build(name).eval(), inputs(name)
+    given.pop("labels")
+    compiled = torch.compile(lambda: model(**given).logits, fullgraph=True, backend="eager")
+    assert_same_logits(compiled(), model(**given).logits)
 
 
 def test_missing_inputs_and_heads():
