@@ -229,6 +229,7 @@ REFUSED: dict[str, tuple[list[Any], list[dict[str, Any]], str]] = {
     "a group": (SHAPES, [{"group": 3}] * 2, "group must be a ProcessGroup or None, got int"),
     "a part of a block mask": (SHAPES, [{"attn_mask": BLOCKS[2]}] * 2, "wanted that of the whole sequence"),
     "block masks": (SHAPES, [{"attn_mask": mask} for mask in BLOCKS[:2]], "the same attn_mask, got block mask of (1, 1, 8, 8)"),
+    "pages": (SHAPES, [{"page_table": torch.zeros(1, 1, dtype=torch.int32)}] * 2, "page_table is for one process"),
     "a mask": (SHAPES, [{"attn_mask": torch.ones(4, 4, dtype=torch.bool)}] * 2, "does not broadcast to (B, Hq, Lq, Lk)"),
     "segments": (SHAPES, [{"query_segments": torch.zeros(1, 4, dtype=torch.long)}] * 2, "go together"),
     "key lengths": (SHAPES, [{"key_lengths": torch.tensor([9])}] * 2, "key_lengths must be between 0 and 8, got 9"),
