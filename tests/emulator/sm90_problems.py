@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import attention_problems
 import torch
-from attention_problems import BF16, F16, Problem, alibi, arguments, padding, t5
+from attention_problems import BF16, F16, Problem, alibi, arguments, by_blocks, in_blocks, padding, t5
 
 import pytransformer as pt
 
@@ -278,6 +278,18 @@ FORWARD = (
     Problem(
         "wide, f32 mask, dropout", F16, (1, 1, 1, 40, 150, 256, 256),
         lambda n: {"attn_mask": some(n(1, 1, 40, 150)), "dropout_p": 0.3, "dropout_seed": 3},
+    ),
+    # Block masks, and a dense one that is listed; blocks of one tile and of two.
+    Problem("blocks", BF16, (1, 2, 1, 300, 520, 64, 64), lambda n: {"attn_mask": in_blocks(n, (1, 2, 300, 520), 128, 128)}),
+    Problem(
+        "blocks, causal, ALiBi", F16, (2, 2, 2, 150, 540, 128, 128),
+        lambda n: {"attn_mask": in_blocks(n, (2, 1, 150, 540), 128, 256), "causal": "bottom_right", "window": (400, None),
+                   "key_lengths": integers(540, 300), "bias": alibi(n, 2), "dropout_p": 0.2, "dropout_seed": 4},
+    ),
+    Problem("blocks, wide", BF16, (1, 1, 1, 140, 300, 256, 200), lambda n: {"attn_mask": in_blocks(n, (1, 1, 140, 300), 256, 128)}),
+    Problem(
+        "listed, T5", F16, (1, 2, 1, 300, 410, 128, 128),
+        lambda n: {"attn_mask": by_blocks(n, (1, 1, 300, 410)), "bias": t5(n, 2, True), "sinks": n(2)},
     ),
     # Floating masks and biases one by one, and two of them; some rows see nothing, some pairs are -inf.
     Problem(

@@ -66,14 +66,45 @@ def test_blocks_that_nobody_sees_cost_nothing() -> None:
 
 
 @pytest.mark.usefixtures("sm90")
-def test_on_sm90a_the_portable_kernels_run() -> None:
+@pytest.mark.parametrize(("size", "forward"), [(128, True), ((128, 64), False)])
+def test_on_sm90a(size: Any, forward: bool) -> None:
+    """Its own kernels walk the lists in forward, where a tile lies within one block; else the portable ones do."""
     generator = torch.Generator().manual_seed(1)
-    mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 140, 140), 128, 128)
-    inputs = [normal(1, 1, 140, 32) for _ in range(3)]
+    rows, keys = (size, size) if isinstance(size, int) else size
+    mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
+    inputs = [normal(1, 1, n, 32) for n in (300, 520, 520)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
         want = results(inputs, attn_mask=mask)
-    assert all(torch.equal(*both) for both in zip(results(inputs, attn_mask=mask), want))
+    count = torch.ops.pytransformer_C.emulator_products
+    before = count()
+    found = results(inputs, attn_mask=mask)
+    assert (count() > before) == forward
+    for ours, their in zip(found, want):
+        torch.testing.assert_close(ours, their, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.usefixtures("sm90")
+def test_on_sm90a_blocks_that_nobody_sees_cost_nothing() -> None:
+    """Forward of two documents as whole blocks has the bits of two sequences, for as many products of warpgroups."""
+    torch.manual_seed(0)
+    inputs = [normal(2, 1, 256, 32) for _ in range(3)]
+    ids = torch.arange(512) // 256
+    joined = [t.transpose(0, 1).flatten(1, 2)[None] for t in inputs]
+    dense = ids[:, None] == ids
+    count, made, found = torch.ops.pytransformer_C.emulator_products, [], []
+    same = torch.zeros(2, 256, dtype=torch.int64)  # the kernels with an elementwise mask
+    for given, keywords in (
+        (inputs, {"query_segments": same, "key_segments": same}),
+        (joined, {"attn_mask": pt.BlockMask.from_dense(dense, block_size=128)}),
+        (joined, {"attn_mask": dense}),
+    ):
+        with lane.off(), torch.no_grad():
+            before = count()
+            found.append(pt.attention(*given, **keywords, backend="cuda", strict=True))
+            made.append(count() - before)
+    assert made[0] == made[1] == made[2] > 0
+    assert torch.equal(found[1], found[0].transpose(0, 1).flatten(1, 2)[None]) and torch.equal(found[1], found[2])
 
 
 def test_an_empty_mask() -> None:
@@ -144,7 +175,9 @@ def test_explain_tells_who_runs_and_how_much(monkeypatch: pytest.MonkeyPatch) ->
     assert any("66.7% of the 9 blocks of 128 x 128 pairs run" in note for note in explained(128).notes)
     monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", "sm90")
     (note,) = (note for note in explained(128).notes if note.startswith("cuda:"))
-    assert "portable kernels: block masks are lists that the portable kernels walk" in note and "66.7%" in note
+    assert (
+        "forward by the kernels for sm_90a; d_query by the portable kernels: block masks are lists" in note and "66.7%" in note
+    )
 
 
 def test_the_edge_checks_shapes() -> None:

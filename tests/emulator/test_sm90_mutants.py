@@ -27,6 +27,12 @@ FAULTS = (
     Fault("values_as_wide_as_keys", "32 and 256"),
     Fault("gradients_as_wide_as_queries", "32 and 256"),
     Fault("keys_in_boxes_of_queries", "full"),
+    # lists of blocks
+    Fault("a_listed_block_left_out_by_the_producer", "blocks", slow=False),
+    Fault("a_note_written_over_another", "blocks"),
+    Fault("a_note_not_awaited", "blocks"),
+    Fault("bits_of_the_first_row", "blocks"),
+    Fault("bits_of_a_blocks_first_keys", "blocks, causal, ALiBi"),
     # what the kernels share
     Fault("barriers_not_made_visible", "grouped", "not made visible to the async proxy"),
     Fault("barriers_used_before_they_are_there", "grouped"),

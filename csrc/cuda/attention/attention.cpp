@@ -20,7 +20,7 @@ void pack_key_padding(AttentionEdge& e, const Tensor& like, void* stream) {
   e.p.key_padding.data = f.bits;
 }
 
-// Lists the blocks of a dense boolean mask in which something is visible, for portable kernels that walk blocks of keys, and of queries.
+// Lists the blocks of a dense boolean mask in which something is visible, for kernels that walk blocks of keys, and of queries.
 void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& like, void* stream) {
   AttentionMaskLists f = e.take_mask_lists();
   if (!f.masks || !(of_queries || of_keys)) return;
@@ -41,12 +41,11 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
+  list_blocks(e, true, false, lse, stream);
   AttentionForward f{};
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
-  list_blocks(e, !plan.on_sm90(), false, lse, stream);
-  f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   attention_forward(f, plan, stream);
 }
@@ -178,16 +177,15 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
     passes +=
         std::string(passes.empty() ? "\"" : ", \"") + pass + "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
   };
-  const Sm90Plan forward = plan_attention_forward(f, current_gpu()).sm90;
-  const bool lists_mask = e.take_mask_lists().masks && (forward.why_not || plan.walks_keys(request) || plan.walks_queries(request));
-  tell("forward", forward);
+  tell("forward", plan_attention_forward(f, current_gpu()).sm90);
   if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)
     if (request.dbias[i].data) tell(i == 0 ? "d_mask" : "d_bias", plan.dbias[i].sm90);
   const LeastBlock least = least_block(e.p.dtype, e.p.head_dim, e.p.value_dim);
   return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + ", \"least_block\": [" +
-         std::to_string(least.queries) + ", " + std::to_string(least.keys) + "], \"lists_mask\": " + (lists_mask ? "true" : "false") + "}";
+         std::to_string(least.queries) + ", " + std::to_string(least.keys) +
+         "], \"lists_mask\": " + (e.take_mask_lists().masks ? "true" : "false") + "}";
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ class TileList {
                PT_FAULT(places_of_bits_not_clamped) ? kNoTile : p.blocks.places - 1);
   }
 
- private:
+ protected:
   // The first tile from t on that the list has; goes on to its block.
   PT_DEVICE int seek(int t) {
     if (!lists_.offsets) return t;

@@ -70,9 +70,10 @@ constexpr uint32_t sm90_mask_loader_smem(const Sm90Tile& t, bool keys, bool has_
 constexpr int sm90_num_row_stats(bool has_score_mod, bool elementwise_mask) {
   return has_score_mod && elementwise_mask ? 3 : 2;
 }  // of a query, over keys
-// Forward: Q; K, V. in bwd_dq: Q, dO; K, V; with score_mod, sums. in bwd_dkdv: K, V; Q, dO, row stats. Both: What the mask loader loads.
+// Forward: Q; K, V; notes. in bwd_dq: Q, dO; K, V; with score_mod, sums. in bwd_dkdv: K, V; Q, dO, row stats. Both: What the mask loader
+// loads.
 constexpr uint32_t sm90_forward_smem(const Sm90Tile& t) {
-  return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + t.stages + t.second_stages());
+  return kSm90Slack + t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(1 + 3 * t.stages + t.second_stages());
 }
 constexpr uint32_t sm90_bwd_dq_smem(const Sm90Tile& t, bool has_score_mod, bool elementwise_mask = false) {
   return kSm90Slack + 2 * t.own_bytes() + t.streamed_bytes() + kSm90BarrierBytes * uint32_t(2 + t.stages + t.second_stages()) +

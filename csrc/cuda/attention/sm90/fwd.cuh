@@ -11,6 +11,7 @@
 #include "cuda/attention/recompute.cuh"
 #include "cuda/attention/sink.cuh"
 #include "cuda/attention/sm90/mask_loader.cuh"
+#include "cuda/attention/sm90/tile_notes.cuh"
 
 namespace pt::cuda {
 
@@ -37,6 +38,8 @@ struct Sm90ForwardBlock {
   const Sm90Forward& args;
   RingQ q;
   RingKv k, v;
+  using Notes = TileNotes<kTile.stages>;
+  Notes notes;  // with an elementwise mask
 
   using Work = QueryWork<BM, BN>;
 
@@ -47,6 +50,7 @@ struct Sm90ForwardBlock {
     q.init(1, kConsumers, "q_full", "q_empty");
     k.init(1, kConsumers, "k_full", "k_empty");
     v.init(1, kConsumers, "v_full", "v_empty");
+    if (K::elementwise_mask) notes.init(1, 4 * kConsumers, "notes_full", "notes_empty");
   }
 
   PT_DEVICE void produce() const {
@@ -56,12 +60,33 @@ struct Sm90ForwardBlock {
     for_each_tile(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
-      for (int t = w.range.last - 1; t >= w.range.first; --t, ++stream_iter) {
+      const auto load = [&](int t, bool first) {
         k.load(stream_iter, args.k, row + t * BN, w.h / p.group, batch);
-        if (t == w.range.last - 1) q.load(tile_iter++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
+        if (first) q.load(tile_iter++, args.q, int(w.s.row_q) + w.i0, w.h, batch);
         v.load(stream_iter, args.v, row + t * BN, PT_FAULT(values_of_another_head) ? 0 : w.h / p.group, batch);
+        ++stream_iter;
+      };
+      if constexpr (K::elementwise_mask) {
+        List tiles = tiles_of(w);
+        bool first = true;
+        for (int t = tiles.last(w.range), next; t >= w.range.first; t = next, first = false) {
+          const int place = tiles.place(p);
+          next = tiles.back(t);
+          notes.put(stream_iter, {t, place, next >= w.range.first});
+          load(t, first);
+        }
+      } else {
+        for (int t = w.range.last - 1; t >= w.range.first; --t) load(t, t == w.range.last - 1);
       }
     });
+  }
+
+  // Those of a tile of queries, which lies within one block.
+  using List = TileListBack<BN>;
+  PT_DEVICE List tiles_of(const Work& w) const { return List(args.f.p.blocks.queries, w.b, w.h, w.i0); }
+  PT_DEVICE bool sees_keys(const Work& w) const {
+    if constexpr (K::elementwise_mask) return w.range.count() > 0 && tiles_of(w).last(w.range) >= w.range.first;
+    else return w.range.count() > 0;
   }
 
   // With ping_pong: whose turn it is to start products.
@@ -133,6 +158,14 @@ struct Sm90ForwardBlock {
   // Kept in registers from iteration to iteration, descriptors of all steps of wide heads would not leave enough.
   static PT_DEVICE RingQ own(const RingQ& ring) { return D > 128 ? RingQ(uint32_t(ptx::opaque(int(ring.buffer(0)))), 0) : ring; }
 
+  // Of a consumer, to the tile of stream_iter n, by its note.
+  PT_DEVICE void go_to(int n, const Work& w, int& first, int& place, bool& more) const {
+    if constexpr (K::elementwise_mask) {
+      const TileNote note = notes.take(n);
+      first = w.origin + note.tile * BN, place = note.place, more = note.more;
+    }
+  }
+
   PT_DEVICE void consume() const {
     static_assert(!kTile.ping_pong || kConsumers == 2);
     const AttentionProblem& p = args.f.p;
@@ -150,7 +183,6 @@ struct Sm90ForwardBlock {
       [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
-
       // Keys between the bounds that padding hides: found again where they are needed. The mask loader has them as bits.
       const bool padding_gaps = !K::elementwise_mask && whole.lo == kUnbounded;
       const auto key_padding_bitmap = [&] {
@@ -161,8 +193,8 @@ struct Sm90ForwardBlock {
           clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
         else clear_rows<kConsumers>(v, stream_iter, first, keep);
       };
-      const auto load_mask = [&](int first) {
-        if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod); }
+      const auto load_mask = [&](int first, int place) {
+        if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Scores to weights; `first` is the tile's first key.
       const auto weigh = [&](int first) {
@@ -195,34 +227,35 @@ struct Sm90ForwardBlock {
             });
         pack_weights<T>(weights, s);
       };
-
-      if (w.range.count() > 0) {
-        int first = w.origin + (w.range.last - 1) * BN;
+      if (sees_keys(w)) {
+        int t = w.range.last - 1, first = w.origin + t * BN, place = -1;
+        bool more = t > w.range.first;
         if (!PT_FAULT(queries_not_awaited)) q.consumer_wait(tile_iter);
+        go_to(stream_iter, w, first, place, more);
         k.consumer_wait(stream_iter);
         scheduler_barrier_sync();
         multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter, false);
         scheduler_barrier_arrive();
-        if (!PT_FAULT(scores_not_hidden_in_the_first_tile)) load_mask(first);
+        if (!PT_FAULT(scores_not_hidden_in_the_first_tile)) load_mask(first, place);
         ptx::wgmma_wait<0>();
         consumer_release_warpgroup(k, stream_iter);
-        if (w.range.count() == 1) consumer_release_warpgroup(q, tile_iter);
+        if (!more) consumer_release_warpgroup(q, tile_iter);
         weigh(first);
         pack(first);
-
-        for (int t = w.range.last - 2; t >= w.range.first; --t, ++stream_iter) {
+        for (; more; ++stream_iter) {
           clear(first);
-          first -= BN;
+          first -= BN, --t, more = t > w.range.first;
+          go_to(stream_iter + 1, w, first, place, more);
           if (!PT_FAULT(keys_not_awaited)) k.consumer_wait(stream_iter + 1);
           scheduler_barrier_sync();
           multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter + 1, false);
           if (!PT_FAULT(values_not_awaited)) v.consumer_wait(stream_iter);
           multiply_weights<T>(o, weights, v, stream_iter);
           if (!PT_FAULT(a_turn_not_passed)) scheduler_barrier_arrive();
-          if (!PT_FAULT(bits_of_the_tile_before) || t % 2) load_mask(first);
+          if (!PT_FAULT(bits_of_the_tile_before) || stream_iter % 2) load_mask(first, place);
           if (!PT_FAULT(scores_not_awaited)) ptx::wgmma_wait<1>();
           consumer_release_warpgroup(k, stream_iter + 1);
-          if (PT_FAULT(queries_released_in_every_stream_iter) || t == w.range.first) consumer_release_warpgroup(q, tile_iter);
+          if (PT_FAULT(queries_released_in_every_stream_iter) || !more) consumer_release_warpgroup(q, tile_iter);
           weigh(first);
           if (PT_FAULT(weights_written_under_their_product)) pack(first);
           if (PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
@@ -247,10 +280,12 @@ struct Sm90ForwardBlock {
   static PT_DEVICE void run(const Sm90Forward& args) {
     const uint32_t base = align_to_atom(ptx::dynamic_smem());
     constexpr uint32_t kKeys = RingQ::kBufferBytes, kValues = kKeys + RingKv::kBufferBytes, kBarriers = kValues + RingKv::kBufferBytes;
-    static_assert(kSm90Slack + kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes == sm90_forward_smem(kTile));
+    constexpr uint32_t kNotes = kBarriers + RingQ::kBarrierBytes + 2 * RingKv::kBarrierBytes;
+    static_assert(kSm90Slack + kNotes + Notes::kBufferBytes + Notes::kBarrierBytes == sm90_forward_smem(kTile));
     const uint32_t bars = base + kBarriers;
     const Sm90ForwardBlock block{args, RingQ(base, bars), RingKv(base + kKeys, bars + RingQ::kBarrierBytes),
-                                 RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes)};
+                                 RingKv(base + kValues, bars + RingQ::kBarrierBytes + RingKv::kBarrierBytes),
+                                 Notes(base + kNotes, base + kNotes + Notes::kBufferBytes)};
     run_block(block);
   }
 };

@@ -32,9 +32,10 @@ class MaskLoader {
 
   PT_DEVICE explicit MaskLoader(const AttentionProblem& p) : p_(p), paired_(paired(p.mask) ? 1 : paired(p.bias) ? 2 : 0) {}
 
-  // Loads what the keys from `first` on need; `adds`: floating masks and biases too. Work: QueryWork.
+  // Loads what the keys from `first` on need; `adds`: floating masks and biases too; place: of the tile's bits, as TileList has it. Work:
+  // QueryWork.
   template <class Work>
-  PT_DEVICE void load(const Work& w, int first, bool adds) {
+  PT_DEVICE void load(const Work& w, int first, bool adds, int place = 0) {
     const int column = first + 2 * (lane_id() % 4);
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -42,7 +43,8 @@ class MaskLoader {
       visible[r] = columns_below(bounds.hi - column) & ~(PT_FAULT(keys_before_a_rows_first) ? 0 : columns_below(bounds.lo - column));
     }
     if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
-    if (p_.mask.data && p_.mask.type == DenseType::boolean) {
+    if (p_.blocks.bits && place >= 0) hide_block(w, first, place);
+    if (p_.mask.data && p_.mask.type == DenseType::boolean && place >= 0) {
       if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || p_.mask.vector_width == 16) hide_chunks(w, first);
       else hide_bytes(w, column);
     }
@@ -167,17 +169,36 @@ class MaskLoader {
     }
   }
 
+  // Of a word's 32 keys, from the lane's first on, its own: bits 8 n + e become 2 n + e.
+  static PT_DEVICE uint32_t own_bits(uint32_t word) {
+    return (word & 0x03030303u) * (PT_FAULT(padding_gaps_of_other_columns_in_the_mask_loader) ? 0x01041080u : 0x01041040u) >> 24;
+  }
+
   template <class Work>
   PT_DEVICE void hide_keys(const Work& w, int column) {
     const KeyPaddingBitmap keys(p_, w.b);
     uint32_t shown = 0;
     PT_UNROLL
-    for (int c = 0; c < BN / 32; ++c)  // bits 8 n + e of a word become 2 n + e
-      shown |= ((keys.from(PT_FAULT(padding_gaps_of_the_first_32_keys_in_the_mask_loader) ? column : column + 32 * c) & 0x03030303u) *
-                    (PT_FAULT(padding_gaps_of_other_columns_in_the_mask_loader) ? 0x01041080u : 0x01041040u) >>
-                24)
-               << 8 * c;
+    for (int c = 0; c < BN / 32; ++c)
+      shown |= own_bits(keys.from(PT_FAULT(padding_gaps_of_the_first_32_keys_in_the_mask_loader) ? column : column + 32 * c)) << 8 * c;
     visible[0] &= shown, visible[1] &= shown;
+  }
+
+  // What a partial block of a block mask hides: a word holds 32 keys of a query.
+  template <class Work>
+  PT_DEVICE void hide_block(const Work& w, int first, int place) {
+    const BlockLists& lists = p_.blocks.queries;
+    const int to_next_query = lists.column_bits - 5;  // words, as bits of a shift
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int i = query(w, PT_FAULT(bits_of_the_first_row) ? 0 : r) & ((1 << lists.row_bits) - 1);
+      const uint32_t* const words = p_.blocks.bits + (((int64_t(place) << lists.row_bits) + i) << to_next_query) +
+                                    (PT_FAULT(bits_of_a_blocks_first_keys) ? 0 : (first & ((1 << lists.column_bits) - 1)) / 32);
+      uint32_t shown = 0;
+      PT_UNROLL
+      for (int c = 0; c < BN / 32; ++c) shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
+      visible[r] &= shown;
+    }
   }
 
   template <class Work>

@@ -47,7 +47,6 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
   if (!sm90_class(p)) return "head sizes to 256";
-  if (p.blocks.bits) return "block masks are lists that the portable kernels walk";
   if (p.global_keys) return "with global_keys there are two runs of tiles of keys, which the portable kernels walk";
   const auto aligned = [](const void* data, const HeadRows& s) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
@@ -74,8 +73,8 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
 // of their own, which start in order as others end.
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
   constexpr int64_t kSectionBytes = 32 << 20;
-  const bool even =
-      !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths && !p.cu_keys && !p.key_padding.data;
+  const bool even = !p.blocks.queries.offsets && !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths &&
+                    !p.query_lengths && !p.cu_keys && !p.key_padding.data;
   const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
   const int64_t section = even ? 1 : kSectionBytes / bytes;
   // So that the number of a block's next tile has 31 bits, where there is none too.
@@ -87,13 +86,18 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0, {}, 0};
+  plan.tile = sm90_forward_tile(plan.head_class), plan.smem_bytes = sm90_forward_smem(plan.tile);
+  if (p.blocks.queries.offsets &&
+      (1 << p.blocks.queries.row_bits < plan.tile.rows() || 1 << p.blocks.queries.column_bits < plan.tile.streamed))
+    plan.why_not = "a tile of theirs does not lie within one block of the mask";
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
-  plan.tile = sm90_forward_tile(plan.head_class), plan.smem_bytes = sm90_forward_smem(plan.tile);
   const int rows = plan.tile.rows();
   order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
   return plan;
 }
+
+constexpr const char* kListsInBackward = "block masks are lists that forward and the portable kernels walk";
 
 // Whether the producers of the backward can copy the rows of a floating mask or bias, which begin anywhere: 16 aligned bytes at a time.
 inline bool copied(const Dense& d) { return d.type != DenseType::f64 && d.key == 1 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0; }
@@ -118,6 +122,7 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
     plan.why_not =
         "the backward kernels copy floating masks and biases of 16 or 32 bits whose rows are contiguous and whose data is aligned";
   if (mask_adds && p.bias.data) plan.why_not = "the backward kernels add one floating mask or bias";
+  if (p.blocks.bits) plan.why_not = kListsInBackward;
   if (plan.head_class == 256 && plan.elementwise_mask && plan.has_score_mod)
     plan.why_not = "floating masks and biases, and elementwise masks beside score_mod, are in the backward kernels to head size 128";
   if (plan.why_not) return plan;
@@ -156,6 +161,7 @@ inline Sm90Plan plan_sm90_dbias(const AttentionDbias& f, int multiprocessors) {
       (!PT_FAULT(a_sum_over_keys_taken) && f.sizes[3] != p.num_keys))
     plan.why_not = "the gradient is a sum over queries or keys";
   if (f.key != 1 && p.num_keys > 1) plan.why_not = "the gradient's rows are not contiguous";
+  if (p.blocks.bits) plan.why_not = kListsInBackward;
   if (plan.why_not) return plan;
   const Sm90Tile tile = sm90_bwd_dbias_tile(plan.head_class);
   plan.tile = tile, plan.smem_bytes = sm90_bwd_dbias_smem(tile);

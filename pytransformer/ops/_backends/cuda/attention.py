@@ -110,7 +110,7 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     ``passes``: of each pass the reason why it is not by the kernels for sm_90a, or None.
     ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
     ``least_block``: queries and keys that a block of a block mask must have.
-    ``lists_mask``: some pass walks the listed blocks of a dense mask, if it is worth the listing.
+    ``lists_mask``: forward at least walks the listed blocks of a dense mask, if it is worth the listing.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
