@@ -89,6 +89,7 @@ def test_a_conformer_learns_to_read(tmp_path):
     """No strip is read by saying nothing, which is all that few steps teach; the local model has no more than the subsampling."""
     options = ["--steps", "120", "--width", "48", "--layers", "1", "--strips", "1500", "--held-out", "50", "--longest", "4"]
     report = trained("conformer", tmp_path / "conformer", *options)
+    assert "UCI repository, CC BY 4.0" in report["sources"][0]
     ours, local = report["found"]["conformer"], report["found"]["no-blocks"]
     assert ours["digit_errors"] < 0.5 and ours["digit_errors"] < local["digit_errors"] - 0.1
     assert ours["exact"] > 0.15

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import machine
 from ..training_run import Run
 
 
@@ -37,11 +38,20 @@ def image_collates(run: Run) -> tuple[Any, Any]:
     return image_collate(run.arguments.shift), image_collate()
 
 
+def digits(run: Run) -> tuple[Any, Any]:
+    """Those to learn from and those held out; where they are from is told in the report."""
+    from ...training.digits import load_digits
+
+    found = load_digits()
+    run.sources.append(
+        f"scikit-learn {machine.version_of('scikit-learn')}: handwritten digits of the UCI repository, CC BY 4.0"
+    )
+    return found
+
+
 def schedule(run: Run, steps: int) -> Any:
     from ...training import warmup_cosine
 
-    if steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {steps}")
     return warmup_cosine(run.arguments.rate, steps // 10, steps)
 
 

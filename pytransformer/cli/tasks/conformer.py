@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 
 from ..training_run import Figure, Run
-from ._digits import add_sizes, on_device, schedule
+from ._digits import add_sizes, digits, on_device, schedule
 
 _ROWS = 16
 
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def train(run: Run) -> int:
     from ...models import Conformer, ConformerConfig
     from ...training import Batches
-    from ...training.digits import CLASSES, load_digits, make_strips, reading_errors, strip_collate
+    from ...training.digits import CLASSES, make_strips, reading_errors, strip_collate
 
     a = run.arguments
     learned, held_out = (
-        make_strips(digits, count, run.seed(name), longest=a.longest, rows=_ROWS)
-        for digits, count, name in zip(load_digits(), (a.strips, a.held_out), ("strips", "held out"))
+        make_strips(part, count, run.seed(name), longest=a.longest, rows=_ROWS)
+        for part, count, name in zip(digits(run), (a.strips, a.held_out), ("strips", "held out"))
     )
     collate = strip_collate()
     measured = on_device(run, [collate(held_out[i : i + 50], run.seed()) for i in range(0, len(held_out), 50)])

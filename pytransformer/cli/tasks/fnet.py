@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from ..training_run import Figure, Run
-from ._digits import add_sizes, classify
+from ._digits import add_sizes, classify, digits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train(run: Run) -> int:
     from ...models import BERT, BERTConfig, FNet, FNetConfig
-    from ...training.digits import CLASSES, LEVELS, SIDE, level_collate, load_digits, logistic_regression
+    from ...training.digits import CLASSES, LEVELS, SIDE, level_collate, logistic_regression
 
     a = run.arguments
-    learned, held_out = load_digits()
+    learned, held_out = digits(run)
     shape = dict(
         vocab_size=LEVELS + 1, d_model=a.width, num_layers=a.layers, num_heads=4, hidden=2 * a.width, dropout=a.dropout,
         attention_dropout=0.0, max_length=SIDE * SIDE + 1, num_segments=1, heads=("classification",), num_labels=CLASSES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ..training_run import Figure, Run
-from ._digits import add_shift, add_sizes, classify, image_collates
+from ._digits import add_shift, add_sizes, classify, digits, image_collates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train(run: Run) -> int:
     from ...models import Mixer, MixerConfig
-    from ...training.digits import CLASSES, SIDE, load_digits, logistic_regression
+    from ...training.digits import CLASSES, SIDE, logistic_regression
 
     a = run.arguments
-    learned, held_out = load_digits()
+    learned, held_out = digits(run)
     linear = logistic_regression(learned, held_out)
     figures = []
     for stage, what, kernel in (("network", "a network", 0), ("convolution", "separable convolutions", a.kernel)):

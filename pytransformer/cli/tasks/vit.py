@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from ..training_run import Figure, Run
-from ._digits import add_shift, add_sizes, classify, held_out_batch, image_collates
+from ._digits import add_shift, add_sizes, classify, digits, held_out_batch, image_collates
 
 _PATCH = 2
 
@@ -62,10 +62,10 @@ def _model(run: Run, stage: str, size: Any) -> Any:
 
 
 def train(run: Run) -> int:
-    from ...training.digits import CLASSES, SIDE, drawn_at, load_digits, logistic_regression
+    from ...training.digits import CLASSES, SIDE, drawn_at, logistic_regression
 
     a, chance = run.arguments, 1 / CLASSES
-    learned, held_out = load_digits()
+    learned, held_out = digits(run)
     run.say(f"{len(learned)} digits to learn from, {len(held_out)} held out")
     curve: dict[str, list[tuple[float, float]]] = {"ViT": [], "logistic regression on the pixels": []}
     collates = image_collates(run)
