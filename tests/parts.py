@@ -26,6 +26,7 @@ BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
     Part(REST, "reference and cpu", 7.5),
+    Part("distributed", "several processes", 2.5, ("distributed",), jobs=2),
     Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each

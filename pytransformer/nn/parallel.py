@@ -26,6 +26,7 @@ from .feed_forward import FeedForward
 from .heads import Classifier
 from .layer_norm import Norm
 from .positions import RelativePositionTable
+from .relative import RelativeMultiHeadAttention
 
 # Modules whose parameters go to our ops alone, which take them as DTensors beside plain tensors.
 _BY_OPS = (Norm, RelativePositionTable)
@@ -46,7 +47,10 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
             raise ValueError(
                 f"tensor_parallel_plan: {name} is a mixture's experts: split those over the ranks with MixtureOfExperts.parallelize(group)"
             )
-        if isinstance(module, (MultiHeadAttention, FeedForward)):
+        if isinstance(module, RelativeMultiHeadAttention):  # its scores mix parameters with plain tensors outside of our ops
+            plan[name] = CopiesParallel()
+            done.append(name)
+        elif isinstance(module, (MultiHeadAttention, FeedForward)):
             plan[name] = HeadsParallel() if isinstance(module, MultiHeadAttention) else HiddenParallel()
             done.append(name)
         elif isinstance(module, (nn.Embedding, Classifier)):
@@ -102,6 +106,18 @@ class WholeParallel(ParallelStyle):
             _distribute(module, name, device_mesh, None, self.src_data_rank)
         if not isinstance(module, _BY_OPS):
             _in_dtensors(module, device_mesh)
+        return module
+
+
+class CopiesParallel(ParallelStyle):
+    """Plain parameters, the same on every rank: each computes all of the module, and finds the same gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _mesh("CopiesParallel", device_mesh)
+        if self.src_data_rank is not None:
+            group = device_mesh.get_group()
+            for p in module.parameters():
+                dist.broadcast(p.detach(), dist.get_global_rank(group, self.src_data_rank), group=group)
         return module
 
 

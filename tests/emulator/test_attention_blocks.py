@@ -214,8 +214,8 @@ def test_random_problems_with_block_masks(schedule: int, monkeypatch: pytest.Mon
     fits = lambda problem: problem.block_size and problem.dtype != torch.float64
     found = [n for n, problem in drawn if fits(problem)][:FUZZ_CASES]
     given: list[tuple[int, int]] = []  # the block sizes of the masks that calls got
-    inner = fuzz_attention._in_blocks
-    monkeypatch.setattr(fuzz_attention, "_in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
+    inner = fuzz_attention.in_blocks
+    monkeypatch.setattr(fuzz_attention, "in_blocks", lambda *a: (given.append(a[2]), inner(*a))[1])
     report = fuzz("attention", ["cuda"], FUZZ_SEED, found, stop_after=3)
     print(report.table())
     assert not report.failures, "\n".join(report.failures)
