@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pytransformer.testing import small_models
+from pytransformer.testing.models import CURVE
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.split_models import (
     bytes_given,
@@ -98,7 +99,7 @@ def test_gradients_of_every_model(pool: Pool, name: str) -> None:
     for found in pool.run(2, split_gradients, name):
         assert found.keys() == want.keys()
         for n, t in want.items():
-            torch.testing.assert_close(found[n], t, rtol=1e-9, atol=1e-11, msg=n)
+            torch.testing.assert_close(found[n], t, rtol=CURVE, atol=CURVE, msg=n)
 
 
 @pytest.mark.parametrize("fault", [
@@ -115,7 +116,7 @@ def test_a_converted_hugging_face_model_under_fsdp(pool: Pool) -> None:
     steps = [{"input_ids": b["input_ids"], "labels": b["input_ids"][:, 0] % 2} for b in batches("GPT")]
     want = train(hugging_face_model(), steps)
     for losses in pool.run(2, converted, steps):
-        torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-9, atol=0)
+        torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=CURVE, atol=0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

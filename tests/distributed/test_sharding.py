@@ -16,6 +16,7 @@ from pytransformer.testing import bounds, fuzz_cross_entropy
 from pytransformer.testing.cases import case, cases
 from pytransformer.testing.judge import data_of, exact
 from pytransformer.testing.kits import kit_of
+from pytransformer.testing.models import CURVE
 from pytransformer.testing.oracle import Solution
 from pytransformer.testing.ranks import Pool
 from pytransformer.testing.sharding_faults import FAULTS
@@ -197,7 +198,7 @@ def test_a_sum_that_nobody_took_yet(pool: Pool, place: int | None) -> None:
     )
     for found in pool.run(2, sums_meet_norms, t, place):
         for name, want in expected.items():
-            torch.testing.assert_close(found[name], want.detach(), rtol=1e-12, atol=1e-12, msg=name)
+            torch.testing.assert_close(found[name], want.detach(), rtol=CURVE, atol=CURVE, msg=name)
 
 
 def test_the_first_rank_draws_the_seed(pool: Pool) -> None:

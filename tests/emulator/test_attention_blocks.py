@@ -15,7 +15,7 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core import lane
-from pytransformer.testing import fuzz_attention
+from pytransformer.testing import bounds, fuzz_attention, oracle
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
 
@@ -72,16 +72,15 @@ def test_on_sm90a(size: Any, forward: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     rows, keys = (size, size) if isinstance(size, int) else size
     mask = in_blocks(lambda *s: torch.randn(*s, generator=generator), (1, 1, 300, 520), rows, keys)
-    inputs = [normal(1, 1, n, 32) for n in (300, 520, 520)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTRANSFORMER_CUDA_PATH", "portable")
-        want = results(inputs, attn_mask=mask)
+    leaves = [normal(1, 1, n, 32).requires_grad_() for n in (300, 520, 520)]
+    grad_out = normal(1, 1, 300, 32)
     count = torch.ops.pytransformer_C.emulator_products
     before = count()
-    found = results(inputs, attn_mask=mask)
+    out = pt.attention(*leaves, attn_mask=mask, backend="cuda", strict=True)
     assert (count() > before) == forward
-    for ours, their in zip(found, want):
-        torch.testing.assert_close(ours, their, rtol=0.05, atol=0.02)
+    found = {"out": out, **dict(zip(("query", "key", "value"), torch.autograd.grad(out, leaves, grad_out)))}
+    solution = oracle.solve(*(t.detach() for t in leaves), grad_out, None, attn_mask=mask.to_dense())
+    assert not [str(c) for c in bounds.check(solution, found, BF16, "zero_mean") if not c.ok]
 
 
 @pytest.mark.usefixtures("sm90")
