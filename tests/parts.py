@@ -27,11 +27,11 @@ INTERPRETED = (("TRITON_INTERPRET", "1"),)
 PARTS = (
     Part(REST, "reference and cpu", 7.5),
     Part("distributed", "several processes", 2.5, ("distributed",), jobs=2),
-    Part("triton", "triton, interpreted and compiled", 7, ("triton",), INTERPRETED),
+    Part("triton", "triton, interpreted and compiled", 8, ("triton",), INTERPRETED),
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
-    Part("commands", "commands and benchmarks", 2.5, ("cli",)),
+    Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
 # Run again in another way; of what --full does whole.
 WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
