@@ -227,6 +227,22 @@ def answer_loss(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return (losses[0] + losses[1]) / 2
 
 
+def best_answers(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest answer of each text: (B, 2) int64, the places i <= j of its first and last token with the largest start_i + end_j.
+
+    Taken apart, the likeliest start and the likeliest end may be of two answers.
+
+    Args:
+        logits: (B, L, 2).
+
+    Source: Devlin et al., "BERT" (2019), section 4.2.
+    """
+    starts, ends = logits.float().unbind(-1)
+    before = starts.cummax(-1)  # of each place the best start that is not behind it
+    last = (before.values + ends).argmax(-1, keepdim=True)
+    return torch.cat([before.indices.gather(-1, last), last], -1)
+
+
 class Transform(nn.Module):
     """``norm(act(x W + b))``."""
 

@@ -169,6 +169,7 @@ def test_bag_of_words_without_scikit_learn(monkeypatch):
 def test_the_most_alike_come_first():
     memory = ["open the file", "close the file", "a red house", "the"]
     assert most_alike(memory, ["open file", "zzz", "the"], 2) == [[0, 1], [], [3, 0]]
+    assert most_alike(memory, ["open file", "zzz", "the"], 2, look_at=2) == [[0], [], [3, 0]], "open meets one, file two more"
     assert from_memory([Pair(m, m.upper()) for m in memory], ["close file", "zzz"]) == ["CLOSE THE FILE", "zzz"]
 
 

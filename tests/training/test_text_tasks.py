@@ -224,15 +224,42 @@ def test_two_processes_train_every_stage(corpora, tmp_path, subprocess_environme
 # ---- parts
 
 
-def test_packing_keeps_every_pair_once_and_in_order():
+def test_a_pair_is_learned_after_those_that_are_most_like_it():
     from pytransformer.cli.tasks._language_model import LENGTH
-    from pytransformer.cli.tasks.gpt import packed
+    from pytransformer.cli.tasks.gpt import neighbours, with_examples
+    from pytransformer.training import Pair
 
-    sequences = [[10 * n + i for i in range(1 + 7 * n % 50)] for n in range(60)]
-    rows = packed(sequences, -1, random.Random(0))
-    assert [token for row in rows for token in row[1:]] == [token for sequence in sequences for token in sequence]
-    assert all(row[0] == -1 and len(row) <= LENGTH for row in rows) and 12 <= len(rows) < 60
-    assert len(packed(sequences, -1, random.Random(0), most=1)) == 60
+    pairs = [Pair(f"open the {thing} {place}", f"{thing} {place}") for thing in "file door book".split() for place in PLACES]
+    pairs += [Pair("Open the file: Lima!", "other"), Pair("nothing else", "alike")]
+    near = neighbours(pairs)
+    for n, pair in enumerate(pairs[:24]):
+        assert len(near[n]) == 4 and n not in near[n]
+        best = pairs[near[n][0]].source.split()
+        assert set(best) & set(pair.source.split()[2:]), "more than the common words"
+    assert 24 not in near[0] and 0 not in near[24], "the same letters are no example"
+    assert near[25] == [], "no word in common"
+
+    sequences = [[-1, *(100 * n + i for i in range(1 + 7 * n % 50))] for n in range(26)]
+    rows = with_examples(sequences, near, random.Random(0))
+    shown = collections.Counter()
+    for n, row in enumerate(rows):
+        assert row[0] == -1 and len(row) <= LENGTH and row[len(row) + 1 - len(sequences[n]) :] == sequences[n][1:]
+        firsts = [token // 100 for token in row[1 : len(row) + 1 - len(sequences[n])] if token % 100 == 0]
+        assert firsts == [i for i in reversed(near[n]) if i in firsts], "the most alike stands last"
+        shown[len(firsts)] += 1
+    assert set(shown) == {0, 1, 2, 3, 4}
+
+
+def test_the_best_answer_ends_where_it_begins_or_later():
+    from pytransformer.models.bert import best_answers
+
+    torch.manual_seed(0)
+    logits = torch.randn(50, 12, 2)
+    for (first, last), row in zip(best_answers(logits).tolist(), logits.tolist()):
+        every = {(i, j): row[i][0] + row[j][1] for j in range(12) for i in range(j + 1)}
+        assert (first, last) == max(every, key=every.get)
+    apart = logits.argmax(1)
+    assert (apart[:, 0] > apart[:, 1]).any(), "else the two ends could be taken apart"
 
 
 def test_choices_hold_the_true_ending_once_among_others_as_long():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models import BERT
+from ...models.bert import BERT, best_answers
 from ...training import IGNORED, Batches, Tokenizer, pad
 from ...training.baselines import MostFrequent, label_scores, majority, share_right
 from ...training.batching import Batch, attention_mask
@@ -79,7 +79,7 @@ def right_answers(model: torch.nn.Module, batches: Sequence[Batch], head: str) -
     for batch, out in each_batch(model, batches):
         labels = batch["labels"]
         if head == "answer":
-            right += (out.logits.argmax(1) == labels).all(-1).tolist()
+            right += (best_answers(out.logits) == labels).all(-1).tolist()
         elif head == "tagging":
             asked = labels != IGNORED
             right += (out.logits.argmax(-1) == labels)[asked].tolist()

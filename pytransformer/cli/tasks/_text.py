@@ -13,12 +13,14 @@ import torch
 from ...training import Pair, Tokenizer, Vocabulary, catalogue_pairs, read_pairs, split_pairs, warmup_cosine
 from ...training.batching import Batch, Collate
 from ...training.cleaning import sentence_key
+from ...training.docstrings import docstring_pairs
 from ...training.labelled import Labelled, catalogue_texts, read_labelled, split_texts
 from ...training.schedule import Schedule
 from .. import UsageError
 from ..training_run import Run
 
 FEWEST = 20  # held-out examples that a figure is told of
+_SUCH_AS = {"gettext": "gettext:Django,Sphinx", "docstrings": "docstrings:torch,numpy"}
 
 
 def add_texts(parser: argparse.ArgumentParser, vocabulary: int = 4000) -> None:
@@ -36,8 +38,9 @@ def add_pairs(parser: argparse.ArgumentParser) -> None:
     """--data of sentence pairs."""
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]",
-        help="sentence pairs, two columns, a tab between them; or installed packages with gettext catalogues",
+        "--data", required=True, metavar="FILE|gettext:PACKAGE[,PACKAGE]|docstrings:PACKAGE[,PACKAGE]",
+        help="pairs of texts, two columns, a tab between them; or installed packages: translations of their gettext catalogues, or the "
+        "text of their docstrings and its first line, which sums it up",
     )  # fmt: skip
     data.add_argument("--held-out", type=Path, metavar="FILE", help="pairs to check with (default: one in 20 of --data)")
     data.add_argument(
@@ -69,14 +72,14 @@ def add_steps(parser: argparse.ArgumentParser, rates: Mapping[str, float], **sta
         )
 
 
-def package_names(data: str) -> list[str] | None:
-    """The packages of gettext:PACKAGE[,PACKAGE]; None for a file."""
-    kind, _, names = data.partition(":")
-    if kind != "gettext":
+def package_names(data: str, kind: str = "gettext") -> list[str] | None:
+    """The packages of gettext:PACKAGE[,PACKAGE], or of another kind; None for anything else."""
+    found, colon, names = data.partition(":")
+    if not colon or found != kind:
         return None
     packages = [name.strip() for name in names.split(",") if name.strip()]
     if not packages:
-        raise UsageError("--data gettext: names no package; wanted gettext:PACKAGE[,PACKAGE], such as gettext:Django,Sphinx")
+        raise UsageError(f"--data {kind}: names no package; wanted {kind}:PACKAGE[,PACKAGE], such as {_SUCH_AS[kind]}")
     return packages
 
 
@@ -105,7 +108,7 @@ def tell_source(run: Run, described: Sequence[str], left_out: dict[str, int]) ->
 def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
     """(training, held-out) pairs of --data, said where they are from."""
     arguments = run.arguments
-    packages, key = package_names(arguments.data), None
+    packages, documented, key = package_names(arguments.data), package_names(arguments.data, "docstrings"), None
     if packages is not None:
         corpus = catalogue_pairs(packages, arguments.source or "pt", arguments.target or "en")
         tell_source(run, corpus.packages, corpus.left_out)
@@ -114,6 +117,10 @@ def pairs_of(run: Run) -> tuple[list[Pair], list[Pair]]:
         raise UsageError(
             "--from and --to choose among the languages of gettext:PACKAGE; the columns of a file are what they are"
         )
+    elif documented is not None:
+        corpus = docstring_pairs(documented)
+        tell_source(run, corpus.packages, corpus.left_out)
+        train, key = corpus.pairs, sentence_key
     else:
         train = read_pairs(arguments.data)
     if arguments.held_out is not None:

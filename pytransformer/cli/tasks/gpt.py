@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: next tokens, then completion and translation by prompts alone, with and without examples.
+"""GPT: next tokens, then completion, translation or summaries by prompts alone, with and without examples.
 
-One causal model reads sentence pairs, `source <to> target`, one to five in a row, and learns every next token. Nothing else is trained. It
-then translates what follows a source and the delimiter, chooses the true one of four translations or of four second halves of a text by
-their likelihood, and completes texts; each with none, one and four pairs of the training corpus before it in the prompt.
+One causal model reads pairs of texts, `source <to> target`, each after none to four of the pairs most like it, and learns every next token.
+Nothing else is trained. It then says what follows a source and the delimiter, chooses the true one of four targets or of four second halves
+of a text by their likelihood, and completes texts; with none, one and four pairs of the training corpus before it in the prompt.
 
     pytransformer train gpt --data gettext:Django,Sphinx,wagtail --from pt --to en
+    pytransformer train gpt --data docstrings:torch,numpy,scipy        # the target is the summary
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..training_run import Figure, Run
-from ._text import add_model, add_pairs, add_steps, pairs_of
+from ._text import add_model, add_pairs, add_steps, package_names, pairs_of
 
 SHOTS = (0, 1, 4)
-TRANSLATED = 200  # held-out sentences
+SAID = 200  # held-out sources that are answered
+LOOKED_AT = 1000  # texts of which the most alike ones are chosen
 DELIMITER = "<to>"
 
 
@@ -38,8 +40,8 @@ def train(run: Run) -> int:
     pairs, held_out = pairs_of(run)
     words = words_of([text for pair in pairs for text in pair], a.vocabulary, [DELIMITER])
     tokenizer = words.tokenizer
-    learned = packed(encoded(tokenizer, pairs), tokenizer.start_id, random.Random(a.seed))
-    checked = packed(encoded(tokenizer, held_out), tokenizer.start_id, random.Random(a.seed), most=1)
+    alone, checked = ([[tokenizer.start_id, *ids] for ids in encoded(tokenizer, part)] for part in (pairs, held_out))
+    learned = with_examples(alone, neighbours(pairs), random.Random(a.seed))
     collate = causal_collate(tokenizer.pad_id)
     batches = in_batches(sorted(checked, key=len), a.batch, collate)
     model = new_gpt(run, words.known)
@@ -51,11 +53,12 @@ def train(run: Run) -> int:
     tokenizer.save(run.out / "tokenizer.json")
     figures = [
         Figure("next token, nats", next_token_figures(model, batches)["validation_loss"],
-               bigram_loss(learned, checked, words.known), "counts of two tokens in a row", _uniform(words.known),
+               bigram_loss(alone, checked, words.known), "counts of two tokens in a row", _uniform(words.known),
                sum(len(s) - 1 for s in checked)),
     ]  # fmt: skip
-    prompted = Prompted(run, model, tokenizer, _shots(pairs, held_out))
-    figures += [*_translations(prompted, pairs, held_out), *_choices(prompted, held_out)]
+    what = "translation" if package_names(a.data, "docstrings") is None else "summary"
+    prompted = Prompted(run, model, tokenizer, _shots(pairs, held_out), what)
+    figures += [*_answers(prompted, pairs, held_out), *_choices(prompted, held_out)]
     _complete(prompted, held_out)
     return run.report(figures, pairs=[len(pairs), len(held_out)], vocabulary=words.known)
 
@@ -73,18 +76,42 @@ def encoded(tokenizer: Any, pairs: Sequence[Any]) -> list[list[int]]:
     return [[*s[:60], delimiter, *t[:60], tokenizer.end_id] for s, t in zip(sources, targets)]
 
 
-def packed(sequences: Sequence[list[int]], start: int, chance: random.Random, most: int = 5) -> list[list[int]]:
-    """`<s>` and one to `most` sequences that follow each other, as many as the model has positions for; each sequence stands once."""
+def neighbours(pairs: Sequence[Any]) -> list[list[int]]:
+    """For each pair those whose sources are most like its own, the best first; not those that say the same on a side, which no held-out
+    pair has in training either."""
+    from ...training.cleaning import sentence_key
+    from ...training.quality import most_alike
+
+    sources = [pair.source for pair in pairs]
+    keys = [[sentence_key(text) for text in pair] for pair in pairs]
+    found = most_alike(sources, sources, 3 * max(SHOTS), LOOKED_AT)
+    return [
+        [i for i in alike if all(a != b for a, b in zip(keys[i], mine, strict=True))][: max(SHOTS)]
+        for alike, mine in zip(found, keys)
+    ]
+
+
+def with_examples(sequences: Sequence[list[int]], alike: Sequence[Sequence[int]], chance: random.Random) -> list[list[int]]:
+    """Each sequence `<s> …` once, as prompts have it: after `<s>` none to four of those that are like it, the most alike one last.
+
+    So examples in the prompt are worth looking at (Shi et al., "In-Context Pretraining", 2023).
+    """
+    rows = []
+    for (start, *ids), near in zip(sequences, alike, strict=True):
+        shown = [sequences[i][1:] for i in near[: chance.randint(0, max(SHOTS))]]
+        rows.append([start, *_examples(shown, 1 + len(ids)), *ids])
+    return rows
+
+
+def _examples(sequences: Sequence[list[int]], taken: int) -> list[int]:
+    """The sequences that there is room for beside `taken` tokens; the first one, the most alike, stands last."""
     from ._language_model import LENGTH
 
-    made, index = [], 0
-    while index < len(sequences):
-        row, count = [start, *sequences[index]], chance.randint(1, most)
-        index += 1
-        while count > 1 and index < len(sequences) and len(row) + len(sequences[index]) <= LENGTH:
-            row, index, count = row + sequences[index], index + 1, count - 1
-        made.append(row)
-    return made
+    before: list[int] = []
+    for ids in sequences:
+        if len(ids) + len(before) + taken <= LENGTH:
+            before = ids + before
+    return before
 
 
 class Prompted(NamedTuple):
@@ -94,16 +121,12 @@ class Prompted(NamedTuple):
     model: Any
     tokenizer: Any
     shots: dict[str, list[Any]]  # of a held-out source the training pairs that may stand before it
+    what: str  # a target is: "translation", "summary"
 
     def prompt(self, source: str, shots: int) -> list[int]:
         """`<s>`, so many pairs, the source and the delimiter; fewer pairs where there is no room."""
-        from ._language_model import LENGTH
-
         tail = [*self.tokenizer.encode(source)[:60], self.tokenizer.id(DELIMITER)]
-        before: list[int] = []
-        for ids in encoded(self.tokenizer, self.shots[source][:shots]):
-            if len(ids) + len(before) + len(tail) + 62 <= LENGTH:
-                before = ids + before
+        before = _examples(encoded(self.tokenizer, self.shots[source][:shots]), len(tail) + 62)
         return [self.tokenizer.start_id, *before, *tail]
 
 
@@ -117,15 +140,15 @@ def _shots(pairs: Sequence[Any], held_out: Sequence[Any]) -> dict[str, list[Any]
     )
 
 
-def _translations(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Figure]:
-    """chrF of greedy translations, beside that of the most similar training sentence's."""
+def _answers(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Figure]:
+    """chrF of greedy answers, beside that of the most similar training text's."""
     from ...models import generate
     from ...training import pad, translation_scores
     from ...training.batching import attention_mask
     from ...training.quality import from_memory
 
     run, tokenizer = prompted.run, prompted.tokenizer
-    asked = random.Random(run.arguments.seed).sample(list(held_out), min(TRANSLATED, len(held_out)))
+    asked = random.Random(run.arguments.seed).sample(list(held_out), min(SAID, len(held_out)))
     wanted = [pair.target for pair in asked]
     figures = []
     try:
@@ -141,15 +164,15 @@ def _translations(prompted: Prompted, pairs: Sequence[Any], held_out: Sequence[A
             for pair, text in list(zip(asked, said))[: 3 if shots == 0 else 0]:
                 run.say(f"   {pair.source}\n     said    {text}\n     wanted  {pair.target}")
             chrf = translation_scores(said, wanted)["chrf"]
-            figures.append(Figure(f"translation, {shots} examples before it, chrF", chrf, memory,
-                                  "the most similar training sentence's", None, len(asked)))  # fmt: skip
+            figures.append(Figure(f"{prompted.what}, {shots} examples before it, chrF", chrf, memory,
+                                  "the most similar training text's", None, len(asked)))  # fmt: skip
     except ImportError as error:
-        run.say(f"no chrF of translations: {error}")
+        run.say(f"no chrF: {error}")
     return figures
 
 
 def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
-    """Accuracy of the likeliest translation, with examples and without, and of the likeliest second half of a text."""
+    """Accuracy of the likeliest target, with examples and without, and of the likeliest second half of a text."""
     from ...training.labelled import halves
     from ._language_model import CHOICES, by_letters_in_common, choices, chosen_right, log_likelihoods
 
@@ -160,7 +183,7 @@ def _choices(prompted: Prompted, held_out: Sequence[Any]) -> list[Figure]:
         prompts = [prompted.prompt(c.prompt, shots) for c in asked]
         rows = [(p, [*tokenizer.encode(e)[:60], tokenizer.end_id]) for p, c in zip(prompts, asked) for e in c.endings]
         right = chosen_right(log_likelihoods(prompted.model, rows, tokenizer.pad_id), asked)
-        figures.append(Figure(f"the translation of {CHOICES}, {shots} examples before it", right, by_letters_in_common(asked),
+        figures.append(Figure(f"the {prompted.what} of {CHOICES}, {shots} examples before it", right, by_letters_in_common(asked),
                               "most letters in common", 1 / CHOICES, len(asked)))  # fmt: skip
     cut = [parts for pair in held_out if len(parts := halves(pair.target, 6)) == 2]
     asked = choices([parts[0] for parts in cut], [parts[1] for parts in cut], random.Random(seed))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """T5: several tasks in one text-to-text model, told apart by a prefix, with span corruption among them.
 
-"translate pt to en: ..." is answered with the translation, "which program: ..." with the package that a message is of (of gettext with two
-packages or more), "restore case: ..." with a text that is read in lower case, and "fill in: ..." with the spans that were left out.
+"translate pt to en: ..." is answered with the translation (of docstrings, "summarize: ..." with their first line), "which program: ..."
+with the package that a message is of (of gettext with two packages or more), "restore case: ..." with a text that is read in lower
+case, and "fill in: ..." with the spans that were left out.
 A task's share of the batches goes by its size, evened out by --temperature.
 
     pytransformer train t5 --data gettext:Django,Sphinx,wagtail --from pt --to en
@@ -98,11 +99,12 @@ def _tasks(run: Run, pairs: Sequence[Any], held_out: Sequence[Any]) -> list[Task
     from ...training.labelled import catalogue_texts, split_texts
 
     a = run.arguments
-    source, target = (
-        ("source", "target") if (packages := package_names(a.data)) is None else (a.source or "pt", a.target or "en")
-    )
+    packages = package_names(a.data)
+    source, target = ("source", "target") if packages is None else (a.source or "pt", a.target or "en")
+    documented = package_names(a.data, "docstrings") is not None
     texts, held_texts = [pair.target for pair in pairs], [pair.target for pair in held_out]
-    tasks = [Task(f"translate {source} to {target}:", [tuple(p) for p in pairs], [tuple(p) for p in held_out])]
+    first = "summarize:" if documented else f"translate {source} to {target}:"
+    tasks = [Task(first, [tuple(p) for p in pairs], [tuple(p) for p in held_out])]
     if packages is not None and len(packages) > 1:
         labelled = catalogue_texts(packages).texts
         apart = {sentence_key(text) for pair in held_out for text in pair}
@@ -154,16 +156,14 @@ def _figures(run: Run, model: Any, tokenizer: Any, tasks: Sequence[Task]) -> lis
         if task.prefix == "fill in:":
             continue
         read, said, wanted = _said(model, tokenizer, task)
-        judge = (
-            _translated if task.prefix.startswith("translate") else _labelled if task.prefix.startswith("which") else _cased
-        )
+        judge = _answered if task is tasks[0] else _labelled if task.prefix.startswith("which") else _cased
         figures += judge(run, task, read, said, wanted)
         for text, answer in list(zip(read, said))[:2]:
             run.say(f"   {task.prefix} {text}\n     said    {answer[:120]}")
     return figures
 
 
-def _translated(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:
+def _answered(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:
     from ...training import Pair, translation_scores
     from ...training.quality import from_memory
 
@@ -171,11 +171,9 @@ def _translated(run: Run, task: Task, read: list[str], said: list[str], wanted: 
         memory = translation_scores(from_memory([Pair(s, t or "") for s, t in task.train], read), wanted)
         scores = translation_scores(said, wanted)
     except ImportError as error:
-        run.say(f"no chrF of translations: {error}")
+        run.say(f"no chrF: {error}")
         return []
-    return [
-        Figure(f"{task.prefix} chrF", scores["chrf"], memory["chrf"], "the most similar training sentence's", None, len(read))
-    ]
+    return [Figure(f"{task.prefix} chrF", scores["chrf"], memory["chrf"], "the most similar training text's", None, len(read))]
 
 
 def _labelled(run: Run, task: Task, read: list[str], said: list[str], wanted: list[str]) -> list[Figure]:

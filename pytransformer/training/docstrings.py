@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts and summaries that people wrote: the docstrings of installed packages, read where pip has put them.
+
+The first line of a docstring sums up what follows (PEP 257, "Multi-line Docstrings"). So a pair is the prose that follows, as the source,
+and the first line, as the target. Files are parsed, never imported. Nothing is copied; the packages' licences go on holding, and are told.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .catalogues import Corpus, licence_of
+from .cleaning import LONGEST, clean_text, has_word, sentence_key
+from .text import Pair
+
+_SHORTEST = 12  # words of what is summed up
+_FEWEST, _MOST = 3, 24  # words of a summary
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Where prose ends: a section's name alone on its line, a field, a directive, an example, a heading's rule.
+_END = re.compile(r"^(?:[A-Z][\w ]{2,24}:?$|:\w+|\.\. |>>>|[-=~*]{3,}|@\w+|[-*] )")
+_ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?: <[^`]*>)?`")  # :class:`~torch.Tensor`
+
+
+def docstring_pairs(packages: Iterable[str]) -> Corpus:
+    """(prose, summary) of every docstring with both, each prose once, of the packages by the names that pip knows them by.
+
+    Left out, and counted by reason: docstrings of a line, texts and summaries that are too short or too long, summaries that stand in
+    their text, duplicates.
+
+    Raises:
+        ValueError: a package is not installed, has no record of its files or no such docstring.
+    """
+    kept: dict[str, Pair] = {}
+    left_out: Counter[str] = Counter()
+    described = []
+    for package in packages:
+        try:
+            found = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ValueError(f"docstrings:{package}: no such package is installed; pip install {package}") from error
+        if found.files is None:
+            raise ValueError(f"docstrings:{package}: its installation has no record of its files; install it from a wheel")
+        before = len(kept)
+        for file in found.files:
+            if file.suffix == ".py":
+                for text in docstrings(Path(str(found.locate_file(file)))):
+                    pair = summed_up(text)
+                    if isinstance(pair, str):
+                        left_out[pair] += 1
+                    elif kept.setdefault(sentence_key(pair.source), pair) is not pair:
+                        left_out["a duplicate"] += 1
+        described.append(
+            f"{found.metadata['Name']} {found.version}, licence {licence_of(found.metadata)}: {len(kept) - before} pairs"
+        )
+        if len(kept) == before:
+            raise ValueError(f"docstrings:{package}: no docstring with a summary and a text of {_SHORTEST} words that is new")
+    if not kept:
+        raise ValueError("docstrings: names no package")
+    return Corpus(list(kept.values()), described, dict(left_out))
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """The docstrings of a file's module, classes and functions; of a file that is no Python none."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def summed_up(docstring: str) -> Pair | str:
+    """What follows the first paragraph, up to the first section, field or example, and that paragraph; or why there is no pair."""
+    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(docstring))
+    summary, prose = _plain(paragraphs[0]), []
+    if _END.match(paragraphs[0]) or not has_word(summary):
+        return "no summary"
+    for paragraph in paragraphs[1:]:
+        if any(_END.match(line) for line in paragraph.splitlines()) or paragraph[:1].isspace():
+            break
+        prose.append(_plain(paragraph))
+    text = " ".join(prose).split()
+    if len(text) < _SHORTEST:
+        return "no text, or a short one"
+    if not _FEWEST <= len(summary.split()) <= _MOST:
+        return "a summary of other length"
+    source = " ".join(text[:LONGEST])
+    return "the summary stands in the text" if sentence_key(summary) in sentence_key(source) else Pair(source, summary)
+
+
+def _plain(text: str) -> str:
+    """Without marks of code and of references, single spaces."""
+    return clean_text(_ROLE.sub(r"\1", text).replace("`", ""))
