@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,13 +51,33 @@ def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str,
     return rank, ranks
 
 
+_MET: weakref.WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = weakref.WeakKeyDictionary()
+
+
+def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """One collective of all ranks, the first time that they meet on a device.
+
+    NCCL wants all ranks in the first call of a group if that is `batch_isend_irecv` (torch 2.13, its docstring): in a ring whose first
+    step is hidden for some, these would be missing.
+    """
+    members = dist.group.WORLD if group is None else group
+    assert members is not None  # torch.distributed is initialized: check_group has seen to it
+    known = _MET.setdefault(members, set())
+    if device not in known:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        known.add(device)
+
+
 def check_agreement(op: str, group: dist.ProcessGroup | None, device: torch.device, arguments: Mapping[str, Any]) -> None:
     """ValueError on every rank if the ranks do not call with the same: else they would wait for each other, or compute with the wrong rows.
 
     A checksum goes round; the descriptions only where checksums differ. Only where the values of lengths and seeds may be looked at.
     """
     ranks = dist.get_world_size(group)
-    if ranks == 1 or not looks_at_values(device):
+    if ranks == 1:
+        return
+    if not looks_at_values(device):
+        meet(group, device)
         return
     description = {name: describe(value) for name, value in arguments.items()}
     text = json.dumps(description).encode()

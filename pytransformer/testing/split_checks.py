@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +65,30 @@ def bytes_sent(rank: int, group: dist.ProcessGroup, problem: Problem, scheme: st
     with counted() as sent, mock.patch("pytransformer.distributed.group.check_agreement"):
         attend(rank, group, problem, scheme, layout)
     return dict(sent)
+
+
+def first_collectives(rank: int, group: dist.ProcessGroup, problem: Problem) -> list[str]:
+    """What this rank calls in two calls of a ring, forward and backward, where values are not looked at, as on GPUs."""
+    called: list[str] = []
+
+    def noted(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            return call(*args, **options)
+
+        return mock.patch.object(dist, name, note)
+
+    with (
+        noted("all_reduce"),
+        noted("batch_isend_irecv"),
+        mock.patch("pytransformer.distributed.group.looks_at_values", return_value=False),
+        mock.patch("pytransformer.distributed.group._MET", weakref.WeakKeyDictionary()),
+    ):
+        for _ in range(2):
+            attend(rank, group, problem, "ring", "contiguous")
+    return called
 
 
 def peak_bytes(rank: int, group: dist.ProcessGroup, problem: Problem, layout: str) -> int:

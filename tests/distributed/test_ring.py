@@ -20,6 +20,7 @@ from pytransformer.testing.split_attention import attend, joined, rows_of
 from pytransformer.testing.split_checks import (
     attend_with,
     bytes_sent,
+    first_collectives,
     outputs,
     peak_bytes,
     refusal,
@@ -102,6 +103,16 @@ def test_what_a_block_mask_hides_is_not_sent(pool: Pool) -> None:
     found = pool.run(4, bytes_sent, problem, "ring", "contiguous")
     chunk = 2 * 2 * (length // 4) * dim * 4 * 2
     assert [sent["isend"] for sent in found] == [3 * chunk] * 4
+
+
+def test_all_ranks_meet_before_some_send(pool: Pool) -> None:
+    """NCCL wants every rank in a group's first call; of these documents two ranks see their own rows alone, and never send."""
+    seen = torch.block_diag(torch.ones(64, 64), torch.ones(32, 32), torch.ones(32, 32)).bool()[None, None]
+    problem = in_blocks(problem_of(length=128, dtype=torch.float32), seen)
+    *others, last = pool.run(4, first_collectives, problem)
+    assert last == ["all_reduce"], "once for both calls"
+    assert others[0][0] == others[1][0] == "all_reduce" and others[0].count("all_reduce") == 1
+    assert others[0].count("batch_isend_irecv") >= 4
 
 
 def test_two_runs_give_the_same_bits(pool: Pool) -> None:
