@@ -9,7 +9,7 @@ style says so, else whole.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,18 +68,48 @@ def gathered_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return gathered(model, {name: full[name] for name in names if name in full})
 
 
-def gathered(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of tensors by the names of the model's parameters (they, or their gradients) what one process has."""
+def gathered(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], *, keep: bool = True, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """Of tensors by the names of the model's parameters (they, their gradients, an optimizer's state) what one process has.
+
+    Args:
+        keep: whether this rank wants them; one that does not holds one whole tensor at a time, and gets {}.
+        device: where they go; None: they stay where they are.
+    """
+    before = names_before(model, tensors)
     found: dict[str, torch.Tensor] = {}
-    split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
     for name, t in tensors.items():
         full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
-        inside = next((prefix for prefix in split if name.startswith(prefix)), None)
-        if inside is not None:
-            name = inside + name.rsplit(".", 1)[1]
-            full = torch.cat([found[name], full]) if name in found else full  # in the order of the parts
-        found[name] = full
+        if keep:
+            full, then = full.to(device or full.device), before[name]
+            found[then] = torch.cat([found[then], full]) if then in found else full  # in the order of the parts
     return found
+
+
+def parted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of :func:`gathered`: by the names of the split model's parameters, each still whole. What is no matrix or vector, as
+    an optimizer's count of steps, every part gets."""
+    found: dict[str, Any] = {}
+    offsets: dict[str, int] = {}
+    full = dict(model.state_dict())
+    for name, then in names_before(model, full).items():
+        if then not in tensors:
+            continue
+        value = tensors[then]
+        if name != then and isinstance(value, torch.Tensor) and value.dim():
+            first, rows = offsets.get(then, 0), full[name].shape[0]
+            offsets[then] = first + rows
+            value = value[first : first + rows]
+        found[name] = value
+    return found
+
+
+def names_before(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """What names of a split model's parameters were before: those of the parts of a matrix have one in common."""
+    split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
+    inside = {name: next((prefix for prefix in split if name.startswith(prefix)), None) for name in names}
+    return {name: name if prefix is None else prefix + name.rsplit(".", 1)[1] for name, prefix in inside.items()}
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None) -> None:

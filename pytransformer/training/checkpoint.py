@@ -68,9 +68,8 @@ def prune(folder: Path, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors named "<parameter>.<entry>", the rest) of an optimizer's state."""
-    state = optimizer.state_dict()
+def pack_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors named "<parameter>.<entry>", the rest) of an optimizer's state_dict."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
@@ -79,11 +78,11 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Te
     return tensors, {"numbers": numbers, "groups": state["param_groups"]}
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> None:
+def unpack_optimizer(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     """The reverse of `pack_optimizer`."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *rest["numbers"].items()]:
         index, _, entry = name.partition(".")
         state.setdefault(int(index), {})[entry] = value
     groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["groups"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}

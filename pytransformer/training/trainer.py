@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from .checkpoint import (
 from .distributed import World
 from .metrics import Metrics
 from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .parallel import MakeOptimizer, SplitModel
 
 # (model, batch) -> (the mean loss over what the batch asks for, of how many tokens or examples that is the mean)
 Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
@@ -60,6 +64,9 @@ class Diverged(RuntimeError):
     """The loss is no longer a finite number."""
 
 
+_ADAM = partial(torch.optim.Adam, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
 class _Step(nn.Module):
     """The model with its objective: what DDP wraps, because its hooks hang on one forward call."""
 
@@ -85,9 +92,11 @@ class Trainer:
         recipe: how.
         schedule: the learning rate of each step, counted from 1.
         out: folder for metrics and checkpoints; None keeps none.
-        optimizer: default Adam with betas (0.9, 0.98) and eps 1e-9 (Vaswani et al. 2017, section 5.3).
+        optimizer: one of the model's parameters, or what makes one of parameters, as `partial(torch.optim.AdamW, lr=0.0)`: a mesh that
+            splits them needs that. Default: Adam with betas (0.9, 0.98) and eps 1e-9 (Vaswani et al. 2017, section 5.3).
         evaluate: model (in eval mode, without gradients) -> figures for the metrics.
-        world: from `distributed()`; None: this process alone, on the model's device.
+        world: from `distributed()`; None: this process alone, on the model's device. Where its mesh splits parameters over processes,
+            `trainer.model` is this process's part, and `model` has no parameters until :meth:`gather` gives them back.
         console: where progress goes; None: nowhere.
     """
 
@@ -100,20 +109,31 @@ class Trainer:
         schedule: Schedule,
         *,
         out: Path | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
         evaluate: Evaluate | None = None,
         world: World | None = None,
         console: Console | None = None,
     ) -> None:
         self.world = world or World(device=next(model.parameters()).device)
-        if len(batches) < self.world.size:
-            raise ValueError(f"Trainer: {len(batches)} batches an epoch do not suffice for {self.world.size} processes")
-        self.model, self.batches, self.recipe, self.schedule = model.to(self.world.device), batches, recipe, schedule
+        if len(batches) < self.world.parts:
+            raise ValueError(f"Trainer: {len(batches)} batches an epoch do not suffice for {self.world.parts} processes")
+        self.batches, self.recipe, self.schedule = batches, recipe, schedule
         self.evaluate, self.console = evaluate, console if self.world.first else None
-        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
-        self._step: _Step | nn.parallel.DistributedDataParallel = _Step(model, objective)
-        if self.world.size > 1:
-            self._step = nn.parallel.DistributedDataParallel(self._step)
+        self.split: SplitModel | None = None
+        if self.world.splits:
+            from .parallel import SplitModel  # torch.distributed.tensor takes longer to import than all of this package
+
+            assert self.world.mesh is not None
+            self.split = SplitModel(model, self.world.mesh, self.world.device)
+            self.model, self.optimizer = self.split.model, self.split.make_optimizer(optimizer or _ADAM)
+        else:
+            self.model = model.to(self.world.device)
+            made = optimizer or _ADAM
+            self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+        self._step: _Step | nn.parallel.DistributedDataParallel = _Step(self.model, objective)
+        if self.split is None and self.world.replicas > 1:
+            group = None if self.world.mesh is None else self.world.mesh.data_group
+            self._step = nn.parallel.DistributedDataParallel(self._step, process_group=group)
         self.out = out
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -153,12 +173,26 @@ class Trainer:
                     self._gather_epoch()
                     self.save()
 
+    def gather(self) -> None:
+        """Gives the model that the trainer was made with its trained parameters back, where they were split over processes. Every process
+        must call, and has memory for all of them."""
+        if self.split is not None:
+            self.split.give_back()
+
     def save(self) -> Path | None:
-        """Writes a checkpoint of this step and removes all but the newest `recipe.keep`. Returns its path."""
-        if self.out is None or not self.world.first:
+        """Writes a checkpoint of this step and removes all but the newest `recipe.keep`. Returns its path. Every process calls it, and the
+        first one writes: of a model that is split it gathers the whole, on the CPU."""
+        if self.out is None or not (self.world.first or self.split):
             return None
-        tensors, rest = pack_optimizer(self.optimizer)
-        named = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        if self.split is None:
+            state, of_optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        else:
+            state = self.split.state(keep=self.world.first)
+            of_optimizer = self.split.optimizer_state(self.optimizer, keep=self.world.first)
+        if not self.world.first:
+            return None
+        tensors, rest = pack_optimizer(of_optimizer)
+        named = {f"model.{name}": tensor for name, tensor in state.items()}
         named |= {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
         facts = {"place": [self.step, self.epoch, self.position], "optimizer": rest, "run": self._run()}
         facts["epoch_sums"] = self.epoch_sums
@@ -171,8 +205,8 @@ class Trainer:
         """Goes back to a checkpoint, by default the newest one of `out`. Returns False if there is none.
 
         Raises:
-            ValueError: the checkpoint is damaged, of another model, or of a run with other batches, seeds or processes, which
-                could not go on bit for bit.
+            ValueError: the checkpoint is damaged, of another model, or of a run with other batches or seeds, which could not go on. With
+                as many batches a step on another mesh the run goes on equal but for rounding, on the same one bit for bit.
         """
         if path is None:
             found = checkpoints(self.out) if self.out is not None else []
@@ -185,11 +219,15 @@ class Trainer:
             raise ValueError(f"{path} is of another run: it has {', '.join(different)}")
         state = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
         try:
-            self.model.load_state_dict(state)
-        except RuntimeError as error:
+            self.model.load_state_dict(state) if self.split is None else self.split.load(state)
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} does not fit the model: {error}") from error
         tensors = {n.removeprefix("optimizer."): t for n, t in checkpoint.tensors.items() if n.startswith("optimizer.")}
-        unpack_optimizer(self.optimizer, tensors, checkpoint.facts["optimizer"])
+        of_optimizer = unpack_optimizer(tensors, checkpoint.facts["optimizer"])
+        if self.split is None:
+            self.optimizer.load_state_dict(of_optimizer)
+        else:
+            self.split.load_optimizer(self.optimizer, of_optimizer)
         self.step, self.epoch, self.position = checkpoint.facts["place"]
         sums = checkpoint.facts.get("epoch_sums", [0.0, 0.0])
         self.epoch_sums = list(sums) if self.world.first else [0.0, 0.0]
@@ -197,18 +235,23 @@ class Trainer:
         return True
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to go on bit for bit; the number of steps may change."""
-        recipe = {k: str(v) for k, v in asdict(self.recipe).items() if k in ("accumulate", "autocast", "clip", "seed")}
+        """What must be the same for a checkpoint to go on; the number of steps may change, and which process computes which batch."""
+        recipe = {k: str(v) for k, v in asdict(self.recipe).items() if k in ("autocast", "clip", "seed")}
         batches = {"examples": len(self.batches.examples), "batch_size": self.batches.batch_size, "order": self.batches.seed}
-        return recipe | batches | {"processes": self.world.size}
+        parts = self.world.parts
+        counts = {
+            "batches a step": self.recipe.accumulate * parts,
+            "batches an epoch": len(self.batches) // parts * parts,
+        }
+        return recipe | batches | counts
 
     def _due(self, every: int, last: int) -> bool:
         return self.step == last or (every > 0 and self.step % every == 0)
 
     def _stream(self) -> Iterator[Batch]:
         while True:
-            for batch in self.batches.epoch(self.epoch, start=self.position, rank=self.world.rank, world=self.world.size):
-                self.position += self.world.size
+            for batch in self.batches.epoch(self.epoch, start=self.position, rank=self.world.part, world=self.world.parts):
+                self.position += self.world.parts
                 yield {name: tensor.to(self.world.device) for name, tensor in batch.items()}
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -216,39 +259,50 @@ class Trainer:
         """One step of the optimizer: (mean loss of this process's batches, their count)."""
         recipe, device = self.recipe, self.world.device
         self.step += 1
-        torch.manual_seed(mix(recipe.seed, self.step, self.world.rank))
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = torch.zeros((), device=device, dtype=torch.float64), 0
         for number in range(recipe.accumulate):
             batch = next(stream)
+            # By the batch's place in the step, whichever process has it: the masks of dropout are the same on every mesh.
+            torch.manual_seed(mix(recipe.seed, self.step, number * self.world.parts + self.world.part))
             with self._no_sync(number):
                 with torch.autocast(device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None):
                     loss, count = self._step(batch)
                 (loss * count).backward()
             loss_sum += loss.detach().double() * count
             count_sum += count
-        total = self.world.total(torch.tensor(float(count_sum), device=device)).item()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, self.world.size / total)  # DDP has divided by the number of processes already
-        if recipe.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        sums = torch.stack([loss_sum, torch.tensor(float(count_sum), device=device, dtype=torch.float64)])
+        total_loss, total = self.world.total(sums).tolist()
         rate = self.schedule(self.step)
         self.last_loss = loss_sum.item() / count_sum
-        if not math.isfinite(self.last_loss):
+        if not math.isfinite(total_loss):  # on every process, so that none waits for one that has given up
             raise Diverged(
-                f"the loss is {self.last_loss} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
+                f"the loss is {total_loss / total} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
                 "a bound of the gradient's norm may help; the checkpoints of before are as they were"
             )
+        self._finish_gradients(self.world.replicas / total)  # DDP has divided by the number of replicas already
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         return self.last_loss, count_sum
 
     def _no_sync(self, number: int) -> AbstractContextManager[Any]:
-        """DDP adds gradients up over the processes once a step, with the last batch."""
+        """Gradients are added up over the processes once a step, with the last batch."""
+        if self.split is not None:
+            self.split.sync_gradients(number == self.recipe.accumulate - 1)
         if isinstance(self._step, nn.parallel.DistributedDataParallel) and number < self.recipe.accumulate - 1:
             return self._step.no_sync()
         return nullcontext()
+
+    def _finish_gradients(self, factor: float) -> None:
+        """Times a factor, and clipped."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.split is not None:
+            self.split.finish_gradients(parameters, factor, self.recipe.clip)
+            return
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        if self.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.recipe.clip)
 
     def _log(self, since: list[float], seconds: float) -> None:
         sums = self._over_processes(since[:2])

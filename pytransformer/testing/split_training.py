@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer on a mesh: what each rank does in its tests, and the same run in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import models
+from ..training import Batches, Recipe, Trainer, World, causal_collate, of_model, translation_collate, warmup_cosine
+from ..training.mesh import Mesh, make_mesh
+from .sharding_faults import planted
+
+VOCABULARY = 61
+_SIZES = {"d_model": 16, "num_heads": 4, "hidden": 24}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT": {**_SIZES, "num_layers": 2, "vocab_size": VOCABULARY, "max_length": 16, "attention_dropout": 0.0, "dropout": 0.1},
+    "T5": {**_SIZES, "num_layers": 1, "vocab_size": VOCABULARY, "head_dim": 4, "buckets": 8, "dropout": 0.0},
+    "Transformer": {
+        **_SIZES, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": VOCABULARY, "max_length": 16, "dropout": 0.1,
+    },
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A training run, wherever it is computed. ``a_step``: batches a step, of all replicas together."""
+
+    model: str
+    steps: int = 50
+    a_step: int = 2
+    dtype: torch.dtype = torch.float64
+    clip: float | None = 0.5
+    out: str | None = None
+    until: int | None = None
+    fault: str | None = None
+    changes: Mapping[str, Any] = {}
+
+    def trainer(self, world: World | None = None) -> Trainer:
+        torch.manual_seed(0)
+        kind = getattr(models, self.model)
+        model = kind(kind.Config(**{**CONFIGS[self.model], **self.changes})).to(self.dtype)
+        parts = world.parts if world else 1
+        recipe = Recipe(
+            steps=self.steps,
+            accumulate=self.a_step // parts,
+            clip=self.clip,
+            log_every=1,
+            save_every=10 if self.out else 0,
+        )
+        out = None if self.out is None else Path(self.out)
+        return Trainer(
+            model, of_model, _batches(self.model), recipe, warmup_cosine(0.01, 5, self.steps + 1), out=out, world=world,
+            optimizer=partial(torch.optim.AdamW, lr=0.0),
+        )  # fmt: skip
+
+    def run(self, world: World | None = None) -> Ran:
+        with planted(self.fault):
+            trainer = self.trainer(world)
+            trainer.resume()
+            trainer.fit(until=self.until)
+        state = dict(trainer.model.state_dict()) if trainer.split is None else trainer.split.state(keep=True)
+        return Ran([row["loss"] for row in trainer.metrics.rows], {name: t.clone() for name, t in state.items()})
+
+
+class Ran(NamedTuple):
+    """The loss of each step, known to the first rank, and the trained weights."""
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def _batches(model: str) -> Batches:
+    """Sequences of different lengths, so that some of every batch is padding, and batches have different numbers of labels."""
+    generator = torch.Generator().manual_seed(1)
+
+    def sequence() -> list[int]:
+        length = int(torch.randint(4, 13, (), generator=generator))
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    if model == "GPT":
+        return Batches([sequence() for _ in range(66)], 4, causal_collate(0), seed=3)
+    return Batches(
+        [(s := sequence(), [3 + (t * 7) % 58 for t in s]) for _ in range(66)], 4, translation_collate(0, 1, 2), seed=3
+    )
+
+
+@functools.cache
+def world_of(sizes: tuple[tuple[str, int], ...], shard: bool) -> World:
+    """All processes of the default group as a mesh."""
+    ranks = dist.get_world_size()
+    mesh = Mesh(make_mesh(dict(sizes), ranks, "cpu"), shard=shard)
+    return World(dist.get_rank(), ranks, torch.device("cpu"), mesh)
+
+
+def on_a_mesh(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool = False) -> Ran:
+    return job.run(world_of(tuple(sizes.items()), shard))
+
+
+def difference(found: Ran, want: Ran) -> float:
+    """The largest of losses and weights, relative to the largest of each."""
+    assert found.state.keys() == want.state.keys()
+    losses = [(torch.tensor(found.losses), torch.tensor(want.losses))] if found.losses else []  # of the first rank
+    assert not losses or losses[0][0].shape == losses[0][1].shape, "as many steps"
+    pairs = [*losses, *((found.state[name], t) for name, t in want.state.items())]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
+
+
+def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
+    """The error of a mesh, or of a trainer on one."""
+    sizes = (("data", 2), ("tensor", 2))
+    recipe, schedule = Recipe(steps=1), warmup_cosine(0.01, 0, 1)
+    try:
+        if name == "no names":
+            Mesh(init_device_mesh("cpu", (2, 2)))
+        elif name == "other names":
+            Mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "tensor")))
+        elif name == "some ranks":
+            Mesh(DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",)))
+        elif name == "heads":
+            Job("GPT", changes={"d_model": 12, "num_heads": 3, "num_kv_heads": 3}).trainer(world_of(sizes, False))
+        else:
+            model = torch.nn.Linear(2, 2) if name == "no plan" else models.GPT(models.GPTConfig(**CONFIGS["GPT"]))
+            optimizer: Any = {
+                "optimizer": torch.optim.AdamW(model.parameters()), "by matrix": partial(torch.optim.Adafactor, lr=0.0)
+            }.get(name)  # fmt: skip
+            batches = Batches([[3, 4]] * 4, 4, causal_collate(0)) if name == "few batches" else _batches("GPT")
+            Trainer(model, of_model, batches, recipe, schedule, optimizer=optimizer, world=world_of(sizes, False))
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh of a training run: which ranks have other batches, other rows of one sequence, or other heads.
+
+Loaded on first use, as torch.distributed.device_mesh is: a process that trains alone needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("data", "tensor")  # neighbouring ranks share a batch: tensor parallel sends most
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes of ``data=2,tensor=2``.
+
+    Raises:
+        ValueError: another form, an unknown or repeated name, a size below 1.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (p.strip() for p in part.partition("="))
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"a mesh is written as data=2,tensor=2: each of {', '.join(AXES)} at most once, with a size of at least 1; got {text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(sizes: Mapping[str, int], ranks: int, device: str) -> DeviceMesh:
+    """A device mesh of all ranks with a dimension for each of AXES; `data`, if it has no size, takes the ranks that are left.
+
+    Raises:
+        ValueError: an unknown name, or sizes that do not multiply to the number of ranks.
+    """
+    if unknown := [name for name in sizes if name not in AXES]:
+        raise ValueError(f"mesh: dimensions are among {', '.join(AXES)}, got {', '.join(unknown)}")
+    others = math.prod(size for name, size in sizes.items() if name != "data")
+    shape = tuple(sizes.get(name, ranks // others if name == "data" else 1) for name in AXES)
+    if math.prod(shape) != ranks:
+        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"mesh: {told} is a mesh of {math.prod(shape) if 'data' in sizes else f'a multiple of {others}'} ranks, and there are {ranks}: "
+            f"start as many with torchrun --nproc-per-node, or change the sizes"
+        )
+    return init_device_mesh(device, shape, mesh_dim_names=AXES)
+
+
+class Mesh:
+    """What training needs of a device mesh.
+
+    A *replica* is a group of ranks with the whole model: those of one batch. Gradients are summed over replicas.
+
+    Args:
+        mesh: its dimensions are named, among AXES, in any order; it has all ranks. One that is missing has size 1.
+        shard: parameters, their gradients and the optimizer's state are split over the replicas (FSDP2), rather than whole on each.
+
+    Attributes:
+        data, tensor: the sizes.
+        part: this rank's number in the dimension data.
+        data_group: the ranks with other batches and the same part of the model.
+        wrapping: the same ranks by ("replica", "shard", "tensor"), as `fully_shard` and `parallelize_module` take them.
+
+    Raises:
+        ValueError: dimensions of other names, or not all ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, shard: bool = False) -> None:
+        names = mesh.mesh_dim_names or ()
+        if not names or set(names) - set(AXES):
+            raise ValueError(
+                f"mesh: wanted dimensions among {', '.join(AXES)}, got {', '.join(names) or 'none with a name'}: "
+                f"init_device_mesh(device, shape, mesh_dim_names={AXES})"
+            )
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(f"mesh: it has {mesh.size()} of {dist.get_world_size()} ranks: all train, so wanted all")
+        sizes = dict(zip(names, mesh.mesh.shape))
+        ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])
+        self.data, self.tensor = (sizes.get(name, 1) for name in AXES)
+        self.shard = shard
+        shape = (1, self.data, self.tensor) if shard else (self.data, 1, self.tensor)
+        self.wrapping = DeviceMesh(mesh.device_type, ranks.reshape(shape), mesh_dim_names=("replica", "shard", "tensor"))
+        self.data_group = self.wrapping.get_group("shard" if shard else "replica")
+        self.part = dist.get_rank(self.data_group)
+
+    @property
+    def replicas(self) -> int:
+        return self.data
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rank has less than the whole of some parameter."""
+        return self.tensor > 1 or (self.shard and self.data > 1)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={size}" for name in AXES if (size := getattr(self, name)) > 1]
+        return ", ".join(sizes or ["one rank"]) + (", parameters over the data" if self.shard else "")

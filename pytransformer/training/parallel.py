@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that is split over the ranks of a mesh, and its state as one process has it.
+
+Splitting is torch.distributed's: `parallelize_module` with the model's plan, and FSDP2's `fully_shard`, which also adds gradients up over
+the data where parameters stay whole (a mesh of (replicas, 1)): DDP takes no DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ..nn.blocks import Block
+from ..nn.parallel import gathered, names_before, parted
+from .mesh import Mesh
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+# Whose step of a number depends on others of the same matrix: of a part of it another step would come out.
+BY_MATRIX = ("Adafactor", "Muon", "LBFGS")
+
+
+class SplitModel:
+    """The part of a model that this rank has.
+
+    Args:
+        whole: the model, the same on all ranks. It gives its parameters away, and gets them back by :meth:`give_back`.
+        mesh: over whose ranks it is split.
+        device: where the part goes.
+
+    Attributes:
+        model: the part, to be trained.
+
+    Raises:
+        ValueError: the model has no plan, or its plan does not fit the mesh.
+    """
+
+    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device) -> None:
+        self.whole, self.mesh = whole, mesh
+        self._shapes = {name: t.shape for name, t in whole.state_dict().items()}
+        self._order = [name for name, _ in whole.named_parameters()]
+        # The copy has the very tensors of the model, so that no rank ever holds two models.
+        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in whole.parameters()}
+        self.model = copy.deepcopy(whole, shared).to(device)
+        _split(self.model, mesh)
+        for p in whole.parameters():
+            p.data = p.data.new_empty(0)
+        self._parameters = dict(self.model.named_parameters())
+
+    def make_optimizer(self, make: torch.optim.Optimizer | MakeOptimizer) -> torch.optim.Optimizer:
+        """Of the part's parameters, those of one kind in a group: one kernel call takes parameters of one mesh only.
+
+        Raises:
+            ValueError: an optimizer rather than what makes one; or one whose step of a part is not the part of its step.
+        """
+        if isinstance(make, torch.optim.Optimizer):
+            raise ValueError(
+                f"Trainer: the mesh {self.mesh} splits parameters when the trainer is made: give what makes an optimizer of parameters, as "
+                f"partial(torch.optim.{type(make).__name__}, lr=0.0)"
+            )
+        optimizer = make([{"params": group} for group in by_mesh(self._parameters.values()).values()])
+        if (name := type(optimizer).__name__) in BY_MATRIX:
+            raise ValueError(
+                f"Trainer: {name} looks at whole matrices, of which a rank of {self.mesh} has parts: give an optimizer that goes number "
+                "by number, as AdamW, or a mesh of data alone, without shard"
+            )
+        return optimizer
+
+    def state(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The state_dict of the whole model, on the CPU. Every rank must call; one that does not keep it gets {}."""
+        return gathered(self.model, self.model.state_dict(), keep=keep, device=torch.device("cpu"))
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes this rank's part of a whole model's state_dict.
+
+        Raises:
+            ValueError: other names or shapes.
+        """
+        wrong = sorted(self._shapes.keys() ^ state.keys())
+        wrong += [
+            f"{n} is {tuple(t.shape)}, wanted {tuple(self._shapes[n])}"
+            for n, t in state.items()
+            if n in self._shapes and t.shape != self._shapes[n]
+        ]
+        if wrong:
+            raise ValueError(f"missing, unknown or of another shape: {'; '.join(wrong[:8])}")
+        parts = parted(self.model, state)
+        with torch.no_grad():
+            for name, t in self.model.state_dict().items():
+                local(t).copy_(local(like(parts[name], t)))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
+        """The state_dict of an optimizer of the whole model, on the CPU. Every rank must call; one that does not keep it gets {}."""
+        state = optimizer.state_dict()
+        by_name = {name: state["state"].get(i, {}) for i, name in enumerate(self._names(optimizer))}
+        entries = dict.fromkeys(entry for found in by_name.values() for entry in found)
+        found: dict[int, dict[str, Any]] = {}
+        for entry in entries:
+            values = {name: by_name[name][entry] for name in self._parameters if entry in by_name[name]}
+            tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and t.dim()}
+            before = names_before(self.model, values)
+            whole = {before[name]: value for name, value in values.items() if name not in tensors}  # as the count of steps
+            whole |= gathered(self.model, tensors, keep=keep, device=torch.device("cpu"))
+            for name, value in whole.items():
+                found.setdefault(self._order.index(name), {})[entry] = value
+        group = {k: v for k, v in state["param_groups"][0].items() if k != "params"}
+        return {"state": found, "param_groups": [group | {"params": list(range(len(self._order)))}]} if keep else {}
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of the state_dict of an optimizer of the whole model."""
+        entries = dict.fromkeys(entry for found in state["state"].values() for entry in found)
+        found: dict[int, dict[str, Any]] = {}
+        for entry in entries:
+            whole = {self._order[i]: values[entry] for i, values in state["state"].items() if entry in values}
+            parts = parted(self.model, whole)
+            for i, name in enumerate(self._names(optimizer)):
+                if name in parts:
+                    value, parameter = parts[name], self._parameters[name]
+                    split = isinstance(value, torch.Tensor) and value.dim()
+                    found.setdefault(i, {})[entry] = like(value, parameter) if split else value
+        own = optimizer.state_dict()["param_groups"]
+        groups = [state["param_groups"][0] | {"params": group["params"]} for group in own]
+        optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Of the optimizer's parameters, in its order."""
+        names = {id(p): name for name, p in self._parameters.items()}
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    def sync_gradients(self, now: bool) -> None:
+        """Whether the next backward adds gradients up over the data."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(now)
+
+    def finish_gradients(self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None) -> None:
+        """Times a factor, and clipped to a norm of the whole gradient."""
+        kinds = list(by_mesh(parameters).values())
+        gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
+        for kind in gradients:
+            torch._foreach_mul_(kind, factor)
+        if clip is None:
+            return
+        norms = [nn.utils.get_total_norm(kind) for kind in gradients]
+        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        for kind in kinds:
+            nn.utils.clip_grads_with_norm_(kind, clip, total)
+
+    def give_back(self) -> None:
+        """The whole model has its parameters and buffers again, trained. Every rank must call, and has memory for all of them."""
+        state, own = self.state(keep=True), self.whole.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, t in state.items():
+                own[name].data = t.to(own[name].device, copy=True)
+
+
+def _split(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.tensor > 1:
+        plan = getattr(model, "tensor_parallel_plan", None)
+        if plan is None:
+            raise ValueError(
+                f"Trainer: a mesh with tensor={mesh.tensor} needs a model with tensor_parallel_plan(), as those of "
+                f"pytransformer.models have, got {type(model).__name__}: use data alone, with shard if its parameters are many"
+            )
+        parallelize_module(model, mesh.wrapping["tensor"], plan())
+    if mesh.replicas > 1:
+        data = mesh.wrapping["shard"] if mesh.shard else mesh.wrapping["replica", "shard"]
+        for block in [m for m in model.modules() if isinstance(m, Block)]:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def like(whole: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, split as `t` is, without a message: every rank has it."""
+    if not isinstance(t, DTensor):
+        return whole.to(t.device)
+    return distribute_tensor(whole.to(t.device), t.device_mesh, t.placements, src_data_rank=None)
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    """The tensors that one call on many may take together: those of one mesh; plain ones."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.device_mesh if isinstance(t, DTensor) else None, []).append(t)
+    return found

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer on a mesh of data and tensor against one process with as many batches a step."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from pytransformer.testing.ranks import Pool
+from pytransformer.testing.split_training import Job, Ran, difference, on_a_mesh, refusal
+from pytransformer.training import distributed
+from pytransformer.training.mesh import make_mesh, parse_mesh
+
+MESH = {"data": 2, "tensor": 2}
+
+
+@functools.cache
+def alone(model: str, a_step: int = 2) -> Ran:
+    return Job(model, a_step=a_step).run()
+
+
+@pytest.mark.parametrize("model, shard", [
+    ("GPT", False), ("T5", False), ("Transformer", False), ("GPT", True),
+    pytest.param("T5", True, marks=pytest.mark.slow), pytest.param("Transformer", True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: bool) -> None:
+    """Clipped AdamW in float64, of padded batches with different numbers of labels; GPT and the Transformer with dropout."""
+    want = alone(model)
+    assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
+    for found in pool.run(4, on_a_mesh, Job(model), MESH, shard):
+        assert difference(found, want) < 1e-9
+
+
+@pytest.mark.parametrize("text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""])
+def test_what_is_no_mesh(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a mesh is written as data=2,tensor=2.*got '"):
+        parse_mesh(text)
+
+
+def test_a_mesh_has_all_ranks() -> None:
+    assert parse_mesh("tensor=2, data=3") == {"tensor": 2, "data": 3}
+    for sizes, told in (
+        ({"data": 2, "tensor": 3}, "data=2, tensor=3 is a mesh of 6 ranks, and there are 4: start as many with torchrun"),
+        ({"tensor": 3}, "tensor=3 is a mesh of a multiple of 3 ranks, and there are 4"),
+        ({"rows": 4}, "dimensions are among data, tensor, got rows"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_mesh(sizes, 4, "cpu")
+    one = r"wants several processes, and this is one: start them with torchrun"
+    with pytest.raises(ValueError, match=one), distributed("cpu", mesh={"tensor": 2}):
+        pass
+
+
+REFUSED = {
+    "no names": "wanted dimensions among data, tensor, got none with a name: init_device_mesh",
+    "other names": "wanted dimensions among data, tensor, got rows, tensor",
+    "some ranks": "it has 2 of 4 ranks: all train, so wanted all",
+    "heads": "2 ranks must divide the 3 heads of queries and the 3 of keys: use fewer ranks in this dimension",
+    "no plan": "needs a model with tensor_parallel_plan().*got Linear: use data alone",
+    "optimizer": r"give what makes an optimizer of parameters, as partial\(torch.optim.AdamW, lr=0.0\)",
+    "by matrix": "Adafactor looks at whole matrices, of which a rank of data=2, tensor=2 has parts: give an optimizer that goes number",
+    "few batches": "1 batches an epoch do not suffice for 2 processes",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(pool: Pool, name: str) -> None:
+    for told in pool.run(4, refusal, name):
+        assert re.search(REFUSED[name], told), told
