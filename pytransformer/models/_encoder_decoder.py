@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache, Step
 from ..nn.heads import Classifier, learned
-from ..nn.masks import causal, padding
+from ..nn.masks import padding
 from ._base import Model, ModelConfig
+from ._decoder import Decoder
 from ._output import Output, shifted_right
 
 
@@ -22,7 +23,7 @@ class EncoderDecoderConfig(ModelConfig):
     start_token_id: int
 
 
-class EncoderDecoder(Model, abc.ABC):
+class EncoderDecoder(Decoder, Model, abc.ABC):
     """A model with :meth:`encode`, :meth:`decode` and a head; its config names the tokens for padding and the start."""
 
     config: EncoderDecoderConfig
@@ -36,9 +37,9 @@ class EncoderDecoder(Model, abc.ABC):
     def decode(
         self,
         ids: torch.Tensor,
-        visible: dict[str, Any],
+        step: Step,
         context: tuple[torch.Tensor, dict[str, Any]],
-        cache: KeyValueCache | None,
+        cache: DecoderCache | None,
         at: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -46,9 +47,9 @@ class EncoderDecoder(Model, abc.ABC):
 
         Args:
             ids: (B, L), after what the cache holds.
-            visible: masks of self-attention.
+            step: where they stand, and the masks of self-attention.
             context: what :meth:`encode` returned, and the masks of cross-attention.
-            at: position ids; None: counted from 0.
+            at: position ids; None: the step's.
             wanted: where the result is read, see :meth:`pytransformer.nn.Stack.forward`.
         """
 
@@ -61,7 +62,7 @@ class EncoderDecoder(Model, abc.ABC):
         labels: torch.Tensor | None = None,
         *,
         encoder_outputs: Any = None,
-        past_key_values: KeyValueCache | None = None,
+        past_key_values: DecoderCache | None = None,
         decoder_position_ids: torch.Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Output:
@@ -70,12 +71,12 @@ class EncoderDecoder(Model, abc.ABC):
             input_ids: (B, Ls) int64, the source; not needed with encoder_outputs.
             attention_mask: (B, Ls), 0 = padding on any side; or lengths (B,).
             decoder_input_ids: (B, L); None: labels shifted right. With a cache only the new tokens.
-            decoder_attention_mask: (B, cached + L) or lengths (B,).
+            decoder_attention_mask: (B, cached + L) or lengths (B,), cached tokens included.
             labels: (B, L), -100 is ignored.
             encoder_outputs: what :meth:`encode` returned, or an output with ``last_hidden_state``.
             past_key_values: from :meth:`make_cache`; gets the new tokens and, in its first call, the source's keys.
-            decoder_position_ids: (B, L), of a model with positions; None: counted from 0.
-            logits_to_keep: logits of the last so many positions only; 0: all.
+            decoder_position_ids: (B, L), of a model with positions; None: counted from 0, or from each sequence's cached length.
+            logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
         """
         if encoder_outputs is None:
             if input_ids is None:
@@ -85,12 +86,11 @@ class EncoderDecoder(Model, abc.ABC):
         if decoder_input_ids is None:
             decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
         batch, length = decoder_input_ids.shape
-        cached = 0 if past_key_values is None else past_key_values.length
-        visible = causal(padding(decoder_attention_mask, batch, cached + length), cached, length)
+        step = Step.of(past_key_values, decoder_attention_mask, batch, length)
         context = memory, padding(attention_mask, batch, memory.shape[1])
-        hidden = self.decode(decoder_input_ids, visible, context, past_key_values, decoder_position_ids, learned(labels))
+        hidden = self.decode(decoder_input_ids, step, context, past_key_values, decoder_position_ids, learned(labels))
         loss = None if labels is None else self.head.loss(hidden, labels)
         return Output(
             hidden, self._with_balance(loss), encoder_last_hidden_state=memory, past_key_values=past_key_values,
-            compute_logits=lambda: self.head(hidden[:, -logits_to_keep:]),
+            compute_logits=lambda: self.head(step.last(hidden, logits_to_keep)),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache
 from ..nn.heads import IGNORE
 
 
@@ -34,7 +34,7 @@ class Output:
     pooler_output: torch.Tensor | None = None
     next_sentence_logits: torch.Tensor | None = None
     encoder_last_hidden_state: torch.Tensor | None = None
-    past_key_values: KeyValueCache | None = None
+    past_key_values: DecoderCache | None = None
     compute_logits: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
     _logits: torch.Tensor | None = field(default=None, repr=False)
 

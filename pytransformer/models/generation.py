@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..nn.masks import position_ids
+from ..nn.cache import DecoderCache
+from ..nn.masks import is_lengths
 from ..nn.positions import Positions
 
 
@@ -90,41 +91,79 @@ def generate(
     decoding: Decoding | None = None,
     prefix_lengths: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    cache: str | DecoderCache = "contiguous",
     **settings: Any,
 ) -> Generated:
     """Continues prompts (decoder models), or answers sources (models with an encoder).
 
     Args:
         model: of :mod:`pytransformer.models`.
-        input_ids: (B, L) int64: prompts, padded on the left, or sources, padded at the end.
-        attention_mask: (B, L), 0 = padding.
+        input_ids: (B, L) int64: prompts, padded on any side, or sources, padded at the end.
+        attention_mask: (B, L), 0 = padding; or lengths (B,). A prompt's tokens are read one after another, as if padding were not there.
         decoding: how; or its fields as keywords: ``generate(model, ids, beams=4, stop=(3,))``.
         prefix_lengths: (B,), of a prefix-LM: the prompt's tokens before it see each other.
         generator: for sample=True.
+        cache: where keys and values are kept: ``"contiguous"``, or a cache of the model, empty, whose memory is used again: it is empty
+            afterwards.
 
     Raises:
-        ValueError: settings that make no sense, prompts padded on the right, or more tokens than the model has positions.
+        ValueError: settings that make no sense, a prompt without tokens, more tokens than the model has positions, or a cache that
+            holds some.
     """
     how = decoding or Decoding(**settings)
     if decoding is not None and settings:
         raise ValueError(f"generate: wanted decoding or its fields, got both: {', '.join(settings)}")
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"generate: input_ids must be (B, L) with L > 0, got shape {tuple(input_ids.shape)}")
+    if isinstance(cache, DecoderCache) and cache.length:
+        raise ValueError(f"generate: the cache holds {cache.length} positions; free() it, or give another")
     training = model.training
     model.eval()
     try:
-        reader = _Reader(model, input_ids, attention_mask, how, prefix_lengths)
+        reader = _Reader(model, input_ids, attention_mask, how, prefix_lengths, cache)
         return _beam_search(reader, how) if how.beams > 1 else _one_by_one(reader, how, generator)
     finally:
         model.train(training)
+        if isinstance(cache, DecoderCache):
+            cache.free()
+
+
+def compact(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, prefix_lengths: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(ids, lengths, prefix lengths) of the same prompts with all padding at the end; lengths None: there is no padding.
+
+    Raises:
+        ValueError: a mask of another shape, or a prompt without tokens.
+    """
+    batch, length = input_ids.shape
+    if attention_mask is None:
+        return input_ids, None, prefix_lengths
+    column = torch.arange(length, device=input_ids.device)
+    mask = column < attention_mask[:, None] if is_lengths(attention_mask, batch) else attention_mask.bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"generate: attention_mask must be ({batch}, {length}) or lengths ({batch},), got {attention_mask.dtype} of shape "
+            f"{tuple(attention_mask.shape)}"
+        )
+    lengths = mask.sum(1)
+    for b in (lengths == 0).nonzero()[:1, 0].tolist():
+        raise ValueError(f"generate: prompt {b} has no tokens; wanted at least one, what a new one is to follow")
+    if bool(mask.all()):
+        return input_ids, None, prefix_lengths
+    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(lengths.max())]
+    if prefix_lengths is not None:
+        prefix_lengths = (mask & (column < prefix_lengths[:, None])).sum(1)
+    return input_ids.gather(1, order), lengths, prefix_lengths
 
 
 class _Reader:
-    """A model that is asked for the logits of each next token; it hides cache, encoder, masks and positions.
+    """A model that is asked for the logits of each next token; it hides cache, encoder, lengths and positions.
 
     Attributes:
-        ids: (rows, length) what has been read or is to be read: prompt and new tokens.
-        prompt: how many of them are not new.
+        prompts: (rows, length), padding at the end; start tokens of a model with an encoder.
+        lengths: (rows,) of them; None: no padding.
+        new: (rows, tokens), what was chosen since.
     """
 
     def __init__(
@@ -134,71 +173,82 @@ class _Reader:
         attention_mask: torch.Tensor | None,
         how: Decoding,
         prefix_lengths: torch.Tensor | None,
+        cache: str | DecoderCache,
     ) -> None:
         self.model, self.constant = model, {}
-        self.mask: torch.Tensor | None = None
+        self.lengths: torch.Tensor | None = None
         if hasattr(model, "encode"):
             self.constant["encoder_outputs"] = model.encode(input_ids, attention_mask)
             if attention_mask is not None:
                 self.constant["attention_mask"] = attention_mask
-            input_ids = input_ids.new_full((len(input_ids), 1), model.config.start_token_id)
-        elif attention_mask is not None and not bool(attention_mask.bool().all()):
-            if not bool(attention_mask[:, -1].bool().all()):
-                raise ValueError("generate: prompts must be padded on the left, so that new tokens follow them")
-            self.mask = attention_mask.bool()
-        if prefix_lengths is not None:
-            self.constant["prefix_lengths"] = prefix_lengths
-        self.ids, self.prompt = input_ids, input_ids.shape[1]
-        total = self.prompt + how.max_new_tokens - 1  # the last token is not read
+            self.prompts = input_ids.new_full((len(input_ids), 1), model.config.start_token_id)
+        else:
+            self.prompts, self.lengths, prefix_lengths = compact(input_ids, attention_mask, prefix_lengths)
+        self.prefix = {} if prefix_lengths is None else {"prefix_lengths": prefix_lengths}
+        self.new = self.prompts[:, :0]
+        prompt = self.prompts.shape[1]
+        total = prompt + how.max_new_tokens - 1  # the last token is not read
         positions = [module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)]
         if positions and total > min(positions):
             raise ValueError(
-                f"generate: {self.prompt} tokens and {how.max_new_tokens} new ones are more than the model's "
-                f"{min(positions)} positions"
+                f"generate: {prompt} tokens and {how.max_new_tokens} new ones are more than the model's {min(positions)} positions"
             )
-        self.cache = model.make_cache(total) if how.use_cache else None
+        self.cache = _cache_of(model, cache, len(self.prompts) * how.beams, total) if how.use_cache else None
 
     def log_probabilities(self) -> torch.Tensor:
-        """(rows, vocabulary) float32, of the token after `ids`."""
-        read = 0 if self.cache is None else self.cache.length
-        new, more = self.ids[:, read:], {}
-        if self.mask is not None:
-            grown = self.ids.shape[1] - self.mask.shape[1]
-            self.mask = torch.nn.functional.pad(self.mask, (0, grown), value=True)
-            more = {"attention_mask": self.mask, "position_ids": position_ids(self.mask, new.shape[1])}
-        name = "decoder_input_ids" if "encoder_outputs" in self.constant else "input_ids"
-        known = {k: v for k, v in self.constant.items() if k != "prefix_lengths" or read == 0}
-        out = self.model(**{name: new}, **known, **more, past_key_values=self.cache, logits_to_keep=1)
+        """(rows, vocabulary) float32, of the token after prompt and new ones."""
+        known = self.constant
+        if self.cache is not None and self.new.shape[1]:
+            read = self.new[:, -1:]
+        else:
+            read, lengths = self._whole()
+            known = known | self.prefix | ({} if lengths is None else {"attention_mask": lengths})
+        name = "decoder_input_ids" if "encoder_outputs" in known else "input_ids"
+        out = self.model(**{name: read}, **known, past_key_values=self.cache, logits_to_keep=1)
         return out.logits[:, -1].float().log_softmax(-1)
+
+    def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Prompts and new tokens, (rows, length), padded at the end, and their lengths."""
+        ids = torch.cat([self.prompts, self.new], 1)
+        if self.lengths is None:
+            return ids, None
+        places = self.lengths[:, None] + torch.arange(self.new.shape[1], device=ids.device)
+        return ids.scatter(1, places, self.new), self.lengths + self.new.shape[1]
 
     def append(self, tokens: torch.Tensor) -> None:
         """(rows,): what comes next in each row."""
-        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        self.new = torch.cat([self.new, tokens[:, None]], 1)
 
     def choose(self, rows: torch.Tensor, copies: bool = False) -> None:
         """Row r becomes what was row rows[r]; `copies`: there are more rows than before, of other sources too."""
-        self.ids = self.ids[rows]
+        self.new = self.new[rows]
         if copies:
-            self.constant = {name: value[rows] for name, value in self.constant.items()}
-            self.mask = None if self.mask is None else self.mask[rows]
+            self.prompts = self.prompts[rows]
+            self.lengths = None if self.lengths is None else self.lengths[rows]
+            self.constant, self.prefix = ({name: v[rows] for name, v in what.items()} for what in (self.constant, self.prefix))
         if self.cache is not None:
             self.cache.reorder(rows, cross=copies)
 
 
+def _cache_of(model: Any, cache: str | DecoderCache, rows: int, total: int) -> DecoderCache:
+    """The cache that was asked for; of ``rows`` sequences of ``total`` positions if it is to be made."""
+    if isinstance(cache, DecoderCache):
+        return cache
+    if cache != "contiguous":
+        raise ValueError(f"generate: cache must be 'contiguous' or a cache of the model, got {cache!r}")
+    made: DecoderCache = model.make_cache(total)
+    return made
+
+
 def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | None) -> Generated:
     """Greedy or drawn: one hypothesis each."""
-    ids = reader.ids
-    rows = ids.shape[0]
-    done = torch.zeros(rows, dtype=torch.bool, device=ids.device)
+    rows, device = len(reader.prompts), reader.prompts.device
+    done = torch.zeros(rows, dtype=torch.bool, device=device)
     lengths, scores = torch.zeros_like(done, dtype=torch.int64), torch.zeros_like(done, dtype=torch.float32)
-    stop = torch.tensor(how.stop, dtype=torch.int64, device=ids.device)
+    stop = torch.tensor(how.stop, dtype=torch.int64, device=device)
     for _ in range(how.max_new_tokens):
         probabilities = reader.log_probabilities()
-        if how.sample:
-            drawn = filtered(probabilities / how.temperature, how.top_k, how.top_p).softmax(-1)
-            token = torch.multinomial(drawn, 1, generator=generator)[:, 0]
-        else:
-            token = probabilities.argmax(-1)
+        token = choose(probabilities, how, generator)
         scores += torch.where(done, 0.0, probabilities.gather(1, token[:, None])[:, 0])
         done = done | torch.isin(token, stop)
         lengths += ~done
@@ -206,7 +256,15 @@ def _one_by_one(reader: _Reader, how: Decoding, generator: torch.Generator | Non
         if bool(done.all()):
             break
     longest = int(lengths.max()) if rows else 0
-    return Generated(reader.ids[:, reader.prompt : reader.prompt + longest], lengths, scores)
+    return Generated(reader.new[:, :longest], lengths, scores)
+
+
+def choose(probabilities: torch.Tensor, how: Decoding, generator: torch.Generator | None) -> torch.Tensor:
+    """(rows,): the likeliest token of each row of log-probabilities (rows, vocabulary), or a drawn one."""
+    if not how.sample:
+        return probabilities.argmax(-1)
+    drawn = filtered(probabilities / how.temperature, how.top_k, how.top_p).softmax(-1)
+    return torch.multinomial(drawn, 1, generator=generator)[:, 0]
 
 
 def filtered(logits: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
@@ -243,8 +301,8 @@ class _Finished:
 
 def _beam_search(reader: _Reader, how: Decoding) -> Generated:
     """Keeps the `beams` likeliest beginnings of each sequence, until no beginning can beat what has ended."""
-    ids, beams, alpha = reader.ids, how.beams, how.length_penalty
-    batch, device = ids.shape[0], ids.device
+    beams, alpha = how.beams, how.length_penalty
+    batch, device = len(reader.prompts), reader.prompts.device
     finished = [_Finished(beams) for _ in range(batch)]
     stop = torch.tensor(how.stop, dtype=torch.int64, device=device)
     first = beams * torch.arange(batch, device=device)[:, None]  # of each sequence's rows
@@ -261,7 +319,7 @@ def _beam_search(reader: _Reader, how: Decoding) -> Generated:
             row = b * alive + int(parent[b, rank])
             score = best[b, rank].item() / _penalty(length, alpha)
             if score > -torch.inf:
-                finished[b].add(score, reader.ids[row, reader.prompt :].tolist())
+                finished[b].add(score, reader.new[row].tolist())
         order = torch.where(ends, -torch.inf, best).topk(min(beams, best.shape[1]), -1)
         scores, kept = order.values, order.indices
         if scores.shape[1] < beams:  # a vocabulary smaller than the beams, in the first step
@@ -277,7 +335,7 @@ def _beam_search(reader: _Reader, how: Decoding) -> Generated:
     else:
         for b in range(batch):
             for rank in range(beams):
-                row = reader.ids[b * beams + rank, reader.prompt :].tolist()
+                row = reader.new[b * beams + rank].tolist()
                 if scores[b, rank] > -torch.inf:
                     finished[b].add(scores[b, rank].item() / _penalty(how.max_new_tokens, alpha), row)
     return _collected([f.hypotheses[0] for f in finished], how.pad_token_id, device)

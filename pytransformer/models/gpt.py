@@ -11,16 +11,16 @@ from torch import nn
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache, Step
 from ..nn.experts import Experts, MixtureOfExperts, network
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.layer_norm import LayerNorm
-from ..nn.masks import causal, padding
 from ..nn.positions import Alibi, LearnedPositions
 from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
+from ._decoder import Decoder
 from ._output import Output
 
 
@@ -48,7 +48,7 @@ class GPTConfig(ModelConfig):
     experts: dict[str, Any] | None = None
 
 
-class GPT(Model):
+class GPT(Decoder, Model):
     """Decoder-only language model, pre-norm, as GPT-2.
 
     Trains on all next tokens in one pass; prefix-LM (every token sees the prompt's ``prefix_lengths`` tokens) as an option.
@@ -104,10 +104,6 @@ class GPT(Model):
                 with torch.no_grad():
                     weight.mul_((2 * self.config.num_layers) ** -0.5)
 
-    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
-        """For ``past_key_values``; max_length None: the config's."""
-        return KeyValueCache(self.config.num_layers, max_length or self.config.max_length)
-
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -115,26 +111,27 @@ class GPT(Model):
         labels: torch.Tensor | None = None,
         *,
         position_ids: torch.Tensor | None = None,
-        past_key_values: KeyValueCache | None = None,
+        past_key_values: DecoderCache | None = None,
         prefix_lengths: torch.Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Output:
         """
         Args:
             input_ids: (B, L) int64; with a cache only the new tokens.
-            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,).
+            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,), cached tokens included.
             labels: (B, L), usually input_ids: the loss is of the next token; -100 is ignored.
-            position_ids: (B, L); None: counted from 0, padding too. See :func:`pytransformer.nn.position_ids`.
+            position_ids: (B, L); None: counted from 0, or from each sequence's cached length; padding too. See
+                :func:`pytransformer.nn.position_ids`.
             past_key_values: from :meth:`make_cache`; gets the new tokens.
             prefix_lengths: (B,): tokens before it are visible to all.
-            logits_to_keep: logits of the last so many positions only; 0: all.
+            logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
         """
         batch, length = input_ids.shape
-        cached = 0 if past_key_values is None else past_key_values.length
+        step = Step.of(past_key_values, attention_mask, batch, length)
         x = self.embedding(input_ids)
         if self.positions is not None:
-            x = x + self.positions(length, cached, position_ids)
-        visible: dict[str, Any] = causal(padding(attention_mask, batch, cached + length), cached, length)
+            x = x + self.positions(length, step.start, step.position_ids if position_ids is None else position_ids)
+        visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
             visible["bias"] = self.alibi()
         if self.config.window is not None:
@@ -145,5 +142,5 @@ class GPT(Model):
         hidden = self.decoder(x, visible, cache=past_key_values, wanted=learned(following))
         loss = None if following is None else self._with_balance(self.head.loss(hidden, following))
         return Output(
-            hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(hidden[:, -logits_to_keep:])
+            hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(step.last(hidden, logits_to_keep))
         )

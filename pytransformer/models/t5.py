@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache, Step
 from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import RMSNorm
@@ -127,10 +127,6 @@ class T5(EncoderDecoder):
         elif isinstance(module, Classifier) and not c.tied:
             nn.init.normal_(module.weight, std=1.0 if c.scale_outputs else c.d_model**-0.5)
 
-    def make_cache(self, max_length: int) -> KeyValueCache:
-        """For ``past_key_values``."""
-        return KeyValueCache(self.num_decoder_layers, max_length)
-
     def _finish(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, self.config.dropout, self.training)
 
@@ -142,13 +138,13 @@ class T5(EncoderDecoder):
     def decode(
         self,
         ids: torch.Tensor,
-        visible: dict[str, Any],
+        step: Step,
         context: tuple[torch.Tensor, dict[str, Any]],
-        cache: KeyValueCache | None,
+        cache: DecoderCache | None,
         at: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         if at is not None:
             raise ValueError("T5 knows relative positions only: decoder_position_ids must be None")
-        visible = {**visible, "bias": self.decoder_bias()}
+        visible = {**step.visible, "bias": self.decoder_bias()}
         return self._finish(self.decoder(self.embedding(ids), visible, *context, cache, wanted))

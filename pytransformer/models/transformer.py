@@ -12,7 +12,7 @@ from torch import nn
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache, Step
 from ..nn.experts import Experts, network
 from ..nn.heads import Classifier
 from ..nn.layer_norm import LayerNorm
@@ -145,10 +145,6 @@ class Transformer(EncoderDecoder):
         sides = {f"{side}_{kind}": part for side, part in _SIDES for kind in ("embedding", "positions")}
         return PARTS | sides | ({"source_embedding": "embeddings"} if self.config.target_vocab_size is None else {})
 
-    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
-        """For ``past_key_values``; max_length None: the config's."""
-        return KeyValueCache(self.config.num_decoder_layers, max_length or self.config.max_length)
-
     def _embed(
         self, ids: torch.Tensor, embedding: nn.Embedding, positions: Positions, start: int = 0, at: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -165,11 +161,12 @@ class Transformer(EncoderDecoder):
     def decode(
         self,
         ids: torch.Tensor,
-        visible: dict[str, Any],
+        step: Step,
         context: tuple[torch.Tensor, dict[str, Any]],
-        cache: KeyValueCache | None,
+        cache: DecoderCache | None,
         at: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = self._embed(ids, self.target_embedding, self.target_positions, 0 if cache is None else cache.length, at)
-        return self.decoder(x, visible, *context, cache, wanted)
+        at = step.position_ids if at is None else at
+        x = self._embed(ids, self.target_embedding, self.target_positions, step.start, at)
+        return self.decoder(x, step.visible, *context, cache, wanted)

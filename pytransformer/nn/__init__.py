@@ -6,7 +6,7 @@ Masks travel as lengths, key padding and causality, never as (Lq, Lk) tensors; n
 
 from .attention import MultiHeadAttention
 from .blocks import Block, Residual, Stack, Stream
-from .cache import KeyValueCache, LayerCache
+from .cache import DecoderCache, KeyValueCache, LayerCache, Step
 from .conformer import ConformerBlock, ConvolutionModule, ConvolutionSubsampling
 from .ctc import ctc_loss, ctc_read
 from .experts import Experts, MixtureOfExperts, MixtureOptions, balance_loss
@@ -32,6 +32,7 @@ __all__ = [
     "ConformerBlock",
     "ConvolutionModule",
     "ConvolutionSubsampling",
+    "DecoderCache",
     "DotScore",
     "Experts",
     "FeedForward",
@@ -55,6 +56,7 @@ __all__ = [
     "SequenceProjection",
     "SinusoidalPositions",
     "Stack",
+    "Step",
     "Stream",
     "TokenMixing",
     "attend",

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
-from .cache import LayerCache
+from .cache import Layer
 from .patterns import Pattern
 from .taps import AttentionTap
 
@@ -84,7 +84,7 @@ class MultiHeadAttention(nn.Module):
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
 
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: LayerCache | None = None, **visible: Any
+        self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: Layer | None = None, **visible: Any
     ) -> torch.Tensor:
         """Attend.
 
@@ -125,9 +125,7 @@ class MultiHeadAttention(nn.Module):
         """The queries that are compared with keys, and the call's masks and bias: what a way of telling positions changes."""
         return query, visible
 
-    def _by_pattern(
-        self, pattern: Pattern, x: torch.Tensor, cache: LayerCache | None, visible: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _by_pattern(self, pattern: Pattern, x: torch.Tensor, cache: Layer | None, visible: dict[str, Any]) -> dict[str, Any]:
         if cache is not None or x.dim() == 2:
             what = "a cache" if cache is not None else "packed sequences"
             raise ValueError(
@@ -135,7 +133,7 @@ class MultiHeadAttention(nn.Module):
             )
         return pattern.visible(x, visible)
 
-    def _context(self, context: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _context(self, context: torch.Tensor | None, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
         if cache is not None and cache.cross is not None:
             return cache.cross
         if context is None:

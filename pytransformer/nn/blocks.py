@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .attention import MultiHeadAttention
-from .cache import KeyValueCache, LayerCache
+from .cache import DecoderCache, Layer
 from .layer_norm import Norm
 from .packing import Packing
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
         visible: dict[str, Any],
         context: torch.Tensor | None = None,
         context_visible: dict[str, Any] | None = None,
-        cache: LayerCache | None = None,
+        cache: Layer | None = None,
     ) -> Stream:
         """
         Args:
@@ -131,7 +131,7 @@ class Stack(nn.Module):
         visible: dict[str, Any],
         context: torch.Tensor | None = None,
         context_visible: dict[str, Any] | None = None,
-        cache: KeyValueCache | None = None,
+        cache: DecoderCache | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, L, d) to (B, L, d). Embedding dropout happens here: pre-norm fused with the first norm, else by itself.
@@ -155,7 +155,7 @@ class Stack(nn.Module):
         visible: dict[str, Any],
         context: torch.Tensor | None,
         context_visible: dict[str, Any] | None,
-        cache: KeyValueCache | None,
+        cache: DecoderCache | None,
     ) -> torch.Tensor:
         if not self.pre:
             x = nn.functional.dropout(x, self.dropout, self.training)

@@ -1,22 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of what a decoder has seen, kept for the next token."""
+"""Keys and values of what a decoder has seen, kept for the next token: one buffer for each sequence, or pages (:mod:`.paged_cache`)."""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
 import torch
+
+from .masks import causal, is_lengths, padding
+
+
+class Step(NamedTuple):
+    """The new tokens of one call of a decoder: where they stand and what they see. Made once a call, for all layers.
+
+    Attributes:
+        start: positions before them, of the longest sequence.
+        end: positions after them, of the longest sequence, or a bound.
+        visible: of self-attention, as :func:`pytransformer.attention` takes it.
+        new: (B,) int64, how many columns of each row are tokens, the rest being padding at the end; None: all.
+        total: (B,) int64, the sequences' lengths with them; None: ``end`` each.
+        positions: (B, columns) int64, -1 at padding; None: ``start`` and what follows, in each row.
+    """
+
+    start: int
+    end: int
+    visible: dict[str, Any]
+    new: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    @staticmethod
+    def of(cache: DecoderCache | None, attention_mask: torch.Tensor | None, batch: int, columns: int) -> Step:
+        """The next step of the cache, which expects these tokens then; without a cache the first and only one.
+
+        Args:
+            attention_mask: (B, cached + columns), 0 = padding on any side, where all sequences are of one length; or (B,), the lengths,
+                cached tokens included.
+        """
+        if cache is not None:
+            return cache.step(batch, columns, attention_mask)
+        visible = causal(padding(attention_mask, batch, columns), 0, columns)
+        return Step(0, columns, visible, attention_mask if is_lengths(attention_mask, batch) else None)
+
+    @property
+    def position_ids(self) -> torch.Tensor | None:
+        """(B, columns), 0 at padding; None: counted from ``start``."""
+        return None if self.positions is None else self.positions.clamp_min(0)
+
+    def last(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        """(B, keep, d) of (B, columns, d): the last so many tokens of each sequence; all columns where ``keep`` is 0.
+
+        A sequence of fewer new tokens repeats its first."""
+        if keep == 0 or self.new is None:
+            return hidden[:, -keep:]
+        at = (self.new[:, None] + torch.arange(-keep, 0, device=hidden.device)).clamp_min(0)
+        return hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+class KeyValues(NamedTuple):
+    """Where keys and values lie: buffers (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D) and a table (B, pages)."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    page_table: torch.Tensor | None = None
+
+
+def _write(cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
+    """Store (B, Hkv, L, D) at the positions (B, L) of each sequence; none where it is below 0."""
+    rows, columns = (positions >= 0).nonzero(as_tuple=True)
+    outer, inner = rows, positions[rows, columns]
+    if cache.page_table is not None:
+        size = cache.key.shape[2]
+        outer, inner = cache.page_table[rows, inner // size].long(), inner % size
+    for pool, new in ((cache.key, key), (cache.value, value)):
+        pool[outer, :, inner] = new[rows, :, columns]
+
+
+class Layer(Protocol):
+    """One layer of a cache: what :class:`MultiHeadAttention` is given."""
+
+    cross: tuple[torch.Tensor, torch.Tensor] | None
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store (B, Hkv, new, D); returns the keys and values that :func:`pytransformer.attention` is to read."""
+        ...
+
+
+class DecoderCache(abc.ABC):
+    """What every cache of a decoder can do: the ``past_key_values`` of the models, and ``generate``'s ``cache``.
+
+    A model asks for the next :class:`Step`, and each of its layers then appends what it computed.
+    """
+
+    @property
+    @abc.abstractmethod
+    def layers(self) -> Sequence[Layer]: ...
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> int:
+        """How many positions are stored, of the longest sequence, or a bound of it."""
+
+    @property
+    @abc.abstractmethod
+    def lengths(self) -> torch.Tensor:
+        """(B,) int64: of each sequence."""
+
+    @abc.abstractmethod
+    def step(self, batch: int, columns: int, attention_mask: torch.Tensor | None = None) -> Step:
+        """Make room for ``columns`` new tokens a sequence, or for fewer: see :meth:`Step.of`."""
+
+    @abc.abstractmethod
+    def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
+        """Row b of the batch becomes what was row ``rows[b]`` (int64): beams that live on, or a prompt copied for each beam.
+
+        Args:
+            cross: also the cross-attention's; False saves that where rows only move among the beams of one source sentence.
+        """
+
+    @abc.abstractmethod
+    def crop(self, length: int | torch.Tensor) -> None:
+        """Forget the positions from ``length`` on; (B,): of each sequence."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """The sequences end; their memory is kept for others."""
+
+    def _reorder_cross(self, rows: torch.Tensor) -> None:
+        for layer in self.layers:
+            if layer.cross is not None:
+                layer.cross = (layer.cross[0].index_select(0, rows), layer.cross[1].index_select(0, rows))
+
+
+def new_tokens(
+    who: str, held: torch.Tensor, columns: int, lengths: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(new (B,), total (B,), positions (B, columns)) of sequences that hold ``held`` (B,) and will have ``lengths``; None: all are new.
+
+    Raises:
+        ValueError: on the CPU, a length that the columns do not lead to; on a GPU it is clamped, without a wait.
+    """
+    total = held + columns if lengths is None else lengths.to(torch.int64)
+    new = total - held
+    if new.device.type == "cpu":
+        for b in ((new < 0) | (new > columns)).nonzero()[:1, 0].tolist():
+            raise ValueError(
+                f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; wanted a length from {held[b]} to "
+                f"{held[b] + columns}, cached tokens included, got {total[b]}"
+            )
+    new = new.clamp(0, columns)
+    column = torch.arange(columns, device=held.device)
+    positions = torch.where(column < new[:, None], held[:, None] + column, -1)
+    return new, held + new, positions
+
+
+def refuse_gradients(who: str, *tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError(f"{who} is for inference: call the model under torch.no_grad() or torch.inference_mode()")
 
 
 class LayerCache:
     """One layer's self-attention keys and values in buffers of ``max_length``, and its cross-attention's as they were made.
 
     Buffers are (B, Hkv, max_length, D), allocated at the first :meth:`append`; what is handed out are views of their filled part.
+    By itself, without a :class:`Step`, each :meth:`append` adds all its positions to every sequence.
     """
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
+        self.lengths: torch.Tensor | None = None  # (B,), where sequences differ
         self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.step: Step | None = None
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, Hkv, new, D) and return all keys and values so far, views of the buffers.
@@ -25,76 +183,132 @@ class LayerCache:
             ValueError: more than max_length positions, another batch size or head shape than before, or tensors that need a
                 gradient: what is overwritten in place cannot be differentiated.
         """
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise ValueError("KeyValueCache is for inference: call the model under torch.no_grad() or torch.inference_mode()")
-        end = self.length + key.shape[2]
-        if end > self.max_length:
-            raise ValueError(f"KeyValueCache: {end} positions, but it was made for max_length={self.max_length}")
-        if self.buffers is None:
+        refuse_gradients("KeyValueCache", key, value)
+        if self.step is None and self.lengths is not None:
+            raise ValueError("KeyValueCache: its sequences differ in length; call cache.step before its layers, as models do")
+        step, self.step = self.step or Step(self.length, self.length + key.shape[2], {}), None
+        if step.end > self.max_length:
+            raise ValueError(f"KeyValueCache: {step.end} positions, but it was made for max_length={self.max_length}")
+        if self.buffers is None or (step.start == 0 and self.buffers[0].shape[0] != key.shape[0]):
             self.buffers = (self._buffer(key), self._buffer(value))
         for buffer, new, name in zip(self.buffers, (key, value), ("key", "value")):
             want = (*buffer.shape[:2], new.shape[2], buffer.shape[3])
             if tuple(new.shape) != want:
                 raise ValueError(f"KeyValueCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
-            buffer[:, :, self.length : end] = new
-        self.length = end
+            if step.positions is None:
+                buffer[:, :, step.start : step.end] = new
+        if step.positions is not None:
+            _write(KeyValues(*self.buffers), key, value, step.positions)
+        self.length, self.lengths = step.end, step.total
         keys, values = self.buffers
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, : step.end], values[:, :, : step.end]
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Row b of the batch becomes what was row ``rows[b]``; there may be more or fewer rows than before."""
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, rows)
         if self.buffers is not None:
             filled = [b[:, :, : self.length].index_select(0, rows) for b in self.buffers]
             if rows.shape[0] != self.buffers[0].shape[0]:
                 self.buffers = (self._buffer(filled[0]), self._buffer(filled[1]))
             for buffer, kept in zip(self.buffers, filled):
                 buffer[:, :, : self.length] = kept
-        if self.cross is not None:
-            self.cross = (self.cross[0].index_select(0, rows), self.cross[1].index_select(0, rows))
 
 
-class KeyValueCache:
-    """The caches of all layers of a decoder.
+class KeyValueCache(DecoderCache):
+    """The caches of all layers of a decoder, one buffer of ``max_length`` positions for each sequence.
 
     Made by ``model.make_cache(max_length)`` and passed as ``past_key_values``; each call of the model appends to it. Memory is
     taken once: 2 B Hkv max_length D numbers a layer. Keys and values of cross-attention are computed in the first call only.
+
+    Sequences have one length, or each its own: a call with lengths (B,) as its mask appends to each sequence behind its last token,
+    and what stands in the columns of padding is not stored. Attention then goes by lengths, without a mask.
     """
 
     def __init__(self, num_layers: int, max_length: int) -> None:
         if max_length < 1:
             raise ValueError(f"KeyValueCache: max_length must be at least 1, got {max_length}")
         self.max_length = max_length
-        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
+        self._layers = [LayerCache(max_length) for _ in range(num_layers)]
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        return self._layers
 
     @property
     def length(self) -> int:
-        """How many positions are stored."""
         return self.layers[0].length if self.layers else 0
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        first = self.layers[0] if self.layers else LayerCache(1)
+        if first.lengths is not None:
+            return first.lengths
+        if first.buffers is None:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.full(first.buffers[0].shape[:1], first.length, dtype=torch.int64, device=first.buffers[0].device)
+
+    def step(self, batch: int, columns: int, attention_mask: torch.Tensor | None = None) -> Step:
+        start, ragged = self.length, bool(self.layers) and self.layers[0].lengths is not None
+        if is_lengths(attention_mask, batch):
+            step = self._ragged(batch, columns, attention_mask)
+        elif not ragged:
+            step = Step(start, start + columns, causal(padding(attention_mask, batch, start + columns), start, columns))
+        elif attention_mask is None:
+            step = self._ragged(batch, columns, None)
+        else:
+            raise ValueError(
+                f"KeyValueCache: its sequences differ in length; wanted attention_mask as lengths ({batch},), cached tokens included, or "
+                f"None, got shape {tuple(attention_mask.shape)}"
+            )
+        for layer in self.layers:
+            layer.step = step
+        return step
+
+    def _ragged(self, batch: int, columns: int, lengths: torch.Tensor | None) -> Step:
+        held = self.lengths if lengths is None else self.lengths.to(lengths.device)
+        if self.length == 0:
+            held = held.new_zeros(batch)
+        if held.shape[0] != batch:
+            raise ValueError(f"KeyValueCache: it holds {held.shape[0]} sequences, got {batch}; reset() the cache")
+        new, total, positions = new_tokens("KeyValueCache", held, columns, lengths)
+        end = self.length + columns
+        if batch and (held.device.type == "cpu" or end > self.max_length):  # on a GPU the bound does, without a wait
+            end = int(total.max())
+        visible: dict[str, Any] = {"causal": "bottom_right", "key_lengths": total}
+        if lengths is not None:
+            visible["query_lengths"] = new
+        return Step(self.length, end, visible, None if lengths is None else new, total, positions)
+
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
-        """Row b of the batch becomes what was row ``rows[b]`` (int64): beams that live on, or a prompt copied for each beam.
-
-        Args:
-            cross: also the cross-attention's; False saves that where rows only move among the beams of one source sentence.
-        """
         for layer in self.layers:
-            kept = layer.cross
-            if not cross:
-                layer.cross = None
             layer.reorder(rows)
-            if not cross:
-                layer.cross = kept
+        if cross:
+            self._reorder_cross(rows)
 
-    def crop(self, length: int) -> None:
-        """Forget the positions from ``length`` on."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"KeyValueCache.crop: length must be between 0 and {self.length}, got {length}")
+    def crop(self, length: int | torch.Tensor) -> None:
+        if isinstance(length, torch.Tensor):
+            kept = length.to(self.lengths)
+            if kept.shape != self.lengths.shape or bool(((kept < 0) | (kept > self.lengths)).any()):
+                raise ValueError(
+                    f"KeyValueCache.crop: lengths must be from 0 to {self.lengths.tolist()}, got {length.tolist()}"
+                )
+            end = int(kept.max()) if len(kept) else 0
+        else:
+            if not 0 <= length <= self.length:
+                raise ValueError(f"KeyValueCache.crop: length must be between 0 and {self.length}, got {length}")
+            end, kept = length, self.lengths.clamp_max(length)
+        ragged = isinstance(length, torch.Tensor) or any(layer.lengths is not None for layer in self.layers)
         for layer in self.layers:
-            layer.length = length
+            layer.length, layer.lengths = end, kept if ragged else None
+
+    def free(self) -> None:
+        for layer in self.layers:
+            layer.length, layer.lengths, layer.cross, layer.step = 0, None, None, None
 
     def reset(self) -> None:
         """Forget everything, buffers too."""
-        self.layers = [LayerCache(self.max_length) for _ in self.layers]
+        self._layers = [LayerCache(self.max_length) for _ in self.layers]

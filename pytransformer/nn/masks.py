@@ -6,6 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import TypeIs
+
+
+def is_lengths(attention_mask: torch.Tensor | None, batch: int) -> TypeIs[torch.Tensor]:
+    """Whether it is (B,) integers, the lengths of sequences padded at the end, rather than one entry for each token."""
+    mask = attention_mask
+    return mask is not None and mask.shape == (batch,) and not mask.dtype.is_floating_point and mask.dtype != torch.bool
 
 
 def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, queries: bool = False) -> dict[str, Any]:
@@ -24,7 +31,7 @@ def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, que
     """
     if attention_mask is None:
         return {}
-    if attention_mask.shape == (batch,) and not attention_mask.dtype.is_floating_point and attention_mask.dtype != torch.bool:
+    if is_lengths(attention_mask, batch):
         lengths = {"key_lengths": attention_mask}
         return {**lengths, "query_lengths": attention_mask} if queries else lengths
     if attention_mask.shape != (batch, length):

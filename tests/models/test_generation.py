@@ -220,10 +220,72 @@ def test_settings_must_make_sense(prompts, settings, said):
         generate(gpt(), prompts[0], **settings)
 
 
-def test_prompts_are_padded_on_the_left(prompts):
+PADDED = {
+    "left": [[0, 0, 0, 1, 1, 1], [1] * 6, [0, 0, 0, 0, 0, 1]],
+    "right": [[1, 1, 1, 0, 0, 0], [1] * 6, [1, 0, 0, 0, 0, 0]],
+    "within": [[1, 0, 1, 0, 0, 1], [1] * 6, [0, 0, 1, 0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("name", ["gpt", "gpt alibi", "gpt grouped"])
+def test_padding_may_stand_anywhere(name, side, how):
+    """Each prompt is what its tokens are alone, and the mask is lengths in the end: nothing of padding reaches attention."""
+    model, mask = MODELS[name](), torch.tensor(PADDED[side])
+    tokens = torch.randint(4, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(4))
+    settings = dict(HOW[how], max_new_tokens=9, stop=(STOP,))
+    run = lambda ids, mask: generate(model, ids, mask, **settings, generator=torch.Generator().manual_seed(3))
+    ids = torch.zeros_like(tokens)
+    for b, real in enumerate(mask.bool()):
+        ids[b, real] = tokens[b, : real.sum()]
+    together = run(ids, mask)
+    lengths = mask.sum(1)
+    assert together.lists() == run(tokens, lengths).lists()
+    assert (
+        together.lists()
+        == generate(model, ids, mask, **settings, use_cache=False, generator=torch.Generator().manual_seed(3)).lists()
+    )
+    if how != "drawn":  # the draws of a batch come from one generator
+        assert together.lists() == [run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())]
+
+
+def test_a_prefix_of_a_padded_prompt_is_counted_in_columns():
+    model, ids = gpt(), torch.tensor([[0, 0, 5, 9, 7, 8, 6], [4, 11, 5, 9, 7, 8, 6]])
+    mask, prefix = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]), torch.tensor([5, 4])
+    together = generate(model, ids, mask, prefix_lengths=prefix, max_new_tokens=6).lists()
+    assert together[0] == generate(model, ids[:1, 2:], prefix_lengths=torch.tensor([3]), max_new_tokens=6).lists()[0]
+    assert together[1] == generate(model, ids[1:], prefix_lengths=prefix[1:], max_new_tokens=6).lists()[0]
+
+
+def test_a_cache_is_used_again_and_must_be_empty(prompts):
+    model = gpt()
+    cache, want = model.make_cache(40), generate(model, *prompts, max_new_tokens=6).lists()
+    for rows in (3, 2, 3):
+        assert generate(model, *(t[:rows] for t in prompts), max_new_tokens=6, cache=cache).lists() == want[:rows]
+        assert cache.length == 0
+    kept = cache.layers[0].buffers[0]
+    generate(model, *prompts, max_new_tokens=6, cache=cache)
+    assert cache.layers[0].buffers[0] is kept, "memory is taken once"
+    with torch.no_grad():
+        model(prompts[0], past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds 9 positions"):
+        generate(model, *prompts, cache=cache)
+    cache.free()
+    with pytest.raises(ValueError, match="41 positions, but it was made for max_length=40"):
+        generate(model, prompts[0], max_new_tokens=33, cache=cache)
+    with pytest.raises(ValueError, match=r"cache must be 'contiguous'.* got 'pages'"):
+        generate(model, *prompts, cache="pages", max_new_tokens=2)
+
+
+def test_prompts_that_cannot_be_continued(prompts):
     ids, mask = prompts
-    with pytest.raises(ValueError, match="padded on the left"):
-        generate(gpt(), ids.flip(1), mask.flip(1))
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        generate(gpt(), ids, mask * torch.tensor([[1], [0], [1]]))
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be \(3, 9\) or lengths \(3,\), got torch.int64 of shape \(3, 8\)"
+    ):
+        generate(gpt(), ids, mask[:, 1:])
     with pytest.raises(ValueError, match=r"input_ids must be \(B, L\) with L > 0, got shape \(3, 0\)"):
         generate(gpt(), ids[:, :0])
     with pytest.raises(ValueError, match="got both: beams"):

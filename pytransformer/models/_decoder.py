@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models that continue a sequence share: the caches that fit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..nn.blocks import Stack
+from ..nn.cache import KeyValueCache
+
+
+class Decoder:
+    """A model with a stack ``decoder`` that keeps keys and values."""
+
+    decoder: Stack
+    config: Any
+
+    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
+        """For ``past_key_values``: a buffer for each sequence; max_length None: the config's.
+
+        Raises:
+            ValueError: neither says how long.
+        """
+        longest = getattr(self.config, "max_length", None) if max_length is None else max_length
+        if longest is None:
+            raise ValueError(f"{type(self).__name__}.make_cache: give max_length; its positions are relative and have no end")
+        return KeyValueCache(len(self.decoder.blocks), longest)
