@@ -7,6 +7,7 @@ from typing import Any
 
 from ..nn.blocks import Stack
 from ..nn.cache import KeyValueCache
+from ..nn.paged_cache import PagedCache
 
 
 class Decoder:
@@ -25,3 +26,7 @@ class Decoder:
         if longest is None:
             raise ValueError(f"{type(self).__name__}.make_cache: give max_length; its positions are relative and have no end")
         return KeyValueCache(len(self.decoder.blocks), longest)
+
+    def make_paged_cache(self, num_pages: int, page_size: int = 64) -> PagedCache:
+        """For ``past_key_values``: sequences in pages of a pool, which they share where they began alike."""
+        return PagedCache(len(self.decoder.blocks), num_pages, page_size)

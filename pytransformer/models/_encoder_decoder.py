@@ -85,9 +85,8 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
         memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
         if decoder_input_ids is None:
             decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
-        batch, length = decoder_input_ids.shape
-        step = Step.of(past_key_values, decoder_attention_mask, batch, length)
-        context = memory, padding(attention_mask, batch, memory.shape[1])
+        step = Step.of(past_key_values, decoder_input_ids, decoder_attention_mask)
+        context = memory, padding(attention_mask, *memory.shape[:2])
         hidden = self.decode(decoder_input_ids, step, context, past_key_values, decoder_position_ids, learned(labels))
         loss = None if labels is None else self.head.loss(hidden, labels)
         return Output(

@@ -16,6 +16,8 @@ from ..nn.cache import DecoderCache
 from ..nn.masks import is_lengths
 from ..nn.positions import Positions
 
+PAGE_SIZE = 64  # of a paged cache that generate makes
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -103,8 +105,8 @@ def generate(
         decoding: how; or its fields as keywords: ``generate(model, ids, beams=4, stop=(3,))``.
         prefix_lengths: (B,), of a prefix-LM: the prompt's tokens before it see each other.
         generator: for sample=True.
-        cache: where keys and values are kept: ``"contiguous"``, or a cache of the model, empty, whose memory is used again: it is empty
-            afterwards.
+        cache: where keys and values are kept: ``"contiguous"``, ``"paged"``, or a cache of the model, empty, whose memory is used again:
+            it is empty afterwards.
 
     Raises:
         ValueError: settings that make no sense, a prompt without tokens, more tokens than the model has positions, or a cache that
@@ -234,9 +236,12 @@ def _cache_of(model: Any, cache: str | DecoderCache, rows: int, total: int) -> D
     """The cache that was asked for; of ``rows`` sequences of ``total`` positions if it is to be made."""
     if isinstance(cache, DecoderCache):
         return cache
-    if cache != "contiguous":
-        raise ValueError(f"generate: cache must be 'contiguous' or a cache of the model, got {cache!r}")
-    made: DecoderCache = model.make_cache(total)
+    if cache not in ("contiguous", "paged"):
+        raise ValueError(f"generate: cache must be 'contiguous', 'paged' or a cache of the model, got {cache!r}")
+    if cache == "contiguous":
+        made: DecoderCache = model.make_cache(total)
+    else:
+        made = model.make_paged_cache(max(1, rows * -(-total // PAGE_SIZE)), PAGE_SIZE)
     return made
 
 

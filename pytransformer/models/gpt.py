@@ -126,11 +126,10 @@ class GPT(Decoder, Model):
             prefix_lengths: (B,): tokens before it are visible to all.
             logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
         """
-        batch, length = input_ids.shape
-        step = Step.of(past_key_values, attention_mask, batch, length)
+        step = Step.of(past_key_values, input_ids, attention_mask)
         x = self.embedding(input_ids)
         if self.positions is not None:
-            x = x + self.positions(length, step.start, step.position_ids if position_ids is None else position_ids)
+            x = x + self.positions(input_ids.shape[1], step.start, step.position_ids if position_ids is None else position_ids)
         visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
             visible["bias"] = self.alibi()

@@ -16,6 +16,7 @@ from .layer_norm import LayerNorm, RMSNorm
 from .linformer import LinformerSelfAttention, SequenceProjection
 from .masks import causal, kept, padding, position_ids
 from .mixing import FourierMixing, SeparableMixing, TokenMixing
+from .paged_cache import OutOfPages, PagedCache, PagedLayer, Pages
 from .patches import PatchEmbedding
 from .patterns import Pattern
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
@@ -46,6 +47,10 @@ __all__ = [
     "MixtureOfExperts",
     "MixtureOptions",
     "MultiHeadAttention",
+    "OutOfPages",
+    "PagedCache",
+    "PagedLayer",
+    "Pages",
     "PatchEmbedding",
     "Pattern",
     "RMSNorm",

@@ -118,7 +118,7 @@ class MultiHeadAttention(nn.Module):
             result = run(query, key, value, dropout_p=p, **arguments)
         else:
             result, lse = run(query, key, value, dropout_p=p, return_lse=True, **arguments)
-            self.observer(AttentionTap(query, key, value, lse, arguments))
+            self.observer(AttentionTap.of(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
 
     def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -32,15 +32,17 @@ class Step(NamedTuple):
     positions: torch.Tensor | None = None
 
     @staticmethod
-    def of(cache: DecoderCache | None, attention_mask: torch.Tensor | None, batch: int, columns: int) -> Step:
+    def of(cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
         """The next step of the cache, which expects these tokens then; without a cache the first and only one.
 
         Args:
+            ids: (B, columns, ...), of which shape and device count.
             attention_mask: (B, cached + columns), 0 = padding on any side, where all sequences are of one length; or (B,), the lengths,
                 cached tokens included.
         """
         if cache is not None:
-            return cache.step(batch, columns, attention_mask)
+            return cache.step(ids, attention_mask)
+        batch, columns = ids.shape[:2]
         visible = causal(padding(attention_mask, batch, columns), 0, columns)
         return Step(0, columns, visible, attention_mask if is_lengths(attention_mask, batch) else None)
 
@@ -109,8 +111,8 @@ class DecoderCache(abc.ABC):
         """(B,) int64: of each sequence."""
 
     @abc.abstractmethod
-    def step(self, batch: int, columns: int, attention_mask: torch.Tensor | None = None) -> Step:
-        """Make room for ``columns`` new tokens a sequence, or for fewer: see :meth:`Step.of`."""
+    def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
+        """Make room for the columns of ``ids``, as new tokens of each sequence, or for fewer: see :meth:`Step.of`."""
 
     @abc.abstractmethod
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
@@ -251,10 +253,11 @@ class KeyValueCache(DecoderCache):
             return torch.zeros(0, dtype=torch.int64)
         return torch.full(first.buffers[0].shape[:1], first.length, dtype=torch.int64, device=first.buffers[0].device)
 
-    def step(self, batch: int, columns: int, attention_mask: torch.Tensor | None = None) -> Step:
-        start, ragged = self.length, bool(self.layers) and self.layers[0].lengths is not None
+    def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
+        (batch, columns), start = ids.shape[:2], self.length
+        ragged = bool(self.layers) and self.layers[0].lengths is not None
         if is_lengths(attention_mask, batch):
-            step = self._ragged(batch, columns, attention_mask)
+            step = self._ragged(batch, columns, attention_mask.to(ids.device))
         elif not ragged:
             step = Step(start, start + columns, causal(padding(attention_mask, batch, start + columns), start, columns))
         elif attention_mask is None:
@@ -269,9 +272,9 @@ class KeyValueCache(DecoderCache):
         return step
 
     def _ragged(self, batch: int, columns: int, lengths: torch.Tensor | None) -> Step:
-        held = self.lengths if lengths is None else self.lengths.to(lengths.device)
-        if self.length == 0:
-            held = held.new_zeros(batch)
+        held = self.lengths
+        if self.length == 0 and lengths is not None:
+            held = torch.zeros_like(lengths, dtype=torch.int64)
         if held.shape[0] != batch:
             raise ValueError(f"KeyValueCache: it holds {held.shape[0]} sequences, got {batch}; reset() the cache")
         new, total, positions = new_tokens("KeyValueCache", held, columns, lengths)

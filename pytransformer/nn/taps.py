@@ -31,6 +31,17 @@ class AttentionTap:
     lse: torch.Tensor
     arguments: dict[str, Any]
 
+    @staticmethod
+    def of(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor, arguments: dict[str, Any]
+    ) -> AttentionTap:
+        """Of a call over pages: with the keys and values that its table names, in one piece."""
+        if "page_table" in arguments:
+            table = arguments["page_table"].long()
+            arguments = {name: what for name, what in arguments.items() if name != "page_table"}
+            key, value = (pool[table].transpose(1, 2).flatten(2, 3) for pool in (key, value))
+        return AttentionTap(query, key, value, lse, arguments)
+
     def weights(self, rows: Any = None, heads: Any = None) -> torch.Tensor:
         """(B, heads, rows, Lk): :func:`pytransformer.attention_weights`; only the rows asked for are computed."""
         return attention_weights(self.query, self.key, self.lse, rows=rows, heads=heads, **self.arguments)

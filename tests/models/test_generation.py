@@ -73,11 +73,20 @@ def prompts():
     return ids.masked_fill(~mask, 0), mask.long()
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "pages of 4, shuffled"])
 @pytest.mark.parametrize("how", HOW)
-def test_the_cache_changes_nothing(model, inputs, how):
+def test_the_cache_changes_nothing(model, inputs, how, kind):
+    """Of 9 beams, 24 tokens each, no more pages of 4 are ever in use than without sharing, 6 each."""
     settings = dict(HOW[how], max_new_tokens=15, stop=(STOP,))
-    run = lambda cached: generate(model, *inputs, **settings, use_cache=cached, generator=torch.Generator().manual_seed(2))
-    with_cache, without = run(True), run(False)
+    seeded = lambda **more: generate(model, *inputs, **settings, **more, generator=torch.Generator().manual_seed(2))
+    cache = kind
+    if kind.startswith("pages"):
+        cache = model.make_paged_cache(9 * 6, page_size=4)
+        cache.pages._free = torch.randperm(9 * 6).tolist()
+    with_cache, without = seeded(cache=cache), seeded(use_cache=False)
+    if kind.startswith("pages"):
+        assert cache.pages.available == 9 * 6
+        assert not cache.pages.tables
     assert with_cache.lists() == without.lists()
     assert_same_logits(with_cache.scores, without.scores)
     scores = with_cache.scores
@@ -274,7 +283,7 @@ def test_a_cache_is_used_again_and_must_be_empty(prompts):
     cache.free()
     with pytest.raises(ValueError, match="41 positions, but it was made for max_length=40"):
         generate(model, prompts[0], max_new_tokens=33, cache=cache)
-    with pytest.raises(ValueError, match=r"cache must be 'contiguous'.* got 'pages'"):
+    with pytest.raises(ValueError, match=r"cache must be 'contiguous', 'paged' or a cache of the model, got 'pages'"):
         generate(model, *prompts, cache="pages", max_new_tokens=2)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,15 @@ def contiguous() -> nn.DecoderCache:
     return nn.KeyValueCache(1, MAX)
 
 
-CACHES = {"contiguous": contiguous}
+def paged(page_size: int) -> nn.DecoderCache:
+    """Pages in an order of their own, and no more than the tests need."""
+    cache = nn.PagedCache(1, 6 * -(-MAX // page_size), page_size)
+    torch.manual_seed(7)
+    cache.pages._free = torch.randperm(cache.pages.num_pages).tolist()
+    return cache
+
+
+CACHES = {"contiguous": contiguous, **{f"pages of {n}": partial(paged, n) for n in (1, 4, 7, 64)}}
 
 
 @pytest.fixture(params=CACHES)
@@ -34,10 +43,10 @@ def cache(request: pytest.FixtureRequest) -> Any:
 def feed(attention: nn.MultiHeadAttention, cache: nn.DecoderCache, x: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
     """The rows' next tokens: counts[b] of each, the columns behind them full of NaN; None: all columns of all."""
     if counts is None:
-        step = cache.step(*x.shape[:2])
+        step = cache.step(x)
     else:
         held = cache.lengths if cache.length else torch.zeros(len(x), dtype=torch.int64)
-        step = cache.step(*x.shape[:2], held + torch.tensor(counts))
+        step = cache.step(x, held + torch.tensor(counts))
     return attention(x, cache=cache.layers[0], **step.visible)
 
 
@@ -106,20 +115,20 @@ def test_lengths_that_cannot_be_are_named(cache: Any) -> None:
     with pytest.raises(
         ValueError, match=r"sequence 1 holds 1 tokens and 2 columns came; wanted a length from 1 to 3, .* got 4"
     ):
-        cache.step(BATCH, 2, torch.tensor([5, 4, 9, 3]))
+        cache.step(x[:, :2], torch.tensor([5, 4, 9, 3]))
     with pytest.raises(ValueError, match=r"sequence 2 holds 9 tokens.* got 8"):
-        cache.step(BATCH, 2, torch.tensor([5, 1, 8, 3]))
+        cache.step(x[:, :2], torch.tensor([5, 1, 8, 3]))
     with pytest.raises(ValueError, match=r"differ in length; wanted attention_mask as lengths \(4,\).* got shape \(4, 10\)"):
-        cache.step(BATCH, 1, torch.ones(BATCH, 10))
+        cache.step(x[:, :1], torch.ones(BATCH, 10))
     with pytest.raises(ValueError, match=r"holds 4 sequences, got 3"):
-        cache.step(3, 1)
+        cache.step(x[:3, :1])
     with pytest.raises(ValueError, match=r"crop: lengths must be from 0 to \[5, 1, 9, 3\], got \[5, 2, 9, 3\]"):
         cache.crop(torch.tensor([5, 2, 9, 3]))
 
 
 @torch.no_grad()
-def test_a_buffer_ends_where_it_was_said(cache: Any) -> None:
-    cache = nn.KeyValueCache(1, 10)
+def test_a_buffer_ends_where_it_was_said() -> None:
+    cache: Any = nn.KeyValueCache(1, 10)
     x = torch.randn(BATCH, 9, WIDTH)
     feed(layer(), cache, x, [5, 1, 9, 3])
     feed(layer(), cache, x[:, :1], None)
@@ -127,6 +136,6 @@ def test_a_buffer_ends_where_it_was_said(cache: Any) -> None:
         feed(layer(), cache, x[:, :1], None)
     cache = contiguous()
     feed(layer(), cache, x, [5, 1, 9, 3])
-    layer()(x[:, :1], cache=cache.layers[0], **cache.step(BATCH, 1).visible)
+    layer()(x[:, :1], cache=cache.layers[0], **cache.step(x[:, :1]).visible)
     with pytest.raises(ValueError, match=r"differ in length; call cache.step before its layers"):
         layer()(x[:, :1], cache=cache.layers[0], causal="bottom_right")

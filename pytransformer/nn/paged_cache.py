@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values in pages of a pool, which sequences take as they grow, share where they began alike, and give back.
+
+The bookkeeping is :mod:`.pages`; attention reads the pools by the table (``page_table`` of :func:`pytransformer.attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .cache import DecoderCache, KeyValues, Step, _write, new_tokens, refuse_gradients
+from .masks import is_lengths, padding
+from .pages import OutOfPages, Pages
+
+__all__ = ["OutOfPages", "PagedCache", "PagedLayer", "Pages"]
+
+
+class PagedLayer:
+    """One layer's pools of keys and values, (num_pages, Hkv, page_size, D), allocated at the first :meth:`append`, and its
+    cross-attention's keys and values as they were made."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.pools: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.step: Step | None = None
+        self.copies: list[tuple[int, int]] = []  # pages, before the next write
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store (B, Hkv, new, D) and return the pools.
+
+        Raises:
+            ValueError: no step was made, another batch size or head shape than before, or tensors that need a gradient.
+        """
+        refuse_gradients("PagedCache", key, value)
+        step, self.step = self.step, None
+        if step is None or step.positions is None:
+            raise ValueError(
+                "PagedCache: call cache.step before its layers, as models do: it says in which pages the tokens are to lie"
+            )
+        if self.pools is None:
+            shapes = ((self.num_pages, t.shape[1], self.page_size, t.shape[3]) for t in (key, value))
+            self.pools = (key.new_empty(next(shapes)), value.new_empty(next(shapes)))
+        for pool, new, name in zip(self.pools, (key, value), ("key", "value")):
+            want = (step.positions.shape[0], pool.shape[1], step.positions.shape[1], pool.shape[3])
+            if tuple(new.shape) != want:
+                raise ValueError(f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
+            if self.copies:
+                source, to = torch.tensor(self.copies, device=pool.device).T
+                pool[to] = pool[source]
+        self.copies = []
+        _write(KeyValues(*self.pools, step.visible["page_table"]), key, value, step.positions)
+        return self.pools
+
+
+class PagedCache(DecoderCache):
+    """The caches of all layers of a decoder in ``num_pages`` pages of ``page_size`` positions.
+
+    Made by ``model.make_paged_cache(num_pages)`` and passed as ``past_key_values``. Memory is taken once: 2 num_pages Hkv page_size D
+    numbers a layer. A sequence takes pages as it grows; :meth:`reorder` lets beams share them, and a page is copied when one of them
+    writes it. Without more, the batch of a call are new sequences, until :meth:`free`. A loop that lets sequences join and leave names
+    them: :meth:`open`, :meth:`fork` and :meth:`close`, and :meth:`select`, which says what the rows of the next call are.
+    """
+
+    def __init__(self, num_layers: int, num_pages: int, page_size: int = 64) -> None:
+        self.pages = Pages(num_pages, page_size)
+        self.rows: list[int] = []
+        self._layers = [PagedLayer(num_pages, page_size) for _ in range(num_layers)]
+        self._device = torch.device("cpu")
+
+    @property
+    def layers(self) -> list[PagedLayer]:
+        return self._layers
+
+    @property
+    def length(self) -> int:
+        return max((self.pages.lengths[name] for name in self.rows), default=0)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return torch.tensor([self.pages.lengths[name] for name in self.rows], dtype=torch.int64, device=self._device)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """(B, pages) int32: the pages of the batch, 0 behind each sequence's own."""
+        tables = [self.pages.tables[name] for name in self.rows]
+        width = max((len(table) for table in tables), default=0)
+        rows = [table + [0] * (width - len(table)) for table in tables]
+        return torch.tensor(rows, dtype=torch.int32, device=self._device).view(len(rows), width)
+
+    def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
+        """See :meth:`DecoderCache.step`.
+
+        Raises:
+            OutOfPages: it says how many more are needed; nothing has changed.
+        """
+        opened = not self.rows
+        if opened:
+            self.rows = [self.pages.open() for _ in range(ids.shape[0])]
+        self._device = ids.device
+        try:
+            return self._step(ids.shape[0], ids.shape[1], attention_mask)
+        except Exception:
+            if opened:
+                self.free()
+            raise
+
+    def _step(self, batch: int, columns: int, attention_mask: torch.Tensor | None) -> Step:
+        if len(self.rows) != batch:
+            raise ValueError(f"PagedCache: it holds {len(self.rows)} sequences, got {batch}; free() or select() them")
+        held, start = self.lengths.cpu(), self.length
+        lengths = attention_mask if is_lengths(attention_mask, batch) else None
+        visible: dict[str, Any] = {}
+        if lengths is None and attention_mask is not None:
+            if bool((held != start).any()):
+                raise ValueError(
+                    f"PagedCache: its sequences differ in length; wanted attention_mask as lengths ({batch},), cached tokens included, "
+                    f"or None, got shape {tuple(attention_mask.shape)}"
+                )
+            visible = padding(attention_mask, batch, start + columns)
+        new, total, positions = new_tokens("PagedCache", held, columns, None if lengths is None else lengths.cpu())
+        copies = self.pages.grow(dict(zip(self.rows, new.tolist())))
+        table = self.table
+        if "attn_mask" in visible:  # to whole pages; what lies behind the lengths is not looked at
+            behind = table.shape[1] * self.pages.page_size - start - columns
+            visible["attn_mask"] = torch.nn.functional.pad(visible["attn_mask"], (0, behind))
+        new, total, positions = (t.to(self._device) for t in (new, total, positions))
+        visible |= {"causal": "bottom_right", "key_lengths": total, "page_table": table}
+        if lengths is not None:
+            visible["query_lengths"] = new
+        step = Step(start, self.length, visible, None if lengths is None else new, total, positions)
+        for layer in self.layers:
+            layer.step = step
+            layer.copies += copies
+        return step
+
+    # ---- sequences by name
+
+    def open(self, tokens: Sequence[int] = ()) -> int:
+        """A new sequence. Of ``tokens``, those at the beginning whose pages are known are read already: ``cache.pages.lengths[name]`` many.
+
+        Only where keys and values follow from the tokens before them: not with an encoder, nor with prefix_lengths."""
+        return self.pages.open(tokens)
+
+    def know(self, name: int, tokens: Sequence[int]) -> None:
+        """Let others that begin with the same tokens share the sequence's full pages, after its end too."""
+        self.pages.know(name, tokens)
+
+    def fork(self, name: int) -> int:
+        """A new sequence that shares all pages of this one."""
+        return self.pages.fork(name)
+
+    def close(self, name: int) -> None:
+        """The sequence ends; its pages are free, or wait to be found by their tokens."""
+        self.pages.close(name)
+        self.rows = [row for row in self.rows if row != name]
+
+    def select(self, names: Sequence[int]) -> None:
+        """The rows of the next call, each another sequence."""
+        if len(set(names)) != len(names) or any(name not in self.pages.tables for name in names):
+            raise ValueError(f"PagedCache.select: wanted different open sequences, got {list(names)}")
+        if any(layer.cross is not None for layer in self.layers):
+            raise ValueError(
+                "PagedCache.select: the rows of cross-attention's keys follow reorder() alone; use that, or free() first"
+            )
+        self.rows = list(names)
+
+    # ---- the batch
+
+    def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
+        before, self.rows = self.rows, []
+        kept = set()
+        for row in rows.tolist():
+            name = before[row]
+            self.rows.append(self.pages.fork(name) if name in kept else name)
+            kept.add(name)
+        for name in before:
+            if name not in kept:
+                self.pages.close(name)
+        if cross:
+            self._reorder_cross(rows)
+
+    def crop(self, length: int | torch.Tensor) -> None:
+        held = [self.pages.lengths[name] for name in self.rows]
+        if isinstance(length, torch.Tensor):
+            kept = length.tolist()
+            if len(kept) != len(held) or any(not 0 <= n <= m for n, m in zip(kept, held)):
+                raise ValueError(f"PagedCache.crop: lengths must be from 0 to {held}, got {kept}")
+        elif not 0 <= length <= self.length:
+            raise ValueError(f"PagedCache.crop: length must be between 0 and {self.length}, got {length}")
+        else:
+            kept = [min(length, n) for n in held]
+        for name, n in zip(self.rows, kept):
+            self.pages.crop(name, n)
+
+    def free(self) -> None:
+        for name in self.rows:
+            self.pages.close(name)
+        self.rows = []
+        for layer in self.layers:
+            layer.cross, layer.step = None, None
+
+    def reset(self) -> None:
+        """Forget everything, pools and known pages too."""
+        sizes = self.pages.num_pages, self.pages.page_size
+        self.pages, self.rows, self._layers = Pages(*sizes), [], [PagedLayer(*sizes) for _ in self.layers]
