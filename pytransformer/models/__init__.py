@@ -10,6 +10,7 @@ from .fnet import FNet, FNetConfig
 from .generation import Decoding, Generated, generate
 from .gpt import GPT, GPTConfig
 from .mixer import Mixer, MixerConfig
+from .serving import Batcher, Finished
 from .t5 import T5, T5Config
 from .transformer import Transformer, TransformerConfig
 from .vit import ViT, ViTConfig
@@ -19,11 +20,13 @@ __all__ = [
     "GPT",
     "T5",
     "BERTConfig",
+    "Batcher",
     "Conformer",
     "ConformerConfig",
     "Decoding",
     "FNet",
     "FNetConfig",
+    "Finished",
     "GPTConfig",
     "Generated",
     "Mixer",

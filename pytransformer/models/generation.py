@@ -159,6 +159,11 @@ def compact(
     return input_ids.gather(1, order), lengths, prefix_lengths
 
 
+def most_positions(model: Any) -> int | None:
+    """The longest sequence that the model has positions for; None: any."""
+    return min((module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)), default=None)
+
+
 class _Reader:
     """A model that is asked for the logits of each next token; it hides cache, encoder, lengths and positions.
 
@@ -190,10 +195,10 @@ class _Reader:
         self.new = self.prompts[:, :0]
         prompt = self.prompts.shape[1]
         total = prompt + how.max_new_tokens - 1  # the last token is not read
-        positions = [module.weight.shape[0] for module in model.modules() if isinstance(module, Positions)]
-        if positions and total > min(positions):
+        positions = most_positions(model)
+        if positions is not None and total > positions:
             raise ValueError(
-                f"generate: {prompt} tokens and {how.max_new_tokens} new ones are more than the model's {min(positions)} positions"
+                f"generate: {prompt} tokens and {how.max_new_tokens} new ones are more than the model's {positions} positions"
             )
         self.cache = _cache_of(model, cache, len(self.prompts) * how.beams, total) if how.use_cache else None
 

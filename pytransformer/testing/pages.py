@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.paged_cache import PagedCache
 from .guarded import place
 
 FREE = 3  # pages that no sequence has
@@ -72,3 +73,15 @@ def widened(keywords: dict[str, Any], num_keys: int, width: int, batch: int, len
     if (t := keywords.get("key_segments")) is not None:
         found["key_segments"] = torch.cat([t, t.new_zeros(batch, width - num_keys)], 1)
     return found
+
+
+def poison_free_rows(cache: PagedCache) -> None:
+    """NaN wherever a cache stores nothing: pages that are free, and the rows behind the last token of a page."""
+    pages = cache.pages
+    held = torch.zeros(pages.num_pages, pages.page_size, dtype=torch.bool)
+    for name, table in pages.tables.items():
+        for i in range(pages.lengths[name]):
+            held[table[i // pages.page_size], i % pages.page_size] = True
+    held[list(pages._known)] = True
+    for pool in (pool for layer in cache.layers for pool in layer.pools or ()):
+        pool.masked_fill_(~held.to(pool.device)[:, None, :, None], torch.nan)

@@ -12,6 +12,7 @@ import torch
 
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
+from pytransformer.testing.pages import poison_free_rows
 
 
 class Contents:
@@ -177,20 +178,6 @@ def feed(layer: nn.MultiHeadAttention, cache: nn.PagedCache, x: torch.Tensor, le
     return layer(x, cache=cache.layers[0], **cache.step(x, lengths).visible)
 
 
-def poison(cache: nn.PagedCache) -> None:
-    """NaN wherever nothing is stored: pages without a sequence, and the rows behind the last token of a page."""
-    assert cache.layers[0].pools is not None
-    p = cache.pages
-    held = torch.zeros(p.num_pages, p.page_size, dtype=torch.bool)
-    for name, table in p.tables.items():
-        for i in range(p.lengths[name]):
-            held[table[i // p.page_size], i % p.page_size] = True
-    for page in p._idle:
-        held[page] = True
-    for pool in cache.layers[0].pools:
-        pool.masked_fill_(~held[:, None, :, None], torch.nan)
-
-
 @torch.no_grad()
 def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
     """Every free row is NaN before every call; each sequence is at every step what it is alone."""
@@ -219,8 +206,7 @@ def test_sequences_that_share_fork_end_and_return_read_no_other_page() -> None:
         for b, name in enumerate(names):
             for i, token in enumerate(new[name]):
                 x[b, i] = words[token, len(alive[name]) + i]
-        if cache.layers[0].pools is not None:
-            poison(cache)
+        poison_free_rows(cache)
         out = feed(layer, cache, x, cache.lengths + torch.tensor([len(new[name]) for name in names]))
         for b, name in enumerate(names):
             held, alive[name] = len(alive[name]), alive[name] + new[name]

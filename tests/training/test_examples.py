@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK = {
     "bert": ["--steps", "10", "--classify-steps", "200", "--width", "64", "--sentences", "2400"],
+    "continuous_batching": ["--requests", "20", "--pages", "24"],
     "gpt": ["--steps", "100", "--width", "64", "--sentences", "800"],
     "vit": ["--patch", "8", "--steps", "250", "--width", "32", "--count", "1500"],
 }
@@ -39,6 +40,12 @@ def test_a_classifier_learns(name, tmp_path, monkeypatch, capsys):
     assert "million parameters" in printed and f"{100 * share:.1f} % of" in printed
     if name == "vit" and importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "vit-distance.png").stat().st_size > 3000
+
+
+def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
+    requests, same = load("continuous_batching").main(QUICK["continuous_batching"])
+    assert same == requests == 20
+    assert "24 of 24 pages without a request" in capsys.readouterr().out
 
 
 def learned_summaries(*options):

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: whatever joins and leaves, a request's tokens are those of generate alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pytransformer.models import GPT, T5, Batcher, Decoding, GPTConfig, T5Config, generate
+from pytransformer.testing.models import assert_same_logits
+from pytransformer.testing.pages import poison_free_rows
+
+VOCABULARY = 23
+
+
+def gpt(**changes: Any) -> GPT:
+    torch.manual_seed(5)
+    small: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, d_model=32, num_layers=2, num_heads=4, max_length=48, tied=False, **changes
+    )
+    model = GPT(GPTConfig(**small))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5 if "embedding" in name else 3)
+    return model.eval()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "alibi": {"positions": "alibi"},
+    "grouped, window": {"num_kv_heads": 2, "window": 6},
+}
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+@pytest.mark.parametrize(
+    ("slots", "piece", "pages", "share"), [(1, 3, 12, True), (4, 5, 20, True), (16, 100, 200, False), (5, 1, 14, True)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_request_is_what_it_is_alone(name: str, slots: int, piece: int, pages: int, share: bool) -> None:
+    """Prompts that begin alike, drawn and greedy; more requests than slots, more tokens than pages; free rows are NaN before each step."""
+    model, rng = gpt(**MODELS[name]), random.Random(slots)
+    cache = model.make_paged_cache(pages, page_size=4)
+    batcher = Batcher(model, cache, slots=slots, piece=piece, share=share)
+    asked: dict[int, tuple[list[int], Decoding]] = {}
+    found: dict[int, Any] = {}
+    shared = most = 0
+    while batcher.busy or len(asked) < 30:
+        for _ in range(min(rng.choice([0, 1, 3]), 30 - len(asked))):
+            prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15][: rng.randint(0, 9)] + [
+                rng.randrange(4, VOCABULARY) for _ in range(rng.randint(1, 12))
+            ]
+            drawn: dict[str, Any] = {"sample": True, "temperature": 0.9, "top_k": 9} if rng.random() < 0.5 else {}
+            how = Decoding(max_new_tokens=rng.randint(1, 14), stop=(3,), **drawn)
+            asked[batcher.submit(prompt, how, generator=seeded(len(asked)))] = prompt, how
+        poison_free_rows(cache)
+        for finished in batcher.step():
+            assert finished.request not in found
+            found[finished.request] = finished
+        most = max(most, len(batcher._active))
+        shared += sum(count > 1 for count in cache.pages.counts)
+        assert len(batcher._active) <= slots
+    assert found.keys() == asked.keys()
+    for number, (prompt, how) in asked.items():
+        alone = generate(model, torch.tensor([prompt]), decoding=how, generator=seeded(number))
+        assert alone.lists() == [found[number].tokens], number
+        assert_same_logits(torch.tensor([found[number].score]), alone.scores)
+    assert cache.pages.available == pages
+    assert not cache.pages.tables
+    assert (most > 1) == (slots > 1)
+    assert (shared > 0) == (share and slots > 1)
+
+
+def test_a_long_prompt_does_not_stop_the_others() -> None:
+    model = gpt()
+    batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=2, piece=2)
+    short = batcher.submit([5], max_new_tokens=6)
+    batcher.step()
+    batcher.submit([6] * 30, max_new_tokens=1)
+    ends = [finished.request for _ in range(5) for finished in batcher.step()]
+    assert ends == [short], "15 pieces of the other have not been read by then"
+
+
+def test_what_cannot_be_served_is_refused_at_once() -> None:
+    model = gpt()
+    batcher = Batcher(model, model.make_paged_cache(3, page_size=4), slots=2)
+    refused: list[tuple[list[int], dict[str, Any], str]] = [
+        ([], {}, "the prompt has no tokens"),
+        ([5], {"beams": 2}, "wanted beams=1 and use_cache=True"),
+        ([5], {"use_cache": False}, "wanted beams=1 and use_cache=True"),
+        ([5] * 8, {"max_new_tokens": 6}, "13 positions need 4 pages of 4, and the cache has 3"),
+        ([5] * 8, {"max_new_tokens": 42}, "49 positions, and the model has 48"),
+        ([5], {"decoding": Decoding(), "stop": (3,)}, "got both: stop"),
+    ]
+    for prompt, settings, said in refused:
+        with pytest.raises(ValueError, match=said):
+            batcher.submit(prompt, **settings)
+    assert not batcher.busy
+    with pytest.raises(ValueError, match="T5 answers sources"):
+        Batcher(T5(T5Config(vocab_size=9, d_model=8, head_dim=4, hidden=8, num_layers=1, num_heads=2)), batcher.cache)
+    with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
+        Batcher(model, batcher.cache, slots=0)
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
+    """The last token is always read, for its logits are wanted; so of 8 tokens in pages of 4 one page is found, not two."""
+    model = gpt()
+    batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
+    prompt, said, read = list(range(4, 4 + length)), [], []
+    for _ in range(2):
+        batcher.submit(prompt, max_new_tokens=3)
+        batcher._admit()
+        read.append(batcher._active[0].read)
+        while batcher.busy:
+            said += [finished.tokens for finished in batcher.step()]
+    assert read == [0, 4 * ((length - 1) // 4)]
+    assert said == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
