@@ -109,6 +109,8 @@ class Problem(NamedTuple):
     num_keys: int
     total_queries: int  # rows of the packed tensors
     total_keys: int
+    batch_start: int
+    head_start: int
     query_start: int
     key_start: int
     left: int
@@ -231,6 +233,8 @@ def lower(a: AttentionProblem) -> Problem:
         num_keys=a.num_keys,
         total_queries=a.query.shape[0],
         total_keys=a.key.shape[0],
+        batch_start=a.batch_start & 0xFFFFFFFF,  # counter words of dropout
+        head_start=a.head_start & 0xFFFFFFFF,
         query_start=a.query_start,
         key_start=a.key_start,
         left=min(a.left, UNBOUNDED) if a.left >= 0 else UNBOUNDED,

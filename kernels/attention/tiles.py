@@ -189,8 +189,9 @@ def power(x, C: tl.constexpr):
 def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
     """[BM, BN] dropout mask, True = keep. Of a tile whose rows are keys it would cost a transposition."""
     tl.static_assert(not C.KEYS_FIRST)
+    row, head, batch = (i + p.query_start)[:, None], column(i_h, C) + p.head_start, i_b + p.batch_start
     j0 = tl.min(j, 0) + p.key_start
-    return keep_tile(tl.load(p.seed), (i + p.query_start)[:, None], column(i_h, C), i_b, j0, p.threshold, C.BM, C.BN)
+    return keep_tile(tl.load(p.seed), row, head, batch, j0, p.threshold, C.BM, C.BN)
 
 
 @triton.jit

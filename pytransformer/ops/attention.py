@@ -47,13 +47,15 @@ from .masks import AlibiBias, RelativePositionBias
 # each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
 # Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other. page_table (B, pages) int32 or int64: key and value
 # are then pools, (pages, Hkv, page size, D).
-# window: -1 = unbounded. global_keys: 0 without a window. softcap 0 = none. The starts are the absolute indices of the first query
-# and key: causality, window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by local index.
+# window: -1 = unbounded. global_keys: 0 without a window. softcap 0 = none. The starts are the absolute indices of the first batch element,
+# query head, query and key: causality, window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by
+# local index. Of batch element and head dropout alone asks, modulo 2^32: slopes, table and sinks are those of the call's heads.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
 Tensor? block_bits, Tensor? page_table, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
-SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p, bool deterministic""".replace("\n", " ")
+SymInt batch_start, SymInt head_start, SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p,
+bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
 # Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
 ORDER = ("triton", "cuda", "cpu", "torch", "reference")
@@ -251,7 +253,7 @@ def _prepare(
         integers("prefix_lengths", prefix_lengths, (batch,), query),
         integers("query_segments", query_segments, (batch, num_queries), query),
         integers("key_segments", key_segments, (batch, num_keys), query),
-        seed, *blocks, page_table, bidirectional, max_distance, align, left, right, global_keys, 0, 0,
+        seed, *blocks, page_table, bidirectional, max_distance, align, left, right, global_keys, 0, 0, 0, 0,
         head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
         0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
         p, bool(deterministic),

@@ -23,12 +23,12 @@ from ._problem.attention import PackedAttention
 from .attention import ORDER
 from .masks import AlibiBias, RelativePositionBias
 
-# query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention.
+# query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention. A batch
+# element is a sequence: batch_start is the number of the first.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? slopes, Tensor? table,
 Tensor? sinks, Tensor? dropout_seed, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bidirectional, int max_distance, str causal,
-SymInt left, SymInt right, SymInt global_keys, float scale, float softcap, float dropout_p, bool deterministic""".replace(
-    "\n", " "
-)
+SymInt left, SymInt right, SymInt global_keys, SymInt batch_start, SymInt head_start, float scale, float softcap, float dropout_p,
+bool deterministic""".replace("\n", " ")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +212,7 @@ def _prepare(
     arguments = attention_varlen_op.Arguments(
         query, key, value, cu_q, cu_k, slopes, table, check_sinks(op, sinks, query, query.shape[1]), seed,
         max_seqlen_q, max_seqlen_k, bidirectional, max_distance,
-        align, left, right, global_keys,
+        align, left, right, global_keys, 0, 0,
         query.shape[2] ** -0.5 if scale is None else check_number(op, "scale", scale),
         0.0 if softcap is None else check_number(op, "softcap", softcap, positive=True),
         p, bool(deterministic),

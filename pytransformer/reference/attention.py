@@ -54,7 +54,9 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if sinks is not None:
         lse = _lse_with_sinks(a, lse, live_queries, sinks[..., 0])
     if a.dropout_p:
-        keep = keep_mask(a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start)
+        keep = keep_mask(
+            a.dropout_seed, a.dropout_p, batch, heads, num_queries, num_keys, a.query_start, a.key_start, a.head_start, a.batch_start
+        )  # fmt: skip
         weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
     return out.to(a.query.dtype), lse

@@ -78,10 +78,12 @@ def keep_mask(
     num_keys: int,
     query_start: int = 0,
     key_start: int = 0,
+    head_start: int = 0,
+    batch_start: int = 0,
 ) -> torch.Tensor:
     """Which attention weights dropout keeps: bool (batch, heads, num_queries, num_keys).
 
-    Counter words: key group, query, query head, batch; queries and keys by absolute index.
+    Counter words: key group, query, query head, batch; all by absolute index.
     """
     device = seed.device
 
@@ -90,17 +92,20 @@ def keep_mask(
 
     return _keep(
         p, device, (batch, heads, num_queries, num_keys), index(num_keys, key_start), seed,
-        index(num_queries, query_start)[:, None], index(heads)[:, None, None], index(batch)[:, None, None, None],
+        index(num_queries, query_start)[:, None], index(heads, head_start)[:, None, None],
+        index(batch, batch_start)[:, None, None, None],
     )  # fmt: skip
 
 
-def column_keep_mask(seed: torch.Tensor, p: float, num_rows: int, num_columns: int, tag: int) -> torch.Tensor:
+def column_keep_mask(
+    seed: torch.Tensor, p: float, num_rows: int, num_columns: int, tag: int, row_start: int = 0, column_start: int = 0
+) -> torch.Tensor:
     """Which elements of (num_rows, num_columns) dropout keeps in add_norm and feed_forward, told apart by the tag.
 
-    Counter words: column group, low and high half of the row, tag.
+    Counter words: column group, low and high half of the row, tag; rows and columns by absolute index.
     """
     device = seed.device
-    columns = torch.arange(num_columns, dtype=torch.int64, device=device)
-    rows = torch.arange(num_rows, dtype=torch.int64, device=device)[:, None]
+    columns = torch.arange(column_start, column_start + num_columns, dtype=torch.int64, device=device)
+    rows = torch.arange(row_start, row_start + num_rows, dtype=torch.int64, device=device)[:, None]
     word = torch.tensor(tag, dtype=torch.int64, device=device)
     return _keep(p, device, (num_rows, num_columns), columns, seed, rows & _MASK, rows >> 32, word)

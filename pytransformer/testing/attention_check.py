@@ -82,6 +82,47 @@ def check_starts(backend: str, causal: str, dtype: torch.dtype = torch.float32, 
         assert bounds.relative_error(ours, want) < 25 * torch.finfo(dtype).eps
 
 
+def check_slices(backend: str, dtype: torch.dtype = torch.float32, packed: bool = False) -> None:
+    """Assert that a call on some sequences and heads, told by batch_start and head_start which, gives the bits that a call on all of them
+    has there, forward and backward, dropout included; and that its mask is the reference's where the numbers pass 2^31 and 2^32."""
+    from pytransformer.ops.attention import attention_op
+    from pytransformer.ops.attention_varlen import attention_varlen_op
+    from pytransformer.reference.philox import keep_mask
+
+    batch, heads, group, length = 3, 4, 2, 41
+    query, key, value, grad = (
+        torch.randn(batch, h, length, 16).to(dtype) for h in (heads, heads // group, heads // group, heads)
+    )
+    op = attention_varlen_op if packed else attention_op
+    rows = lambda t: t.transpose(1, 2).flatten(0, 1) if packed else t
+    back = lambda t: t.unflatten(0, (-1, length)).transpose(1, 2) if packed else t
+
+    def call(b: slice, h: slice, **starts: int) -> list[Tensor]:
+        of_keys = slice(h.start // group, h.stop // group)
+        inputs = [rows(t[b, of]).requires_grad_() for t, of in ((query, h), (key, of_keys), (value, of_keys))]
+        offsets = torch.arange(b.stop - b.start + 1) * length
+        ends = (offsets, offsets, length, length) if packed else ()
+        a, _, _ = op.prepare(*inputs, *ends, causal="top_left", dropout_p=0.3, dropout_seed=-5)
+        out, _ = op(a._replace(**starts), backend, True)
+        return [back(t.detach()) for t in (out, *torch.autograd.grad(out, inputs, rows(grad[b, h])))]
+
+    whole = call(slice(0, batch), slice(0, heads))
+    for b, h in ((slice(1, 3), slice(0, 4)), (slice(0, 3), slice(2, 4)), (slice(2, 3), slice(2, 4))):
+        for turn in (0, 2**32):
+            part = call(b, h, batch_start=b.start + turn, head_start=h.start - turn)
+            for n, (ours, want) in enumerate(zip(part, whole)):
+                of = slice(h.start // group, h.stop // group) if n > 1 else h
+                assert torch.equal(ours, want[b, of]), f"result {n} of sequences {b} and heads {h}"
+    if packed:
+        return
+    zeros, eye = torch.zeros(2, 2, 5, 32, dtype=dtype), torch.eye(32, dtype=dtype).expand(2, 2, -1, -1)
+    for batch_start, head_start in ((2**31 - 1, 2**32 - 1), (2**32 - 1, 2**31 - 1)):
+        a, _, _ = attention_op.prepare(zeros, eye, eye, dropout_p=0.3, dropout_seed=9)
+        out, _ = attention_op(a._replace(batch_start=batch_start, head_start=head_start), backend, True)
+        keep = keep_mask(torch.tensor(9), 0.3, 2, 2, 5, 32, head_start=head_start, batch_start=batch_start)
+        assert torch.equal(out != 0, keep)
+
+
 def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> None:
     """Assert that packed sequences give the bits that padded ones with lengths give: output and gradients of query, key and value."""
     import pytransformer as pt

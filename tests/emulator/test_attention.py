@@ -11,7 +11,7 @@ import pytransformer as pt
 from pytransformer.ops._core import lane
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing.attention_check import check_attention, check_no_sequences, check_packed, check_starts
+from pytransformer.testing.attention_check import check_attention, check_no_sequences, check_packed, check_slices, check_starts
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.draw_attention import draw
 from pytransformer.testing.fuzz import fuzz
@@ -83,6 +83,13 @@ def test_dropout_mask(
     delta = (out.double() * ones.double()).sum(-1).float()
     gradients = attention_op.bwd(ones, delta, *a, out, lse, [True] * 3 + [False] * 5, "cuda", True)
     assert torch.equal(gradients[0].abs() > 1e-4, keep)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype, path", [(torch.float32, "portable"), (torch.bfloat16, "sm90")])
+def test_slices(dtype: torch.dtype, path: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTRANSFORMER_CUDA_PATH", path)
+    check_slices("cuda", dtype, packed)
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "floating"])
@@ -190,7 +197,7 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
 
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     assert cuda_library.why_not("attention_fwd", query.device) is None
-    shared = [*[None] * 18, False, 0, 0, -1, -1, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
+    shared = [*[None] * 18, False, 0, 0, -1, -1, 0, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
     call = lambda q, o: cuda_library.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
     call(query, out)
     with pytest.raises(RuntimeError, match="out has the wrong shape"):

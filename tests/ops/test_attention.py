@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import pytransformer as pt
-from pytransformer.testing.attention_check import check_attention
+from pytransformer.testing.attention_check import check_attention, check_slices
 from pytransformer.testing.cases import cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -217,3 +217,9 @@ def test_starts_give_the_tile_of_a_larger_problem(backend: str) -> None:
         a, _, _ = _prepare(q[:, :, i0:], k[:, :, j0:], v[:, :, j0:], **kwargs)
         tile, _ = attention_op(a._replace(query_start=i0, key_start=j0), backend, True)
         assert torch.allclose(tile, whole[:, :, i0:], atol=1e-6), causal
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_batch_and_heads_drop_what_the_whole_does(backend: str, dtype: torch.dtype, packed: bool) -> None:
+    check_slices(backend, dtype, packed)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from checks import check_found
+from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
 from pytransformer.testing import bounds, oracle
-from pytransformer.testing.attention_check import check_starts
+from pytransformer.testing.attention_check import check_slices, check_starts
 from pytransformer.testing.cases import Case, cases, leaves
 
 CASES = [c.resize(B=min(c.shape["B"], 2), Hq=2) for c in cases("attention", "small")]
@@ -45,6 +46,17 @@ def test_dropout_mask(query_start: int, key_start: int) -> None:
     a = a._replace(query_start=query_start, key_start=key_start)
     out, _ = attention_op.fwd(*a, "triton", True)
     assert torch.equal(out != 0, keep_mask(seed, p, 2, heads, num_queries, num_keys, query_start, key_start))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_slices(packed: bool) -> None:
+    check_slices("triton", packed=packed)
+
+
+@pytest.mark.parametrize("line, fault", [("column(i_h, C) + p.head_start", "column(i_h, C)"), ("i_b + p.batch_start", "i_b")])
+def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+    with mutated("attention", "tiles.py", line, fault, tmp_path), pytest.raises(AssertionError, match="result 0 of sequences"):
+        check_slices("triton")
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])

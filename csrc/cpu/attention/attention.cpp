@@ -145,23 +145,24 @@ pt::Pages pages_of(const Maybe& table, const Tensor& key, const pt::AttentionPro
 }
 
 // The arguments that forward and backward share, after the outputs of each.
-#define ATTENTION_PARAMETERS                                                                                                            \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,          \
-      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries, \
-      Maybe block_bits, Maybe page_table, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right,           \
-      int64_t global_keys, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap,          \
-      double dropout_p
+#define ATTENTION_PARAMETERS                                                                                                              \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,            \
+      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,   \
+      Maybe block_bits, Maybe page_table, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right,             \
+      int64_t global_keys, int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, \
+      double scale, double softcap, double dropout_p
 #define ATTENTION_ARGUMENTS                                                                                                              \
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
-      block_offsets, block_entries, block_bits, page_table, dropout_seed, bidirectional, align, left, right, global_keys, query_start,   \
-      key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                              \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? "  \
-  "key_lengths, "                                                                                                                     \
-  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                                \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? dropout_seed, "                      \
-  "bool bidirectional, int align, int left, int right, int global_keys, int query_start, int key_start, int max_q, int max_k, float " \
-  "scale, "                                                                                                                           \
+      block_offsets, block_entries, block_bits, page_table, dropout_seed, bidirectional, align, left, right, global_keys, batch_start,   \
+      head_start, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
+#define ATTENTION_SCHEMA                                                                                                                   \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? "       \
+  "key_lengths, "                                                                                                                          \
+  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                                     \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? dropout_seed, "                           \
+  "bool bidirectional, int align, int left, int right, int global_keys, int batch_start, int head_start, int query_start, int key_start, " \
+  "int max_q, int max_k, float "                                                                                                           \
+  "scale, "                                                                                                                                \
   "float softcap, float dropout_p"
 
 ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
@@ -231,7 +232,8 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
 
   STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
   p.align = pt::Align(align);
-  p.left = left, p.right = right, p.global_keys = global_keys, p.query_start = query_start, p.key_start = key_start;
+  p.left = left, p.right = right, p.global_keys = global_keys;
+  p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start, p.key_start = key_start;
   p.scale = scale, p.softcap = softcap;
   p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold > 0) {

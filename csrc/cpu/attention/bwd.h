@@ -207,7 +207,8 @@ class AttentionBackward {
   void item_block(const Item<T>& it, const Scores<T>& scores, const KeyBlock<T>& k, int64_t split, const Work& w) {
     KeepBits keep;
     const bool some_kept = z.dropout && p.drop_threshold < 65536;
-    if (some_kept) keep.prepare(p.seed, p.drop_threshold, uint32_t(it.h), uint32_t(it.b), k.k0 + p.key_start, k.n, w.keep_table);
+    const uint32_t head = uint32_t(it.h + p.head_start), batch = uint32_t(it.b + p.batch_start);
+    if (some_kept) keep.prepare(p.seed, p.drop_threshold, head, batch, k.k0 + p.key_start, k.n, w.keep_table);
     typename TileTerms<T>::Target target{};
     for (int t = 0; t < 2; t++) {
       target.dense[t] = dense(t);

@@ -82,12 +82,12 @@ struct AttentionProblem {
   const int64_t *cu_q, *cu_k;                                   // (B + 1,) row offsets of packed sequences, or null
 
   Align align;
-  int64_t left, right;             // window, -1 = unbounded
-  int64_t global_keys;             // the keys before it lie in every window; 0 without a window
-  int64_t query_start, key_start;  // absolute index of row 0
-  double scale, softcap;           // softcap 0 = none
-  uint64_t seed;                   // dropout
-  uint32_t drop_threshold;         // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  int64_t left, right;                                      // window, -1 = unbounded
+  int64_t global_keys;                                      // the keys before it lie in every window; 0 without a window
+  int64_t batch_start, head_start, query_start, key_start;  // absolute indices of the first ones
+  double scale, softcap;                                    // softcap 0 = none
+  uint64_t seed;                                            // dropout
+  uint32_t drop_threshold;                                  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
 
   int threads;
 

@@ -358,7 +358,7 @@ class RowBlock {
   void prepare_bits(int64_t r, int64_t k0, int64_t n) {
     const int64_t h = h0_ + r / nq_;
     if (bits_head_ == h && bits_key_ == k0) return;
-    bits_.prepare(p_.seed, p_.drop_threshold, uint32_t(uint64_t(h)), uint32_t(uint64_t(s_.b)), k0 + p_.key_start, n, table_);
+    bits_.prepare(p_.seed, p_.drop_threshold, uint32_t(h + p_.head_start), uint32_t(s_.b + p_.batch_start), k0 + p_.key_start, n, table_);
     bits_head_ = h, bits_key_ = k0;
   }
 

@@ -38,6 +38,8 @@ namespace pt::cuda {
   X(int64_t, left, "int")                      \
   X(int64_t, right, "int")                     \
   X(int64_t, global_keys, "int")               \
+  X(int64_t, batch_start, "int")               \
+  X(int64_t, head_start, "int")                \
   X(int64_t, query_start, "int")               \
   X(int64_t, key_start, "int")                 \
   X(int64_t, max_q, "int")                     \
@@ -214,6 +216,7 @@ class AttentionEdge {
     const int64_t longest = p.num_queries > p.num_keys ? p.num_queries : p.num_keys;
     const int64_t start = a.query_start > a.key_start ? a.query_start : a.key_start;
     p.query_start = a.query_start, p.key_start = a.key_start;
+    p.batch_start = uint32_t(a.batch_start), p.head_start = uint32_t(a.head_start);
     STD_TORCH_CHECK(a.query_start >= 0 && a.key_start >= 0 && longest + start < 1 << 28, "attention: positions must be below 2^28");
     STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "attention: align is ", a.align, "; wanted 0, 1 or 2");
     p.causal = a.align != 0, p.bottom_right = a.align == 2;

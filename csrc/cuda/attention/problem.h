@@ -83,6 +83,7 @@ struct AttentionProblem {
   int sequences, heads, group, num_queries, num_keys, head_dim, value_dim;
   int64_t total_queries, total_keys;  // rows of packed tensors
   int64_t query_start, key_start;
+  uint32_t batch_start, head_start;  // counter words of dropout
   bool causal, bottom_right;
   int left, right;  // of the window; kUnbounded
   int global_keys;  // the tensors' first so many keys lie in every window; 0 without one

@@ -76,6 +76,8 @@ class AttentionProblem:
         left: int
         right: int
         global_keys: int
+        batch_start: int
+        head_start: int
         query_start: int
         key_start: int
         scale: float

@@ -45,7 +45,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             return forward(a)
         out, lse = op.empty_outputs(a)
         torch.ops.pytransformer_C.attention_fwd.default(
-            query, key, value, out, lse, *NOTHING, False, ALIGN[a.causal], a.left, a.right, a.global_keys, a.query_start,
+            query, key, value, out, lse, *NOTHING, False, ALIGN[a.causal], a.left, a.right, a.global_keys, 0, 0, a.query_start,
             a.key_start, query.shape[2], key.shape[2], a.scale, a.softcap, 0.0,
         )  # fmt: skip
         return out, lse
@@ -93,8 +93,8 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
         a.block_offsets, a.block_entries, a.block_bits, a.page_table, a.dropout_seed,
     ]  # fmt: skip
     numbers = [
-        a.bidirectional, a.align, a.left, a.right, a.global_keys, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale,
-        a.softcap, a.dropout_p,
+        a.bidirectional, a.align, a.left, a.right, a.global_keys, a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries,
+        a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
     return tensors, numbers
 

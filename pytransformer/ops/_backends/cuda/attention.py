@@ -144,9 +144,8 @@ def _shared(a: AttentionProblem) -> list[Any]:
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys, a.query_start,
-        a.key_start, a.num_queries,
-        a.num_keys, a.scale, a.softcap, a.dropout_p,
+        a.cu_seqlens_k, *blocks, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys, a.batch_start,
+        a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
 
 
