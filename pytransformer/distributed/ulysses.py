@@ -21,10 +21,10 @@ from typing_extensions import Unpack
 from ..ops._attention_arguments import dense_term, integers
 from ..ops._core.options import AttentionOptions
 from ..ops._core.tensors import autocast, empty_in_order
-from ..ops.attention import attention
+from ..ops.attention import attention_op
 from ..ops.masks import AlibiBias, RelativePositionBias
 from .blocks import BlockParts
-from .group import check_call, sum_over_ranks
+from .group import check_call, seed_of_the_first, sum_over_ranks
 from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
 
 OP = "ulysses_attention"
@@ -68,13 +68,13 @@ def ulysses_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`pytransformer.attention` of a sequence that is split over the ranks of ``group``, each rank computing some heads of all of it.
 
-    Every rank must call, and call backward.
+    The dropout mask is that of one process. Every rank must call, and call backward.
 
     Args:
         query: (B, Hq, Lq / n, D), this rank's rows; n must divide Hq.
         key, value: (B, Hkv, Lk / n, D), (B, Hkv, Lk / n, Dv), likewise; n must divide Hkv or Hkv divide n.
         group, layout, sum_gradients, return_lse: as in :func:`ring_attention`.
-        options: as there. No dropout.
+        options: as there. A ``dropout_seed`` of None is drawn by the first rank.
 
     Returns:
         (B, Hq, Lq / n, Dv) in query's dtype and memory order; with return_lse a pair.
@@ -92,7 +92,12 @@ def ulysses_attention(
     q, k, v = autocast(query.device, query, key, value)
     if key_heads < ranks:
         k, v = (t.repeat_interleave(ranks // key_heads, 1) for t in (k, v))
-    out, lse = attention(*(swap.to_heads(t) for t in (q, k, v)), return_lse=True, **whole)
+    a, backend, strict = attention_op.prepare(*(swap.to_heads(t) for t in (q, k, v)), **whole)
+    if a.dropout_seed is not None:
+        a = a._replace(head_start=swap.head_range.start)
+        if options.get("dropout_seed") is None and ranks > 1:
+            a = a._replace(dropout_seed=seed_of_the_first(a.dropout_seed, group))
+    out, lse = attention_op(a, backend, strict)
     out = swap.to_rows(out, q)
     return (out, swap.to_rows(lse[..., None], q)[..., 0]) if return_lse else out
 
@@ -106,11 +111,6 @@ def _check_split(query: torch.Tensor, key: torch.Tensor, ranks: int, layout: str
         )
     for name, t in (("query", query), ("key", key)):
         check_length(OP, name, t.shape[2], chunks_of_a_rank(layout), f"with layout={layout!r} the length on each rank")
-    if options.get("dropout_p") and ranks > 1:
-        raise ValueError(
-            f"{OP}: dropout goes by the number of the head, which attention counts from 0 on every rank: use ring_attention, whose "
-            "dropout mask is that of one process, or no dropout"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Swap:
             return self._dense(name, t, query, key)
         if name == "attn_mask" and (blocks := BlockParts.of(t)) is not None and blocks.mask.shape[1] > 1:
             self._check_heads(blocks.mask.shape[1], blocks.mask.shape)
-            return blocks.part(heads=self._heads)
+            return blocks.part(heads=self.head_range)
         return t
 
     def _dense(self, name: str, t: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -169,10 +169,10 @@ class _Swap:
     def _own_heads(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         """Of what every rank has whole."""
         self._check_heads(t.shape[dim], t.shape)
-        return _alike(t, self).narrow(dim, self._heads.start, len(self._heads))
+        return _alike(t, self).narrow(dim, self.head_range.start, len(self.head_range))
 
     @property
-    def _heads(self) -> range:
+    def head_range(self) -> range:
         """Those that this rank computes."""
         size = self.heads // self.ranks
         return range(self.rank * size, (self.rank + 1) * size)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from ..distributed import gather_sequence, shard_sequence
+from ..distributed import gather_sequence, shard_sequence, ulysses, ulysses_attention
 from ..distributed.call import prepare
+from ..ops.attention import attention_op
 from .attention_problem import Problem
 from .ring_faults import planted
 from .split_attention import SCHEMES, attend, rows_of
@@ -115,10 +116,14 @@ def refusal(rank: int, group: dist.ProcessGroup, scheme: str, shapes: list[Any],
     return ""
 
 
-def seed_drawn(rank: int, group: dist.ProcessGroup) -> int:
+def seed_drawn(rank: int, group: dist.ProcessGroup, scheme: str) -> int:
     """The dropout seed of a call that gives none, with generators that differ by rank."""
     torch.manual_seed(rank)
-    x = torch.zeros(1, 1, 4, 8)
+    x = torch.zeros(1, dist.get_world_size(group), 4, 8)
+    if scheme == "ulysses":
+        with mock.patch.object(ulysses, "attention_op", wraps=attention_op) as op:
+            ulysses_attention(x, x, x, group=group, dropout_p=0.5)
+        return int(op.call_args.args[0].dropout_seed)
     call, _ = prepare(x, x, x, group, "zigzag", True, {"dropout_p": 0.5})
     assert call.a.dropout_seed is not None
     return int(call.a.dropout_seed)
