@@ -29,11 +29,12 @@ struct FeedForward {
 
   using Forward = void(const Tensor& x, const Tensor& w1, const Maybe& b1, const Maybe& gate_weight, const Maybe& gate_bias,
                        const Tensor& w2, const Maybe& b2, const Maybe& seed, const Maybe& pre, const Maybe& gate, const Maybe& out,
-                       int64_t activation, double dropout_p);
+                       int64_t activation, int64_t row_start, int64_t column_start, double dropout_p);
   using Backward = void(const Tensor& d_out, const Tensor& x, const Tensor& w1, const Maybe& gate_weight, const Tensor& w2,
                         const Tensor& pre, const Maybe& gate, const Maybe& seed, const Tensor& hidden, const Tensor& d_pre,
                         const Maybe& d_gate, const Maybe& dx, const Maybe& dw1, const Maybe& db1, const Maybe& dgate_weight,
-                        const Maybe& dgate_bias, const Maybe& dw2, const Maybe& db2, int64_t activation, double dropout_p);
+                        const Maybe& dgate_bias, const Maybe& dw2, const Maybe& db2, int64_t activation, int64_t row_start,
+                        int64_t column_start, double dropout_p);
 
   static bool is_bias(size_t i) { return i == kB1 || i == kB2 || i == kGateBias; }
 
@@ -60,7 +61,7 @@ struct FeedForward {
     const Tensor x = matrix(t[kX]);
     const auto work = work_dtype(x);
     raw.call(x, matrix(t[kW1]), vector(t[kB1], work), maybe_matrix(t[kGateWeight]), vector(t[kGateBias], work), matrix(t[kW2]),
-             vector(t[kB2], work), maybe(t[kSeed]), pre, gate, out, n.activation, n.dropout_p);
+             vector(t[kB2], work), maybe(t[kSeed]), pre, gate, out, n.activation, 0, 0, n.dropout_p);
   }
 
   static Outputs forward(const Inputs& t, const Numbers& n, bool needs_gradient) {
@@ -117,7 +118,7 @@ struct FeedForward {
     }
     raw.call(matrix(grads[0]), x, matrix(t[kW1]), maybe_matrix(t[kGateWeight]), matrix(t[kW2]), pre, gate, maybe(t[kSeed]), hidden, d_pre,
              maybe(d_gate), targets[kX], targets[kW1], targets[kB1], targets[kGateWeight], targets[kGateBias], targets[kW2], targets[kB2],
-             n.activation, n.dropout_p);
+             n.activation, 0, 0, n.dropout_p);
     for (size_t i = 0; i < kDifferentiable; i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);
     return results;
@@ -125,7 +126,7 @@ struct FeedForward {
 
   static variable_list tensors(const Inputs& t) { return {t.begin(), t.end()}; }
   static py::tuple others(const Numbers& n) {
-    return py::make_tuple(kActivationNames.begin()[n.activation], n.dropout_p, n.save, py::none(), false);
+    return py::make_tuple(kActivationNames.begin()[n.activation], 0, 0, n.dropout_p, n.save, py::none(), false);
   }
 };
 

@@ -42,10 +42,10 @@ struct NormNumbers {
 
 using NormForward = void(const Tensor& x, const Maybe& residual, const Maybe& weight, const Maybe& bias, const Maybe& seed,
                          const Tensor& out, const Maybe& residual_out, const Maybe& mean, const Maybe& rstd, int64_t outer, int64_t columns,
-                         double eps, double dropout_p, bool rms);
+                         int64_t row_start, double eps, double dropout_p, bool rms);
 using NormBackward = void(const Tensor& d_out, const Maybe& d_residual_out, const Tensor& h, const Maybe& weight, const Maybe& mean,
                           const Tensor& rstd, const Maybe& seed, const Maybe& dx, const Maybe& dresidual, const Maybe& dweight,
-                          const Maybe& dbias, int64_t outer, int64_t columns, double dropout_p, bool rms);
+                          const Maybe& dbias, int64_t outer, int64_t columns, int64_t row_start, double dropout_p, bool rms);
 
 double eps_of(at::ScalarType dtype) {
   switch (dtype) {
@@ -101,7 +101,7 @@ struct Norm : Which {
       results[W::kRstd] = statistics();
     }
     raw.call(x, maybe(pick<W::kResidual>(t)), vector(t[W::kWeight], work), vector(pick<W::kBias>(t), work), maybe(pick<W::kSeed>(t)),
-             results[W::kOut], maybe(pick<W::kStream>(results)), maybe(pick<W::kMean>(results)), maybe(results[W::kRstd]), 1, n.columns,
+             results[W::kOut], maybe(pick<W::kStream>(results)), maybe(pick<W::kMean>(results)), maybe(results[W::kRstd]), 1, n.columns, 0,
              n.eps, n.dropout_p, n.rms);
     return results;
   }
@@ -119,7 +119,7 @@ struct Norm : Which {
     for (size_t i = 0; i < results.size(); i++)
       if (wanted[i]) results[i] = i == W::kWeight || int(i) == W::kBias ? vector_target(t[i], work) : empty(t[i].sizes(), t[i].options());
     raw.call(d_out, maybe(d_stream), h, vector(t[W::kWeight], work), maybe(mean), rstd, maybe(pick<W::kSeed>(t)), maybe(results[W::kX]),
-             maybe(pick<W::kResidual>(results)), maybe(results[W::kWeight]), maybe(pick<W::kBias>(results)), 1, n.columns, n.dropout_p,
+             maybe(pick<W::kResidual>(results)), maybe(results[W::kWeight]), maybe(pick<W::kBias>(results)), 1, n.columns, 0, n.dropout_p,
              n.rms);
     for (size_t i = 0; i < results.size(); i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);
@@ -129,7 +129,7 @@ struct Norm : Which {
   static variable_list tensors(const Inputs& t) { return {t.begin(), t.end()}; }
   static py::tuple others(const Numbers& n) {
     if constexpr (W::kStream < 0) return py::make_tuple(n.dims, n.eps, py::none(), false);
-    else return py::make_tuple(n.dims, n.eps, n.dropout_p, n.rms, py::none(), false);
+    else return py::make_tuple(n.dims, 0, n.eps, n.dropout_p, n.rms, py::none(), false);
   }
 };
 

@@ -44,6 +44,8 @@ def steps(weight: torch.Tensor | None) -> tuple[int | None, int | None]:
 
 class Dropout(NamedTuple):
     seed: torch.Tensor | None
+    row_start: int
+    column_start: int  # a multiple of 32
     threshold: int
     keep_scale: float
 
@@ -84,7 +86,7 @@ def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kin
         FUSED=fused,
         PRECISION=precision(a.x.dtype),
     )
-    return Dropout(a.dropout_seed, t, keep_scale(a.dropout_p)), kind
+    return Dropout(a.dropout_seed, a.row_start, a.column_start, t, keep_scale(a.dropout_p)), kind
 
 
 def programs(rows: int, columns: int, tile: Config) -> int:
@@ -183,9 +185,9 @@ def slope(x, C: tl.constexpr):
 def drop(b_x, i, n, dropout, C: tl.constexpr):
     """[BM, BN]: what dropout keeps of it, scaled. A dropped NaN is gone."""
     if C.DROPOUT:
-        row = i[:, None]
+        row, column = (i + dropout.row_start)[:, None], tl.min(n, 0) + dropout.column_start
         tag = tl.full([], TAG, tl.uint32)
-        keep = keep_tile(tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32, tag, tl.min(n, 0), dropout.threshold, C.BM, C.BN)
+        keep = keep_tile(tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32, tag, column, dropout.threshold, C.BM, C.BN)
         b_x = tl.where(keep, b_x * dropout.keep_scale, 0.0)
     if C.DROPS_ALL:
         b_x = tl.zeros_like(b_x)

@@ -21,7 +21,7 @@ import triton.language as tl
 from .._lang import kernel, launch, narrow
 from .._launch import replayed
 from .configs import BLOCKS, PARAMETERS, SUMS, programs, tile
-from .rows import Rows, at, columns_of, describe, dropped, inside, load_vector, mean_of, rows_of, strides
+from .rows import Dropout, Rows, at, columns_of, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
 
 class BackwardStrides(NamedTuple):
@@ -183,14 +183,13 @@ def backward(
     d_bias: torch.Tensor | None,
     *,
     rms: bool,
-    seed: torch.Tensor | None,
-    dropout_p: float,
+    dropout: Dropout,
 ) -> None:
     """Write those of dx, d_residual, d_weight and d_bias that are given. Tensors of rows are (outer, inner, columns) with
     contiguous columns; h is what forward normalized; weight, d_weight, d_bias, mean and rstd are flat."""
     columns, device = h.shape[2], h.device
     chosen = tile(columns, h.element_size(), device, backward=True)
-    p, kind = describe(h, chosen, 0.0, rms, seed, dropout_p)
+    p, kind = describe(h, chosen, 0.0, rms, dropout)
     s = BackwardStrides(*map(strides, (d_out, d_residual_out, h, dx, d_residual)))
     apart = kind.WIDE and not (d_weight is None and d_bias is None)
     count = min(-(-p.rows // PARAMETERS.ROWS), BLOCKS) if apart else programs(device, chosen[0].warps)

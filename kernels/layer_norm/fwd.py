@@ -19,7 +19,7 @@ import triton.language as tl
 from .._lang import kernel, launch, narrow
 from .._launch import replayed
 from .configs import tile
-from .rows import Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
+from .rows import Dropout, Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
 
 
 class ForwardStrides(NamedTuple):
@@ -135,13 +135,12 @@ def forward(
     *,
     eps: float,
     rms: bool,
-    seed: torch.Tensor | None,
-    dropout_p: float,
+    dropout: Dropout,
 ) -> None:
     """Write out, residual_out (residual + dropout(x); None: x is normalized), mean and rstd. Tensors of rows are (outer, inner,
     columns) with contiguous columns; weight, bias, mean and rstd are flat."""
     chosen = tile(x.shape[2], x.element_size(), x.device)
-    p, kind = describe(x, chosen, eps, rms, seed, dropout_p)
+    p, kind = describe(x, chosen, eps, rms, dropout)
     s = ForwardStrides(*map(strides, (x, residual, out, residual_out)))
     launch(
         layer_norm_forward, -(-p.rows // kind.ROWS), x.device, x, residual, weight, bias, out, residual_out, mean, rstd, x.shape[2], s, p,

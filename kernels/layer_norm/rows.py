@@ -29,6 +29,14 @@ class Rows(NamedTuple):
     inner: int
 
 
+class Dropout(NamedTuple):
+    """Of x; its rows count from row_start."""
+
+    seed: torch.Tensor | None
+    row_start: int
+    p: float
+
+
 class Problem(NamedTuple):
     """One call. The number of columns is apart: how it divides decides how wide loads are."""
 
@@ -36,6 +44,7 @@ class Problem(NamedTuple):
     inner: int  # rows to one outer index
     eps: float
     seed: torch.Tensor | None
+    row_start: int
     threshold: int  # of dropout
     keep_scale: float
 
@@ -53,14 +62,12 @@ class Kind:
     DROPPED: bool  # all are
 
 
-def describe(
-    rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: bool, seed: torch.Tensor | None, p: float
-) -> tuple[Problem, Kind]:
+def describe(rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: bool, dropout: Dropout) -> tuple[Problem, Kind]:
     """The problem of a tensor (outer, inner, columns), and what to compile for it with this tile."""
     outer, inner, _ = rows.shape
-    (config, wide), t = tile, threshold(p)
+    (config, wide), t = tile, threshold(dropout.p)
     return (
-        Problem(outer * inner, inner, eps, seed, t, keep_scale(p)),
+        Problem(outer * inner, inner, eps, dropout.seed, dropout.row_start, t, keep_scale(dropout.p)),
         Kind(config.ROWS, config.BN, wide, outer == 1, rms, 0 < t < 65536, t == 65536),
     )
 
@@ -110,8 +117,8 @@ def dropped(b_x, r, j0, p, C: tl.constexpr):
         return tl.zeros_like(b_x)
     if C.DROPOUT:
         tag = tl.full([], TAG, tl.uint32)
-        low, high = (r & 0xFFFFFFFF)[:, None], (r >> 32)[:, None]
-        keep = keep_tile(tl.load(p.seed), low, high, tag, j0, p.threshold, C.ROWS, C.BN)
+        row = (r + p.row_start)[:, None]
+        keep = keep_tile(tl.load(p.seed), row & 0xFFFFFFFF, row >> 32, tag, j0, p.threshold, C.ROWS, C.BN)
         return tl.where(keep, b_x * p.keep_scale, 0.0)
     return b_x
 

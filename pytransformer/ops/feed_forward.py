@@ -20,10 +20,11 @@ from ._core.tensors import autocast, check_choice, check_same, check_tensor, dro
 from .attention import ORDER
 
 # x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases of any. save: whether pre and gate,
-# the pre-activations, are kept for backward (else it computes them again).
+# the pre-activations, are kept for backward (else it computes them again). The starts are the absolute indices of the first row of x,
+# counted over its leading dimensions, and of the first column of hidden; dropout alone asks for them.
 ARGUMENTS = (
     "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate_weight, Tensor? gate_bias, Tensor? dropout_seed, "
-    "str activation, float dropout_p, bool save"
+    "str activation, SymInt row_start, SymInt column_start, float dropout_p, bool save"
 )
 
 
@@ -166,7 +167,7 @@ def _prepare(
     check_backend(op, backend)
     save = not recompute and needs_gradient(x, w1, b1, w2, b2, gate_weight, gate_bias)
     return (
-        feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, p, save),
+        feed_forward_op.Arguments(x, w1, b1, w2, b2, gate_weight, gate_bias, seed, activation, 0, 0, p, save),
         backend,
         bool(strict),
     )

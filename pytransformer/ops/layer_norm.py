@@ -28,6 +28,7 @@ from ._core.tensors import (
 
 KINDS = get_args(NormKind)
 # dims: how many trailing dimensions are normalized. mean and rstd have the leading shape, float32 (float64 for float64).
+# row_start: the absolute index of the first row of x, counted over its leading dimensions; dropout alone asks for it.
 
 
 def _statistics(h: torch.Tensor, dims: int, *, rms: bool = False) -> torch.Tensor:
@@ -71,8 +72,8 @@ rms_norm_op = Op(
 add_norm_op = Op(
     "add_norm",
     arguments=(
-        "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, int dims, float eps, float dropout_p, "
-        "bool rms"
+        "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, int dims, SymInt row_start, float eps, "
+        "float dropout_p, bool rms"
     ),
     outputs=("normed", "residual_out", "mean", "rstd"),
     differentiable_outputs=2,
@@ -266,7 +267,7 @@ def _prepare_add_norm(
     check_backend(op, backend)
     x, residual, weight, bias = _as_autocast_norm(x, residual, weight, bias)
     eps = _eps(op, eps, (x if residual is None else residual).dtype)
-    return add_norm_op.Arguments(x, residual, weight, bias, seed, len(shape), eps, p, kind == "rms"), backend, bool(strict)
+    return add_norm_op.Arguments(x, residual, weight, bias, seed, len(shape), 0, eps, p, kind == "rms"), backend, bool(strict)
 
 
 layer_norm_op.prepare = _prepare_layer_norm

@@ -37,7 +37,7 @@ def feed_forward_forward(a: Any) -> tuple[torch.Tensor, ...]:
     """(out, pre, gate) of the arguments of the op feed_forward.
 
     pre and gate are ``x w1^T + b1`` and ``x gate_weight^T + gate_bias`` if ``a.save``, else empty. Row r of the flattened
-    leading dimensions and column c of hidden make dropout's counter.
+    leading dimensions and column c of hidden make dropout's counter, from row_start and column_start on.
     """
     pre = _linear(a.x, a.w1, a.b1)
     gate = None if a.gate_weight is None else _linear(a.x, a.gate_weight, a.gate_bias)
@@ -45,7 +45,8 @@ def feed_forward_forward(a: Any) -> tuple[torch.Tensor, ...]:
     hidden = activate(pre) if gate is None else activate(gate) * pre
     if a.dropout_p > 0.0:
         rows, columns = math.prod(hidden.shape[:-1]), hidden.shape[-1]
-        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_FEED_FORWARD).view(hidden.shape)
+        starts = a.row_start, a.column_start
+        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_FEED_FORWARD, *starts).view(hidden.shape)
         hidden = torch.where(keep, hidden * keep_scale(a.dropout_p), 0.0)  # select, not multiply: a dropped NaN is gone
     out = _linear(hidden, a.w2, a.b2).to(a.x.dtype)
     nothing = a.x.new_zeros(0)

@@ -43,14 +43,14 @@ def add_norm_forward(a: Any) -> tuple[torch.Tensor, ...]:
 def _add_dropped(a: Any) -> torch.Tensor:
     """``residual + dropout(x)`` in residual's dtype (x's without one).
 
-    The counter's row and column count over the flattened leading and the flattened normalized dimensions.
+    The counter's row and column count over the flattened leading and the flattened normalized dimensions, rows from row_start on.
     """
     work = _work_dtype(a.x, a.residual)
     branch = a.x.to(work)
     if a.dropout_p > 0.0:
         split = a.x.dim() - a.dims
         rows, columns = math.prod(a.x.shape[:split]), math.prod(a.x.shape[split:])
-        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_ADD_NORM).view(a.x.shape)
+        keep = column_keep_mask(a.dropout_seed, a.dropout_p, rows, columns, TAG_ADD_NORM, a.row_start).view(a.x.shape)
         branch = torch.where(keep, branch * keep_scale(a.dropout_p), 0.0)  # select, not multiply: a dropped NaN is gone
     if a.residual is None:
         return branch.to(a.x.dtype, copy=True)

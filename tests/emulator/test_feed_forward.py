@@ -13,6 +13,7 @@ from pytransformer.ops._backends.cuda import feed_forward as cuda_feed_forward
 from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import fuzz_feed_forward
+from pytransformer.testing.dropout_check import check_hidden_starts
 from pytransformer.testing.fuzz import fuzz
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 41, 40, 400
@@ -64,6 +65,12 @@ def test_dropout_mask() -> None:
         (grad,) = torch.autograd.grad(out.sum(), x)
         keep = column_keep_mask(torch.tensor(seed), p, 150, 264, TAG_FEED_FORWARD).view(x.shape)
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
+
+
+def test_a_part_of_a_larger_problem() -> None:
+    check_hidden_starts("cuda", (0, 32, 96), torch.bfloat16)
+    with pytest.raises(pt.BackendError, match="column_start is a multiple of 32, got 5"):
+        check_hidden_starts("cuda", (5,), torch.bfloat16)
 
 
 @pytest.mark.parametrize("gated", [False, True])

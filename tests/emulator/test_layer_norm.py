@@ -13,6 +13,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.dropout_check import check_norm_starts
 from pytransformer.testing.guarded import LAYOUTS, place
 
 FUZZ_CASES, FUZZ_SEED = 100, 21
@@ -65,6 +66,11 @@ def test_dropout_mask_is_that_of_the_reference(columns: int) -> None:
         assert torch.equal(*streams)
         grads = [torch.autograd.grad(s, x, torch.ones_like(s))[0] for s in streams]
         assert torch.equal(grads[0], streams[0] / 7) and torch.equal(*grads)
+
+
+@pytest.mark.parametrize("columns", [33, 264])
+def test_rows_of_a_larger_problem(columns: int) -> None:
+    check_norm_starts("cuda", columns)
 
 
 def test_strides_and_alignment_change_no_bit_of_the_gradients_layout() -> None:
@@ -122,9 +128,9 @@ def test_the_edge_checks_shapes() -> None:
 
     x, out, rstd = torch.zeros(1, 2, 8), torch.empty(1, 2, 7), torch.empty(2)
     assert cuda_library.why_not("layer_norm_fwd", x.device) is None
-    arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 1e-5, 0.0, True]
+    arguments: list[Any] = [x, None, None, None, None, out, None, None, rstd, 1, 8, 0, 1e-5, 0.0, True]
     with pytest.raises(RuntimeError, match="out has 14 elements; wanted 16"):
         cuda_library.call("layer_norm_fwd", x.device, *arguments)
-    arguments[-5:-3] = 3, 8
+    arguments[-6:-4] = 3, 8
     with pytest.raises(RuntimeError, match="16 elements are not outer = 3 times rows of 8 columns"):
         cuda_library.call("layer_norm_fwd", x.device, *arguments)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds, fuzz_feed_forward, oracle
+from pytransformer.testing.dropout_check import check_hidden_starts
 
 BACKENDS = ("reference", "cpu")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -76,6 +77,12 @@ def test_activations_keep_their_digits(activation: str) -> None:
         tail = (exact > -12).squeeze() & (exact < 0).squeeze()
         right = exact * 0.5 * torch.special.erfc(-exact / 2**0.5)
         assert ((y - right).abs() <= 4 * eps * right.abs())[tail].all()
+
+
+def test_a_part_of_a_larger_problem_drops_what_that_does(op_backend: str) -> None:
+    """Columns from any start on the CPU; lanes of a GPU draw for 32 of them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check_hidden_starts(op_backend, (0, 5, 96, 2**31 + 7), dtype)
 
 
 def test_dropout_is_the_same_everywhere() -> None:
@@ -196,7 +203,7 @@ def test_gradcheck_and_gradgradcheck(activation: str, gated: bool, op_backend: s
 def test_opcheck(save: bool, op_backend: str) -> None:
     op = OPS["feed_forward"]
     x, w1, b1, w2, b2, wg, bg = (t.detach() for t in _inputs(6, 4, 8, 4, torch.float32))
-    a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 0.5, save)
+    a = (x.view(2, 3, 4).transpose(0, 1), w1, b1, w2, b2, wg, bg, torch.tensor(3), "gelu", 2, 3, 0.5, save)
     torch.library.opcheck(op.fwd, (*a, op_backend, True))
     out, *saved = op.fwd(*a, op_backend, True)
     torch.library.opcheck(op.bwd, (torch.randn_like(out), *a, *saved, [True] * 7, op_backend, True))

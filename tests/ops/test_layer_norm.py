@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import fuzz_layer_norm
+from pytransformer.testing.dropout_check import check_norm_starts
 
 BACKENDS = ("reference", "cpu")
 KINDS = ("layer", "rms")
@@ -125,6 +126,12 @@ def test_dropout_is_the_same_everywhere() -> None:
             assert torch.equal(streams[0], (7.0 * factor).float())
     share = (pt.add_norm(torch.ones(400, 512), None, None, dropout_p=0.3)[1] == 0).float().mean()
     assert abs(share - 0.3) < 0.01
+
+
+@pytest.mark.parametrize("columns", [33, 300])
+def test_rows_of_a_larger_problem_drop_what_that_does(columns: int, op_backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_norm_starts(op_backend, columns, dtype)
 
 
 def test_a_seed_drawn_follows_manual_seed(op_backend: str) -> None:
@@ -243,7 +250,7 @@ def test_opcheck(name: str, op_backend: str) -> None:
     arguments: dict[str, tuple[Any, ...]] = {
         "layer_norm": (x, w, b, 1, 1e-5),
         "rms_norm": (x, w, 1, 1e-5),
-        "add_norm": (x, r.transpose(0, 1), w, b, seed, 1, 1e-5, 0.5, False),
+        "add_norm": (x, r.transpose(0, 1), w, b, seed, 1, 2, 1e-5, 0.5, False),
     }
     a = arguments[name]
     torch.library.opcheck(op.fwd, (*a, op_backend, True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checks import check_found
+from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.kernels import _lang
@@ -16,6 +17,7 @@ from pytransformer.kernels.feed_forward import bwd, configs, fwd, tiles
 from pytransformer.reference.philox import TAG_FEED_FORWARD, column_keep_mask
 from pytransformer.testing import bounds, fuzz_feed_forward, oracle
 from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.dropout_check import check_hidden_starts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which interprets
 CASES = [c.resize(rows=70, d=72, hidden=150) for c in cases("feed_forward", "small")]
@@ -68,6 +70,26 @@ def test_dropout_mask() -> None:
         (grad,) = torch.autograd.grad(out.sum(), x)
         keep = column_keep_mask(torch.tensor(seed), p, 70, 200, TAG_FEED_FORWARD).view(x.shape)
         assert torch.equal(out != 0, keep) and torch.equal(grad != 0, keep)
+
+
+def test_a_part_of_a_larger_problem() -> None:
+    check_hidden_starts("triton", (0, 32, 96))
+
+
+@pytest.mark.parametrize(
+    "line, fault", [("(i + dropout.row_start)", "(i)"), ("tl.min(n, 0) + dropout.column_start", "tl.min(n, 0)")]
+)
+def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
+    with (
+        mutated("feed_forward", "tiles.py", line, fault, tmp_path),
+        pytest.raises(AssertionError, match="row_start=5, column_start=32"),
+    ):
+        check_hidden_starts("triton", (32,))
+
+
+def test_columns_begin_at_a_group() -> None:
+    with pytest.raises(pt.BackendError, match="column_start is a multiple of 32, got 5"):
+        check_hidden_starts("triton", (5,))
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -15,6 +15,7 @@ import pytransformer as pt
 from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
 from pytransformer.testing import fuzz_layer_norm
 from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.dropout_check import check_norm_starts
 
 CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -38,6 +39,19 @@ def test_dropout_mask(columns: int) -> None:
         (dx,) = torch.autograd.grad(stream.sum(), x)
         keep = column_keep_mask(seed, p, *x.shape, TAG_ADD_NORM)
         assert torch.equal(stream != 0, keep) and torch.equal(dx != 0, keep)
+
+
+def test_rows_of_a_larger_problem() -> None:
+    for columns in (33, WIDE):
+        check_norm_starts("triton", columns)
+
+
+def test_a_start_that_is_ignored_shows(tmp_path: Path) -> None:
+    with (
+        mutated("layer_norm", "rows.py", "(r + p.row_start)", "(r)", tmp_path),
+        pytest.raises(AssertionError, match="row_start=5"),
+    ):
+        check_norm_starts("triton", 33)
 
 
 def _error_at_a_large_mean(kind: str, columns: int) -> float:

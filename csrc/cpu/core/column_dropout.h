@@ -15,7 +15,7 @@ constexpr uint32_t kTagAddNorm = 0x80000001u, kTagFeedForward = 0x80000002u;  //
 // What a kept element is multiplied by.
 INLINE double keep_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536.0 - threshold) : 0.0; }
 
-// Columns [first, first + n) of one row after the other; first is a multiple of 32.
+// Columns [first, first + n) of one row after the other.
 class ColumnKeep {
  public:
   static size_t bytes(int64_t n) {

@@ -19,7 +19,7 @@ using pt::ScalarType;
 using pt::Tensor;
 
 pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
-                                  const MaybeTensor& seed, int64_t activation, double dropout_p) {
+                                  const MaybeTensor& seed, int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
   const pt::edge::Edge edge("feed_forward", x);
@@ -31,7 +31,7 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
   p.w2 = edge.matrix(w2, "w2", p.out, p.hidden);
   STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
-  p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  p.row_start = row_start, p.column_start = column_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold) {
     STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
     p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());
@@ -41,8 +41,9 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
 }
 
 void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weight, MaybeTensor gate_bias, Tensor w2, MaybeTensor b2,
-                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, double dropout_p) {
-  pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
+                      MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, int64_t row_start,
+                      int64_t column_start, double dropout_p) {
+  pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
   const pt::edge::Edge edge("feed_forward", x);
   p.b1 = edge.vector(b1, "b1", p.hidden);
   p.gate_bias = edge.vector(gate_bias, "gate_bias", p.hidden);
@@ -57,8 +58,8 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
                       MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
                       MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
-                      int64_t activation, double dropout_p) {
-  const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, dropout_p);
+                      int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
+  const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
   const pt::edge::Edge edge("feed_forward", x);
   pt::FeedForwardBackward f;
   f.dy = edge.matrix(d_out, "d_out", p.rows, p.out);
@@ -95,13 +96,13 @@ std::vector<std::string> feed_forward_activations() { return {pt::kActivationNam
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "feed_forward_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor? gate_weight, Tensor? gate_bias, Tensor w2, Tensor? b2, "
-      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int activation, "
-      "float dropout_p) -> ()");
+      "Tensor? dropout_seed, Tensor(a!)? pre, Tensor(b!)? gate, Tensor(c!)? out, int activation, int row_start, "
+      "int column_start, float dropout_p) -> ()");
   m.def(
       "feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, Tensor? gate_weight, Tensor w2, Tensor pre, Tensor? gate, "
       "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? dx, Tensor(e!)? dw1, "
-      "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, "
-      "float dropout_p) -> ()");
+      "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, int row_start, "
+      "int column_start, float dropout_p) -> ()");
   m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
   m.def("feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> int");
 }

@@ -19,11 +19,11 @@ class TileDropout {
   static size_t bytes() { return ColumnKeep::bytes(kPanel<T>); }
   TileDropout(const FeedForwardProblem& p, int64_t n0, Arena& arena)
       : active_(p.drop_threshold > 0), scale_(typename T::acc(keep_scale(p.drop_threshold))),
-        keep_(p.seed, p.drop_threshold, kTagFeedForward, n0, kPanel<T>, arena) {}
+        keep_(p.seed, p.drop_threshold, kTagFeedForward, p.column_start + n0, kPanel<T>, arena), row_start_(p.row_start) {}
   INLINE void apply(int64_t row, typename T::acc* values, int64_t n) {
     using vec = typename T::vec;
     if (!active_) return;
-    keep_.row(uint64_t(row));
+    keep_.row(uint64_t(row + row_start_));
     update_row<T>(values, n, [&](int64_t j, vec v) { return select(keep_.at(j), V(v * set1<vec>(scale_)), vec{}); });
   }
 
@@ -32,6 +32,7 @@ class TileDropout {
   bool active_;
   typename T::acc scale_;
   ColumnKeep keep_;
+  int64_t row_start_;
 };
 
 // pre (and gate) of a tile, stored where wanted; then hidden.

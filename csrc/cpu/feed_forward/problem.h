@@ -19,8 +19,9 @@ struct FeedForwardProblem {
   const void *b1, *gate_bias;    // (hidden,) or null
   const void* b2;                // (out,) or null
   Activation activation;
-  uint64_t seed;            // dropout of hidden
-  uint32_t drop_threshold;  // rint(65536 p)
+  uint64_t seed;                    // dropout of hidden
+  int64_t row_start, column_start;  // of its mask, whose rows and columns count from there
+  uint32_t drop_threshold;          // rint(65536 p)
   int threads;
 };
 

@@ -86,7 +86,7 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
     const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
     for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
-      if constexpr (DROP) keep.row(i);
+      if constexpr (DROP) keep.row(i + p.row_start);
       row(row_of<X>(f.d_out, o, q), row_of<R>(f.h, o, q), f.d_residual_out.data ? row_of<R>(f.d_residual_out, o, q) : nullptr,
           f.mean ? static_cast<const acc*>(f.mean)[i] : acc(0), static_cast<const acc*>(f.rstd)[i], keep,
           f.dx.data ? row_of<X>(f.dx, o, q) : nullptr, f.dresidual.data ? row_of<R>(f.dresidual, o, q) : nullptr);

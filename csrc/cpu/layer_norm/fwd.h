@@ -145,7 +145,7 @@ void layer_norm_forward_rows(const NormProblem& p, const NormForward& f) {
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
     for (int64_t i = task * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
-      if constexpr (DROP) keep.row(i);
+      if constexpr (DROP) keep.row(i + p.row_start);
       const auto* x = row_of<X>(f.x, o, q);
       const auto* residual = ADD ? row_of<R>(f.residual, o, q) : nullptr;
       const acc sum = gather_row<X, R, ADD, DROP, STORE>(x, residual, STORE ? row_of<R>(f.residual_out, o, q) : nullptr, cache, keep,

@@ -60,7 +60,7 @@ void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor&
 }
 
 pt::NormProblem problem_of(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& seed, int64_t outer,
-                           int64_t columns, double eps, double dropout_p, bool rms) {
+                           int64_t columns, int64_t row_start, double eps, double dropout_p, bool rms) {
   pt::NormProblem p{};
   STD_TORCH_CHECK(outer > 0 && columns > 0 && x.numel() > 0 && x.numel() % (outer * columns) == 0, "layer norm: ", x.numel(),
                   " elements are not outer = ", outer, " times rows of ", columns, " columns");
@@ -68,7 +68,7 @@ pt::NormProblem problem_of(const Tensor& x, const MaybeTensor& weight, const May
   p.rms = rms, p.eps = eps;
   p.weight = vector_of(weight, "weight", p.columns, x);
   p.bias = vector_of(bias, "bias", p.columns, x);
-  p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  p.row_start = row_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold) {
     STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer norm: dropout needs an int64 seed");
     p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());
@@ -83,9 +83,9 @@ void check_stream(const pt::Rows& x, pt::DType stream, const char* name) {
 }
 
 void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-                    MaybeTensor residual_out, MaybeTensor mean, MaybeTensor rstd, int64_t outer, int64_t columns, double eps,
-                    double dropout_p, bool rms) {
-  const pt::NormProblem p = problem_of(x, weight, bias, dropout_seed, outer, columns, eps, dropout_p, rms);
+                    MaybeTensor residual_out, MaybeTensor mean, MaybeTensor rstd, int64_t outer, int64_t columns, int64_t row_start,
+                    double eps, double dropout_p, bool rms) {
+  const pt::NormProblem p = problem_of(x, weight, bias, dropout_seed, outer, columns, row_start, eps, dropout_p, rms);
   pt::NormForward f;
   f.x = rows_of<pt::Rows>(x, "x", p);
   f.residual = rows_of<pt::Rows>(residual, "residual", p);
@@ -102,8 +102,8 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
 
 void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
                     MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
-                    int64_t columns, double dropout_p, bool rms) {
-  const pt::NormProblem p = problem_of(d_out, weight, std::nullopt, dropout_seed, outer, columns, 0, dropout_p, rms);
+                    int64_t columns, int64_t row_start, double dropout_p, bool rms) {
+  const pt::NormProblem p = problem_of(d_out, weight, std::nullopt, dropout_seed, outer, columns, row_start, 0, dropout_p, rms);
   pt::NormBackward f;
   f.d_out = rows_of<pt::Rows>(d_out, "d_out", p);
   f.d_residual_out = rows_of<pt::Rows>(d_residual_out, "d_residual_out", p);
@@ -136,10 +136,12 @@ int64_t layer_norm_scratch(Tensor x, int64_t columns) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
-      "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!)? rstd, int outer, int columns, float eps, float dropout_p, bool rms) -> ()");
+      "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!)? rstd, int outer, int columns, int row_start, float eps, "
+      "float dropout_p, bool rms) -> ()");
   m.def(
       "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
-      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, "
+      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, int row_start, float "
+      "dropout_p, "
       "bool rms) -> ()");
   m.def("layer_norm_scratch(Tensor x, int columns) -> int");
 }

@@ -16,6 +16,7 @@ struct NormProblem {
   const void* weight;       // (columns,) acc, or null: ones
   const void* bias;         // (columns,) acc, or null: zeros
   uint64_t seed;            // dropout of x
+  int64_t row_start;        // of dropout's mask, whose rows count from there
   uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
   int threads;
 };

@@ -18,12 +18,13 @@ Activation activation_of(int64_t number) {
   return Activation(number);
 }
 
-HiddenDropout dropout_of(const MaybeTensor& seed, double p, Reachable& reachable) {
+HiddenDropout dropout_of(const MaybeTensor& seed, int64_t row_start, int64_t column_start, double p, Reachable& reachable) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, "feed_forward: dropout_p is ", p);
   const uint32_t threshold = uint32_t(std::nearbyint((PT_FAULT(dropouts_threshold_too_low) ? 65000 : 65536) * p));
   if (!threshold) return {};
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
-  return {static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable)), threshold};
+  STD_TORCH_CHECK(column_start % 32 == 0, "feed_forward: column_start is ", column_start, "; wanted a multiple of 32");
+  return {static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable)), threshold, uint32_t(column_start), row_start};
 }
 
 // An operand, of the product's dtype.
@@ -34,8 +35,8 @@ Matrix operand(const Tensor& t, const char* name, const Product& p, Reachable& r
 
 // w1 and gate_weight transposed: (d, hidden).
 void hidden_fwd(Tensor x, Tensor w1, MaybeTensor gate_weight, MaybeTensor b1, MaybeTensor gate_bias, MaybeTensor dropout_seed,
-                MaybeTensor hidden, MaybeTensor pre, MaybeTensor gate, int64_t activation, double dropout_p, int64_t device,
-                int64_t stream) {
+                MaybeTensor hidden, MaybeTensor pre, MaybeTensor gate, int64_t activation, int64_t row_start, int64_t column_start,
+                double dropout_p, int64_t device, int64_t stream) {
   Reachable reachable;
   HiddenProblem f{};
   Product& p = f.product;
@@ -43,7 +44,7 @@ void hidden_fwd(Tensor x, Tensor w1, MaybeTensor gate_weight, MaybeTensor b1, Ma
   p.a[0] = operand(x, "x", p, reachable), p.b[0] = operand(w1, "w1", p, reachable);
   if (p.gated) p.b[1] = operand(*gate_weight, "gate_weight", p, reachable);
   STD_TORCH_CHECK(p.gated || (!gate && !gate_bias), "feed_forward: a gate without its weight");
-  f.activation = activation_of(activation), f.dropout = dropout_of(dropout_seed, dropout_p, reachable);
+  f.activation = activation_of(activation), f.dropout = dropout_of(dropout_seed, row_start, column_start, dropout_p, reachable);
   f.b1 = bias_of(b1, "b1", p.columns, reachable), f.gate_bias = bias_of(gate_bias, "gate_bias", p.columns, reachable);
   f.hidden = result_of(hidden, "hidden", p, reachable);
   f.pre = result_of(pre, "pre", p, reachable), f.gate = result_of(gate, "gate", p, reachable);
@@ -62,8 +63,8 @@ float* parts_of(const MaybeTensor& t, const char* name, const Product& p, Reacha
 }
 
 void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTensor dropout_seed, MaybeTensor d_pre, MaybeTensor d_gate,
-                MaybeTensor hidden, MaybeTensor b1_partials, MaybeTensor gate_bias_partials, int64_t activation, double dropout_p,
-                int64_t device, int64_t stream) {
+                MaybeTensor hidden, MaybeTensor b1_partials, MaybeTensor gate_bias_partials, int64_t activation, int64_t row_start,
+                int64_t column_start, double dropout_p, int64_t device, int64_t stream) {
   Reachable reachable;
   HiddenGradient f{};
   Product& p = f.product;
@@ -79,7 +80,7 @@ void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTens
   f.pre = panel(pre, "pre");
   if (gate) f.gate = panel(*gate, "gate");
   STD_TORCH_CHECK(gate || (!d_gate && !gate_bias_partials), "feed_forward: a gradient of no gate");
-  f.activation = activation_of(activation), f.dropout = dropout_of(dropout_seed, dropout_p, reachable);
+  f.activation = activation_of(activation), f.dropout = dropout_of(dropout_seed, row_start, column_start, dropout_p, reachable);
   f.d_pre = result_of(d_pre, "d_pre", p, reachable), f.d_gate = result_of(d_gate, "d_gate", p, reachable);
   f.hidden = result_of(hidden, "hidden", p, reachable);
   f.b1_partials = parts_of(b1_partials, "b1_partials", p, reachable);
@@ -95,11 +96,12 @@ std::vector<std::string> feed_forward_activations() { return {pt::kActivationNam
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       PT_EDGE_OP("hidden_fwd(Tensor x, Tensor w1, Tensor? gate_weight, Tensor? b1, Tensor? gate_bias, Tensor? dropout_seed, "
-                 "Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, int activation, float dropout_p, int device, int stream) -> ()"));
-  m.def(
-      PT_EDGE_OP("hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
-                 "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_partials, Tensor(e!)? gate_bias_partials, int activation, "
+                 "Tensor(a!)? hidden, Tensor(b!)? pre, Tensor(c!)? gate, int activation, int row_start, int column_start, "
                  "float dropout_p, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, Tensor? gate, Tensor? dropout_seed, Tensor(a!)? d_pre, "
+      "Tensor(b!)? d_gate, Tensor(c!)? hidden, Tensor(d!)? b1_partials, Tensor(e!)? gate_bias_partials, int activation, int row_start, "
+      "int column_start, float dropout_p, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("feed_forward_activations() -> str[]"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

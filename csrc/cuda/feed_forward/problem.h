@@ -15,7 +15,9 @@ using pt::Activation;
 // Of hidden.
 struct HiddenDropout {
   const uint64_t* seed;
-  uint32_t threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  uint32_t threshold;     // rint(65536 p); 0 = no dropout, 65536 = everything dropped
+  uint32_t column_start;  // of its mask, whose columns and rows count from there; a multiple of 32
+  int64_t row_start;
 };
 
 // pre = x w1^T + b1; gate = x gate_weight^T + gate_bias; hidden = dropout(act(pre)), or gated dropout(act(gate) pre). The product's a[0] is

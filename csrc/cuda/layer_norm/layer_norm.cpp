@@ -21,12 +21,12 @@ class Builder {
     inner_ = x.numel() / (outer * columns);
   }
 
-  LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, double dropout_p, bool rms) {
+  LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, int64_t row_start, double dropout_p, bool rms) {
     LayerNormProblem p{};
     p.rows = rows(), p.inner = inner_, p.columns = columns();
     p.rms = rms;
     p.weight = columns_of(weight, "weight");
-    p.drop_threshold = drop_threshold_of(dropout_p);
+    p.row_start = row_start, p.drop_threshold = drop_threshold_of(dropout_p);
     if (p.drop_threshold) {
       STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer_norm: dropout needs an int64 seed");
       p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
@@ -86,11 +86,11 @@ class Builder {
 };
 
 void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, MaybeTensor dropout_seed, Tensor out,
-                    MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, double eps, double dropout_p,
-                    bool rms, int64_t device, int64_t stream) {
+                    MaybeTensor residual_out, MaybeTensor mean, Tensor rstd, int64_t outer, int64_t columns, int64_t row_start, double eps,
+                    double dropout_p, bool rms, int64_t device, int64_t stream) {
   Builder b(x, outer, columns);
   LayerNormForward f{};
-  f.p = b.problem(weight, dropout_seed, dropout_p, rms);
+  f.p = b.problem(weight, dropout_seed, row_start, dropout_p, rms);
   f.eps = float(eps);
   f.bias = b.columns_of(bias, "bias");
   f.x = b.rows_of<Rows>(x, "x");
@@ -113,10 +113,10 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
 
 void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTensor weight, MaybeTensor mean, Tensor rstd,
                     MaybeTensor dropout_seed, MaybeTensor dx, MaybeTensor dresidual, MaybeTensor dweight, MaybeTensor dbias, int64_t outer,
-                    int64_t columns, double dropout_p, bool rms, int64_t device, int64_t stream) {
+                    int64_t columns, int64_t row_start, double dropout_p, bool rms, int64_t device, int64_t stream) {
   Builder b(d_out, outer, columns);
   LayerNormBackward f{};
-  f.p = b.problem(weight, dropout_seed, dropout_p, rms);
+  f.p = b.problem(weight, dropout_seed, row_start, dropout_p, rms);
   f.d_out = b.rows_of<Rows>(d_out, "d_out");
   f.d_residual_out = b.rows_of<Rows>(d_residual_out, "d_residual_out");
   f.h = b.rows_of<Rows>(h, "h");
@@ -159,11 +159,13 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       PT_EDGE_OP("layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? dropout_seed, Tensor(a!) out, "
-                 "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, float eps, float dropout_p, bool "
+                 "Tensor(b!)? residual_out, Tensor(c!)? mean, Tensor(d!) rstd, int outer, int columns, int row_start, float eps, float "
+                 "dropout_p, bool "
                  "rms, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP(
       "layer_norm_bwd(Tensor d_out, Tensor? d_residual_out, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dropout_seed, "
-      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, float dropout_p, bool rms, "
+      "Tensor(a!)? dx, Tensor(b!)? dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias, int outer, int columns, int row_start, float "
+      "dropout_p, bool rms, "
       "int device, "
       "int stream) -> ()"));
 }

@@ -24,6 +24,7 @@ struct LayerNormProblem {
   int lanes;                // that share a row in the kernel of lanes
   Columns weight;           // data null: ones
   const uint64_t* seed;     // of dropout
+  int64_t row_start;        // of its mask, whose rows count from there
   uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout, 65536 = everything dropped
 };
 

@@ -44,7 +44,7 @@ PT_DEVICE int column_of(const Team& team, int v) {
 }
 
 PT_DEVICE ColumnDropout dropout_of(const LayerNormProblem& p) {
-  return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm};
+  return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm, p.row_start};
 }
 
 PT_DEVICE void drop(float (&v)[kVector], uint32_t keep, float scale) {

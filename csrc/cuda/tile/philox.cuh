@@ -28,8 +28,9 @@ PT_DEVICE Draws philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint6
 // Which of eight neighbouring columns of a row are kept.
 class ColumnDropout {
  public:
-  // threshold: rint(65536 p), 1 to 65536.
-  PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag) : seed_(seed), threshold_(threshold), tag_(tag) {}
+  // threshold: rint(65536 p), 1 to 65536. The starts are added to every row and column; column_start is a multiple of 32.
+  PT_DEVICE ColumnDropout(uint64_t seed, uint32_t threshold, uint32_t tag, int64_t row_start, uint32_t column_start = 0)
+      : seed_(seed), row_start_(row_start), threshold_(threshold), tag_(tag), column_start_(column_start) {}
 
   // Bit i: column + i is kept. Every lane of the warp calls it; four lanes whose numbers differ in the last two bits are on the same row
   // and have the four eights of 32 columns, in order. A generator call decides the same pair of columns of all four, so each lane makes
@@ -37,7 +38,7 @@ class ColumnDropout {
   PT_DEVICE uint32_t keep(int64_t row, int column) const {
     if (threshold_ >= 65536) return 0;
     const uint32_t lane = threadIdx.x % 4 ^ PT_FAULT(rows_dropout_of_another_group);
-    Draws d = philox(uint32_t(column) / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_);
+    Draws d = draws(row, uint32_t(column), lane);
     transpose_quad(d.w);
     return kept(d);
   }
@@ -46,12 +47,16 @@ class ColumnDropout {
   PT_DEVICE uint32_t keep_fragment(int64_t row, uint32_t column) const {
     if (threshold_ >= 65536) return 0;
     const uint32_t lane = threadIdx.x % (PT_FAULT(fragments_dropout_of_another_group) ? 2 : 4);
-    return kept(philox(column / 32 * 4 + lane, uint32_t(row), uint32_t(uint64_t(row) >> 32), tag_, seed_));
+    return kept(draws(row, column, lane));
   }
   // What a kept value is multiplied by.
   PT_DEVICE float scale() const { return threshold_ < 65536 ? 65536.0f / (65536.0f - float(threshold_)) : 0.0f; }
 
  private:
+  PT_DEVICE Draws draws(int64_t row, uint32_t column, uint32_t lane) const {
+    const uint64_t r = uint64_t(row + row_start_);
+    return philox((column + column_start_) / 32 * 4 + lane, uint32_t(r), uint32_t(r >> 32), tag_, seed_);
+  }
   PT_DEVICE uint32_t kept(const Draws& d) const {
     const uint32_t high = threshold_ + (PT_FAULT(dropouts_threshold_too_high) ? 600 : 0);
     uint32_t bits = 0;
@@ -61,7 +66,8 @@ class ColumnDropout {
   }
 
   uint64_t seed_;
-  uint32_t threshold_, tag_;
+  int64_t row_start_;
+  uint32_t threshold_, tag_, column_start_;
 };
 
 }  // namespace pt::cuda

@@ -22,7 +22,9 @@ Maybe = TypeVar("Maybe", torch.Tensor, torch.Tensor | None)
 class NormSpec(NamedTuple):
     """What one of the three ops is in terms of the most general, add_norm."""
 
-    optional: Callable[[Any], tuple[Any, Any, Any, float, bool]]  # residual, bias, dropout_seed, dropout_p, rms
+    optional: Callable[
+        [Any], tuple[Any, Any, Any, int, float, bool]
+    ]  # residual, bias, dropout_seed, row_start, dropout_p, rms
     outputs: Callable[..., tuple[Any, ...]]  # its outputs as (out, residual_out, mean, rstd)
     saved: Callable[..., tuple[Any, ...]]  # arguments and what backward gets back as (what was normalized, mean, rstd)
     gradients: Callable[..., tuple[Any, ...]]  # one thing for each differentiable argument as (x, residual, weight, bias)
@@ -30,19 +32,19 @@ class NormSpec(NamedTuple):
 
 NORM_SPECS = {
     "layer_norm": NormSpec(
-        lambda a: (None, a.bias, None, 0.0, False),
+        lambda a: (None, a.bias, None, 0, 0.0, False),
         lambda out, mean, rstd: (out, None, mean, rstd),
         lambda a, mean, rstd: (a.x, mean, rstd),
         lambda x, weight, bias: (x, None, weight, bias),
     ),
     "rms_norm": NormSpec(
-        lambda a: (None, None, None, 0.0, True),
+        lambda a: (None, None, None, 0, 0.0, True),
         lambda out, rstd: (out, None, None, rstd),
         lambda a, rstd: (a.x, None, rstd),
         lambda x, weight: (x, None, weight, None),
     ),
     "add_norm": NormSpec(
-        lambda a: (a.residual, a.bias, a.dropout_seed, a.dropout_p, a.rms),
+        lambda a: (a.residual, a.bias, a.dropout_seed, a.row_start, a.dropout_p, a.rms),
         lambda out, residual_out, mean, rstd: (out, residual_out, mean, rstd),
         lambda a, residual_out, mean, rstd: (residual_out, mean, rstd),
         lambda x, residual, weight, bias: (x, residual, weight, bias),
@@ -120,6 +122,7 @@ class NormForward(NamedTuple):
     residual_out: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor
+    row_start: int
     eps: float
     dropout_p: float
     rms: bool
@@ -140,6 +143,7 @@ class NormBackward(NamedTuple):
     d_residual: torch.Tensor | None
     d_weight: torch.Tensor | None
     d_bias: torch.Tensor | None
+    row_start: int
     dropout_p: float
     rms: bool
 
@@ -159,13 +163,13 @@ def lowered_forward(
         if a.x.numel() == 0:
             return outputs
         out, residual_out, mean, rstd = spec.outputs(*outputs)
-        residual, bias, seed, p, rms = spec.optional(a)
+        residual, bias, seed, start, p, rms = spec.optional(a)
         grid, dtype = Grid(a.x, a.dims), vector_dtype(a.x)
         targets = (grid.target(out), grid.target(residual_out))
         run(
             NormForward(
                 grid, grid.rows(a.x), grid.rows(residual), _vector(a.weight, dtype), _vector(bias, dtype), seed, *targets,
-                None if rms else mean, rstd, a.eps, p, rms,
+                None if rms else mean, rstd, start, a.eps, p, rms,
             )
         )  # fmt: skip
         for target, result in zip(targets, (out, residual_out)):
@@ -189,7 +193,7 @@ def lowered_backward(
             return [None if r is None else r.zero_() for r in results]
         h, mean, rstd = spec.saved(a, *saved)
         dx, d_residual, d_weight, d_bias = spec.gradients(*results)
-        _, _, seed, p, rms = spec.optional(a)
+        _, _, seed, start, p, rms = spec.optional(a)
         grid, dtype = Grid(h, a.dims), vector_dtype(a.x)
         d_out = torch.zeros_like(a.x) if grads[0] is None else grads[0].to(a.x.dtype)
         d_residual_out = None if plain or grads[1] is None else grads[1].to(h.dtype)
@@ -198,7 +202,7 @@ def lowered_backward(
         run(
             NormBackward(
                 grid, grid.rows(d_out), grid.rows(d_residual_out), grid.rows(h), _vector(a.weight, dtype),
-                None if rms else _vector(mean, None), rstd.contiguous(), seed, *rows, *sums, p, rms,
+                None if rms else _vector(mean, None), rstd.contiguous(), seed, *rows, *sums, start, p, rms,
             )
         )  # fmt: skip
         for target, result in zip((*rows, *sums), (dx, d_residual, d_weight, d_bias)):

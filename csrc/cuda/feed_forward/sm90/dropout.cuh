@@ -11,8 +11,8 @@ namespace pt::cuda {
 class StripDropout {
  public:
   PT_DEVICE explicit StripDropout(const HiddenDropout& drop)
-      : drops_(drop.threshold > 0),
-        columns_(drops_ ? seed_of(drop) : 0, drop.threshold, kTagFeedForward + PT_FAULT(dropout_of_another_tag)) {}
+      : drops_(drop.threshold > 0), columns_(drops_ ? seed_of(drop) : 0, drop.threshold, kTagFeedForward + PT_FAULT(dropout_of_another_tag),
+                                             drop.row_start, drop.column_start) {}
 
   // The lane's eight columns of a strip in its row r: dropped ones become 0 (a NaN too), others are scaled.
   PT_DEVICE void apply(float (&v)[8], const MatmulPlace& place, int strip, int r) const {

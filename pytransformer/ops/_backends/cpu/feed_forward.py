@@ -63,7 +63,8 @@ def backend(op: Op) -> Backend:
         torch.ops.pytransformer_C.feed_forward_bwd(
             _matrix(grad.to(a.x.dtype)), _matrix(a.x), a.w1.contiguous(), _contiguous(a.gate_weight), a.w2.contiguous(), pre, gate,
             a.dropout_seed, h, d_pre, d_gate,
-            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), _activation(a.activation), a.dropout_p,
+            *(targets[n] for n in ("x", "w1", "b1", "gate_weight", "gate_bias", "w2", "b2")), _activation(a.activation),
+            a.row_start, a.column_start, a.dropout_p,
         )  # fmt: skip
         for name, t in results.items():
             target = targets[name]
@@ -83,7 +84,7 @@ def _activation(name: str) -> int:
 def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
     torch.ops.pytransformer_C.feed_forward_fwd(
         _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
-        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.dropout_p,
+        _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
 
 

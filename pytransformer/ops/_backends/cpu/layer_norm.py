@@ -37,14 +37,14 @@ def backend(op: Op) -> Backend:
 
     def infer(a: Any) -> tuple[torch.Tensor, ...]:
         """Without statistics and, where nothing has to be rearranged or converted, without looking for how."""
-        x, (residual, bias, seed, p, rms) = a.x, spec.optional(a)
+        x, (residual, bias, seed, start, p, rms) = a.x, spec.optional(a)
         plain_stream = plain or (residual is not None and residual.is_contiguous())
         work = work_dtype(x)
         if not (plain_stream and x.is_contiguous() and ready(a.weight, work) and ready(bias, work) and x.numel()):
             return forward(a)[: 1 if plain else 2]
         out, stream = empty_in_order(x), None if plain else empty_in_order(residual)
         columns = x.shape[-1] if a.dims == 1 else math.prod(x.shape[-a.dims :])
-        raw("layer_norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, a.eps, p, rms)
+        raw("layer_norm_fwd")(x, residual, a.weight, bias, seed, out, stream, None, None, 1, columns, start, a.eps, p, rms)
         return (out,) if stream is None else (out, stream)
 
     return Backend("cpu", forward, lowered_backward(op, _launch_backward, work_dtype), why_not, _extra_bytes, infer)
@@ -52,15 +52,15 @@ def backend(op: Op) -> Backend:
 
 def _launch_forward(f: NormForward) -> None:
     raw("layer_norm_fwd")(
-        f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer, f.grid.columns, f.eps,
-        f.dropout_p, f.rms,
+        f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer, f.grid.columns,
+        f.row_start, f.eps, f.dropout_p, f.rms,
     )  # fmt: skip
 
 
 def _launch_backward(f: NormBackward) -> None:
     raw("layer_norm_bwd")(
         f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual, f.d_weight, f.d_bias, f.grid.outer,
-        f.grid.columns, f.dropout_p, f.rms,
+        f.grid.columns, f.row_start, f.dropout_p, f.rms,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def backend(op: Op) -> Backend:
 
 def why_not(a: Any) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape)
+    return cuda_matmul.why_not("hidden_fwd", a.x, *a.w1.shape, *a.w2.shape) or gpu.why_not_columns(a)
 
 
 def _forward(a: Any, out: torch.Tensor, pre: torch.Tensor, gate: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def _backward(a: Any, d_out: torch.Tensor, saved: Sequence[torch.Tensor], wanted
     }
     cuda_library.call(
         "hidden_bwd", x.device, d_out, operand(matrix(a.w2)), pre, gate, a.dropout_seed, d_pre, d_gate, hidden,
-        partials.get("b1"), partials.get("gate_bias"), _activation(a), a.dropout_p,
+        partials.get("b1"), partials.get("gate_bias"), _activation(a), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
     for name, part in partials.items():
         wanted[name].copy_(part.sum(0))
@@ -88,7 +88,7 @@ def _first_gemms(
     w1, gate_weight = (w if w is None else operand(matrix(w)).t() for w in (a.w1, a.gate_weight))
     cuda_library.call(
         "hidden_fwd", x.device, x, w1, gate_weight, padded_bias(a.b1), padded_bias(a.gate_bias), a.dropout_seed, hidden, pre, gate,
-        _activation(a), a.dropout_p,
+        _activation(a), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
 
 

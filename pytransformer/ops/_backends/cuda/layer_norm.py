@@ -42,14 +42,14 @@ def backend(op: Op) -> Backend:
 def _launch_forward(f: NormForward) -> None:
     cuda_library.call(
         "layer_norm_fwd", f.x.device, f.x, f.residual, f.weight, f.bias, f.seed, f.out, f.residual_out, f.mean, f.rstd, f.grid.outer,
-        f.grid.columns, f.eps, f.dropout_p, f.rms,
+        f.grid.columns, f.row_start, f.eps, f.dropout_p, f.rms,
     )  # fmt: skip
 
 
 def _launch_backward(f: NormBackward) -> None:
     cuda_library.call(
         "layer_norm_bwd", f.h.device, f.d_out, f.d_residual_out, f.h, f.weight, f.mean, f.rstd, f.seed, f.dx, f.d_residual,
-        f.d_weight, f.d_bias, f.grid.outer, f.grid.columns, f.dropout_p, f.rms,
+        f.d_weight, f.d_bias, f.grid.outer, f.grid.columns, f.row_start, f.dropout_p, f.rms,
     )  # fmt: skip
 
 

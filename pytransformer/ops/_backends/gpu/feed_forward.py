@@ -16,6 +16,13 @@ from ..._core.tensors import as_written, matrix
 Tensors = Sequence[torch.Tensor | None]
 
 
+def why_not_columns(a: Any) -> str | None:
+    """Why dropout's mask cannot begin at this column of hidden, or None: lanes draw for groups of 32 columns."""
+    if a.dropout_p and a.column_start % 32:
+        return f"dropout where column_start is a multiple of 32, got {a.column_start}"
+    return None
+
+
 def backend(
     name: str,
     op: Op,

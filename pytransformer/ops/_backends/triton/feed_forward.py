@@ -40,7 +40,7 @@ def why_not(a: Any) -> str | None:
     widest = max(*a.w1.shape, *a.w2.shape)
     if widest >= LARGEST_SIDE:
         return f"sides of a weight below {LARGEST_SIDE:,}, got {widest:,}"
-    return None
+    return gpu.why_not_columns(a)
 
 
 def _matrices(a: Any) -> Any:

@@ -35,20 +35,23 @@ def backend(op: Op) -> Backend:
 
 def _launch_forward(f: NormForward) -> None:
     from pytransformer.kernels.layer_norm.fwd import forward
+    from pytransformer.kernels.layer_norm.rows import Dropout
 
     forward(
         *(_view(f.grid, t) for t in (f.x, f.residual)), _flat(f.weight), _flat(f.bias),
-        *(_view(f.grid, t) for t in (f.out, f.residual_out)), f.mean, f.rstd, eps=f.eps, rms=f.rms, seed=f.seed, dropout_p=f.dropout_p,
+        *(_view(f.grid, t) for t in (f.out, f.residual_out)), f.mean, f.rstd, eps=f.eps, rms=f.rms,
+        dropout=Dropout(f.seed, f.row_start, f.dropout_p),
     )  # fmt: skip
 
 
 def _launch_backward(f: NormBackward) -> None:
     from pytransformer.kernels.layer_norm.bwd import backward
+    from pytransformer.kernels.layer_norm.rows import Dropout
 
     backward(
         *(_view(f.grid, t) for t in (f.d_out, f.d_residual_out, f.h)), _flat(f.weight), _flat(f.mean), _flat(f.rstd),
         *(_view(f.grid, t) for t in (f.dx, f.d_residual)), _flat(f.d_weight), _flat(f.d_bias),
-        rms=f.rms, seed=f.seed, dropout_p=f.dropout_p,
+        rms=f.rms, dropout=Dropout(f.seed, f.row_start, f.dropout_p),
     )  # fmt: skip
 
 
