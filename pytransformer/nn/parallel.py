@@ -263,8 +263,7 @@ class SplitProjection(nn.Module):
 class HeadsParallel(ParallelStyle):
     """A :class:`MultiHeadAttention`: each rank has some of the heads, and one sum over the ranks follows (Megatron-LM's).
 
-    The ranks' number must divide the heads of queries and of keys. ``qkv`` becomes three matrices. Dropout of attention weights is
-    refused by the op, and a cache here.
+    The ranks' number must divide the heads of queries and of keys. ``qkv`` becomes three matrices. A cache is refused.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -240,6 +240,17 @@ def mask_drawn(rank: int, group: dist.ProcessGroup) -> Tensor:
     return pt.add_norm(torch.ones(8, 64), None, weight, dropout_p=0.5)[1]
 
 
+def results_of(
+    rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any
+) -> list[Tensor]:
+    """The outputs of a call of the op, whole: ``tensors`` name to (tensor, placements)."""
+    import pytransformer as pt
+
+    mesh = mesh_of(group, shape)
+    outputs = getattr(pt, op)(**{n: distribute_tensor(t, mesh, where) for n, (t, where) in tensors.items()}, **keywords)
+    return [_full(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+
 def refusal(rank: int, group: dist.ProcessGroup, shape: tuple[int, ...], op: str, tensors: Any, **keywords: Any) -> str:
     """The error of a call of the op on zeros: ``tensors`` name to (shape, placements)."""
     import pytransformer as pt

@@ -28,6 +28,7 @@ from pytransformer.testing.split_calls import (
     other_mesh,
     plain_only,
     refusal,
+    results_of,
     second_derivative,
     solution,
     sums_meet_norms,
@@ -75,6 +76,11 @@ def test_values_and_gradients_are_those_of_one_process(pool: Pool, name: str) ->
         ("feed_forward_swiglu", ["dimension 0 of x", "hidden"]),
         ("feed_forward_gelu", ["hidden", "hidden"]),
         ("add_rms_norm", ["dimension 0 of x", "dimension 0 of x"]),
+        ("dropout", ["batch", "heads"]),
+        ("dropout", ["heads", "heads"]),
+        ("add_norm_dropout", ["dimension 0 of x", "dimension 0 of x"]),
+        ("feed_forward_dropout", ["dimension 0 of x", "hidden"]),
+        ("feed_forward_dropout", ["hidden", "hidden"]),
     ],
     ids=str,
 )
@@ -119,6 +125,7 @@ SEEN_BY = {
     "gradients of what is whole are not added up": ("layer_norm", "dimension 0 of x"),
     "results are not added up": ("feed_forward_gelu", "hidden"),
     "b2 on every rank": ("feed_forward_gelu", "hidden"),
+    "dropout counts from the rank's own start": ("dropout", "heads"),
     "slopes of other heads": ("alibi", "heads"),
     "columns of the table of other heads": ("t5_bias", "heads"),
 }
@@ -131,6 +138,47 @@ def test_planted_faults_are_seen(pool: Pool, fault: str) -> None:
     assert wrong(name, torch.float32, [pool.run(2, compute, name, torch.float32, [way], (2,), fault=fault)[0]])
 
 
+def shown(op: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A call that shows its dropout mask in the first output: scores that are alike, or the identity for weights."""
+    ones, eye = torch.ones(5, 3, 64), torch.eye(64)
+    if op == "add_norm":
+        return {"x": ones, "residual": 0 * ones, "weight": torch.ones(64)}, {}
+    if op == "feed_forward":
+        return {"x": torch.ones(5, 3, 128), "w1": torch.eye(128), "w2": torch.eye(128)}, {"b1": None, "b2": None}
+    if op == "attention_varlen":
+        offsets = torch.arange(4) * 64
+        q, k = torch.zeros(192, 12, 64), eye.repeat(3, 1)[:, None].expand(-1, 12, -1).contiguous()
+        return {"query": q, "key": k, "value": k}, {
+            "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 64, "max_seqlen_k": 64
+        }  # fmt: skip
+    k = eye.expand(5, 12, 64, 64).contiguous()
+    return {"query": torch.zeros(5, 12, 7, 64), "key": k, "value": k}, {}
+
+
+MASKS = [
+    ("attention", {"query": 0, "key": 0, "value": 0}),
+    ("attention", {"query": 1, "key": 1, "value": 1}),
+    ("attention_varlen", {"query": 1, "key": 1, "value": 1}),
+    ("add_norm", {"x": 0, "residual": 0}),
+    ("feed_forward", {"x": 0}),
+    ("feed_forward", {"w1": 0, "w2": 1}),
+]
+
+
+@pytest.mark.parametrize("op, split", MASKS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_dropout_mask_is_that_of_one_process(pool: Pool, ranks: int, op: str, split: dict[str, int]) -> None:
+    """Bit for bit, parts of different sizes among them."""
+    tensors, keywords = shown(op)
+    keywords |= {"dropout_p": 0.4, "dropout_seed": 7}
+    want = getattr(pt, op)(**tensors, **keywords)
+    want = (want[1] if op == "add_norm" else want) != 0
+    placed = {n: (t, [Shard(split[n])] if n in split else [Replicate()]) for n, t in tensors.items()}
+    assert 0.5 < want.double().mean() < 0.7
+    for found in pool.run(ranks, results_of, (ranks,), op, placed, **keywords):
+        assert torch.equal(found[-1] != 0, want)
+
+
 R, QKV = [Replicate()], (1, 4, 6, 8)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "the sequence": (
@@ -141,9 +189,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"query": (QKV, [Shard(1)]), "key": ((1, 1, 6, 8), R), "value": ((1, 1, 6, 8), R)}, {},
         "key has 1, which 2 ranks do not divide: use fewer ranks, or redistribute to Replicate()",
     ),
-    "dropout": (
-        "attention", {n: (QKV, [Shard(1)]) for n in ("query", "key", "value")}, {"dropout_p": 0.1},
-        "dropout goes by the number of the head",
+    "dropout of rows that do not follow each other": (
+        "add_norm", {n: ((2, 6, 8), [Shard(1)]) for n in ("x", "residual")} | {"weight": ((8,), R)}, {"dropout_p": 0.1},
+        "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute x and residual",
     ),
     "a normalized dimension": ("layer_norm", {"x": ((4, 8), [Shard(1)])}, {"normalized_shape": 8}, "cannot compute with x by dimension 1"),
     "two ways at once": (
@@ -179,9 +227,10 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(pool: Pool) -> None:
 
 
 def test_nothing_is_split_over_one_rank(pool: Pool) -> None:
-    """So nothing is refused for it: dropout by heads on a mesh (4, 1)."""
-    found = pool.run(4, compute, "dropout", torch.float64, ["none", "heads"], (4, 1))
-    assert not wrong("dropout", torch.float64, found)
+    """So nothing is refused for it: rows of dimension 1 on a mesh (4, 1)."""
+    _, tensors, keywords, _ = REFUSED["dropout of rows that do not follow each other"]
+    split = {n: (shape, [Replicate(), *where]) for n, (shape, where) in tensors.items()}
+    assert pool.run(4, refusal, (4, 1), "add_norm", split, **keywords) == [""] * 4
 
 
 @pytest.mark.parametrize("place", [None, 0])

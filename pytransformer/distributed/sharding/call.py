@@ -7,6 +7,7 @@ is the same on all ranks; if the first argument is plain, so are the results, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ...ops._core.registry import Op
-from .ways import Way, mesh_of, ways_of
+from .ways import Start, Way, mesh_of, starts_of, ways_of
 
 Rule = Callable[[Any], Sequence[Way]]
+DROPOUT = "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute"
 
 
 def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]) -> tuple[torch.Tensor, ...]:
@@ -26,7 +28,7 @@ def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[
     tensors = tensors_of(op, a)
     mesh = mesh_of(op.name, tensors)
     chosen = ways_of(op.name, tensors, mesh, ways)
-    local = {}
+    local: dict[str, Any] = starts_of(tensors, mesh, chosen)
     for name, t in tensors.items():
         if name == "dropout_seed":
             local[name] = seed_of_the_first(t, mesh)
@@ -124,3 +126,13 @@ class OnFirst(torch.autograd.Function):
 def named(names: Mapping[str, int], a: Any) -> dict[str, int]:
     """Of these arguments those that the call has."""
     return {name: dim for name, dim in names.items() if getattr(a, name) is not None}
+
+
+def rows_from(a: Any, dim: int, lead: int) -> dict[str, Any]:
+    """Of a way that splits x by one of its ``lead`` dimensions of rows: where a rank's rows start, for dropout, which goes by their number
+    among all. That is one start only if they follow each other."""
+    if not a.dropout_p:
+        return {}
+    if math.prod(a.x.shape[:dim]) == 1:
+        return {"starts": {"row_start": Start("x", dim, math.prod(a.x.shape[dim + 1 : lead]))}}
+    return {"refused": f"{DROPOUT} x and residual by their first dimension, or to Replicate(), or use no dropout"}

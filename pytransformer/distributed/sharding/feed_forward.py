@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call import Rule, named
-from .ways import Way
+from .call import Rule, named, rows_from
+from .ways import Start, Way
 
 HIDDEN = {"w1": 0, "b1": 0, "w2": 1, "gate_weight": 0, "gate_bias": 0}
-DROPOUT = "dropout goes by the element of hidden, which every rank would count from 0: use dropout_p=0, or redistribute to Replicate()"
 
 
 def feed_forward(a: Any) -> list[Way]:
-    refused = DROPOUT if a.dropout_p else None
-    ways = [Way(f"dimension {d} of x", {"x": d}, (d,), refused=refused) for d in range(a.x.dim() - 1)]
-    return [*ways, Way("hidden", named(HIDDEN, a), (None,), once=frozenset({"b2"}), refused=refused)]
+    lead = a.x.dim() - 1
+    ways = [Way(f"dimension {d} of x", {"x": d}, (d,), **rows_from(a, d, lead)) for d in range(lead)]
+    starts = {"column_start": Start("w1", 0)} if a.dropout_p else {}
+    return [*ways, Way("hidden", named(HIDDEN, a), (None,), once=frozenset({"b2"}), starts=starts)]
 
 
 RULES: dict[str, Rule] = {"feed_forward": feed_forward}

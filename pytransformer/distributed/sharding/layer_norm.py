@@ -5,13 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call import Rule, named
+from .call import Rule, named, rows_from
 from .ways import Way
-
-DROPOUT = (
-    "dropout goes by the number of the row, which every rank would count from 0: redistribute x and residual to Replicate(), or use no "
-    "dropout"
-)
 
 
 def norm(a: Any) -> list[Way]:
@@ -19,9 +14,9 @@ def norm(a: Any) -> list[Way]:
 
 
 def add_norm(a: Any) -> list[Way]:
-    refused = DROPOUT if a.dropout_p else None
-    rows = [(d, named({"x": d, "residual": d}, a)) for d in range(a.x.dim() - a.dims)]
-    return [Way(f"dimension {d} of x", arguments, (d, d), refused=refused) for d, arguments in rows]
+    lead = a.x.dim() - a.dims
+    rows = [(d, named({"x": d, "residual": d}, a)) for d in range(lead)]
+    return [Way(f"dimension {d} of x", arguments, (d, d), **rows_from(a, d, lead)) for d, arguments in rows]
 
 
 RULES: dict[str, Rule] = {"layer_norm": norm, "rms_norm": norm, "add_norm": add_norm}

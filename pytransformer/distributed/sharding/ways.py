@@ -6,8 +6,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The absolute index of what a rank's part begins with: that of the argument's part in this dimension, times ``step``."""
+
+    argument: str
+    dim: int
+    step: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +30,7 @@ class Way:
         outputs: of each differentiable output the dimension that is split; None: the result is the sum over the ranks.
         once: whole arguments that only the first rank adds; their gradient is whole, that of other whole ones is a sum over the ranks.
         even: the ranks' number has to divide these arguments' dimension.
+        starts: the raw op's starts that differ from rank to rank.
         refused: why a call with these values cannot be split so, and what to do; None: it can.
     """
 
@@ -28,6 +39,7 @@ class Way:
     outputs: tuple[int | None, ...]
     once: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    starts: Mapping[str, Start] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
     def argument(self, name: str) -> Placement:
@@ -79,6 +91,19 @@ def ways_of(op: str, tensors: Mapping[str, object], mesh: DeviceMesh, ways: Sequ
                 )
         chosen.append(way)
     return chosen
+
+
+def starts_of(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, chosen: Sequence[Way]) -> dict[str, int]:
+    """This rank's starts, by name. A dimension that several dimensions of the mesh split is cut by one after the other, as Shard cuts."""
+    found, sizes = dict[str, int](), dict[str, int]()
+    for place, way in enumerate(chosen):
+        for name, start in way.starts.items():
+            size = sizes.get(name, tensors[start.argument].shape[start.dim])
+            share = -(-size // mesh.size(place))
+            first = min(share * mesh.get_local_rank(place), size)
+            found[name] = found.get(name, 0) + start.step * first
+            sizes[name] = min(share, size - first)
+    return found
 
 
 def _given(op: str, tensors: Mapping[str, object], place: int) -> dict[str, int]:
