@@ -15,10 +15,12 @@ from .ops import public as _public
 from .ops._core import sharded as _sharded
 from .ops._core.fallbacks import BackendError, clear_fallbacks, fallbacks
 from .ops._core.registry import use_backend
+from .ops.append_kv import KeyValues
 from .ops.attention_weights import attention_summary, attention_weights
 from .ops.block_mask import BlockMask
 from .ops.masks import AlibiBias, RelativePositionBias
 from .ops.public import *  # noqa: F403  # the ops
+from .ops.rotary_positions import RotaryPositions, RotaryScaling
 from .ops.scaled_dot_product import scaled_dot_product_attention
 from .verify import verify
 
@@ -32,7 +34,10 @@ __all__ = [
     "AlibiBias",
     "BackendError",
     "BlockMask",
+    "KeyValues",
     "RelativePositionBias",
+    "RotaryPositions",
+    "RotaryScaling",
     "__version__",
     "activate",
     "attention_summary",

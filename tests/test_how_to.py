@@ -18,7 +18,7 @@ PAGES = [ROOT / "docs" / "contributing" / name for name in ("op.md", "cpu-kernel
 BLOCK = re.compile(r"^```\w+ (\S+)(?: after ([^\n]*))?\n(.*?)^```$", re.S | re.M)
 MAX_EDITED = 2
 # The sources of other ops' kernels: the copy builds the new op's alone.
-OTHER_KERNELS = ("attention", "layer_norm", "feed_forward", "cross_entropy")
+OTHER_KERNELS = ("attention", "layer_norm", "feed_forward", "cross_entropy", "rotary")
 NOTHING_ELSE = {"PYTRANSFORMER_CUDA": "0", "PYTRANSFORMER_LANE": "0", "PYTRANSFORMER_BINDINGS": "0"}
 
 pytestmark = pytest.mark.unpoisoned

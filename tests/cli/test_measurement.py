@@ -30,7 +30,7 @@ def _found(case, dtype):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_reference_is_exact_enough_and_each_planted_error_is_found(case, dtype):
     problem, found, solution = _found(case, dtype)
-    assert set(found) == {*OPS[case.op].returned, *problem.leaves}
+    assert set(found) == {*OPS[case.op].returned, *OPS[case.op].written(problem.named), *problem.leaves}
     assert check.judge(problem, found, solution, peer=False).wrong is None
     # Spoil the largest element by some ten times what its bound allows.
     for name, value in found.items():

@@ -63,13 +63,15 @@ def gradients(
 
 
 def compute(problem: Problem, prepared: Prepared, grads: list[torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
-    """Outputs and, given upstream `grads`, gradients of one provider, by name."""
+    """Outputs, what was written into arguments and, given upstream `grads`, gradients of one provider, by name."""
     found: dict[str, torch.Tensor | None] = {}
+    grads = None if problem.case.forward_only else grads
     with prepared.context(), torch.set_grad_enabled(grads is not None):
         outputs = prepared.forward()
         if grads is not None:
             found = dict(zip(problem.leaves, gradients(problem, outputs, grads), strict=True))
-    return {**dict(zip(OPS[problem.case.op].returned, (o.detach() for o in outputs), strict=True)), **found}
+    op = OPS[problem.case.op]
+    return {**dict(zip(op.returned, (o.detach() for o in outputs), strict=True)), **found, **op.written(problem.named)}
 
 
 def judge(problem: Problem, found: Mapping[str, torch.Tensor | None], solution: oracle.Solution, *, peer: bool) -> Verdict:

@@ -40,7 +40,7 @@ def _steps(suite: str) -> Iterator[Step]:
 def _left_out(case: Case) -> dict[str, str]:
     shape = case.shape
     found = {REFERENCE: "the oracle takes no part in suites; --backends reference times it"}
-    pairs = shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] if "Lq" in shape else 0
+    pairs = shape["B"] * shape["Hq"] * shape["Lq"] * shape["Lk"] if "Lk" in shape else 0
     if pairs > MOST_PAIRS:
         found["naive"] = f"{pairs / 1e6:.0f} million scores at once take too long for a suite; --shape times it"
     if "pattern" in case.tags and shape["Lk"] > LONGEST_DENSE:

@@ -78,7 +78,7 @@ class Problem:
     @cached_property
     def leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that take a gradient, by name."""
-        return leaves(self.case.op, self.args, self.kwargs)
+        return {} if self.case.forward_only else leaves(self.case.op, self.args, self.kwargs)
 
     @property
     def dropout(self) -> float:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ...ops._core.registry import Op
-from . import attention, cross_entropy, feed_forward, layer_norm
+from . import attention, cross_entropy, feed_forward, layer_norm, rotary
 from .call import Rule, run_split
 from .ways import WHOLE as WHOLE
 from .ways import Way as Way
 
-RULES: dict[str, Rule] = {**attention.RULES, **cross_entropy.RULES, **feed_forward.RULES, **layer_norm.RULES}
+RULES: dict[str, Rule] = {**attention.RULES, **cross_entropy.RULES, **feed_forward.RULES, **layer_norm.RULES, **rotary.RULES}
 # Ops that compute with collectives of their own.
 RUNS: dict[str, Any] = {**cross_entropy.RUNS}
 

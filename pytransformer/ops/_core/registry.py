@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -106,6 +107,8 @@ class Op:
         self.stem, self.order = stem or name, tuple(order)
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.returned = self.outputs[:returned]
+        # Of an op that writes into arguments, "Tensor(a!) name": what a call of the public function leaves in them, by name.
+        self.written: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] = lambda named: {}
         self.grad_names = tuple(f"grad_{n}" for n in outputs[:differentiable_outputs])
         self._declared: dict[str, Backend] = {}
         self.backends = {}
@@ -127,9 +130,10 @@ class Op:
         self.fwd = self._define(
             self._fwd_name, f"({arguments}, {tail}) -> {returns(outputs)}", self.run_forward, self._forward_fake
         )
+        read = re.sub(r"\([a-z]!\)", "", arguments)
         self.bwd = self._define(
             self._bwd_name,
-            f"({grads}{arguments}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
+            f"({grads}{read}{saved_args}, bool[] wanted, {tail}) -> {returns([f'd_{n}' for n in differentiable])}",
             self._backward_body,
             self._backward_fake,
         )
@@ -355,11 +359,12 @@ class Op:
                     f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this "
                     "op: without fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
-            return self.function.apply(*each_once(a), backend, strict)
+            return (self.function.apply if self.positions else self.fwd)(*each_once(a), backend, strict)
         if not unwatched(a[0], a):
             if is_sharded(a):
                 return run_sharded(self, a, backend, strict)
-            return (self.function.apply if self._needs_gradient(a) or transforming() else self.fwd)(*a, backend, strict)
+            through = self.positions and (self._needs_gradient(a) or transforming())
+            return (self.function.apply if through else self.fwd)(*a, backend, strict)
         if self._needs_gradient(a):
             n = self.num_tensors
             return self.direct_function.apply(*a[:n], (*a[n:], backend, strict))

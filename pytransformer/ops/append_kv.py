@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of decoding before attention: norm and rotary positions of query and key, key and value into the cache; see
+docs/ops/rotary.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..reference.rotary import append_kv_forward
+from ._backends.cpu import rotary as cpu
+from ._core.registry import Op, check_backend
+from ._core.sharded import is_sharded
+from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
+from ._problem.rotary import check_positions
+from .rotary import check_integers, check_tables, check_weight
+from .rotary_positions import RotaryPositions
+
+
+class KeyValues(NamedTuple):
+    """A cache of keys and values: key j of sequence b is ``key[b, :, j]``, or with a page_table
+    ``key[page_table[b, j // page_size], :, j % page_size]``.
+
+    Attributes:
+        key: (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D).
+        value: likewise, (…, Dv).
+        page_table: (B, pages) int64 or int32, or None.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    page_table: torch.Tensor | None = None
+
+
+def _written(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {"key_cache": named["cache"].key, "value_cache": named["cache"].value}
+
+
+append_kv_op = Op(
+    "append_kv",
+    arguments=(
+        "Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? page_table, Tensor positions, "
+        "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, bool interleaved, float eps, float weight_offset"
+    ),
+    outputs=("out", "nothing"),  # torch wants no tuple of an op with one output, and all that handles ops does
+    differentiable_outputs=0,
+    differentiable=(),
+    saved=(),
+    empty_outputs=lambda a: (empty_in_order(a.query), a.query.new_empty(0)),
+    stem="rotary",
+)
+append_kv_op.written = _written
+
+
+def append_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KeyValues,
+    positions: torch.Tensor,
+    *,
+    rotary: RotaryPositions | tuple[torch.Tensor, torch.Tensor] | None = None,
+    interleaved: bool = False,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """What stands between the projections and attention where there is a cache, in one pass: query and key normalised and turned as
+    by :func:`rotary`, key and value written into the cache at their positions.
+
+    Args:
+        query: (B, Hq, L, D), float32, bfloat16, float16 or float64; any strides.
+        key, value: (B, Hkv, L, D) and (B, Hkv, L, Dv), of query's dtype.
+        cache: :class:`KeyValues` of that dtype, written in place. Two keys at one place of it: either may stay.
+        positions: (B, L) int64 or int32. A negative one writes nothing: padding.
+        rotary: the angles of the positions, or their tables (cos, sin), which all layers share; None: nothing turns.
+        interleaved: the layout of the pairs with tables; :class:`RotaryPositions` has its own.
+        q_norm, k_norm: (D,): the weights of the RMS norms over D, before the turning; None: no norm.
+        eps, weight_offset: of the norms; Gemma's weight_offset is 1.
+        backend, strict: as in :func:`rotary`.
+
+    Returns:
+        The query for attention, in query's shape, dtype and memory order.
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument; on the CPU, or with PYTRANSFORMER_CHECK=1, a position or page outside
+            the cache too. GPU kernels write such a key nowhere.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+    """
+    prepared = _prepare(
+        query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        weight_offset=weight_offset, backend=backend, strict=strict,
+    )  # fmt: skip
+    out = append_kv_op(*prepared)[0]
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([t for t in cache[:2] if not t.is_inference()])
+    return out
+
+
+def _prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    cache: Any,
+    positions: Any,
+    *,
+    rotary: Any = None,
+    interleaved: Any = False,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    eps: Any = 1e-6,
+    weight_offset: Any = 0.0,
+    backend: Any = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    op = "append_kv"
+    _check_rows(query, key, value)
+    _check_cache(query, key, value, cache)
+    check_integers(op, "positions", positions, "query", query, shared=False)
+    cos = sin = None
+    if isinstance(rotary, RotaryPositions):
+        interleaved = rotary.interleaved
+        if rotary.dims > query.shape[3]:
+            raise ValueError(f"{op}: rotary turns {rotary.dims} dimensions, and query's last dimension is {query.shape[3]}")
+        work = torch.float64 if query.dtype == torch.float64 else torch.float32
+        cos, sin = rotary.tables(positions, dtype=work)
+    elif rotary is not None:
+        if not isinstance(rotary, tuple) or len(rotary) != 2:
+            raise TypeError(f"{op}: rotary must be a RotaryPositions, a pair (cos, sin) or None, got {type(rotary).__name__}")
+        cos, sin = check_tables(op, "query", query, *rotary)
+    check_weight(op, "q_norm", q_norm, "query", query)
+    check_weight(op, "k_norm", k_norm, "key", key)
+    check_backend(op, backend)
+    numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
+    a = append_kv_op.Arguments(
+        query, key, value, cache.key, cache.value, cache.page_table, positions.long(), cos, sin, q_norm, k_norm, bool(interleaved),
+        *numbers,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in a):
+        raise ValueError(
+            f"{op}: gives no gradient, since what a cache holds has none; call it under torch.no_grad(), or train with "
+            "pytransformer.rotary(x, positions, weight=…) and the keys themselves"
+        )
+    if is_sharded(a):
+        raise TypeError(f"{op}: takes no DTensors; give each rank's heads by to_local()")
+    return a, backend, bool(strict)
+
+
+append_kv_op.prepare = _prepare
+
+
+def _check_rows(query: Any, key: Any, value: Any) -> None:
+    op = "append_kv"
+    check_tensor(op, "query", query, floating=True, ndim=4)
+    for name, t in (("key", key), ("value", value)):
+        check_tensor(op, name, t, floating=True, ndim=4)
+        check_same(op, "query", query, name, t, dtype=True)
+        if t.shape[0] != query.shape[0] or t.shape[2] != query.shape[2]:
+            wanted = f"({query.shape[0]}, heads, {query.shape[2]}, …)"
+            raise ValueError(f"{op}: {name} must have query's batch and length, {wanted}, got {shape_of(t)}")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(f"{op}: key has {key.shape[1]} heads and value {value.shape[1]}")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"{op}: key's last dimension is {key.shape[3]} and query's {query.shape[3]}")
+
+
+def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
+    op = "append_kv"
+    if not isinstance(cache, tuple) or len(cache) not in (2, 3):
+        raise TypeError(f"{op}: cache must be a KeyValues(key, value, page_table=None), got {type(cache).__name__}")
+    table = cache[2] if len(cache) == 3 else None
+    if not isinstance(cache, KeyValues):
+        raise TypeError(f"{op}: cache must be a KeyValues, got {type(cache).__name__}: pytransformer.KeyValues(*cache)")
+    for name, t, rows in (("key", cache.key, key), ("value", cache.value, value)):
+        check_tensor(op, f"cache.{name}", t, floating=True, ndim=4)
+        check_same(op, "query", query, f"cache.{name}", t, dtype=True)
+        first = cache.key.shape[0] if table is not None else query.shape[0]
+        wanted = (first, rows.shape[1], cache.key.shape[2], rows.shape[3])
+        if tuple(t.shape) != wanted:
+            raise ValueError(f"{op}: cache.{name} must have the shape {wanted}, got {shape_of(t)}")
+        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
+            raise ValueError(
+                f"{op}: cache.{name} is expanded, so that one number has several places; give it memory of its own"
+            )
+        if t.stride(3) != 1 and t.shape[3] > 1:
+            raise ValueError(f"{op}: the last dimension of cache.{name} must be contiguous: a copy would not be the cache")
+    if cache.key is cache.value:
+        raise ValueError(f"{op}: cache.key and cache.value must be two tensors")
+    if table is not None:
+        check_tensor(op, "cache.page_table", table, ndim=2)
+        check_same(op, "query", query, "cache.page_table", table)
+        if table.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{op}: cache.page_table must be int64 or int32, got {table.dtype}")
+        if table.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{op}: cache.page_table must have a row for each of {query.shape[0]} sequences, got {shape_of(table)}"
+            )
+
+
+append_kv_op.add_reference(append_kv_forward, extra_bytes=lambda a: 4 * 4 * a.query.numel(), check_values=check_positions)
+append_kv_op.backend(cpu.append_backend(append_kv_op))

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions, with the RMS norm of each head before them: the public function and the raw op; see docs/ops/rotary.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..reference.rotary import rotary_forward
+from ._backends.cpu import rotary as cpu
+from ._core.registry import Op, check_backend
+from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
+from .rotary_positions import RotaryPositions, RotaryScaling, tables
+
+
+def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
+    statistics = torch.float64 if a.x.dtype == torch.float64 else torch.float32
+    return empty_in_order(a.x), a.x.new_empty((0,) if a.weight is None else a.x.shape[:3], dtype=statistics)
+
+
+rotary_op = Op(
+    "rotary",
+    arguments="Tensor x, Tensor? cos, Tensor? sin, Tensor? weight, bool interleaved, float eps, float weight_offset",
+    outputs=("out", "rstd"),
+    differentiable_outputs=1,
+    differentiable=("x", "weight"),
+    saved=("rstd",),
+    empty_outputs=_empty_rotary,
+)
+
+
+def rotary(
+    x: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    base: float = 10000.0,
+    frequencies: torch.Tensor | None = None,
+    scaling: RotaryScaling | None = None,
+    dims: int | None = None,
+    interleaved: bool = False,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    backend: str | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """Rotary positions: pairs of numbers of a head turned by ``position * frequency``, ``out = y cos + r(y) sin``.
+
+    ``y`` is x, or with a weight its RMS norm over D, ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, in the same pass: what
+    Qwen 3 and Gemma 3 do to queries and keys.
+
+    Args:
+        x: (B, H, L, D), float32, bfloat16, float16 or float64; any strides.
+        positions: (B, L) or (L,), int64 or int32; negative ones turn back. Or none, and
+        cos, sin: (B, L, dims), (1, L, dims) or (L, dims), any floating dtype, one number a column, as transformers' models have them and
+            :meth:`RotaryPositions.tables` gives them. Without gradients.
+        base: of the frequencies ``base^(-2 i / dims)``.
+        frequencies: (dims / 2,) floating, radians a position, instead of base, scaling and dims.
+        scaling: for sequences longer than trained on.
+        dims: the first so many columns turn; all by default.
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + dims / 2), as in Llama.
+        weight: (D,), any floating dtype: normalise first.
+        eps, weight_offset: of the norm; Gemma's weight_offset is 1.
+        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        strict: raise rather than run on the reference.
+
+    Returns:
+        x's shape, dtype and memory order. Angles are float64, all else float32 (float64 for float64), rounded once.
+
+    Raises:
+        TypeError, ValueError: what is wrong with which argument.
+        BackendError: a forced backend cannot do this, or strict and only the reference can.
+
+    Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021).
+    """
+    prepared = _prepare(
+        x, positions, cos=cos, sin=sin, base=base, frequencies=frequencies, scaling=scaling, dims=dims, interleaved=interleaved,
+        weight=weight, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
+    )  # fmt: skip
+    return rotary_op(*prepared)[0]
+
+
+def _prepare(
+    x: Any,
+    positions: Any = None,
+    *,
+    cos: Any = None,
+    sin: Any = None,
+    base: Any = 10000.0,
+    frequencies: Any = None,
+    scaling: Any = None,
+    dims: Any = None,
+    interleaved: Any = False,
+    weight: Any = None,
+    eps: Any = 1e-6,
+    weight_offset: Any = 0.0,
+    backend: Any = None,
+    strict: bool = False,
+) -> tuple[Any, str | None, bool]:
+    op = "rotary"
+    check_tensor(op, "x", x, floating=True, ndim=4)
+    if (positions is None) == (cos is None):
+        raise ValueError(f"{op}: give positions, or cos and sin, and not both")
+    if positions is None:
+        cos, sin = check_tables(op, "x", x, cos, sin)
+    else:
+        check_integers(op, "positions", positions, "x", x)
+        if frequencies is None:
+            turning = RotaryPositions(
+                _turning(op, x, dims), check_number(op, "base", base, positive=True), scaling, bool(interleaved)
+            )
+            cos, sin = turning.tables(positions, dtype=_table_dtype(x))
+        else:
+            check_tensor(op, "frequencies", frequencies, floating=True, ndim=1)
+            check_same(op, "x", x, "frequencies", frequencies)
+            if dims is not None or scaling is not None:
+                raise ValueError(f"{op}: frequencies say how many dimensions turn and how: leave dims and scaling out")
+            _turning(op, x, 2 * len(frequencies), "2 * len(frequencies)")
+            cos, sin = tables(positions, frequencies.detach(), bool(interleaved), 1.0, _table_dtype(x))
+        cos, sin = (t[None] if t.dim() == 2 else t for t in (cos, sin))
+    check_weight(op, "weight", weight, "x", x)
+    check_backend(op, backend)
+    numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
+    return rotary_op.Arguments(x, cos, sin, weight, bool(interleaved), *numbers), backend, bool(strict)
+
+
+rotary_op.prepare = _prepare
+
+
+# ---- checks, which append_kv shares
+
+
+def _table_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _turning(op: str, x: torch.Tensor, dims: Any, name: str = "dims") -> int:
+    dims = x.shape[3] if dims is None else dims
+    if isinstance(dims, bool) or not isinstance(dims, int) or dims <= 0 or dims % 2 or dims > x.shape[3]:
+        raise ValueError(f"{op}: {name} must be an even number from 2 to x's last dimension, {x.shape[3]}, got {dims!r}")
+    return dims
+
+
+def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, shared: bool = True) -> None:
+    """``shared``: one row of positions for all sequences will do."""
+    check_tensor(op, name, t)
+    check_same(op, first, x, name, t)
+    if t.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32, got {t.dtype}")
+    whole, one = (x.shape[0], x.shape[2]), (x.shape[2],)
+    if tuple(t.shape) != whole and not (shared and tuple(t.shape) in (one, (1, *one))):
+        wanted = f"{whole} or {one}" if shared else f"{whole}"
+        raise ValueError(f"{op}: {name} must have the shape {wanted}, (batch, length) of {first}, got {shape_of(t)}")
+
+
+def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as (B or 1, L, turned)."""
+    for name, t in (("cos", cos), ("sin", sin)):
+        check_tensor(op, name, t, floating=True)
+        check_same(op, first, x, name, t)
+        batches = (x.shape[0], 1)
+        if t.dim() not in (2, 3) or t.shape[-2] != x.shape[2] or (t.dim() == 3 and t.shape[0] not in batches):
+            raise ValueError(
+                f"{op}: {name} must have the shape ({x.shape[0]} or 1, {x.shape[2]}, dims) or ({x.shape[2]}, dims), got {shape_of(t)}"
+            )
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(f"{op}: {name} has no gradient; detach() it, or turn x by plain PyTorch where angles are learned")
+    if cos.shape != sin.shape:
+        raise ValueError(f"{op}: cos and sin must have one shape, got {shape_of(cos)} and {shape_of(sin)}")
+    _turning(op, x, cos.shape[-1], "the last dimension of cos")
+    return (cos, sin) if cos.dim() == 3 else (cos[None], sin[None])
+
+
+def check_weight(op: str, name: str, weight: Any, first: str, x: torch.Tensor) -> None:
+    if weight is None:
+        return
+    check_tensor(op, name, weight, floating=True)
+    check_same(op, first, x, name, weight)
+    if tuple(weight.shape) != (x.shape[3],):
+        raise ValueError(
+            f"{op}: {name} must have the shape ({x.shape[3]},), the last dimension of {first}, got {shape_of(weight)}"
+        )
+
+
+# ---- backends
+
+
+def _reference_bytes(a: Any) -> int:
+    """y, its turned pairs and the two products."""
+    return 4 * a.x.numel() * (8 if a.x.dtype == torch.float64 else 4)
+
+
+rotary_op.add_reference(rotary_forward, extra_bytes=_reference_bytes)
+rotary_op.backend(cpu.backend(rotary_op))

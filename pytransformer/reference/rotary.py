@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions, after an RMS norm of each head if there is a weight, and the write into a cache, in plain PyTorch.
+
+For a row x of D numbers, of which the first ``turned`` go in pairs (x1, x2)::
+
+    y   = x  or  x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
+    out = y cos + r(y) sin,  r(x1, x2) = (-x2, x1);   the other columns: y
+
+A pair is (i, i + turned / 2), or (2i, 2i + 1) if interleaved. cos and sin have a number for each column, so that tables whose halves
+differ are taken too. Arithmetic is float32 (float64 for float64), the result is rounded once.
+
+Sources: Su et al., "RoFormer" (2021), section 3.4; Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters" (2023),
+section 2, for the norm of queries and keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def rotary_forward(a: Any) -> tuple[torch.Tensor, ...]:
+    """(out, rstd) of the arguments of the op rotary; rstd is (B, H, L), empty without a weight."""
+    return _turned(a.x, a.weight, a)
+
+
+def append_kv_forward(a: Any) -> tuple[torch.Tensor, ...]:
+    """(query, nothing) of the arguments of the op append_kv, whose caches it writes."""
+    query, key = _turned(a.query, a.q_norm, a)[0], _turned(a.key, a.k_norm, a)[0]
+    kept, (first, row) = cache_slots(a)
+    for cache, rows in ((a.key_cache, key), (a.value_cache, a.value)):
+        # Advanced indices on both sides of a slice put their dimension first: rows of (kept, H, D).
+        cache[first, :, row] = rows.transpose(1, 2)[kept]
+    return query, query.new_zeros(0)
+
+
+def cache_slots(a: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """(which of (B, L) are kept, the first index of the cache and the row of each that is): positions within the cache alone."""
+    size = a.key_cache.shape[2]
+    limit = size if a.page_table is None else a.page_table.shape[1] * size
+    kept = (a.positions >= 0) & (a.positions < limit)
+    position = a.positions.clamp(0, max(limit - 1, 0)).long()
+    if a.page_table is None:
+        first = torch.arange(len(position), device=position.device)[:, None].expand_as(position)
+        return kept, (first[kept], position[kept])
+    page = a.page_table.long().gather(1, position // size)
+    kept = kept & (page >= 0) & (page < a.key_cache.shape[0])
+    return kept, (page[kept], (position % size)[kept])
+
+
+def _turned(x: torch.Tensor, weight: torch.Tensor | None, a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    rstd = y.new_zeros(0)
+    if weight is not None:
+        rstd = torch.rsqrt(y.square().mean(-1) + a.eps)
+        y = y * rstd[..., None] * (weight.to(y.dtype) + a.weight_offset)
+    if a.cos is not None:
+        cos, sin = (t.to(y.dtype)[:, None] for t in (a.cos, a.sin))
+        turning = y[..., : a.cos.shape[-1]]
+        turned = turning * cos + _quarter(turning, a.interleaved) * sin
+        y = torch.cat((turned, y[..., a.cos.shape[-1] :]), -1)
+    return y.to(x.dtype), rstd
+
+
+def _quarter(y: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Every pair (y1, y2) turned by 90 degrees: (-y2, y1)."""
+    if interleaved:
+        return torch.stack((-y[..., 1::2], y[..., 0::2]), -1).flatten(-2)
+    first, second = y.chunk(2, -1)
+    return torch.cat((-second, first), -1)

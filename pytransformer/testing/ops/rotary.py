@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rotary and append_kv: named cases, exact answers, the fuzzer's features, plain PyTorch beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import fuzz_rotary, oracle
+from ..calibration import plain_calibration
+from ..case import Builder, Case, Draw, Work, made
+from ..judge import exact
+from ..kit import Fuzzer, Kit, Mutants
+from ..mutants_rotary import BACKWARD_FAULTS, FAULTS
+
+LLAMA = ("llama3", 8.0, 32)  # of lengths as short as the cases'
+
+
+def _rotary(norm: bool = False, part: int = 1, scaling: tuple[Any, ...] | None = None, **fixed: Any) -> Builder:
+    def build(d: Draw) -> dict[str, Any]:
+        import pytransformer as pt
+
+        start = d.integers(0, 1000, d["B"], 1)
+        values: dict[str, Any] = {
+            "x": d.normal(d["B"], d["Hq"], d["Lq"], d["D"]),
+            "positions": start + torch.arange(d["Lq"], device=d.device),
+        }
+        if norm:
+            values["weight"] = 1 + d.normal(d["D"], scale=0.1)
+        if part > 1:
+            values["dims"] = d["D"] // part
+        if scaling:
+            values["scaling"] = pt.RotaryScaling(*scaling)
+        return {**values, **fixed}
+
+    return build
+
+
+def _append(page_size: int | None = None, norm: bool = False) -> Builder:
+    """The second half of each sequence, its last key padding."""
+
+    def build(d: Draw) -> dict[str, Any]:
+        import pytransformer as pt
+
+        batch, heads, length, dim = d["B"], d["Hkv"], d["Lq"], d["D"]
+        query, key, value = (d.normal(batch, h, length, dim) for h in (d["Hq"], heads, heads))
+        positions = (length + torch.arange(length)).repeat(batch, 1)
+        positions[:, -1] = -1
+        first, rows, table = batch, 2 * length, None
+        if page_size is not None:
+            first, rows = batch * -(-2 * length // page_size), page_size
+            table = torch.randperm(first, generator=d.generator).view(batch, -1).to(d.device, torch.int32)
+        keys, values = (
+            torch.full((first, heads, rows, dim), fuzz_rotary.FILL, dtype=d.dtype, device=d.device) for _ in range(2)
+        )
+        norms = {n: 1 + d.normal(dim, scale=0.1) for n in ("q_norm", "k_norm")} if norm else {}
+        cache = pt.KeyValues(keys, values, table)
+        return {
+            "query": query, "key": key, "value": value, "cache": cache, "positions": positions.to(d.device),
+            "rotary": pt.RotaryPositions(dim), **norms,
+        }  # fmt: skip
+
+    return build
+
+
+APPEND = "append_kv"
+CASES: dict[str, tuple[str, Builder, str]] = {
+    "rotary": ("rotary", _rotary(), "core self_check"),
+    "rotary_interleaved": ("rotary", _rotary(interleaved=True), ""),
+    "rotary_partial": ("rotary", _rotary(part=2), ""),
+    "rotary_llama3": ("rotary", _rotary(scaling=LLAMA), ""),
+    "rotary_norm": ("rotary", _rotary(norm=True), "core self_check"),
+    APPEND: (APPEND, _append(), "core self_check forward_only"),
+    "append_kv_norm_pages": (APPEND, _append(16, norm=True), "forward_only"),
+}
+
+
+def _cases(size: Mapping[str, int]) -> Iterator[Case]:
+    for name, (op, build, tags) in CASES.items():
+        yield made(name, op, "B Hq Hkv Lq D", size, build, tags, _appended if op == APPEND else _turned)
+
+
+def _turned(s: Mapping[str, int]) -> Work:
+    """3 operations an element, 4 with the norm's backward: no product dominates."""
+    elements = s["B"] * s["Hq"] * s["Lq"] * s["D"]
+    return Work((3.0 * elements, 4.0 * elements), (2 * elements, 3 * elements))
+
+
+def _appended(s: Mapping[str, int]) -> Work:
+    query, kv = (s["B"] * s[h] * s["Lq"] * s["D"] for h in ("Hq", "Hkv"))
+    return Work((3.0 * (query + kv), 0.0), (2 * query + 4 * kv, 0))
+
+
+def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:
+    tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
+    keywords = {n: named[n] for n in ("eps", "weight_offset", "dims", "base", "interleaved", "scaling") if n in named}
+    if op == APPEND:
+        turning = named["rotary"]
+        keywords |= {"base": turning.base, "dims": turning.dims, "interleaved": turning.interleaved}
+        cache = named["cache"]
+        tensors |= {"key_cache": cache.key, "value_cache": cache.value}
+        if cache.page_table is not None:
+            tensors["page_table"] = cache.page_table
+    elif grads:
+        tensors["grad_out"] = grads[0]
+    first = tensors["x" if op == "rotary" else "query"]
+    return exact(fuzz_rotary.solve(fuzz_rotary.Problem(op, first.dtype, "zero_mean", tensors, {}, keywords, [])))
+
+
+def _problem(seed: int, case: int) -> fuzz_rotary.Problem | None:
+    """Tables of x's dtype would round in PyTorch's way: float32 ones."""
+    p = fuzz_rotary.draw(seed, case)
+    if p.op == APPEND or not p.wanted or not p.tensors["x"].numel():
+        return None
+    p.tensors = {n: t.to(p.dtype) if n in ("x", "weight", "grad_out") else t for n, t in p.tensors.items()}
+    return p
+
+
+def _plain(p: fuzz_rotary.Problem, t: Mapping[str, Tensor]) -> Tensor:
+    """As transformers' models have it: a norm in float32, products and sum in x's dtype."""
+    x = t["x"]
+    if "weight" in t:
+        wide = x.to(torch.float64 if p.dtype == torch.float64 else torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + p.keywords.get("eps", 1e-6))
+        x = (t["weight"] + p.keywords.get("weight_offset", 0.0)) * wide.to(p.dtype)
+    angles = fuzz_rotary._angles(p)
+    assert angles is not None
+    cos, sin = (a.to(p.dtype)[:, None] for a in angles)
+    y = x[..., : cos.shape[-1]]
+    other, sign = fuzz_rotary._partner(p, y)
+    return torch.cat((y * cos + sign.to(p.dtype) * other * sin, x[..., cos.shape[-1] :]), -1)
+
+
+def _ours(p: fuzz_rotary.Problem, t: Mapping[str, Tensor], backend: str) -> Tensor:
+    return fuzz_rotary.call(p, {n: v if n in p.wanted else v.detach() for n, v in t.items()}, backend)["out"]
+
+
+KIT = Kit(
+    cases=_cases,
+    solve=_solve,
+    limits=fuzz_rotary.LIMITS,
+    fuzzer=Fuzzer(
+        fuzz_rotary.draw,
+        fuzz_rotary.examine,
+        features=("weight", "partial", "interleaved", "tables", "base", "grad_out", "strided", "weight_offset", "mixed"),
+        rare=(*fuzz_rotary.KINDS, "frequencies", "none", "padding", "pages", "scaling"),
+    ),
+    mutants=Mutants(fuzz_rotary.KINDS, FAULTS, BACKWARD_FAULTS),
+    calibration=plain_calibration(
+        _problem, lambda p: exact(fuzz_rotary.solve(p)), _plain, _ours, ("out", "x", "weight"), fuzz_rotary.LIMITS
+    ),
+)
