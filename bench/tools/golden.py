@@ -85,7 +85,7 @@ def _norms(row: dict[str, Any], backend: str) -> str:
     found = row["errors"].get(backend)
     if not found:
         return "–"
-    outputs = OPS[row["op"]].returned
+    outputs = OPS[row["op"]].returned if OPS[row["op"]].differentiable else found  # all that a call without gradients leaves
     halves = ([e for n, e in found.items() if (n in outputs) is out] for out in (True, False))
     return " / ".join(f"{max(half):.1e}" if half else "–" for half in halves)
 
