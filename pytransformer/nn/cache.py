@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..ops.append_kv import KeyValues, append_kv
 from .masks import causal, is_lengths, padding
 
 
@@ -61,23 +62,9 @@ class Step(NamedTuple):
         return hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
-class KeyValues(NamedTuple):
-    """Where keys and values lie: buffers (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D) and a table (B, pages)."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    page_table: torch.Tensor | None = None
-
-
-def _write(cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
+def write(cache: KeyValues, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
     """Store (B, Hkv, L, D) at the positions (B, L) of each sequence; none where it is below 0."""
-    rows, columns = (positions >= 0).nonzero(as_tuple=True)
-    outer, inner = rows, positions[rows, columns]
-    if cache.page_table is not None:
-        size = cache.key.shape[2]
-        outer, inner = cache.page_table[rows, inner // size].long(), inner % size
-    for pool, new in ((cache.key, key), (cache.value, value)):
-        pool[outer, :, inner] = new[rows, :, columns]
+    append_kv(key[:, :0], key, value, cache, positions)  # no query: nothing is turned or normalised here
 
 
 class Layer(Protocol):
@@ -200,7 +187,7 @@ class LayerCache:
             if step.positions is None:
                 buffer[:, :, step.start : step.end] = new
         if step.positions is not None:
-            _write(KeyValues(*self.buffers), key, value, step.positions)
+            write(KeyValues(*self.buffers), key, value, step.positions)
         self.length, self.lengths = step.end, step.total
         keys, values = self.buffers
         return keys[:, :, : step.end], values[:, :, : step.end]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .cache import DecoderCache, KeyValues, Step, _write, new_tokens, refuse_gradients
+from ..ops.append_kv import KeyValues
+from .cache import DecoderCache, Step, new_tokens, refuse_gradients, write
 from .masks import is_lengths, padding
 from .pages import OutOfPages, Pages
 
@@ -52,7 +53,7 @@ class PagedLayer:
                 source, to = torch.tensor(self.copies, device=pool.device).T
                 pool[to] = pool[source]
         self.copies = []
-        _write(KeyValues(*self.pools, step.visible["page_table"]), key, value, step.positions)
+        write(KeyValues(*self.pools, step.visible["page_table"]), key, value, step.positions)
         return self.pools
 
 
