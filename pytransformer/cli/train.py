@@ -2,17 +2,19 @@
 """Trains a model, with its progress, metrics and checkpoints in one folder; again with --resume where it stopped.
 
 Each task has its own options: `pytransformer train TASK --help`. Started by `torchrun` it trains in several processes, each on its GPU
-if there are any.
+if there are any: on other batches, or with --mesh on parts of the model too.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import UsageError, tasks
+from . import WRONG, UsageError, tasks
 from .training_run import Run
 
 
@@ -43,20 +45,50 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
     how.add_argument(
         "--save-every", type=int, default=500, metavar="N", help="steps between checkpoints (default %(default)s)"
     )
+    how.add_argument(
+        "--mesh", metavar="data=N,tensor=N",
+        help="of torchrun's processes, how many groups have other batches, and how many share one, each with some of the heads, hidden "
+        "layer and vocabulary (default: all have other batches)",
+    )  # fmt: skip
+    how.add_argument("--shard", action="store_true", help="split parameters and optimizer state over the data too (FSDP2)")
+    how.add_argument(
+        "--timeout", type=float, metavar="SECONDS",
+        help="how long a process waits for another; longer than an evaluation and a checkpoint take (default 600)",
+    )  # fmt: skip
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..training.distributed import distributed
+    from ..training.distributed import LostProcess, distributed
 
     if arguments.threads is not None:
         if arguments.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     try:
-        with distributed(arguments.device) as world:
+        with distributed(arguments.device, **_mesh_options(arguments)) as world:
             training = Run(arguments, world)
             training.begin()
             return tasks.module(arguments.task).train(training)
+    except LostProcess as error:
+        print(f"pytransformer train: error: {error}: start all again, with --resume", file=sys.stderr, flush=True)
+        return WRONG
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error
+
+
+def _mesh_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.timeout is not None and arguments.timeout <= 0:
+        raise UsageError(f"--timeout must be more than 0 seconds, got {arguments.timeout:g}")
+    if arguments.mesh is None and not arguments.shard:
+        return {"timeout": arguments.timeout}
+    import logging
+    import warnings
+
+    from ..training.mesh import parse_mesh
+
+    # Of models whose blocks return views, which nothing here writes into; and of gathering by one dimension of the mesh after the other.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    sizes = None if arguments.mesh is None else parse_mesh(arguments.mesh)
+    return {"mesh": sizes, "shard": arguments.shard, "timeout": arguments.timeout}

@@ -23,10 +23,13 @@ from ..training.checkpoint import checkpoints
 from ..training.distributed import World
 from ..training.metrics import Row
 from ..training.schedule import Schedule
-from ..training.trainer import Evaluate, Objective
+from ..training.trainer import Evaluate, MakeOptimizer, Objective
 from . import OK, machine
 
-_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every", "epochs"}
+_OF_NO_CONSEQUENCE = {"argv", "command", "run", "out", "resume", "threads", "device", "save_every", "epochs"} | {
+    # which processes compute which batch; a checkpoint knows how many make a step
+    "mesh", "shard", "timeout", "accumulate",
+}  # fmt: skip
 _LIBRARIES = ("pytransformer-kernels", "torch", "tokenizers", "scikit-learn", "sacrebleu")
 
 
@@ -112,7 +115,7 @@ class Run:
         evaluations: int = 5,
         objective: Objective = of_model,
         clip: float | None = 1.0,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
     ) -> Trainer:
         """Trains in the folder `stage` of --out, from where an interrupted run left it; the trained model is in eval mode, and saved
         there if it can be.
@@ -135,6 +138,7 @@ class Run:
             log_every=max(1, min(100, steps // 20)), evaluate_every=max(1, steps // evaluations),
             save_every=options.save_every, seed=options.seed,
         )  # fmt: skip
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
         trainer = Trainer(
             model, objective, batches, recipe, schedule, out=folder, optimizer=optimizer, evaluate=evaluate,
             world=self.world, console=self.console,
@@ -142,11 +146,11 @@ class Run:
         if self.world.first:
             self.write_options()
             (folder / "begin.txt").write_text(mark)
-        parameters = sum(p.numel() for p in model.parameters()) / 1e6
         self.say(f"{stage}: {parameters:.2f} million parameters, {len(batches.examples)} examples, {steps} steps")
         if options.resume and trainer.resume():
             self.say(f"going on from step {trainer.step}")
         trainer.fit()
+        trainer.gather()
         model.eval()
         if self.world.first and isinstance(model, Model):
             model.save(folder)

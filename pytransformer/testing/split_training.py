@@ -103,6 +103,15 @@ def on_a_mesh(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str,
     return job.run(world_of(tuple(sizes.items()), shard))
 
 
+def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int]) -> str:
+    """The error of a checkpoint that is not this run's."""
+    try:
+        job.trainer(world_of(tuple(sizes.items()), False)).resume()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def difference(found: Ran, want: Ran) -> float:
     """The largest of losses and weights, relative to the largest of each."""
     assert found.state.keys() == want.state.keys()

@@ -113,7 +113,7 @@ def distributed(
         if mesh is not None or shard:
             from .mesh import Mesh, make_mesh
 
-            made = Mesh(make_mesh(mesh or {}, size, kind), shard=shard)
+            made = Mesh(make_mesh(mesh or {}, size, kind), shard=shard, timeout=wait)
         yield World(dist.get_rank(), size, where, made)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):

@@ -6,9 +6,11 @@ Loaded on first use, as torch.distributed.device_mesh is: a process that trains 
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,6 +61,7 @@ class Mesh:
     Args:
         mesh: its dimensions are named, among AXES, in any order; it has all ranks. One that is missing has size 1.
         shard: parameters, their gradients and the optimizer's state are split over the replicas (FSDP2), rather than whole on each.
+        timeout: seconds that a rank waits for another; None: torch's default, half an hour, which a mesh's own groups always have.
 
     Attributes:
         data, tensor: the sizes.
@@ -70,7 +73,7 @@ class Mesh:
         ValueError: dimensions of other names, or not all ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, shard: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, *, shard: bool = False, timeout: float | None = None) -> None:
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - set(AXES):
             raise ValueError(
@@ -84,7 +87,7 @@ class Mesh:
         self.data, self.tensor = (sizes.get(name, 1) for name in AXES)
         self.shard = shard
         shape = (1, self.data, self.tensor) if shard else (self.data, 1, self.tensor)
-        self.wrapping = DeviceMesh(mesh.device_type, ranks.reshape(shape), mesh_dim_names=("replica", "shard", "tensor"))
+        self.wrapping = _mesh_with_timeout(mesh.device_type, ranks.reshape(shape), ("replica", "shard", "tensor"), timeout)
         self.data_group = self.wrapping.get_group("shard" if shard else "replica")
         self.part = dist.get_rank(self.data_group)
 
@@ -100,3 +103,14 @@ class Mesh:
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name in AXES if (size := getattr(self, name)) > 1]
         return ", ".join(sizes or ["one rank"]) + (", parameters over the data" if self.shard else "")
+
+
+def _mesh_with_timeout(device: str, ranks: torch.Tensor, names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
+    """A device mesh of groups whose collectives give up after a time."""
+    wait = None if timeout is None else datetime.timedelta(seconds=timeout)
+    own = []
+    for dim in range(ranks.dim()):
+        lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+        made = [dist.new_group(line, timeout=wait) for line in lines]  # every rank makes all of them, in this order
+        own.append(next(group for group, line in zip(made, lines) if dist.get_rank() in line))
+    return DeviceMesh.from_group(own, device, mesh=ranks, mesh_dim_names=names)

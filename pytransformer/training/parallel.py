@@ -21,7 +21,6 @@ from ..nn.blocks import Block
 from ..nn.parallel import gathered, names_before, parted
 from .mesh import Mesh
 
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 # Whose step of a number depends on others of the same matrix: of a part of it another step would come out.
 BY_MATRIX = ("Adafactor", "Muon", "LBFGS")
 
@@ -53,7 +52,7 @@ class SplitModel:
             p.data = p.data.new_empty(0)
         self._parameters = dict(self.model.named_parameters())
 
-    def make_optimizer(self, make: torch.optim.Optimizer | MakeOptimizer) -> torch.optim.Optimizer:
+    def make_optimizer(self, make: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Of the part's parameters, those of one kind in a group: one kernel call takes parameters of one mesh only.
 
         Raises:
@@ -121,9 +120,10 @@ class SplitModel:
             parts = parted(self.model, whole)
             for i, name in enumerate(self._names(optimizer)):
                 if name in parts:
-                    value, parameter = parts[name], self._parameters[name]
-                    split = isinstance(value, torch.Tensor) and value.dim()
-                    found.setdefault(i, {})[entry] = like(value, parameter) if split else value
+                    value = parts[name]
+                    if isinstance(value, torch.Tensor):  # parts of a matrix count their steps apart
+                        value = like(value, self._parameters[name]) if value.dim() else value.clone()
+                    found.setdefault(i, {})[entry] = value
         own = optimizer.state_dict()["param_groups"]
         groups = [state["param_groups"][0] | {"params": group["params"]} for group in own]
         optimizer.load_state_dict({"state": found, "param_groups": groups})

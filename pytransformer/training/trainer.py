@@ -32,8 +32,9 @@ from .metrics import Metrics
 from .schedule import Schedule
 
 if TYPE_CHECKING:
-    from .parallel import MakeOptimizer, SplitModel
+    from .parallel import SplitModel
 
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of parameters, or of groups of them
 # (model, batch) -> (the mean loss over what the batch asks for, of how many tokens or examples that is the mean)
 Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 Evaluate = Callable[[nn.Module], dict[str, float]]

@@ -27,7 +27,7 @@ def new_gpt(run: Run, vocabulary: int, **more: Any) -> GPT:
     return GPT(
         GPTConfig(
             vocab_size=vocabulary, d_model=a.width, num_layers=a.layers, num_heads=max(1, a.width // 32), max_length=LENGTH,
-            **more,
+            dropout=a.dropout, attention_dropout=a.dropout, **more,
         )
     )  # fmt: skip
 

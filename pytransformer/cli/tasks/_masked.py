@@ -37,7 +37,7 @@ def new_bert(run: Run, words: Words, heads: tuple[str, ...]) -> BERT:
     return BERT(
         BERTConfig(
             vocab_size=words.known, d_model=a.width, hidden=4 * a.width, num_layers=a.layers, num_heads=max(1, a.width // 32),
-            max_length=LENGTH, heads=heads, pooler="nsp" in heads,
+            max_length=LENGTH, heads=heads, pooler="nsp" in heads, dropout=a.dropout, attention_dropout=a.dropout,
         )
     )  # fmt: skip
 

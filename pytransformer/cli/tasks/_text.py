@@ -54,6 +54,7 @@ def add_model(parser: argparse.ArgumentParser, vocabulary: int = 4000, layers: i
     model.add_argument("--layers", type=int, default=layers, help="default %(default)s")
     model.add_argument("--width", type=int, default=128, help="d_model, a multiple of 32 (default %(default)s)")
     model.add_argument("--vocabulary", type=int, default=vocabulary, help="tokens at most (default %(default)s)")
+    model.add_argument("--dropout", type=float, default=0.1, metavar="P", help="of every kind (default %(default)s)")
     model.add_argument("--batch", type=int, default=batch, help="examples in a batch (default %(default)s)")
 
 

@@ -78,7 +78,7 @@ def train(run: Run) -> int:
 
     arguments, world, console, out, say = run.arguments, run.world, run.console, run.out, run.say
     train, held_out = pairs_of(run)
-    plan, recipe = _plan(arguments, len(train), world.size)
+    plan, recipe = _plan(arguments, len(train), world.parts)
     translator = new_translator(train, plan)
     trainer = translation_trainer(translator, train, held_out, plan, recipe, out=out, world=world, console=console)
     run.write_options()
@@ -87,6 +87,7 @@ def train(run: Run) -> int:
     if arguments.resume and trainer.resume():
         say(f"going on from step {trainer.step}")
     trainer.fit()
+    trainer.gather()
     if not world.first:
         return OK
     translator.model.eval()
