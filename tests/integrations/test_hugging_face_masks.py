@@ -99,6 +99,43 @@ def test_means_what_the_dense_mask_means(
         assert torch.equal(mask.as_dense(), exact.expand(shape))
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("pattern", ["causal", "window"])
+@pytest.mark.parametrize("lengths", [(3, 4096, 0), (1, 4096, 900), (5, 4096, 4091), (2, 4096, 4090)])
+def test_a_static_cache_is_lengths(
+    ours: ModuleType, masking: ModuleType, lengths: tuple[int, int, int], pattern: str, padding: str | None, as_tensor: bool
+) -> None:
+    """No (Lq, Lk) mask: a diagonal that ends where the keys do. What the cache counts later does not reach a mask that was made before."""
+    num_queries, num_keys, before = lengths
+    function = masking.causal_mask_function if pattern == "causal" else masking.sliding_window_causal_mask_function(100)
+    real = torch.ones(2, before + num_queries, dtype=torch.bool)
+    real[0, :2] = padding is None
+    offset = torch.tensor(before) if as_tensor else before
+    arguments: dict[str, Any] = dict(
+        batch_size=2, q_length=num_queries, kv_length=num_keys, q_offset=offset, mask_function=function, attention_mask=real
+    )
+    exact = masking.sdpa_mask(**{**arguments, "q_offset": before}, allow_is_causal_skip=False).expand(
+        2, 1, num_queries, num_keys
+    )
+    mask = ours.attention_mask(**arguments)
+    if as_tensor:
+        offset.add_(num_queries)
+    assert mask.dense is None
+    assert (mask.padding is None) == (padding is None)
+    assert (mask.lengths is None) == (before + num_queries == num_keys)
+    assert torch.equal(as_dense(ours, mask, exact.shape), exact)
+    assert torch.equal(mask.as_dense(), exact)
+    assert torch.equal(mask.touched() == 0, exact)
+
+
+def test_queries_past_the_keys_are_dense(ours: ModuleType, masking: ModuleType) -> None:
+    arguments: dict[str, Any] = dict(
+        batch_size=1, q_length=3, kv_length=4, q_offset=2, mask_function=masking.causal_mask_function
+    )
+    assert torch.equal(as_dense(ours, ours.attention_mask(**arguments), (1, 1, 3, 4)), masking.sdpa_mask(**arguments))
+
+
 @pytest.mark.parametrize("pattern", ["causal", "window", "bidirectional"])
 def test_nothing_quadratic_is_built(ours: ModuleType, masking: ModuleType, pattern: str) -> None:
     function = {

@@ -59,7 +59,7 @@ def attention_forward(
             "differently; give the model an attention mask, or use attn_implementation='sdpa'"
         )
     attention_mask = selected(module, attention_mask, query, key, kwargs)
-    mask, causal, window = _mask_terms(module, attention_mask, query.shape[2], key.shape[2])
+    mask, causal, window, lengths = _mask_terms(module, attention_mask, query.shape[2], key.shape[2])
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
     query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
     bias: torch.Tensor | RelativePositionBias | None = position_bias
@@ -70,7 +70,7 @@ def attention_forward(
     sinks, sinks_by_query = sinks_of(kwargs)
     terms: MaskAndBias = {
         "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks, "softcap": kwargs.get("softcap"),
-        "scale": scaling,
+        "scale": scaling, "key_lengths": lengths if lengths is None or len(lengths) == batch else lengths.expand(batch),
     }  # fmt: skip
     if sinks_by_query is None and not weights_wanted(kwargs):
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
@@ -87,10 +87,10 @@ def attention_forward(
 
 def _mask_terms(
     module: Any, mask: torch.Tensor | Mask | None, q_length: int, k_length: int
-) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None]:
-    """attn_mask, causal and window for our op."""
+) -> tuple[torch.Tensor | None, Alignment | None, tuple[int | None, int | None] | None, torch.Tensor | None]:
+    """attn_mask, causal, window and key_lengths for our op."""
     if not isinstance(mask, Mask):
-        return mask, None, None
+        return mask, None, None, None
     lengths = mask.shape[2:]
     if lengths != (q_length, k_length):
         if lengths != (1, k_length):
@@ -99,10 +99,10 @@ def _mask_terms(
                 f"{k_length} keys, and its mask is for {lengths[0]} and {lengths[1]}; use attn_implementation='eager' for this model"
             )
         if mask.causal is not None:
-            return mask.as_dense(), None, None  # one row for all queries, as BridgeTower's; its diagonal is not theirs
+            return mask.as_dense(), None, None, None  # one row for all queries, as BridgeTower's; its diagonal is not theirs
     if mask.padding is None and mask.causal is None:
-        return mask.dense, None, None
-    return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None)
+        return mask.dense, None, None, None
+    return mask.padding, mask.causal, None if mask.window is None else (mask.window - 1, None), mask.lengths
 
 
 def _packed(

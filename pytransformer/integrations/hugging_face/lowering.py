@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask of one forward pass, lowered: what transformers asks of a registered mask function.
 
-Key padding, causality and causal sliding windows stay B x Lk bytes or nothing at all; every pattern that is not one of
+Key padding, causality, causal sliding windows and static caches stay B x Lk bytes or nothing at all; every pattern that is not one of
 transformers' own plain functions is built densely.
 """
 
@@ -41,6 +41,8 @@ def attention_mask(
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on in its own, before anyone asks this mask to be dense
     arguments = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
@@ -52,19 +54,21 @@ def attention_mask(
     window = None if bidirectional else causal_window(mask_function)
     recognised = bidirectional or window is not None or mask_function is masking.causal_mask_function
     plain_padding = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.dtype == torch.bool)
-    # A tensor offset (static caches) is not read, as that would synchronise and break graphs.
-    aligned = not isinstance(q_offset, torch.Tensor) and q_offset - kv_offset == kv_length - q_length
-    if not recognised or not plain_padding or not (bidirectional or aligned):
+    there = kv_length if bidirectional else _keys_there(q_offset, kv_offset, q_length)
+    if not recognised or not plain_padding or (isinstance(there, int) and not 0 <= there <= kv_length):
         dense = dense_mask(
             arguments, allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip
         )
         # None is sdpa's word for plain causality from the first key on, where the model allows that; else nothing is hidden.
         left_out = dense is None and allow_is_causal_skip and q_length > 1
         return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
-    padding = _key_padding(attention_mask, kv_length, kv_offset)
+    padding = _key_padding(attention_mask, kv_length, kv_offset, there)
     padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
     if bidirectional and padding is None and allow_is_bidirectional_skip:
         return None  # as eager code gets it, which takes that for what it is; so does attention_forward
+    if isinstance(there, torch.Tensor) or there < kv_length:
+        lengths = torch.as_tensor(there, dtype=torch.int64, device=device).repeat(batch_size)
+        return Mask(arguments, padding, "bottom_right", window, lengths)
     if bidirectional or (q_length == 1 and (window is None or window >= kv_length)):
         return Mask(arguments, padding)
     return Mask(arguments, padding, "bottom_right", None if window is None or window >= kv_length else window)
@@ -105,8 +109,18 @@ def causal_window(mask_function: Callable[..., Any]) -> int | None:
     return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
 
 
-def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> torch.Tensor | None:
-    """The (B, 1, 1, kv_length) part of a (B, seen) padding mask, or None where it hides nothing. Keys past it are hidden."""
+def _keys_there(q_offset: int | torch.Tensor, kv_offset: int, q_length: int) -> int | torch.Tensor:
+    """How many keys there are up to the last query's: fewer than the keys of a static cache that is not full.
+
+    A static cache gives its offset as a tensor. Under a trace that is not read, as it would break the graph."""
+    if isinstance(q_offset, torch.Tensor) and not masking.is_tracing(q_offset):
+        q_offset = int(q_offset)
+    return q_offset - kv_offset + q_length
+
+
+def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int, there: int | torch.Tensor) -> torch.Tensor | None:
+    """The (B, 1, 1, kv_length) part of a (B, seen) padding mask, or None where it hides nothing of the keys that are there. Keys past it
+    are hidden."""
     if mask is None:
         return None
     missing = kv_length + kv_offset - mask.shape[-1]
@@ -114,6 +128,6 @@ def _key_padding(mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> t
         mask = torch.nn.functional.pad(mask, (0, missing))
     mask = mask[:, kv_offset : kv_offset + kv_length]
     # Looking costs one read in eager mode and pays in every layer; under a trace it would break the graph.
-    if not masking.is_tracing(mask) and bool(mask.all()):
+    if not masking.is_tracing(mask) and bool((mask if isinstance(there, torch.Tensor) else mask[:, :there]).all()):
         return None
     return mask[:, None, None, :]

@@ -30,13 +30,14 @@ READ_AS_BOOL = frozenset({"nemotron_asr_streaming_encoder"})
 
 @dataclass(eq=False)
 class Mask:
-    """One forward pass's mask, (B, 1, Lq, Lk): ``padding`` and ``causal`` and ``window``, or ``dense``.
+    """One forward pass's mask, (B, 1, Lq, Lk): ``padding`` and ``causal`` and ``window`` and ``lengths``, or ``dense``.
 
     Args:
         arguments: of ``transformers.masking_utils.sdpa_mask``, which makes the same mask dense.
         padding: (B, 1, 1, Lk) bool, True where a key may be seen; None hides nothing.
         causal: where the causal diagonal ends; None for no causality.
         window: how many keys a query sees, its own included; needs ``causal``.
+        lengths: (B,) int64, how many of the keys are there yet, the last query's the last: a static cache's. None: all.
         dense: (B, 1, Lq, Lk) bool: what the mask is if the rest is None, else the same once more.
         moved: the device, if it is no longer that of ``arguments``.
         additive: eager code's mask, once something has touched this one.
@@ -46,6 +47,7 @@ class Mask:
     padding: torch.Tensor | None = None
     causal: Alignment | None = None
     window: int | None = None
+    lengths: torch.Tensor | None = None
     dense: torch.Tensor | None = None
     moved: torch.device | None = None
     additive: torch.Tensor | None = None
@@ -81,7 +83,7 @@ class Mask:
         if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
             return self.touched().to(*args, **kwargs)
         there = dataclasses.replace(self, moved=torch.device(target))
-        for name in ("padding", "dense", "additive"):
+        for name in ("padding", "lengths", "dense", "additive"):
             tensor = getattr(self, name)
             setattr(there, name, tensor if tensor is None else tensor.to(target))
         return there
