@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 NAME = "pytransformer"
@@ -57,3 +59,35 @@ def switch(model: Any, name: str = NAME) -> None:
             models.check(part)
     for part in parts:
         part.set_attn_implementation(name)
+
+
+@contextlib.contextmanager
+def continuous_batching(model: Any) -> Iterator[Any]:
+    """Within it, transformers' ``model.generate_batch(prompts)`` runs on our kernels, without a mask.
+
+    The model's attention has another name meanwhile, under which it does nothing but that; see :mod:`.hugging_face.paged`.
+
+    Raises:
+        ImportError: transformers has another kind of continuous batching, or none; 5.23 has this one.
+        ValueError: the model computes attention in code of its own.
+    """
+    try:
+        from transformers import AttentionInterface, PreTrainedModel
+        from transformers.generation.continuous_batching import cache_allocators  # noqa: F401  what 5.23 has
+
+        from .hugging_face import models, paged
+    except ImportError as error:
+        raise ImportError(
+            "pytransformer: continuous_batching needs transformers >= 5.23; update it, or use Batcher"
+        ) from error
+    AttentionInterface.register(paged.NAME, paged.paged_attention_forward)
+    models.check(model)
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = paged.NAME
+        yield model
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]

@@ -207,7 +207,7 @@ def call(ours: ModuleType, mask: Any = None, **more: Any) -> Any:
 
 
 def test_unknown_keywords_are_refused(ours: ModuleType) -> None:
-    with pytest.raises(ValueError, match="'cache': paged caches"):
+    with pytest.raises(ValueError, match="'cache': a paged cache"):
         call(ours, cache=object())
     with pytest.raises(ValueError, match="SimpleNamespace hands its attention the keyword 'kept_keys'"):
         call(ours, kept_keys=torch.zeros(1))

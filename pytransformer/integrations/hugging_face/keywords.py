@@ -36,7 +36,7 @@ HARMLESS = {
 }
 
 REFUSED = {
-    "cache": "paged caches (continuous batching)",
+    "cache": "a paged cache (run generate_batch within pytransformer.integrations.transformers.continuous_batching(model))",
     **dict.fromkeys(
         ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
         "packed sequences by their lengths, which flash attention reads and eager code does not (position_ids alone say the same)",

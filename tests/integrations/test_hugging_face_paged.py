@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' continuous batching on our attention: its own tokens, keys read in their pages, and no page that nobody wrote."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._core.registry import trace
+from pytransformer.testing.hugging_face import FAMILIES
+
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="needs transformers >= 5.23")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BEGINNING = [5, 6, 7, 8, 9, 10, 11, 12]
+PROMPTS = [
+    [5, 6, 7, 8, 9],
+    [4, 4, 9],
+    [*BEGINNING, *range(13, 27)],
+    [*BEGINNING, 30],
+    [*BEGINNING, 31, 32],
+    [17],
+    list(range(20, 49)),
+]
+
+
+@pytest.fixture
+def paged(hugging_face: Any) -> ModuleType:
+    from pytransformer.integrations.hugging_face import paged
+
+    return paged
+
+
+def tokens(model: Any, **settings: Any) -> list[list[int]]:
+    """Seven requests over pages of 4, of which there are too few for all, and pieces of up to 16 tokens a step."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    how = GenerationConfig(max_new_tokens=9, eos_token_id=-1, pad_token_id=0, **settings)
+    batching = ContinuousBatchingConfig(
+        page_size=4, num_blocks=24, max_batch_tokens=16, seed=3 if settings["do_sample"] else None
+    )
+    said = model.generate_batch(PROMPTS, generation_config=how, continuous_batching_config=batching, progress_bar=False)
+    assert len(said) == len(PROMPTS)
+    return [said[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
+
+
+@pytest.fixture
+def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in every page that is not written yet."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    made = PagedAttentionCache.__init__
+
+    def poisoned(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        assert self.dtype == torch.float32
+        self.cache_tensor.fill_(255)
+
+    monkeypatch.setattr(PagedAttentionCache, "__init__", poisoned)
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_tokens_as_transformers_own(paged: ModuleType, request: pytest.FixtureRequest, name: str, how: str) -> None:
+    theirs = tokens(FAMILIES[name].build("paged|eager"), **HOW[how])
+    model = FAMILIES[name].build("eager")
+    if how == "greedy":
+        for prompt, said in zip(PROMPTS, theirs):
+            alone = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+            assert alone[0, len(prompt) :].tolist() == said, "what transformers itself says alone"
+    request.getfixturevalue("poisoned_pages")
+    with pt.integrations.transformers.continuous_batching(model), trace() as ran:
+        ours = tokens(model, **HOW[how])
+    assert ours == theirs
+    assert model.config._attn_implementation == "eager"
+    in_place, gathered = (("attention_fwd", "cpu") in ran, ("attention_varlen_fwd", "cpu") in ran)
+    assert gathered
+    assert in_place == (name != "mistral"), (
+        "a window's ring of pages is gathered; all else is read where it lies, a token at a time"
+    )
+    assert {backend for _, backend in ran} == {"cpu"}
+
+
+def test_a_table_from_places(paged: ModuleType) -> None:
+    """Three requests of 5, 1 and 8 keys in pages of 4: 2, 1 and 2 pages."""
+    lies = [*range(40, 44), 8, 12, *range(4, 8), *range(20, 24)]
+    pages, lengths = paged.table_of(torch.tensor(lies), torch.tensor([0, 5, 6, 14], dtype=torch.int32), 4)
+    assert lengths.tolist() == [5, 1, 8]
+    assert [row[: -(-n // 4)] for row, n in zip(pages.tolist(), lengths.tolist())] == [[10, 2], [3], [1, 5]]
+
+
+def test_the_name_is_for_continuous_batching_alone(paged: ModuleType) -> None:
+    model, ids = FAMILIES["llama"].build("pytransformer"), torch.tensor([[5, 6, 7]])
+    want = model(ids).logits
+    with (
+        pytest.raises(
+            ValueError, match=r"LlamaAttention was called without continuous batching's cache.*which is for generate_batch"
+        ),
+        pt.integrations.transformers.continuous_batching(model),
+    ):
+        model(ids)
+    assert model.config._attn_implementation == "pytransformer"
+    assert torch.equal(model(ids).logits, want)
+    with pytest.raises(ValueError, match="pytransformer is not supported for continuous batching"):
+        tokens(model, do_sample=False)
+
+
+def test_what_else_is_refused(hugging_face: Any, paged: ModuleType) -> None:
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    cache, t = object.__new__(PagedAttentionCache), torch.zeros(1, 2, 3, 4)
+    module = torch.nn.Module()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "got a mask in continuous batching"),
+        ({"block_table": torch.zeros(1, 1)}, "got a block table"),
+        ({"dropout": 0.1}, "or dropout, in continuous batching"),
+        ({"visible": t}, "the keyword 'visible'"),
+    ]
+    for given, said in refused:
+        with pytest.raises(ValueError, match=said):
+            paged.paged_attention_forward(module, t, t, t, **{"attention_mask": None, "cache": cache, **given})
+    blip = hugging_face.BlipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=8
+    )
+    model = hugging_face.BlipVisionModel(blip)
+    with pytest.raises(ValueError, match="in code of its own"), pt.integrations.transformers.continuous_batching(model):
+        pass
