@@ -40,7 +40,9 @@ class Scores {
   using A = typename T::acc;
   using vec = typename T::vec;
 
-  Scores(const AttentionProblem& p, const Sequence& s) : p_(p), s_(s) {}
+  Scores(const AttentionProblem& p, const Sequence& s)
+      : p_(p), s_(s),
+        mask_alone_(p.tiles.data && !p.bias.data && !p.slopes && !p.table && p.softcap == 0 && !s.has_gaps() && !s.unsorted_segments()) {}
 
   // Scores are scale * q.k with scale > 0, and visible() is exact: then the raw products serve, and row() is not needed.
   bool plain() const {
@@ -54,10 +56,11 @@ class Scores {
     if (p_.bias.stride.l) DenseRow<A>(p_.bias, s_.b, h, i).fetch(k0, n);
   }
 
-  // Of the keys `range` of query i, those between the first and the last that its interval, or tile in which the mask, shows.
+  // Of the keys `range` of query i, those between the first and the last that its interval, or the block mask, or a dense mask's tiles
+  // show.
   INLINE Range trim(int64_t h, int64_t i, Range range) const {
     range = s_.outside_gap(i, range);
-    return p_.tiles.data ? TileRow(p_.tiles, s_.b, h, i).trim(range) : range;
+    return p_.tiles.data ? MaskRow<A>(p_, s_.b, h, i).trim(range) : range;
   }
 
   // T5: table values along the diagonals of the tile (queries [i0, i0 + nq) x keys [k0, k0 + nk)) for head h, in the caller's buffer of
@@ -82,8 +85,10 @@ class Scores {
   vec row(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope = nullptr) const {
     vec row_max = set1<vec>(-kInfinity<A>);
     for (int64_t j = 0; j < n; j += kChunk) {
-      const vec t = chunk(h, i, k0 + j, min(kChunk, n - j), seen, diagonal ? diagonal + j : nullptr, s + j, slope ? slope + j : nullptr);
-      row_max = vmax(row_max, t);
+      const int64_t some = min(kChunk, n - j);
+      row_max = vmax(row_max, mask_alone_
+                                  ? masked(h, i, k0 + j, some, seen, s + j)
+                                  : chunk(h, i, k0 + j, some, seen, diagonal ? diagonal + j : nullptr, s + j, slope ? slope + j : nullptr));
     }
     return row_max;
   }
@@ -95,6 +100,32 @@ class Scores {
  private:
   static constexpr int kSteps = 64;
   static constexpr int64_t kChunk = kSteps * T::width;  // keys at a time: they stay in L1 over the passes
+
+  // chunk() where tiles alone stand between the products and the scores: of a full one nothing is looked at. With small shares of tiles,
+  // chunk() took a tenth of the forward, two thirds of it to gather what is visible first.
+  vec masked(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, A* s) const {
+    const MaskRow<A> row(p_, s_.b, h, i);
+    const vec minus_inf = set1<vec>(-kInfinity<A>), lowest = set1<vec>(-highest<A>), scale = set1<vec>(A(p_.scale));
+    const int64_t last = min(n, seen.hi - k0);
+    vec row_max = minus_inf;
+    for (int64_t j = 0, end; j < n; j = end) {
+      const int32_t tile = row.tile(k0 + j);
+      end = min(n, row.tile_end(k0 + j) - k0);
+      const int64_t whole = tile == TileMap::kAll && seen.lo <= k0 + j ? j + max<int64_t>(0, min(end, last) - j) / T::width * T::width : j;
+      for (; j < whole; j += T::width) {
+        const vec x = vmax(lowest, vec(load(s + j) * scale));
+        store(s + j, x);
+        row_max = vmax(row_max, x);
+      }
+      for (; j < end; j += T::width) {
+        const mask bits = tile >= 0 ? row.bits(k0 + j, n - j) : tile == TileMap::kAll ? mask(~0) : mask(0);
+        const vec x = select(bits & mask_range<vec>(seen.lo - k0 - j, last - j), vmax(lowest, vec(load(s + j) * scale)), minus_inf);
+        store(s + j, x);
+        row_max = vmax(row_max, x);
+      }
+    }
+    return row_max;
+  }
 
   // One pass a term: a loop that only adds is several times faster than one that asks at each step which terms there are.
   vec chunk(int64_t h, int64_t i, int64_t k0, int64_t n, Range seen, const A* diagonal, A* s, A* slope) const {
@@ -221,6 +252,7 @@ class Scores {
   }
   const AttentionProblem& p_;
   const Sequence& s_;
+  const bool mask_alone_;
 };
 
 }  // namespace PT_ISA

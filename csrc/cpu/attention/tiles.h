@@ -138,11 +138,12 @@ class TileRow {
   TileRow(const TileMap& m, int64_t b, int64_t h, int64_t i) : tiles_(m.at(b, h, i)), step_(m.stride.d), key_bits_(m.key_bits) {}
   const int32_t* tiles() const { return tiles_; }
   int32_t tile(int64_t j) const { return tiles_[(j >> key_bits_) * step_]; }
+  int64_t tile_start(int64_t j) const { return (j >> key_bits_) << key_bits_; }
   int64_t tile_end(int64_t j) const { return step_ ? ((j >> key_bits_) + 1) << key_bits_ : INT64_MAX; }
   // What is left of a range without the tiles at its ends that hide everything; empty as {x, x}.
   INLINE Range trim(Range r) const {
     while (r.lo < r.hi && tile(r.lo) == TileMap::kNone) r.lo = min(r.hi, tile_end(r.lo));
-    while (r.lo < r.hi && tile(r.hi - 1) == TileMap::kNone) r.hi = max(r.lo, ((r.hi - 1) >> key_bits_) << key_bits_);
+    while (r.lo < r.hi && tile(r.hi - 1) == TileMap::kNone) r.hi = max(r.lo, tile_start(r.hi - 1));
     return r;
   }
   // Whether all tiles of keys j .. j + n - 1 hide nothing, or all some pairs.
@@ -192,10 +193,26 @@ class MaskRow : public TileRow {
       bits_ = p.tiles.bits + (i & ((int64_t(1) << p.tiles.row_bits) - 1)) * words(), tile_words_ = words() << p.tiles.row_bits;
   }
   // Keys j .. j + n - 1 of a tile that hides some pairs; with bits, j is a multiple of the lanes.
-  INLINE mask bits(int64_t j, int64_t n) const {
-    if (!bits_) return dense_.bits(j, n);
-    const int64_t k = j & ((int64_t(1) << key_bits_) - 1);
-    return mask(bits_[tile(j) * tile_words_ + (k >> 5)] >> (k & 31));
+  INLINE mask bits(int64_t j, int64_t n) const { return bits_ ? mask(word(tile(j), j) >> (j & 31)) : dense_.bits(j, n); }
+  // What is left of a range without the keys at its ends that are hidden: known by pairs where there are bits, else by tiles.
+  INLINE Range trim(Range r) const {
+    if (!bits_) return TileRow::trim(r);
+    while (r.lo < r.hi) {
+      const int32_t t = tile(r.lo);
+      if (t == TileMap::kAll) break;
+      const uint32_t ahead = t == TileMap::kNone ? 0 : word(t, r.lo) >> (r.lo & 31);
+      r.lo = min(r.hi, ahead ? r.lo + __builtin_ctz(ahead) : t == TileMap::kNone ? tile_end(r.lo) : (r.lo | 31) + 1);
+      if (ahead) break;
+    }
+    while (r.lo < r.hi) {
+      const int64_t last = r.hi - 1;
+      const int32_t t = tile(last);
+      if (t == TileMap::kAll) break;
+      const uint32_t behind = t == TileMap::kNone ? 0 : word(t, last) << (31 - (last & 31));
+      r.hi = max(r.lo, behind ? r.hi - __builtin_clz(behind) : t == TileMap::kNone ? tile_start(last) : last & ~int64_t(31));
+      if (behind) break;
+    }
+    return r;
   }
   bool visible(int64_t j) const {
     const int32_t t = tile(j);
@@ -204,6 +221,8 @@ class MaskRow : public TileRow {
 
  private:
   int64_t words() const { return (int64_t(1) << key_bits_) / 32; }
+  // The bits of key j and its neighbours, 32 from a multiple of 32 on, in the tile whose state is t.
+  INLINE uint32_t word(int32_t t, int64_t j) const { return bits_[t * tile_words_ + ((j & ((int64_t(1) << key_bits_) - 1)) >> 5)]; }
   const DenseRow<A> dense_;
   const uint32_t* bits_ = nullptr;
   int64_t tile_words_ = 0;
