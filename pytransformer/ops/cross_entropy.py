@@ -23,7 +23,7 @@ ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
 )
 REDUCTIONS = get_args(Reduction)
-KEPT_BYTES = 8 << 20  # x weightᵀ is kept for backward up to this size, which saves backward the first of three products
+KEPT_BYTES = 64 << 20  # x weightᵀ is kept for backward up to this size, which saves backward the first of three products
 
 
 def _empty(a: Any) -> tuple[torch.Tensor, ...]:

@@ -182,9 +182,9 @@ def test_products_are_kept_where_they_are_few_and_wanted() -> None:
             a, _, _ = op.prepare(x, w, target)
         return op.empty_outputs(a)[2].numel()
 
-    assert kept(1 << 15, torch.float32, True) == 64 << 15  # 8 MB
+    assert kept(1 << 18, torch.float32, True) == 64 << 18  # 64 MB
     assert (
-        kept((1 << 15) + 1, torch.float32, True) == kept(1 << 15, torch.float32, False) == kept(11, torch.bfloat16, True) == 0
+        kept((1 << 18) + 1, torch.float32, True) == kept(1 << 18, torch.float32, False) == kept(11, torch.bfloat16, True) == 0
     )
 
 

@@ -41,9 +41,9 @@ void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTenso
                               int64_t ignore_index, double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
-  PT_SELECT(cross_entropy_kernels)
-      .forward(p,
-               {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), edge.vector(product, "product", p.rows * p.classes)});
+  void* kept = edge.vector(product, "product", p.rows * p.classes);
+  if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
+  PT_SELECT(cross_entropy_kernels).forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), kept});
 }
 
 void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse, MaybeTensor product,
