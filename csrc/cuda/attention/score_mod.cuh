@@ -199,8 +199,10 @@ class ScoreMod {
 
   PT_DEVICE Draws draws(int i, int j) const {  // those of key j's group for query i
     const uint32_t key = uint32_t(p_.key_start + j);
-    return philox(4 * (key / 32) + key % 8 / (PT_FAULT(pairs_dropout_of_another_group) ? 1 : 2), uint32_t(p_.query_start + i),
-                  p_.head_start + uint32_t(h_), p_.batch_start + uint32_t(b_), seed_);
+    const uint32_t head = (PT_FAULT(dropout_of_the_first_heads) ? 0 : p_.head_start) + uint32_t(h_);
+    const uint32_t batch = (PT_FAULT(dropout_of_the_first_sequences) ? 0 : p_.batch_start) + uint32_t(b_);
+    return philox(4 * (key / 32) + key % 8 / (PT_FAULT(pairs_dropout_of_another_group) ? 1 : 2), uint32_t(p_.query_start + i), head, batch,
+                  seed_);
   }
   PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
 

@@ -54,8 +54,9 @@ class ColumnDropout {
 
  private:
   PT_DEVICE Draws draws(int64_t row, uint32_t column, uint32_t lane) const {
-    const uint64_t r = uint64_t(row + row_start_);
-    return philox((column + column_start_) / 32 * 4 + lane, uint32_t(r), uint32_t(r >> 32), tag_, seed_);
+    const uint64_t r = uint64_t(row + (PT_FAULT(dropout_of_the_first_rows) ? 0 : row_start_));
+    const uint32_t c = column + (PT_FAULT(dropout_of_the_first_columns) ? 0 : column_start_);
+    return philox(c / 32 * 4 + lane, uint32_t(r), uint32_t(r >> 32), tag_, seed_);
   }
   PT_DEVICE uint32_t kept(const Draws& d) const {
     const uint32_t high = threshold_ + (PT_FAULT(dropouts_threshold_too_high) ? 600 : 0);

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on a part of a larger problem, whose dropout mask is that of the larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from pytransformer.testing.attention_check import check_slices
+from pytransformer.testing.dropout_check import check_hidden_starts, check_norm_starts
+
+RAW_OP = "attention_fwd"
+
+
+class Problem(NamedTuple):
+    name: str
+    check: Callable[[], None]
+
+
+def problems() -> Iterator[Problem]:
+    yield Problem("sequences and heads", lambda: check_slices("cuda"))
+    yield Problem("rows", lambda: check_norm_starts("cuda", 33))
+    yield Problem("hidden", lambda: check_hidden_starts("cuda", (32,), torch.bfloat16))
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the backend "cuda" on this problem."""
+    try:
+        problem.check()
+    except (RuntimeError, AssertionError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
