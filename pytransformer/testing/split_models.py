@@ -135,13 +135,10 @@ def sizes(
 
 
 def small(name: str) -> nn.Module:
-    """A small model in float64, its blocks without what a plan refuses."""
+    """A small model in float64, dropout in its blocks too, without the experts that a plan refuses."""
+    wanted: dict[str, Any] = {"attention_dropout": 0.1, "activation_dropout": 0.1, "experts": None}
     fields = {f.name for f in dataclasses.fields(small_models.CONFIGS[name])}
-    without: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "experts": None}
-    changes = {n: v for n, v in without.items() if n in fields} | (
-        {"dropout": 0.0} if name.startswith(("T5", "Conformer")) else {}
-    )
-    model: nn.Module = small_models.build(name, **changes)
+    model: nn.Module = small_models.build(name, **{n: v for n, v in wanted.items() if n in fields})
     return model.double().train()
 
 
