@@ -46,9 +46,9 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
         "--save-every", type=int, default=500, metavar="N", help="steps between checkpoints (default %(default)s)"
     )
     how.add_argument(
-        "--mesh", metavar="data=N,tensor=N",
-        help="of torchrun's processes, how many groups have other batches, and how many share one, each with some of the heads, hidden "
-        "layer and vocabulary (default: all have other batches)",
+        "--mesh", metavar="data=N,context=N,tensor=N",
+        help="of torchrun's processes, how many groups have other batches, and how many share one: each with some rows of its sequences "
+        "(context), or with some of the heads, hidden layer and vocabulary (tensor) (default: all have other batches)",
     )  # fmt: skip
     how.add_argument("--shard", action="store_true", help="split parameters and optimizer state over the data too (FSDP2)")
     how.add_argument(

@@ -7,18 +7,24 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
 from .._version import __version__
+from ..nn.cache import DecoderCache, Step
 from ..nn.experts import MixtureOptions, balance_loss
+from ..nn.masks import causal, padding
 from ..ops._core.sharded import is_sharded
 from . import _convert, _files
 from ._output import Output
 from ._parameters import PARTS, ParameterTable, parameter_table
+
+if TYPE_CHECKING:
+    from ..nn.context import Context
+    from ..nn.heads import Classifier
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Model(nn.Module):
     PRESETS: ClassVar[dict[str, Any]]
     CONVERSIONS: ClassVar[dict[str, _convert.Conversion]] = {}
     config: ModelConfig  # each model says which
+    takes_context: ClassVar[bool] = False  # whether its calls may be of sequences that several ranks share
+    context: Context | None = None  # set by nn.context_parallel: those ranks
     __call__: Callable[..., Output]
 
     def __init__(self, config: ModelConfig) -> None:
@@ -68,6 +76,36 @@ class Model(nn.Module):
             return loss
         balance = balance_loss(self)
         return loss if balance is None else loss + MixtureOptions(**experts).balance_weight * balance
+
+    def _keys(self, attention_mask: torch.Tensor | None, batch: int, length: int) -> tuple[torch.Tensor | None, int, int]:
+        """(mask, sequences, keys) of the whole sequence, as :func:`pytransformer.nn.masks.padding` takes them."""
+        if self.context is None:
+            return attention_mask, batch, length
+        device = next(self.parameters()).device
+        return self.context.mask(attention_mask, batch, length, device), batch, self.context.length(length)
+
+    def _rows(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """Of (B, L) what this process computes: all, but for a context its rows."""
+        return x if self.context is None else self.context.rows(x, fill)
+
+    def _step(self, cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
+        """Where the tokens of a call stand and what they see: for a context those of the whole sequence."""
+        if self.context is None:
+            return Step.of(cache, ids, attention_mask)
+        if cache is not None:
+            raise ValueError(f"{type(self).__name__}: a cache is of one process: generate outside of context_parallel")
+        mask, batch, keys = self._keys(attention_mask, *ids.shape)
+        return Step(0, keys, causal(padding(mask, batch, keys), 0, keys))
+
+    def _places(self, at: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
+        """The position ids of the rows that this process computes; None: all, counted from the step's start."""
+        if self.context is None:
+            return at
+        return self._rows(torch.arange(length, device=device)[None] if at is None else at)
+
+    def _mean_loss(self, head: Classifier, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Over all labels, those of other ranks' rows too."""
+        return head.loss(hidden, labels) if self.context is None else self.context.mean_loss(head, hidden, labels)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

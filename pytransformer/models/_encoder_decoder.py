@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..nn.cache import DecoderCache, Step
-from ..nn.heads import Classifier, learned
+from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.masks import padding
 from ._base import Model, ModelConfig
 from ._decoder import Decoder
@@ -28,6 +28,7 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
 
     config: EncoderDecoderConfig
     head: Classifier
+    takes_context = True
 
     @abc.abstractmethod
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,10 +86,14 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
         memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
         if decoder_input_ids is None:
             decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
-        step = Step.of(past_key_values, decoder_input_ids, decoder_attention_mask)
-        context = memory, padding(attention_mask, *memory.shape[:2])
+        step = self._step(past_key_values, decoder_input_ids, decoder_attention_mask)
+        if self.context is not None and input_ids is None:
+            raise ValueError("in context_parallel give input_ids, which tell how long the source is")
+        source = memory.shape[1] if self.context is None or input_ids is None else input_ids.shape[1]
+        context = memory, padding(*self._keys(attention_mask, memory.shape[0], source))
+        labels = None if labels is None else self._rows(labels, IGNORE)
         hidden = self.decode(decoder_input_ids, step, context, past_key_values, decoder_position_ids, learned(labels))
-        loss = None if labels is None else self.head.loss(hidden, labels)
+        loss = None if labels is None else self._mean_loss(self.head, hidden, labels)
         return Output(
             hidden, self._with_balance(loss), encoder_last_hidden_state=memory, past_key_values=past_key_values,
             compute_logits=lambda: self.head(step.last(hidden, logits_to_keep)),

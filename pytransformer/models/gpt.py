@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
-from ..nn.cache import DecoderCache, Step
+from ..nn.cache import DecoderCache
 from ..nn.experts import Experts, MixtureOfExperts, network
 from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
@@ -58,6 +58,7 @@ class GPT(Decoder, Model):
 
     config: GPTConfig
     Config = GPTConfig
+    takes_context = True
     PRESETS: ClassVar = {
         "base": GPTConfig(),
         "medium": GPTConfig(d_model=1024, num_layers=24, num_heads=16),
@@ -126,10 +127,11 @@ class GPT(Decoder, Model):
             prefix_lengths: (B,): tokens before it are visible to all.
             logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
         """
-        step = Step.of(past_key_values, input_ids, attention_mask)
-        x = self.embedding(input_ids)
+        step = self._step(past_key_values, input_ids, attention_mask)
+        x = self.embedding(self._rows(input_ids))
         if self.positions is not None:
-            x = x + self.positions(input_ids.shape[1], step.start, step.position_ids if position_ids is None else position_ids)
+            at, length = step.position_ids if position_ids is None else position_ids, input_ids.shape[1]
+            x = x + self.positions(length, step.start, self._places(at, length, x.device))
         visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
             visible["bias"] = self.alibi()
@@ -137,9 +139,9 @@ class GPT(Decoder, Model):
             visible["window"] = (self.config.window, None)
         if prefix_lengths is not None:
             visible["prefix_lengths"] = prefix_lengths
-        following = None if labels is None else nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        following = None if labels is None else self._rows(nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE), IGNORE)
         hidden = self.decoder(x, visible, cache=past_key_values, wanted=learned(following))
-        loss = None if following is None else self._with_balance(self.head.loss(hidden, following))
+        loss = None if following is None else self._with_balance(self._mean_loss(self.head, hidden, following))
         return Output(
             hidden, loss, past_key_values=past_key_values, compute_logits=lambda: self.head(step.last(hidden, logits_to_keep))
         )

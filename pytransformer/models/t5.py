@@ -132,8 +132,8 @@ class T5(EncoderDecoder):
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
-        visible = padding(attention_mask, *input_ids.shape, queries=True)
-        return self._finish(self.encoder(self.embedding(input_ids), {**visible, "bias": self.encoder_bias()}))
+        visible = padding(*self._keys(attention_mask, *input_ids.shape), queries=True)
+        return self._finish(self.encoder(self.embedding(self._rows(input_ids)), {**visible, "bias": self.encoder_bias()}))
 
     def decode(
         self,
@@ -147,4 +147,4 @@ class T5(EncoderDecoder):
         if at is not None:
             raise ValueError("T5 knows relative positions only: decoder_position_ids must be None")
         visible = {**step.visible, "bias": self.decoder_bias()}
-        return self._finish(self.decoder(self.embedding(ids), visible, *context, cache, wanted))
+        return self._finish(self.decoder(self.embedding(self._rows(ids)), visible, *context, cache, wanted))

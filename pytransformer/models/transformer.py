@@ -148,7 +148,8 @@ class Transformer(EncoderDecoder):
     def _embed(
         self, ids: torch.Tensor, embedding: nn.Embedding, positions: Positions, start: int = 0, at: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = embedding(ids)
+        x = embedding(self._rows(ids))
+        at = self._places(at, ids.shape[1], ids.device)
         if self.config.scale_embeddings:
             x = x * math.sqrt(self.config.d_model)
         return x + positions(ids.shape[1], start, at).to(x.dtype)
@@ -156,7 +157,7 @@ class Transformer(EncoderDecoder):
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(B, L) to (B, L, d_model); attention_mask as in :meth:`forward`."""
         x = self._embed(input_ids, self.source_embedding, self.source_positions)
-        return self.encoder(x, padding(attention_mask, *input_ids.shape, queries=True))
+        return self.encoder(x, padding(*self._keys(attention_mask, *input_ids.shape), queries=True))
 
     def decode(
         self,

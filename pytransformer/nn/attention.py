@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from ..ops.attention_varlen import attention_varlen
 from .cache import Layer
 from .patterns import Pattern
 from .taps import AttentionTap
+
+if TYPE_CHECKING:
+    from .context import Context
 
 
 class MultiHeadAttention(nn.Module):
@@ -82,6 +85,7 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.cross, self.pattern = cross, pattern
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps
+        self.context: Context | None = None  # set by nn.context: which ranks share the sequence
 
     def forward(
         self, x: torch.Tensor, context: torch.Tensor | None = None, *, cache: Layer | None = None, **visible: Any
@@ -113,6 +117,12 @@ class MultiHeadAttention(nn.Module):
         arguments = {**visible, "scale": self.scale, "sinks": self.sinks}
         packed = x.dim() == 2
         run = attention_varlen if packed else attention
+        if self.context is not None:
+            if packed or cache is not None:
+                raise ValueError(
+                    "MultiHeadAttention: in context_parallel neither a cache nor packed sequences are split over ranks"
+                )
+            run = self.context.attention
         p = self.dropout if self.training else 0.0
         if self.observer is None:
             result = run(query, key, value, dropout_p=p, **arguments)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -57,8 +57,8 @@ class Classifier(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean over the labels that are not -100, a float32 number.
+    def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+        """Mean or sum over the labels that are not -100, a float32 number.
 
         Args:
             x: (..., d_model). labels: (...), int64.
@@ -69,5 +69,5 @@ class Classifier(nn.Module):
             x, labels = select(x.flatten(0, -2), rows), labels.flatten()[rows]
         return linear_cross_entropy(
             x * self.scale if self.scale != 1.0 else x, self.weight, labels, bias=self.bias, ignore_index=IGNORE,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
+            label_smoothing=self.label_smoothing if self.training else 0.0, reduction=reduction,
         )  # fmt: skip

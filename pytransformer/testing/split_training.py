@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import models
+from ..nn.context import context_parallel
 from ..training import Batches, Recipe, Trainer, World, causal_collate, of_model, translation_collate, warmup_cosine
 from ..training.mesh import Mesh, make_mesh
 from .sharding_faults import planted
+from .split_models import make
 
 VOCABULARY = 61
 _SIZES = {"d_model": 16, "num_heads": 4, "hidden": 24}
@@ -132,6 +134,11 @@ def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
             Mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "tensor")))
         elif name == "some ranks":
             Mesh(DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",)))
+        elif name == "context and tensor":
+            Mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context")))
+        elif name == "no context":
+            with context_parallel(models.BERT(models.BERTConfig(num_layers=1))):
+                pass
         elif name == "heads":
             Job("GPT", changes={"d_model": 12, "num_heads": 3, "num_kv_heads": 3}).trainer(world_of(sizes, False))
         else:
@@ -144,3 +151,22 @@ def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def loss_and_gradients(model: Any, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    loss = model(**given).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def in_context(
+    rank: int, group: dist.ProcessGroup, made: tuple[str, Mapping[str, Any], torch.dtype], given: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The loss of sequences that the ranks of the group share, and the sum of their gradients."""
+    model = make(*made)
+    with context_parallel(model, group):
+        found = loss_and_gradients(model, given)
+    for name, t in found.items():
+        if name != "loss":
+            dist.all_reduce(t, group=group)
+    return found

@@ -58,6 +58,11 @@ class World(NamedTuple):
         """Whether processes have parts of parameters."""
         return self.mesh is not None and self.mesh.splits
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Which rows of a batch's sequences are this process's, if they are split and these are not the first."""
+        return () if self.mesh is None or self.mesh.place == 0 else (self.mesh.place,)
+
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over the processes with other batches, which `value` becomes."""
         if self.parts > 1:
@@ -86,7 +91,7 @@ def distributed(
 
     Args:
         device: "cpu" or "cuda"; None: a GPU if there is one. With several processes each takes the GPU of its local rank.
-        mesh: how many processes in each dimension, among `data` and `tensor`; None: all have other batches.
+        mesh: how many processes in each dimension, among `data`, `context` and `tensor`; None: all have other batches.
         shard: split parameters and optimizer state over the data too.
         timeout: seconds that a process waits for another; longer than the longest evaluation and writing of a checkpoint.
 

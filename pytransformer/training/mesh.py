@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("data", "tensor")  # neighbouring ranks share a batch: tensor parallel sends most
+AXES = ("data", "context", "tensor")  # neighbouring ranks share a batch: tensor parallel sends most
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -56,7 +56,8 @@ def make_mesh(sizes: Mapping[str, int], ranks: int, device: str) -> DeviceMesh:
 class Mesh:
     """What training needs of a device mesh.
 
-    A *replica* is a group of ranks with the whole model: those of one batch. Gradients are summed over replicas.
+    A *replica* is a group of ranks with the whole model. Each has a gradient of its own, of another batch or of other rows of one;
+    they are summed.
 
     Args:
         mesh: its dimensions are named, among AXES, in any order; it has all ranks. One that is missing has size 1.
@@ -64,13 +65,15 @@ class Mesh:
         timeout: seconds that a rank waits for another; None: torch's default, half an hour, which a mesh's own groups always have.
 
     Attributes:
-        data, tensor: the sizes.
-        part: this rank's number in the dimension data.
-        data_group: the ranks with other batches and the same part of the model.
+        data, context, tensor: the sizes.
+        part, place: this rank's number in the dimensions data and context.
+        data_group: the ranks with other batches, the same rows and the same part of the model.
+        context_group: the ranks with other rows of the same batch.
+        replica_group: both: those with the same part of the model.
         wrapping: the same ranks by ("replica", "shard", "tensor"), as `fully_shard` and `parallelize_module` take them.
 
     Raises:
-        ValueError: dimensions of other names, or not all ranks.
+        ValueError: dimensions of other names, or not all ranks; context and tensor at once.
     """
 
     def __init__(self, mesh: DeviceMesh, *, shard: bool = False, timeout: float | None = None) -> None:
@@ -84,21 +87,28 @@ class Mesh:
             raise ValueError(f"mesh: it has {mesh.size()} of {dist.get_world_size()} ranks: all train, so wanted all")
         sizes = dict(zip(names, mesh.mesh.shape))
         ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])
-        self.data, self.tensor = (sizes.get(name, 1) for name in AXES)
+        self.data, self.context, self.tensor = (sizes.get(name, 1) for name in AXES)
+        if self.context > 1 and self.tensor > 1:
+            raise ValueError("mesh: context and tensor both split attention: use one of them, with data")
         self.shard = shard
-        shape = (1, self.data, self.tensor) if shard else (self.data, 1, self.tensor)
+        ranks = ranks.reshape(self.data, self.context, self.tensor)
+        shape = (1, self.replicas, self.tensor) if shard else (self.replicas, 1, self.tensor)
         self.wrapping = _mesh_with_timeout(mesh.device_type, ranks.reshape(shape), ("replica", "shard", "tensor"), timeout)
-        self.data_group = self.wrapping.get_group("shard" if shard else "replica")
+        self.replica_group = self.data_group = self.wrapping.get_group("shard" if shard else "replica")
+        self.context_group: dist.ProcessGroup | None = None
+        if self.context > 1:
+            self.data_group, self.context_group, _ = _groups(ranks, timeout)
         self.part = dist.get_rank(self.data_group)
+        self.place = 0 if self.context_group is None else dist.get_rank(self.context_group)
 
     @property
     def replicas(self) -> int:
-        return self.data
+        return self.data * self.context
 
     @property
     def splits(self) -> bool:
         """Whether a rank has less than the whole of some parameter."""
-        return self.tensor > 1 or (self.shard and self.data > 1)
+        return self.tensor > 1 or (self.shard and self.replicas > 1)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name in AXES if (size := getattr(self, name)) > 1]
@@ -107,10 +117,15 @@ class Mesh:
 
 def _mesh_with_timeout(device: str, ranks: torch.Tensor, names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
     """A device mesh of groups whose collectives give up after a time."""
+    return DeviceMesh.from_group(_groups(ranks, timeout), device, mesh=ranks, mesh_dim_names=names)
+
+
+def _groups(ranks: torch.Tensor, timeout: float | None) -> list[dist.ProcessGroup]:
+    """This rank's group in each dimension."""
     wait = None if timeout is None else datetime.timedelta(seconds=timeout)
     own = []
     for dim in range(ranks.dim()):
         lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
         made = [dist.new_group(line, timeout=wait) for line in lines]  # every rank makes all of them, in this order
         own.append(next(group for group, line in zip(made, lines) if dist.get_rank() in line))
-    return DeviceMesh.from_group(own, device, mesh=ranks, mesh_dim_names=names)
+    return own

@@ -133,7 +133,7 @@ class Trainer:
             self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
         self._step: _Step | nn.parallel.DistributedDataParallel = _Step(self.model, objective)
         if self.split is None and self.world.replicas > 1:
-            group = None if self.world.mesh is None else self.world.mesh.data_group
+            group = None if self.world.mesh is None else self.world.mesh.replica_group
             self._step = nn.parallel.DistributedDataParallel(self._step, process_group=group)
         self.out = out
         if out is not None:
@@ -265,8 +265,8 @@ class Trainer:
         for number in range(recipe.accumulate):
             batch = next(stream)
             # By the batch's place in the step, whichever process has it: the masks of dropout are the same on every mesh.
-            torch.manual_seed(mix(recipe.seed, self.step, number * self.world.parts + self.world.part))
-            with self._no_sync(number):
+            torch.manual_seed(mix(recipe.seed, self.step, number * self.world.parts + self.world.part, *self.world.rows))
+            with self._no_sync(number), self._context():
                 with torch.autocast(device.type, dtype=recipe.autocast, enabled=recipe.autocast is not None):
                     loss, count = self._step(batch)
                 (loss * count).backward()
@@ -294,6 +294,15 @@ class Trainer:
         if isinstance(self._step, nn.parallel.DistributedDataParallel) and number < self.recipe.accumulate - 1:
             return self._step.no_sync()
         return nullcontext()
+
+    def _context(self) -> AbstractContextManager[None]:
+        """Within it a batch's sequences are split over the processes that share it."""
+        mesh = self.world.mesh
+        if mesh is None or mesh.context_group is None:
+            return nullcontext()
+        from ..nn.context import context_parallel
+
+        return context_parallel(self.model, mesh.context_group)
 
     def _finish_gradients(self, factor: float) -> None:
         """Times a factor, and clipped."""

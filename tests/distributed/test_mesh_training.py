@@ -33,6 +33,15 @@ def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: boo
         assert difference(found, want) < 1e-9
 
 
+@pytest.mark.parametrize("model", ["GPT", "T5", "Transformer"])
+def test_sequences_are_split(pool: Pool, model: str) -> None:
+    """Over two ranks, batches over two others: losses and weights of one process. Lengths of 4 to 12 and their padding, no dropout."""
+    job = Job(model, steps=10, changes={"dropout": 0.0})
+    want = job.run()
+    for found in pool.run(4, on_a_mesh, job, {"data": 2, "context": 2}, model == "T5"):
+        assert difference(found, want) < 1e-9
+
+
 @pytest.mark.parametrize("text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""])
 def test_what_is_no_mesh(text: str) -> None:
     with pytest.raises(ValueError, match=r"a mesh is written as data=2,tensor=2.*got '"):
@@ -44,7 +53,7 @@ def test_a_mesh_has_all_ranks() -> None:
     for sizes, told in (
         ({"data": 2, "tensor": 3}, "data=2, tensor=3 is a mesh of 6 ranks, and there are 4: start as many with torchrun"),
         ({"tensor": 3}, "tensor=3 is a mesh of a multiple of 3 ranks, and there are 4"),
-        ({"rows": 4}, "dimensions are among data, tensor, got rows"),
+        ({"rows": 4}, "dimensions are among data, context, tensor, got rows"),
     ):
         with pytest.raises(ValueError, match=told):
             make_mesh(sizes, 4, "cpu")
@@ -54,8 +63,10 @@ def test_a_mesh_has_all_ranks() -> None:
 
 
 REFUSED = {
-    "no names": "wanted dimensions among data, tensor, got none with a name: init_device_mesh",
-    "other names": "wanted dimensions among data, tensor, got rows, tensor",
+    "no names": "wanted dimensions among data, context, tensor, got none with a name: init_device_mesh",
+    "other names": "wanted dimensions among data, context, tensor, got rows, tensor",
+    "context and tensor": "context and tensor both split attention: use one of them, with data",
+    "no context": "BERT does not take a part of a sequence; GPT, Transformer and T5 do: use data, or tensor",
     "some ranks": "it has 2 of 4 ranks: all train, so wanted all",
     "heads": "2 ranks must divide the 3 heads of queries and the 3 of keys: use fewer ranks in this dimension",
     "no plan": "needs a model with tensor_parallel_plan().*got Linear: use data alone",
