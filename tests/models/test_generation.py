@@ -259,10 +259,11 @@ def test_padding_may_stand_anywhere(name, side, how):
         assert together.lists() == [run(t[None, :n], None).lists()[0] for t, n in zip(tokens, lengths.tolist())]
 
 
-def test_a_prefix_of_a_padded_prompt_is_counted_in_columns():
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_a_prefix_of_a_padded_prompt_is_counted_in_columns(cache):
     model, ids = gpt(), torch.tensor([[0, 0, 5, 9, 7, 8, 6], [4, 11, 5, 9, 7, 8, 6]])
     mask, prefix = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]), torch.tensor([5, 4])
-    together = generate(model, ids, mask, prefix_lengths=prefix, max_new_tokens=6).lists()
+    together = generate(model, ids, mask, prefix_lengths=prefix, max_new_tokens=6, cache=cache).lists()
     assert together[0] == generate(model, ids[:1, 2:], prefix_lengths=torch.tensor([3]), max_new_tokens=6).lists()[0]
     assert together[1] == generate(model, ids[1:], prefix_lengths=prefix[1:], max_new_tokens=6).lists()[0]
 
