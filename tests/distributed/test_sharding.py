@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     ),
     "dropout of rows that do not follow each other": (
         "add_norm", {n: ((2, 6, 8), [Shard(1)]) for n in ("x", "residual")} | {"weight": ((8,), R)}, {"dropout_p": 0.1},
-        "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute x and residual",
+        "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute to Shard(0)",
     ),
     "a normalized dimension": ("layer_norm", {"x": ((4, 8), [Shard(1)])}, {"normalized_shape": 8}, "cannot compute with x by dimension 1"),
     "two ways at once": (

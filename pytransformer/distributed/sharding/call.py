@@ -20,7 +20,10 @@ from ...ops._core.registry import Op
 from .ways import Start, Way, mesh_of, starts_of, ways_of
 
 Rule = Callable[[Any], Sequence[Way]]
-DROPOUT = "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute"
+DROPOUT = (
+    "dropout goes by the number of the row, and the rows of a rank do not follow each other: redistribute to Shard(0) or Replicate(), or "
+    "use no dropout"
+)
 
 
 def run_split(op: Op, a: Any, backend: str | None, strict: bool, ways: Sequence[Way]) -> tuple[torch.Tensor, ...]:
@@ -135,4 +138,4 @@ def rows_from(a: Any, dim: int, lead: int) -> dict[str, Any]:
         return {}
     if math.prod(a.x.shape[:dim]) == 1:
         return {"starts": {"row_start": Start("x", dim, math.prod(a.x.shape[dim + 1 : lead]))}}
-    return {"refused": f"{DROPOUT} x and residual by their first dimension, or to Replicate(), or use no dropout"}
+    return {"refused": DROPOUT}
