@@ -17,6 +17,7 @@ from .. import models
 from ..nn.context import context_parallel
 from ..training import Batches, Recipe, Trainer, World, causal_collate, of_model, translation_collate, warmup_cosine
 from ..training.mesh import Mesh, make_mesh
+from ..training.parallel import local
 from .sharding_faults import planted
 from .split_models import make
 
@@ -112,6 +113,15 @@ def refusal_to_resume(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapp
     except ValueError as error:
         return str(error)
     return ""
+
+
+def held(rank: int, group: dist.ProcessGroup, job: Job, sizes: Mapping[str, int], shard: bool) -> tuple[int, int]:
+    """(bytes of parameters and optimizer state of this rank, of the whole model)."""
+    trainer = job.trainer(world_of(tuple(sizes.items()), shard))
+    trainer.fit(until=1)
+    tensors = [*trainer.model.parameters(), *(t for entries in trainer.optimizer.state.values() for t in entries.values())]
+    of_matrices = [t.detach() for t in tensors if t.dim()]
+    return sum(local(t).nbytes for t in of_matrices), sum(t.numel() * t.itemsize for t in of_matrices)
 
 
 def difference(found: Ran, want: Ran) -> float:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_training import Job, Ran, difference, on_a_mesh, refusal
+from pytransformer.testing.split_training import Job, Ran, difference, held, on_a_mesh, refusal
 from pytransformer.training import distributed
 from pytransformer.training.mesh import make_mesh, parse_mesh
 
@@ -40,6 +40,14 @@ def test_sequences_are_split(pool: Pool, model: str) -> None:
     want = job.run()
     for found in pool.run(4, on_a_mesh, job, {"data": 2, "context": 2}, model == "T5"):
         assert difference(found, want) < 1e-9
+
+
+@pytest.mark.parametrize("sizes, shard", [({"data": 4}, True), ({"tensor": 4}, False), (MESH, True)], ids=str)
+def test_parameters_and_optimizer_state_fall_as_the_ranks_grow(pool: Pool, sizes: dict[str, int], shard: bool) -> None:
+    """To the byte with shard; a plan leaves norms, positions and biases of results whole."""
+    job = Job("GPT", a_step=4, changes={"vocab_size": 64})
+    for own, whole in pool.run(4, held, job, sizes, shard):
+        assert own == whole // 4 if sizes == {"data": 4} else whole / 4 <= own <= 0.32 * whole
 
 
 @pytest.mark.parametrize("text", ["data", "data=two", "data=0", "data=2,data=2", "rows=2", "tensor=2,", "data=-1", ""])
