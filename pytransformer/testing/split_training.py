@@ -18,8 +18,9 @@ from ..nn.context import context_parallel
 from ..training import Batches, Recipe, Trainer, World, causal_collate, of_model, translation_collate, warmup_cosine
 from ..training.mesh import Mesh, make_mesh
 from ..training.parallel import local
+from . import small_models
 from .sharding_faults import planted
-from .split_models import make
+from .split_models import make, small
 
 VOCABULARY = 61
 _SIZES = {"d_model": 16, "num_heads": 4, "hidden": 24}
@@ -161,6 +162,36 @@ def refusal(rank: int, group: dist.ProcessGroup, name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def small_run(name: str, world: World | None = None) -> Ran:
+    """Three steps of a small model of whatever kind, two batches a step, of the rows of its inputs; buffers are not compared.
+
+    Not by Adam: of a gradient that is zero, as that of a bias before a batch norm, it makes a step of the rounding.
+    """
+    given = small_models.inputs(name)
+    rows = len(given["labels"])
+
+    def collate(places: list[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+        found = {n: t[[i % rows for i in places]] for n, t in given.items()}
+        return {n: t.double() if t.is_floating_point() else t for n, t in found.items()}
+
+    def objective(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return model(**batch).loss, len(batch["labels"])
+
+    recipe = Recipe(steps=3, accumulate=2 // (world.parts if world else 1), clip=0.5, log_every=1)
+    trainer = Trainer(
+        small(name), objective, Batches(list(range(24)), 4, collate), recipe, lambda step: 0.01, world=world,
+        optimizer=partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+    )  # fmt: skip
+    trainer.fit()
+    state = dict(trainer.model.state_dict()) if trainer.split is None else trainer.split.state(keep=True)
+    learned = {n for n, _ in small(name).named_parameters()}
+    return Ran([row["loss"] for row in trainer.metrics.rows], {n: t.clone() for n, t in state.items() if n in learned})
+
+
+def small_on_a_mesh(rank: int, group: dist.ProcessGroup, name: str, sizes: Mapping[str, int]) -> Ran:
+    return small_run(name, world_of(tuple(sizes.items()), False))
 
 
 def loss_and_gradients(model: Any, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

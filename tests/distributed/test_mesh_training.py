@@ -8,8 +8,9 @@ import re
 
 import pytest
 
+from pytransformer.testing import small_models
 from pytransformer.testing.ranks import Pool
-from pytransformer.testing.split_training import Job, Ran, difference, held, on_a_mesh, refusal
+from pytransformer.testing.split_training import Job, Ran, difference, held, on_a_mesh, refusal, small_on_a_mesh, small_run
 from pytransformer.training import distributed
 from pytransformer.training.mesh import make_mesh, parse_mesh
 
@@ -30,6 +31,23 @@ def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: boo
     want = alone(model)
     assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
     for found in pool.run(4, on_a_mesh, Job(model), MESH, shard):
+        assert difference(found, want) < 1e-9
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "Conformer-ctc" else pytest.mark.slow) for name in small_models.CONFIGS
+])  # fmt: skip
+def test_every_model_trains_on_a_mesh(pool: Pool, name: str) -> None:
+    """Parameters that a plan leaves plain (relative attention, batch norm) among those of two meshes, in one optimizer and one norm."""
+    want = small_run(name)
+    for found in pool.run(4, small_on_a_mesh, name, MESH):
+        assert difference(found, want) < 1e-9
+
+
+def test_plain_parameters_beside_split_ones(pool: Pool) -> None:
+    """Where nothing is over the data they stay plain tensors."""
+    want = small_run("Conformer-ctc")
+    for found in pool.run(4, small_on_a_mesh, "Conformer-ctc", {"tensor": 4}):
         assert difference(found, want) < 1e-9
 
 
