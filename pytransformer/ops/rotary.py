@@ -9,6 +9,7 @@ import torch
 
 from ..reference.rotary import rotary_forward
 from ._backends.cpu import rotary as cpu
+from ._backends.triton import rotary as triton
 from ._core.registry import Op, check_backend
 from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
 from .rotary_positions import RotaryPositions, RotaryScaling, tables
@@ -195,3 +196,4 @@ def _reference_bytes(a: Any) -> int:
 
 rotary_op.add_reference(rotary_forward, extra_bytes=_reference_bytes)
 rotary_op.backend(cpu.backend(rotary_op))
+rotary_op.backend(triton.backend(rotary_op))

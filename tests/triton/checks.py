@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from kernel_mutants import mutated
 
-from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
+from pytransformer.testing import draw_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm, fuzz_rotary
 from pytransformer.testing.fuzz import Report, fuzz
 
 FAULT_SIGNS = ("WRONG", "two runs differ", "StrayWrite")
@@ -31,6 +31,7 @@ DRAWN = {
     "layer_norm": Drawn(fuzz_layer_norm.draw, seed=3, few=80, many=240, wanted=100),
     "feed_forward": Drawn(fuzz_feed_forward.draw, seed=6, few=80, many=240, wanted=100),
     "cross_entropy": Drawn(fuzz_cross_entropy.draw, seed=4, few=80, many=240, wanted=100),
+    "rotary": Drawn(fuzz_rotary.draw, seed=8, few=80, many=240, wanted=100),
 }
 
 

@@ -32,10 +32,12 @@ from pytransformer.kernels.attention import problem
 from pytransformer.kernels.feed_forward import configs as network_tiles
 from pytransformer.kernels.feed_forward import tiles as network
 from pytransformer.kernels.layer_norm import configs as norm_tiles
+from pytransformer.ops.append_kv import append_kv_op
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op
 from pytransformer.ops.layer_norm import add_norm_op
+from pytransformer.ops.rotary import rotary_op
 from pytransformer.testing.cases import case
 
 TABLE = Path(__file__).with_name("resources.json")
@@ -56,6 +58,11 @@ SPILLING = re.compile(
 REFUSED = re.compile(r".* D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
+ROTARY = [
+    *((name, dims, torch.bfloat16) for name in ("rotary", "rotary_norm", "append_kv_norm_pages") for dims in (64, 128, 256)),
+    *((name, 128, torch.bfloat16) for name in ("rotary_interleaved", "rotary_partial", "append_kv")),
+    *((name, 128, torch.float32) for name in ("rotary", "rotary_norm", "append_kv_norm_pages")),
+]
 
 
 class Driver:
@@ -148,6 +155,8 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"add_norm N{columns} bf16", norm("layer", torch.bfloat16, columns, **DROPOUT)
     yield "add_norm N4096 fp32", norm("layer", torch.float32, 4096, **DROPOUT)
     yield "add_rms_norm N4096 bf16", norm("rms", torch.bfloat16, 4096)
+    for name, dims, dtype in ROTARY:
+        yield f"{name} D{dims} {'bf16' if dtype == torch.bfloat16 else 'fp32'}", rotary(name, dtype, dims)
     for classes in (200, 1000, 50257):
         yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
@@ -191,6 +200,21 @@ def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callabl
         backend = add_norm_op.backends["triton"]
         normed, *saved = backend.forward(a)
         backend.backward(a, (normed, normed), saved, [True] * 4)
+
+    return run
+
+
+def rotary(name: str, dtype: torch.dtype, head_dim: int) -> Callable[[], Any]:
+    """A shared case."""
+
+    def run() -> None:
+        found = case(name).resize(D=head_dim)
+        op = rotary_op if found.op == "rotary" else append_kv_op
+        args, kwargs = found.make("cpu", dtype, seed=0)
+        a, _, _ = op.prepare(*args, **kwargs)
+        out, *saved = op.backends["triton"].forward(a)
+        if not found.forward_only:
+            op.backends["triton"].backward(a, (out,), saved, [True, a.weight is not None])
 
     return run
 
@@ -300,7 +324,10 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
         if used["shared"] > SHARED_LIMIT[capability]:
             found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
         # Nothing is multiplied in these kernels.
-        rowwise = any(name in key for name in ("norm", "cross_entropy", "preprocess", "combine", "mask_blocks", "mask_lists"))
+        rowwise = any(
+            name in key
+            for name in ("norm", "rotary", "append", "cross_entropy", "preprocess", "combine", "mask_blocks", "mask_lists")
+        )
         if used["stack"] and not SPILLING.search(key) and committed().get("triton") == triton.__version__:
             found.append(f"{key}: {used['stack']} bytes of stack")
         if not used["products"] and "bf16" in key and not rowwise:

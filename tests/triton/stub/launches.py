@@ -19,7 +19,14 @@ import torch
 from gpu import Gpu
 
 import pytransformer as pt
-from pytransformer.testing import draw_attention, fuzz_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
+from pytransformer.testing import (
+    draw_attention,
+    fuzz_attention,
+    fuzz_cross_entropy,
+    fuzz_feed_forward,
+    fuzz_layer_norm,
+    fuzz_rotary,
+)
 from pytransformer.testing.cases import Case, cases, leaves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,6 +35,7 @@ DRAWN = {
     "layer_norm": (fuzz_layer_norm.draw, fuzz_layer_norm.run),
     "feed_forward": (fuzz_feed_forward.draw, fuzz_feed_forward.run),
     "cross_entropy": (fuzz_cross_entropy.draw, fuzz_cross_entropy.run),
+    "rotary": (fuzz_rotary.draw, fuzz_rotary.run),
 }
 SEED = 77
 BF16 = torch.bfloat16

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""append_kv in one launch: the first programs turn queries, the next keys, which go to their places in the cache, the last copy values.
+
+A place outside the cache, or a page outside the pool, is written by nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._lang import kernel, launch, narrow
+from .._launch import replayed
+from .configs import WARPS, Kind, kind_of
+from .fwd import turned_row
+from .rows import Problem, Rows, at, load_row, pairs_of, place, rows_of, store_row, strides, table_strides
+
+
+class AppendStrides(NamedTuple):
+    LAYOUT = True
+    query: Rows
+    key: Rows
+    value: Rows
+    out: Rows
+    key_cache: Rows
+    value_cache: Rows
+    table: Rows | None
+
+
+class Cache(NamedTuple):
+    """Without a table of pages a sequence is one page."""
+
+    limit: int  # positions of a sequence
+    page_size: int
+    pages: int  # of a sequence, in the table
+    num_pages: int
+
+
+class Operands(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    pages: torch.Tensor | None
+    positions: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+
+
+class Columns(NamedTuple):
+    """Pairs and columns of a row; how they divide decides how wide loads are."""
+
+    LAYOUT = True
+    half: int
+    dim: int
+    value_half: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Of rows of queries and keys, and of values, whose rows may be of another length."""
+
+    ROWS: Kind
+    VALUE: Kind
+
+
+@triton.jit
+def cache_rows(POSITIONS, PAGES, b, l, m_r, cache, length):
+    """(sequence or page, row of it, whether it is there) of rows at these positions of their sequences."""
+    position = tl.load(POSITIONS + b * length + l, mask=m_r, other=-1)
+    m = m_r & (position >= 0) & (position < cache.limit)
+    first = b
+    position = tl.where(m, position, 0).to(tl.int32)
+    if PAGES is not None:
+        first = tl.load(PAGES + b * cache.pages + position // cache.page_size, mask=m, other=-1).to(tl.int64)
+        m = m & (first >= 0) & (first < cache.num_pages)
+        position = position % cache.page_size
+    return first, position.to(tl.int64), m
+
+
+@triton.jit
+def append_queries(i_tile, o, n, s, p, C: tl.constexpr):
+    r = rows_of(i_tile, C)
+    m_r = r < p.rows
+    b, h, l = place(r, p.heads, p.length)
+    p_table = at(s.table, b, h, l) if o.cos is not None else r
+    p_x = at(s.query, b, h, l)
+    b_1, b_2, b_rest = turned_row(o.query, o.cos, o.sin, o.q_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C)
+    dtype: tl.constexpr = o.out.dtype.element_ty
+    b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
+    store_row(o.out, at(s.out, b, h, l), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C)
+
+
+@triton.jit
+def append_keys(i_tile, o, n, s, p, cache, C: tl.constexpr):
+    r = rows_of(i_tile, C)
+    m_r = r < p.rows
+    b, h, l = place(r, p.heads, p.length)
+    p_table = at(s.table, b, h, l) if o.cos is not None else r
+    first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
+    p_x = at(s.key, b, h, l)
+    b_1, b_2, b_rest = turned_row(o.key, o.cos, o.sin, o.k_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C)
+    dtype: tl.constexpr = o.key_cache.dtype.element_ty
+    b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
+    store_row(o.key_cache, at(s.key_cache, first, h, row), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C)
+
+
+@triton.jit
+def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
+    r = rows_of(i_tile, C)
+    m_r = r < p.rows
+    b, h, l = place(r, p.heads, p.length)
+    first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
+    b_1, b_2, b_rest = load_row(o.value, at(s.value, b, h, l), m_r, n.value_half, n.value_dim, C.ROWS, C)
+    dtype: tl.constexpr = o.value_cache.dtype.element_ty  # through float32 and back: no bit is lost
+    b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
+    p_out = at(s.value_cache, first, h, row)
+    store_row(o.value_cache, p_out, m_r, n.value_half, n.value_dim, b_1, b_2, b_rest, C.ROWS, C)
+
+
+@kernel(do_not_specialize=["q_tiles", "k_tiles"])
+def rotary_append(q_tiles, k_tiles, o, n, s, q, k, cache, C: tl.constexpr):
+    i_tile = tl.program_id(0)
+    if i_tile < q_tiles:
+        append_queries(i_tile, o, n, s, q, C.ROWS)
+    elif i_tile < q_tiles + k_tiles:
+        append_keys(i_tile - q_tiles, o, n, s, k, cache, C.ROWS)
+    else:
+        append_values(i_tile - q_tiles - k_tiles, o, n, s, k, cache, C.VALUE)
+
+
+@replayed
+def append(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor | None,
+    positions: torch.Tensor,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None],
+    out: torch.Tensor,
+    *,
+    interleaved: bool,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Write out and the caches. ``rows``: query, key and value. The last dimension of each tensor is contiguous, the table of pages and
+    the positions wholly."""
+    (query, key, value), (key_cache, value_cache) = rows, caches
+    batch, _, length, dim = query.shape
+    half, value_dim = pairs_of(query, tables[0]), value.shape[3]
+    size = query.element_size()
+    kinds = Kinds(kind_of(half, dim, interleaved, size), kind_of(value_dim // 2, value_dim, False, size))
+    q, k = (Problem(batch * t.shape[1] * length, t.shape[1], length, eps, weight_offset) for t in (query, key))
+    q_tiles, k_tiles, v_tiles = (-(-p.rows // kind.ROWS) for p, kind in ((q, kinds.ROWS), (k, kinds.ROWS), (k, kinds.VALUE)))
+    page_size, pages = key_cache.shape[2], 1 if page_table is None else page_table.shape[1]
+    cache = Cache(pages * page_size, page_size, pages, key_cache.shape[0])
+    s = AppendStrides(*map(strides, (query, key, value, out, key_cache, value_cache)), table_strides(tables[0]))  # type: ignore[arg-type]
+    o, n = Operands(*rows, *caches, page_table, positions, *tables, *norms, out), Columns(half, dim, value_dim // 2, value_dim)
+    tiles = q_tiles + k_tiles + v_tiles
+    launch(rotary_append, tiles, query.device, q_tiles, k_tiles, o, n, s, q, k, cache, kinds, warps=WARPS, stages=1)
