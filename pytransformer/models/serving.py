@@ -154,9 +154,10 @@ class Batcher:
         self.cache.select([request.sequence for request in requests])
         for request, piece in zip(requests, pieces):
             request.read += len(piece)
-        lengths = torch.tensor([request.read for request in requests])
         ragged = any(len(piece) < longest for piece in pieces)
-        more = {"attention_mask": lengths.to(self._device)} if ragged else {}
+        more = (
+            {"attention_mask": torch.tensor([request.read for request in requests])} if ragged else {}
+        )  # the cache reads it here
         out = self.model(ids, **more, past_key_values=self.cache, logits_to_keep=1)
         if all(request.unread for request in requests):
             return []

@@ -117,11 +117,6 @@ class DecoderCache(abc.ABC):
     def free(self) -> None:
         """The sequences end; their memory is kept for others."""
 
-    def _reorder_cross(self, rows: torch.Tensor) -> None:
-        for layer in self.layers:
-            if layer.cross is not None:
-                layer.cross = (layer.cross[0].index_select(0, rows), layer.cross[1].index_select(0, rows))
-
 
 def new_tokens(
     who: str, held: torch.Tensor, columns: int, lengths: torch.Tensor | None
@@ -143,6 +138,11 @@ def new_tokens(
     column = torch.arange(columns, device=held.device)
     positions = torch.where(column < new[:, None], held[:, None] + column, -1)
     return new, held + new, positions
+
+
+def reordered(cross: tuple[torch.Tensor, torch.Tensor] | None, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The cross-attention's keys and values of these rows."""
+    return None if cross is None else (cross[0].index_select(0, rows), cross[1].index_select(0, rows))
 
 
 def refuse_gradients(who: str, *tensors: torch.Tensor) -> None:
@@ -195,8 +195,10 @@ class LayerCache:
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
 
-    def reorder(self, rows: torch.Tensor) -> None:
+    def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         """Row b of the batch becomes what was row ``rows[b]``; there may be more or fewer rows than before."""
+        if cross:
+            self.cross = reordered(self.cross, rows)
         if self.lengths is not None:
             self.lengths = self.lengths.index_select(0, rows)
         if self.buffers is not None:
@@ -275,9 +277,7 @@ class KeyValueCache(DecoderCache):
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         for layer in self.layers:
-            layer.reorder(rows)
-        if cross:
-            self._reorder_cross(rows)
+            layer.reorder(rows, cross)
 
     def crop(self, length: int | torch.Tensor) -> None:
         if isinstance(length, torch.Tensor):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..ops.append_kv import KeyValues
-from .cache import DecoderCache, Step, new_tokens, refuse_gradients, write
+from .cache import DecoderCache, Step, new_tokens, refuse_gradients, reordered, write
 from .masks import is_lengths, padding
 from .pages import OutOfPages, Pages
 
@@ -181,8 +181,8 @@ class PagedCache(DecoderCache):
         for name in before:
             if name not in kept:
                 self.pages.close(name)
-        if cross:
-            self._reorder_cross(rows)
+        for layer in self.layers if cross else ():
+            layer.cross = reordered(layer.cross, rows)
 
     def crop(self, length: int | torch.Tensor) -> None:
         held = [self.pages.lengths[name] for name in self.rows]
