@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import pytransformer as pt
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
 
@@ -80,8 +81,9 @@ ROUNDS: dict[str, list[list[int] | int]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDS)
-def test_each_sequence_is_what_it_is_alone(cache: Any, name: str) -> None:
-    tokens(layer(), cache, ROUNDS[name])
+def test_each_sequence_is_what_it_is_alone(backend: str, cache: Any, name: str) -> None:
+    with pt.use_backend(attention=backend):
+        tokens(layer(), cache, ROUNDS[name])
 
 
 @torch.no_grad()
