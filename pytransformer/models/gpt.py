@@ -17,6 +17,7 @@ from ..nn.feed_forward import FeedForward
 from ..nn.heads import IGNORE, Classifier, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
+from ..nn.rotary import RotaryMultiHeadAttention
 from ..ops._core.options import ActivationName
 from . import _hugging_face
 from ._base import Model, ModelConfig
@@ -26,9 +27,9 @@ from ._output import Output
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """positions: ``"learned"``, or ``"alibi"`` for sequences longer than trained on. window: how many tokens back attention
-    reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads. experts: mixtures in place of feed-forward networks,
-    the arguments of :class:`pytransformer.nn.MixtureOptions`."""
+    """positions: ``"learned"``, ``"rotary"`` as in Llama, or ``"alibi"`` for sequences longer than trained on. window: how many tokens
+    back attention reaches, None for all. hidden None: 4 d_model. num_kv_heads None: num_heads. experts: mixtures in place of feed-forward
+    networks, the arguments of :class:`pytransformer.nn.MixtureOptions`."""
 
     vocab_size: int = 50257
     d_model: int = 768
@@ -70,14 +71,15 @@ class GPT(Decoder, Model):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         c = config
-        if c.positions not in ("learned", "alibi"):
-            raise ValueError(f"GPTConfig: positions must be 'learned' or 'alibi', got {c.positions!r}")
+        if c.positions not in ("learned", "rotary", "alibi"):
+            raise ValueError(f"GPTConfig: positions must be 'learned', 'rotary' or 'alibi', got {c.positions!r}")
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
         self.alibi = Alibi(c.num_heads) if c.positions == "alibi" else None
 
         def block(layer: int) -> Block:
-            attention = MultiHeadAttention(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
+            kind = RotaryMultiHeadAttention if c.positions == "rotary" else MultiHeadAttention
+            attention = kind(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
             inner = network(c.experts, layer, c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
             return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
 

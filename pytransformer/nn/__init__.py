@@ -21,6 +21,7 @@ from .patches import PatchEmbedding
 from .patterns import Pattern
 from .positions import Alibi, LearnedPositions, RelativePositionTable, SinusoidalPositions, sinusoidal
 from .relative import RelativeMultiHeadAttention, by_distance, relative_sinusoids
+from .rotary import RotaryMultiHeadAttention
 from .scoring import AdditiveScore, DotScore, GeneralScore, attend
 from .taps import AttentionTap, taps
 
@@ -57,6 +58,7 @@ __all__ = [
     "RelativeMultiHeadAttention",
     "RelativePositionTable",
     "Residual",
+    "RotaryMultiHeadAttention",
     "SeparableMixing",
     "SequenceProjection",
     "SinusoidalPositions",

@@ -109,6 +109,7 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
             q, k, v = _parts(self.qkv(x), self.widths)
             query, key, value = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
+            query, key = self._positioned(query, key, cache)
             if cache is not None:
                 key, value = cache.append(key, value)
         if self.pattern is not None:
@@ -130,6 +131,12 @@ class MultiHeadAttention(nn.Module):
             result, lse = run(query, key, value, dropout_p=p, return_lse=True, **arguments)
             self.observer(AttentionTap.of(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
+
+    def _positioned(
+        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and new keys of self-attention, before the cache keeps these: what a way of turning them by position changes."""
+        return query, key
 
     def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The queries that are compared with keys, and the call's masks and bias: what a way of telling positions changes."""

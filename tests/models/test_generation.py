@@ -46,6 +46,7 @@ def _sharpened(model):
 MODELS = {
     "gpt": gpt,
     "gpt alibi": lambda: gpt(positions="alibi"),
+    "gpt rotary": lambda: gpt(positions="rotary"),
     "gpt grouped": lambda: gpt(num_kv_heads=2, window=6),
     "t5": t5,
     "transformer": transformer,

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention that tells positions by turning queries and keys: Llama's, Qwen's, Gemma's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.rotary import rotary
+from ..ops.rotary_positions import RotaryPositions
+from .attention import MultiHeadAttention
+from .cache import LayerCache
+
+
+class RotaryMultiHeadAttention(MultiHeadAttention):
+    """Self-attention over ``rotary(q_i, i)`` and ``rotary(k_j, j)``: :func:`pytransformer.rotary`, whose products depend on i - j alone.
+
+    Positions count from 0, behind what the cache holds, padding too: only distances matter.
+
+    Args:
+        rotary: the angles; None: all of a head turns, with base 10,000.
+        qk_norm: whether queries and keys are normalised before they turn, each with a weight (head_dim,), in the same pass.
+        eps: of that norm.
+        **others: as of :class:`MultiHeadAttention`, but ``cross`` and ``pattern``.
+
+    Source: Su et al., "RoFormer" (2021); the norm: Dehghani et al. (2023), section 2.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        rotary: RotaryPositions | None = None,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
+        **others: Any,
+    ) -> None:
+        if others.get("cross") or others.get("pattern") is not None:
+            raise ValueError("RotaryMultiHeadAttention: is self-attention over all positions: leave cross and pattern out")
+        super().__init__(d_model, num_heads, **others)
+        self.rotary = RotaryPositions(self.head_dim) if rotary is None else rotary
+        if self.rotary.dims > self.head_dim:
+            raise ValueError(
+                f"RotaryMultiHeadAttention: rotary turns {self.rotary.dims} dimensions, and head_dim is {self.head_dim}"
+            )
+        self.eps = eps
+        self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2))
+
+    def _positioned(
+        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if query.dim() != 4:
+            raise ValueError(
+                "RotaryMultiHeadAttention: wanted (B, L, d_model), got packed sequences: give them as a padded batch"
+            )
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + query.shape[2], device=query.device)
+        cos, sin = self.rotary.tables(positions)
+        shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved, "eps": self.eps}
+        return rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)

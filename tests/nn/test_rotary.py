@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention with rotary positions: transformers' modules with the same weights, forward and backward; the cache; what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer import nn
+
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+
+
+def _theirs(name: str) -> tuple[Any, Any]:
+    """(the module, what makes cos and sin) of a tiny model with random weights."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if name == "llama":
+        from transformers.models.llama.modeling_llama import LlamaAttention as Attention
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Embedding
+
+        config = transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA_3)
+    else:
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention as Attention
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding as Embedding
+
+        config = transformers.Qwen3Config(**SIZES, num_hidden_layers=1)
+    config._attn_implementation = "eager"
+    return Attention(config, 0), Embedding(config)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_is_the_attention_of_transformers(name: str) -> None:
+    """With its weights: outputs and the gradient of x and of every weight."""
+    theirs, embedding = _theirs(name)
+    norm = name == "qwen3"
+    turning = pt.RotaryPositions.from_hugging_face(theirs.config)
+    ours = nn.RotaryMultiHeadAttention(64, 4, num_kv_heads=2, head_dim=16, bias=False, rotary=turning, qk_norm=norm)
+    with torch.no_grad():
+        if norm:
+            for weight in (theirs.q_norm.weight, theirs.k_norm.weight):
+                weight.normal_().add_(1)
+            ours.query_norm.copy_(theirs.q_norm.weight)
+            ours.key_norm.copy_(theirs.k_norm.weight)
+        ours.qkv.weight.copy_(torch.cat([getattr(theirs, f"{n}_proj").weight for n in "qkv"]))
+        ours.out.weight.copy_(theirs.o_proj.weight)
+    x, grad = torch.randn(2, 40, 64, requires_grad=True), torch.randn(2, 40, 64)
+    tables = embedding(x, torch.arange(40)[None])
+    mask = torch.full((40, 40), -torch.inf).triu(1)[None, None]
+    wanted, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
+    found = ours(x, causal="top_left")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    their_weights = [theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight, theirs.o_proj.weight]
+    their_weights += [theirs.q_norm.weight, theirs.k_norm.weight] if norm else []
+    dx, dq, dk, dv, *others = torch.autograd.grad(wanted, [x, *their_weights], grad)
+    our_weights = [ours.qkv.weight, ours.out.weight, *([ours.query_norm, ours.key_norm] if norm else [])]
+    for mine, other in zip(torch.autograd.grad(found, [x, *our_weights], grad), [dx, torch.cat((dq, dk, dv)), *others]):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+
+
+def test_step_by_step_as_at_once() -> None:
+    layer, x = (
+        nn.RotaryMultiHeadAttention(32, 4, rotary=pt.RotaryPositions(4, interleaved=True), qk_norm=True),
+        torch.randn(2, 7, 32),
+    )
+    with torch.no_grad():
+        whole, cache = layer(x, causal="top_left"), nn.LayerCache(7)
+        steps = [layer(x[:, i : i + 1], cache=cache, causal="bottom_right") for i in range(7)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
+
+
+def test_only_distances_matter() -> None:
+    layer, x = nn.RotaryMultiHeadAttention(32, 2), torch.randn(1, 6, 32)
+    moved = torch.cat((torch.randn(1, 5, 32), x), 1)
+    lengths = torch.arange(11) >= 5
+    found = layer(moved, attn_mask=lengths[None, None, None], causal="top_left")[:, 5:]
+    torch.testing.assert_close(found, layer(x, causal="top_left"))
+    assert not torch.allclose(layer(x.flip(1)).flip(1), layer(x)), "and they do"
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="leave cross and pattern out"):
+        nn.RotaryMultiHeadAttention(32, 2, cross=True)
+    with pytest.raises(ValueError, match="rotary turns 32 dimensions, and head_dim is 16"):
+        nn.RotaryMultiHeadAttention(32, 2, rotary=pt.RotaryPositions(32))
+    with pytest.raises(ValueError, match="got packed sequences"):
+        nn.RotaryMultiHeadAttention(32, 2)(torch.randn(5, 32), cu_seqlens_q=torch.tensor([0, 5]))
