@@ -222,7 +222,7 @@ def test_a_layer_compiled_alone_takes_the_mask(hugging_face: Any) -> None:
         ("DeepseekV32ForCausalLM", "selected", lambda module, mask, *_: mask),  # a dropped keyword
         ("MiniMaxM3VLTextModel", "selected", lambda module, mask, *_: mask),
         ("GptOssForCausalLM", "sinks_of", lambda kwargs: (None, None)),
-        ("SplinterModel", "_mask_terms", lambda *_: (None, "top_left", None)),  # a mask read as another
+        ("SplinterModel", "_mask_terms", lambda *_: (None, "top_left", None, None)),  # a mask read as another
     ],
 )
 def test_a_fault_shows(hugging_face: Any, monkeypatch: pytest.MonkeyPatch, name: str, function: str, fault: Any) -> None:
