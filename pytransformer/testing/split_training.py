@@ -25,8 +25,8 @@ from .split_models import make, small
 VOCABULARY = 61
 _SIZES = {"d_model": 16, "num_heads": 4, "hidden": 24}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "GPT": {**_SIZES, "num_layers": 2, "vocab_size": VOCABULARY, "max_length": 16, "attention_dropout": 0.0, "dropout": 0.1},
-    "T5": {**_SIZES, "num_layers": 1, "vocab_size": VOCABULARY, "head_dim": 4, "buckets": 8, "dropout": 0.0},
+    "GPT": {**_SIZES, "num_layers": 2, "vocab_size": VOCABULARY, "max_length": 16, "attention_dropout": 0.1, "dropout": 0.1},
+    "T5": {**_SIZES, "num_layers": 1, "vocab_size": VOCABULARY, "head_dim": 4, "buckets": 8, "dropout": 0.1},
     "Transformer": {
         **_SIZES, "num_encoder_layers": 1, "num_decoder_layers": 1, "vocab_size": VOCABULARY, "max_length": 16, "dropout": 0.1,
     },

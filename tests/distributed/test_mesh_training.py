@@ -27,7 +27,7 @@ def alone(model: str, a_step: int = 2) -> Ran:
     pytest.param("T5", True, marks=pytest.mark.slow), pytest.param("Transformer", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_fifty_steps_are_those_of_one_process(pool: Pool, model: str, shard: bool) -> None:
-    """Clipped AdamW in float64, of padded batches with different numbers of labels; GPT and the Transformer with dropout."""
+    """Clipped AdamW in float64, of padded batches with different numbers of labels; with dropout of every kind."""
     want = alone(model)
     assert want.losses[-1] < 0.97 * want.losses[0], "it learns"
     for found in pool.run(4, on_a_mesh, Job(model), MESH, shard):
