@@ -24,13 +24,14 @@ INSTALL = Part("install", "install and CPU build", 4.5, jobs=2)
 CUDA_BUILD = Part("cuda-build", "CUDA build", 4.5, jobs=2)
 BUILDS = (INSTALL, CUDA_BUILD)
 INTERPRETED = (("TRITON_INTERPRET", "1"),)
+TWO = ("-n", "2", "--dist", "loadfile")  # two processes; what a file's tests share is made once
 PARTS = (
-    Part(REST, "reference and cpu", 7.5),
-    Part("distributed", "several processes", 2.5, ("distributed",), jobs=2),
-    Part("triton", "triton, interpreted and compiled", 8, ("triton",), INTERPRETED),
+    Part(REST, "reference and cpu", 6, options=TWO, jobs=2),
+    Part("distributed", "several processes", 4, ("distributed",), jobs=2),
+    Part("triton", "triton, interpreted and compiled", 6, ("triton",), INTERPRETED, TWO, jobs=2),
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
-    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz")),
+    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
     Part("commands", "commands and benchmarks", 3, ("cli",)),
 )
 # Run again in another way; of what --full does whole.

@@ -18,7 +18,7 @@ from ._text import add_steps, add_texts, texts_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(parser)
-    add_steps(parser, {"rate": 1e-3, "fine_rate": 1e-3}, steps=2000, classify_steps=500, answer_steps=800, tag_steps=500)
+    add_steps(parser, {"rate": 1e-3, "fine_rate": 1e-3}, steps=2500, classify_steps=1500, answer_steps=2500, tag_steps=400)
 
 
 def train(run: Run) -> int:

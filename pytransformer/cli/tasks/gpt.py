@@ -28,7 +28,7 @@ DELIMITER = "<to>"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pairs(parser)
     add_model(parser, vocabulary=6000, batch=24)
-    add_steps(parser, {"rate": 2e-3}, steps=2000)
+    add_steps(parser, {"rate": 2e-3}, steps=3000)
 
 
 def train(run: Run) -> int:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity", type=float, default=1.25, help="an expert's room, of an equal share; 0: no bound (default %(default)s)"
     )
     experts.add_argument("--balance", type=float, default=0.01, help="weight of the balance loss (default %(default)s)")
-    add_steps(parser, {"rate": 2e-3}, steps=1200)
+    add_steps(parser, {"rate": 2e-3}, steps=2500)
 
 
 def train(run: Run) -> int:

@@ -18,7 +18,7 @@ from ._text import add_steps, add_texts, texts_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(parser)
-    add_steps(parser, {"rate": 1e-3, "fine_rate": 1e-3}, steps=2000, answer_steps=800)
+    add_steps(parser, {"rate": 1e-3, "fine_rate": 1e-3}, steps=3000, answer_steps=2000)
 
 
 def train(run: Run) -> int:

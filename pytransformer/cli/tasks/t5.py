@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", choices=["adafactor", "adamw"], default="adafactor",
         help="adafactor looks at whole matrices: a mesh that splits them wants adamw, with a --rate of about 2e-3 (default %(default)s)",
     )  # fmt: skip
-    add_steps(parser, {"rate": 2e-2}, steps=2000)
+    add_steps(parser, {"rate": 2e-2}, steps=6000)
 
 
 class Task(NamedTuple):
