@@ -10,7 +10,7 @@ import torch
 
 from pytransformer import console
 from pytransformer.cli import providers
-from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner
+from pytransformer.cli.benchmark import check, clock, exact, memory, plan, report, runner, suites
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds
 
@@ -69,6 +69,12 @@ def test_the_bound_of_cross_entropy_holds_for_many_classes():
 
 def test_every_public_op_can_be_checked():
     assert set(plan.OPS) == set(OPS)
+
+
+def test_no_list_asks_for_a_gradient_that_is_not_there():
+    steps = [*plan.quick(plan.OPS, plan.QUICK_MODES), *suites.aims()]
+    assert any(step.case.forward_only for step in steps)
+    assert all(step.mode == "fwd" or not step.case.forward_only for step in steps)
 
 
 def test_a_lost_gradient_is_found_in_a_peer():

@@ -64,6 +64,7 @@ def quick(ops: Sequence[str], modes: Sequence[str]) -> list[Step]:
         if (found := resized(case(row.case, "medium"), dict(row.shape))).op in ops
         for dtype in row.dtypes
         for mode in modes
+        if mode == "fwd" or not found.forward_only
     ]
 
 
