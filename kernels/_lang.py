@@ -200,6 +200,14 @@ def philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
+def from_start(i, start):
+    """Indices counted from ``start``; None is 0, and no code: a sum that is not needed cost a kernel 8 bytes of stack."""
+    if start is not None:
+        i = i + start
+    return i
+
+
+@triton.jit
 def keep_tile(seed, c1, c2, c3, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
     """int1 [BM, BN], True = keep, of the tile whose first column has the absolute index j0 (j0 % 32 == 0). c1, c2, c3 are the
     other counter words, each a number or [BM, 1]: row, head, batch in attention; row low, row high, tag elsewhere.

@@ -109,8 +109,8 @@ class Problem(NamedTuple):
     num_keys: int
     total_queries: int  # rows of the packed tensors
     total_keys: int
-    batch_start: int
-    head_start: int
+    batch_start: int | None  # counter words of dropout; None is 0
+    head_start: int | None
     query_start: int
     key_start: int
     left: int
@@ -233,8 +233,8 @@ def lower(a: AttentionProblem) -> Problem:
         num_keys=a.num_keys,
         total_queries=a.query.shape[0],
         total_keys=a.key.shape[0],
-        batch_start=a.batch_start & 0xFFFFFFFF,  # counter words of dropout
-        head_start=a.head_start & 0xFFFFFFFF,
+        batch_start=a.batch_start & 0xFFFFFFFF or None,
+        head_start=a.head_start & 0xFFFFFFFF or None,
         query_start=a.query_start,
         key_start=a.key_start,
         left=min(a.left, UNBOUNDED) if a.left >= 0 else UNBOUNDED,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LN2, LOG2E, dot, keep_tile, narrow, steps_of, tanh
+from .._lang import FLOAT_MAX, LN2, LOG2E, dot, from_start, keep_tile, narrow, steps_of, tanh
 from .blocks import block_pairs
 
 
@@ -189,9 +189,9 @@ def power(x, C: tl.constexpr):
 def keep_mask(i, j, i_b, i_h, p, C: tl.constexpr):
     """[BM, BN] dropout mask, True = keep. Of a tile whose rows are keys it would cost a transposition."""
     tl.static_assert(not C.KEYS_FIRST)
-    row, head, batch = (i + p.query_start)[:, None], column(i_h, C) + p.head_start, i_b + p.batch_start
     j0 = tl.min(j, 0) + p.key_start
-    return keep_tile(tl.load(p.seed), row, head, batch, j0, p.threshold, C.BM, C.BN)
+    seed, row, head = tl.load(p.seed), (i + p.query_start)[:, None], from_start(column(i_h, C), p.head_start)
+    return keep_tile(seed, row, head, from_start(i_b, p.batch_start), j0, p.threshold, C.BM, C.BN)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from pytransformer.reference.philox import TAG_FEED_FORWARD, keep_scale, threshold
 
 from .. import tuned
-from .._lang import LOG2E, dot, keep_tile, precision, steps_of
+from .._lang import LOG2E, dot, from_start, keep_tile, precision, steps_of
 from ..attention import problem
 from .configs import Config, config
 
@@ -44,8 +44,8 @@ def steps(weight: torch.Tensor | None) -> tuple[int | None, int | None]:
 
 class Dropout(NamedTuple):
     seed: torch.Tensor | None
-    row_start: int
-    column_start: int  # a multiple of 32
+    row_start: int | None  # None is 0
+    column_start: int | None  # a multiple of 32
     threshold: int
     keep_scale: float
 
@@ -86,7 +86,7 @@ def describe(a: Any, tile: Config, K: int, *, fused: bool) -> tuple[Dropout, Kin
         FUSED=fused,
         PRECISION=precision(a.x.dtype),
     )
-    return Dropout(a.dropout_seed, a.row_start, a.column_start, t, keep_scale(a.dropout_p)), kind
+    return Dropout(a.dropout_seed, a.row_start or None, a.column_start or None, t, keep_scale(a.dropout_p)), kind
 
 
 def programs(rows: int, columns: int, tile: Config) -> int:
@@ -185,9 +185,10 @@ def slope(x, C: tl.constexpr):
 def drop(b_x, i, n, dropout, C: tl.constexpr):
     """[BM, BN]: what dropout keeps of it, scaled. A dropped NaN is gone."""
     if C.DROPOUT:
-        row, column = (i + dropout.row_start)[:, None], tl.min(n, 0) + dropout.column_start
+        row = from_start(i, dropout.row_start)[:, None]
         tag = tl.full([], TAG, tl.uint32)
-        keep = keep_tile(tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32, tag, column, dropout.threshold, C.BM, C.BN)
+        seed, low, high = tl.load(dropout.seed), row & 0xFFFFFFFF, row >> 32
+        keep = keep_tile(seed, low, high, tag, from_start(tl.min(n, 0), dropout.column_start), dropout.threshold, C.BM, C.BN)
         b_x = tl.where(keep, b_x * dropout.keep_scale, 0.0)
     if C.DROPS_ALL:
         b_x = tl.zeros_like(b_x)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pytransformer.reference.philox import TAG_ADD_NORM, keep_scale, threshold
 
-from .._lang import keep_tile
+from .._lang import from_start, keep_tile
 from .configs import Config
 
 TAG = tl.constexpr(TAG_ADD_NORM)
@@ -44,8 +44,8 @@ class Problem(NamedTuple):
     inner: int  # rows to one outer index
     eps: float
     seed: torch.Tensor | None
-    row_start: int
-    threshold: int  # of dropout
+    row_start: int | None  # of dropout; None is 0
+    threshold: int
     keep_scale: float
 
 
@@ -67,7 +67,7 @@ def describe(rows: torch.Tensor, tile: tuple[Config, bool], eps: float, rms: boo
     outer, inner, _ = rows.shape
     (config, wide), t = tile, threshold(dropout.p)
     return (
-        Problem(outer * inner, inner, eps, dropout.seed, dropout.row_start, t, keep_scale(dropout.p)),
+        Problem(outer * inner, inner, eps, dropout.seed, dropout.row_start or None, t, keep_scale(dropout.p)),
         Kind(config.ROWS, config.BN, wide, outer == 1, rms, 0 < t < 65536, t == 65536),
     )
 
@@ -117,8 +117,9 @@ def dropped(b_x, r, j0, p, C: tl.constexpr):
         return tl.zeros_like(b_x)
     if C.DROPOUT:
         tag = tl.full([], TAG, tl.uint32)
-        row = (r + p.row_start)[:, None]
-        keep = keep_tile(tl.load(p.seed), row & 0xFFFFFFFF, row >> 32, tag, j0, p.threshold, C.ROWS, C.BN)
+        r = from_start(r, p.row_start)
+        low, high = (r & 0xFFFFFFFF)[:, None], (r >> 32)[:, None]
+        keep = keep_tile(tl.load(p.seed), low, high, tag, j0, p.threshold, C.ROWS, C.BN)
         return tl.where(keep, b_x * p.keep_scale, 0.0)
     return b_x
 

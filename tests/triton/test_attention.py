@@ -53,7 +53,9 @@ def test_slices(packed: bool) -> None:
     check_slices("triton", packed=packed)
 
 
-@pytest.mark.parametrize("line, fault", [("column(i_h, C) + p.head_start", "column(i_h, C)"), ("i_b + p.batch_start", "i_b")])
+@pytest.mark.parametrize(
+    "line, fault", [("from_start(column(i_h, C), p.head_start)", "column(i_h, C)"), ("from_start(i_b, p.batch_start)", "i_b")]
+)
 def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
     with mutated("attention", "tiles.py", line, fault, tmp_path), pytest.raises(AssertionError, match="result 0 of sequences"):
         check_slices("triton")

@@ -77,7 +77,8 @@ def test_a_part_of_a_larger_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    "line, fault", [("(i + dropout.row_start)", "(i)"), ("tl.min(n, 0) + dropout.column_start", "tl.min(n, 0)")]
+    "line, fault",
+    [("from_start(i, dropout.row_start)", "i"), ("from_start(tl.min(n, 0), dropout.column_start)", "tl.min(n, 0)")],
 )
 def test_a_start_that_is_ignored_shows(line: str, fault: str, tmp_path: Path) -> None:
     with (

@@ -48,7 +48,7 @@ def test_rows_of_a_larger_problem() -> None:
 
 def test_a_start_that_is_ignored_shows(tmp_path: Path) -> None:
     with (
-        mutated("layer_norm", "rows.py", "(r + p.row_start)", "(r)", tmp_path),
+        mutated("layer_norm", "rows.py", "from_start(r, p.row_start)", "r", tmp_path),
         pytest.raises(AssertionError, match="row_start=5"),
     ):
         check_norm_starts("triton", 33)
