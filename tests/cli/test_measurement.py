@@ -75,6 +75,8 @@ def test_no_list_asks_for_a_gradient_that_is_not_there():
     steps = [*plan.quick(plan.OPS, plan.QUICK_MODES), *suites.aims()]
     assert any(step.case.forward_only for step in steps)
     assert all(step.mode == "fwd" or not step.case.forward_only for step in steps)
+    shown = {report.shape_text(step.case.shape) for step in steps if "Lk" not in step.case.shape}
+    assert "B8 H32/8 L1 D128" in shown
 
 
 def test_a_lost_gradient_is_found_in_a_peer():

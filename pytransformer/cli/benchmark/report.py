@@ -52,7 +52,8 @@ def shape_text(shape: Mapping[str, int]) -> str:
     if "Lq" not in shape:
         return "x".join(str(n) for n in shape.values())
     heads = str(shape["Hq"]) if shape["Hq"] == shape["Hkv"] else f"{shape['Hq']}/{shape['Hkv']}"
-    lengths = str(shape["Lq"]) if shape["Lq"] == shape["Lk"] else f"{shape['Lq']}x{shape['Lk']}"
+    queries, keys = shape["Lq"], shape.get("Lk", shape["Lq"])
+    lengths = str(queries) if queries == keys else f"{queries}x{keys}"
     return f"B{shape['B']} H{heads} L{lengths} D{shape['D']}" + (f"/{shape['Dv']}" if "Dv" in shape else "")
 
 
@@ -213,7 +214,8 @@ def csv_text(document: dict[str, Any]) -> str:
     writer.writerow(LIGER_COLUMNS)
     for row in document["rows"]:
         shape = row["shape"]
-        x = ("L", "key length", shape["Lk"]) if "Lk" in shape else ("rows", "rows", shape["rows"])
+        name = next(n for n in ("Lk", "Lq", "rows") if n in shape)
+        x = (*{"Lk": ("L", "key length"), "Lq": ("L", "length"), "rows": ("rows", "rows")}[name], shape[name])
         config = json.dumps({"case": row["case"], "dtype": row["dtype"], **shape}, sort_keys=True)
         metrics = [("speed", "ms", row["median_ms"], row["p20_ms"], row["p80_ms"])]
         if row["peak_bytes"] is not None:
