@@ -132,9 +132,7 @@ class MultiHeadAttention(nn.Module):
             self.observer(AttentionTap.of(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
 
-    def _positioned(
-        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positioned(self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and new keys of self-attention, before the cache keeps these: what a way of turning them by position changes."""
         return query, key
 

@@ -52,6 +52,11 @@ class Step(NamedTuple):
         """(B, columns), 0 at padding; None: counted from ``start``."""
         return None if self.positions is None else self.positions.clamp_min(0)
 
+    def places(self, columns: int, device: torch.device) -> torch.Tensor:
+        """:attr:`position_ids`, or (columns,) counted from ``start``."""
+        ids = self.position_ids
+        return torch.arange(self.start, self.start + columns, device=device) if ids is None else ids
+
     def last(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         """(B, keep, d) of (B, columns, d): the last so many tokens of each sequence; all columns where ``keep`` is 0.
 
@@ -71,6 +76,10 @@ class Layer(Protocol):
     """One layer of a cache: what :class:`MultiHeadAttention` is given."""
 
     cross: tuple[torch.Tensor, torch.Tensor] | None
+
+    def positions(self, columns: int, device: torch.device) -> torch.Tensor:
+        """(columns,) or (B, columns) int64: where the next :meth:`append` will put its tokens; 0 at padding."""
+        ...
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, Hkv, new, D); returns the keys and values that :func:`pytransformer.attention` is to read."""
@@ -164,6 +173,9 @@ class LayerCache:
         self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
         self.step: Step | None = None
+
+    def positions(self, columns: int, device: torch.device) -> torch.Tensor:
+        return (self.step or Step(self.length, self.length + columns, {})).places(columns, device)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, Hkv, new, D) and return all keys and values so far, views of the buffers.

@@ -30,6 +30,16 @@ class PagedLayer:
         self.step: Step | None = None
         self.copies: list[tuple[int, int]] = []  # pages, before the next write
 
+    def positions(self, columns: int, device: torch.device) -> torch.Tensor:
+        return self._next().places(columns, device)
+
+    def _next(self) -> Step:
+        if self.step is None or self.step.positions is None:
+            raise ValueError(
+                "PagedCache: call cache.step before its layers, as models do: it says in which pages the tokens are to lie"
+            )
+        return self.step
+
     def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, Hkv, new, D) and return the pools.
 
@@ -37,11 +47,8 @@ class PagedLayer:
             ValueError: no step was made, another batch size or head shape than before, or tensors that need a gradient.
         """
         refuse_gradients("PagedCache", key, value)
-        step, self.step = self.step, None
-        if step is None or step.positions is None:
-            raise ValueError(
-                "PagedCache: call cache.step before its layers, as models do: it says in which pages the tokens are to lie"
-            )
+        step, self.step = self._next(), None
+        assert step.positions is not None
         if self.pools is None:
             shapes = ((self.num_pages, t.shape[1], self.page_size, t.shape[3]) for t in (key, value))
             self.pools = (key.new_empty(next(shapes)), value.new_empty(next(shapes)))

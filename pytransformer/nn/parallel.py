@@ -27,6 +27,7 @@ from .heads import Classifier
 from .layer_norm import Norm
 from .positions import RelativePositionTable
 from .relative import RelativeMultiHeadAttention
+from .rotary import RotaryMultiHeadAttention
 
 # Modules whose parameters go to our ops alone, which take them as DTensors beside plain tensors.
 _BY_OPS = (Norm, RelativePositionTable)
@@ -47,7 +48,7 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
             raise ValueError(
                 f"tensor_parallel_plan: {name} is a mixture's experts: split those over the ranks with MixtureOfExperts.parallelize(group)"
             )
-        if isinstance(module, RelativeMultiHeadAttention):  # its scores mix parameters with plain tensors outside of our ops
+        if _is_whole(module):
             plan[name] = CopiesParallel()
             done.append(name)
         elif isinstance(module, (MultiHeadAttention, FeedForward)):
@@ -110,6 +111,14 @@ def names_before(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     split = [f"{name}." for name, m in model.named_modules() if isinstance(m, SplitProjection)]
     inside = {name: next((prefix for prefix in split if name.startswith(prefix)), None) for name in names}
     return {name: name if prefix is None else prefix + name.rsplit(".", 1)[1] for name, prefix in inside.items()}
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether every rank computes all of it: an attention whose scores mix parameters with plain tensors outside of our ops, or one that
+    norms each head with a weight that all heads share, of whose gradient a rank's heads would give a part."""
+    if isinstance(module, RotaryMultiHeadAttention):
+        return module.query_norm is not None
+    return isinstance(module, RelativeMultiHeadAttention)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None, source: int | None) -> None:

@@ -11,13 +11,13 @@ from torch import nn
 from ..ops.rotary import rotary
 from ..ops.rotary_positions import RotaryPositions
 from .attention import MultiHeadAttention
-from .cache import LayerCache
+from .cache import Layer
 
 
 class RotaryMultiHeadAttention(MultiHeadAttention):
     """Self-attention over ``rotary(q_i, i)`` and ``rotary(k_j, j)``: :func:`pytransformer.rotary`, whose products depend on i - j alone.
 
-    Positions count from 0, behind what the cache holds, padding too: only distances matter.
+    Positions count from 0, behind what the cache holds of each sequence, padding too: only distances matter.
 
     Args:
         rotary: the angles; None: all of a head turns, with base 10,000.
@@ -49,15 +49,13 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
         self.eps = eps
         self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2))
 
-    def _positioned(
-        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if query.dim() != 4:
-            raise ValueError(
-                "RotaryMultiHeadAttention: wanted (B, L, d_model), got packed sequences: give them as a padded batch"
-            )
-        start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + query.shape[2], device=query.device)
+    def _positioned(self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = query.dim() == 3
+        if packed:  # one row of all sequences: their own positions are off by a number each, which no distance shows
+            query, key = (t.transpose(0, 1)[None] for t in (query, key))
+        length, device = query.shape[2], query.device
+        positions = torch.arange(length, device=device) if cache is None else cache.positions(length, device)
         cos, sin = self.rotary.tables(positions)
         shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved, "eps": self.eps}
-        return rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)
+        query, key = rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)
+        return (query[0].transpose(0, 1), key[0].transpose(0, 1)) if packed else (query, key)

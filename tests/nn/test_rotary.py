@@ -89,5 +89,42 @@ def test_what_it_refuses() -> None:
         nn.RotaryMultiHeadAttention(32, 2, cross=True)
     with pytest.raises(ValueError, match="rotary turns 32 dimensions, and head_dim is 16"):
         nn.RotaryMultiHeadAttention(32, 2, rotary=pt.RotaryPositions(32))
-    with pytest.raises(ValueError, match="got packed sequences"):
-        nn.RotaryMultiHeadAttention(32, 2)(torch.randn(5, 32), cu_seqlens_q=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_packed_sequences_are_padded_ones(qk_norm: bool) -> None:
+    layer, lengths = nn.RotaryMultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=qk_norm), torch.tensor([5, 1, 9])
+    x = torch.randn(3, 9, 32)
+    whole = layer(x, causal="top_left", key_lengths=lengths)
+    real = torch.arange(9) < lengths[:, None]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    places = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    torch.testing.assert_close(layer(x[real], causal="top_left", **places), whole[real])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -> None:
+    """Two steps of a cache whose sequences differ in length: each as if alone."""
+    torch.manual_seed(0)
+    model = pt.models.GPT(
+        pt.models.GPTConfig(vocab_size=50, d_model=32, num_layers=2, num_heads=2, max_length=32, positions="rotary")
+    ).eval()
+    first, second = torch.tensor([3, 9, 1]), torch.tensor([2, 1, 4])
+    ids = torch.randint(50, (3, 13))
+    cache = model.make_cache(16) if kind == "contiguous" else model.make_paged_cache(16, 4)
+    with torch.no_grad():
+        model(ids[:, :9], first, past_key_values=cache)
+        new = torch.stack([row[n : n + 4] for row, n in zip(ids, first.tolist())])
+        out = model(new, first + second, past_key_values=cache)
+        for b in range(3):
+            total = int(first[b] + second[b])
+            alone = model(ids[b : b + 1, :total]).logits[0]
+            torch.testing.assert_close(out.logits[b, : second[b]], alone[int(first[b]) :], rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_splits_heads_but_not_their_norms() -> None:
+    from pytransformer.nn.parallel import CopiesParallel, HeadsParallel, plan_of
+
+    model = torch.nn.ModuleDict({n: nn.RotaryMultiHeadAttention(32, 4, qk_norm=n == "norm") for n in ("norm", "plain")})
+    plan = plan_of(model)
+    assert type(plan["norm"]) is CopiesParallel and type(plan["plain"]) is HeadsParallel
