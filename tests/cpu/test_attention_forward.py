@@ -71,7 +71,7 @@ def raw(
     longest = longest or (query.shape[2], key.shape[2])
     torch.ops.pytransformer_C.attention_fwd(
         query, key, value, out, lse, *(terms.get(name) for name in TERMS), torch.tensor(77), False, ALIGN[causal], left, right, first,
-        *starts, *longest, query.shape[-1] ** -0.5, 0.0, p,
+        0, 0, *starts, *longest, query.shape[-1] ** -0.5, 0.0, p,
     )  # fmt: skip
     return out, lse
 

@@ -208,7 +208,7 @@ def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> N
         same_in_both(pt.feed_forward, (x, w1, None, w2, None), (x, w1, w2), recompute=True)
 
 
-@pytest.mark.parametrize("classes", [500, 5000])  # whose logits are kept for backward, and are not
+@pytest.mark.parametrize("classes", [500, 40_000])  # whose logits are kept for backward, and are not
 def test_cross_entropy_keeps_what_python_keeps(classes: int) -> None:
     x, w = torch.randn(500, 4, requires_grad=True), torch.randn(classes, 4, requires_grad=True)
     target = torch.randint(0, classes, (500,))
@@ -337,4 +337,5 @@ def test_many_calls_take_no_memory(problem: Case) -> None:
 
 
 def test_every_op_of_the_package_is_in_the_lane() -> None:
-    assert {*OPS} <= {*lane.ENTRIES}
+    by_python = {"rotary", "append_kv"}  # docs/ops/rotary.md says so
+    assert {*OPS} - {*lane.ENTRIES} == by_python
