@@ -10,6 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer import nn
+from pytransformer.testing.models import assert_same_gradient, assert_same_logits
 
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -55,13 +56,13 @@ def test_is_the_attention_of_transformers(name: str) -> None:
     mask = torch.full((40, 40), -torch.inf).triu(1)[None, None]
     wanted, _ = theirs(x, position_embeddings=tables, attention_mask=mask)
     found = ours(x, causal="top_left")
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_same_logits(found, wanted)
     their_weights = [theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight, theirs.o_proj.weight]
     their_weights += [theirs.q_norm.weight, theirs.k_norm.weight] if norm else []
     dx, dq, dk, dv, *others = torch.autograd.grad(wanted, [x, *their_weights], grad)
     our_weights = [ours.qkv.weight, ours.out.weight, *([ours.query_norm, ours.key_norm] if norm else [])]
     for mine, other in zip(torch.autograd.grad(found, [x, *our_weights], grad), [dx, torch.cat((dq, dk, dv)), *others]):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+        assert_same_gradient(mine, other)
 
 
 def test_step_by_step_as_at_once() -> None:
@@ -119,7 +120,7 @@ def test_sequences_of_different_lengths_turn_by_their_own_positions(kind: str) -
         for b in range(3):
             total = int(first[b] + second[b])
             alone = model(ids[b : b + 1, :total]).logits[0]
-            torch.testing.assert_close(out.logits[b, : second[b]], alone[int(first[b]) :], rtol=1e-4, atol=1e-5)
+            assert_same_logits(out.logits[b, : second[b]], alone[int(first[b]) :])
 
 
 def test_a_plan_splits_heads_but_not_their_norms() -> None:

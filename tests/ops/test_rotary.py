@@ -81,7 +81,7 @@ def test_default_frequencies_and_tables_are_those_of_transformers() -> None:
     assert torch.equal(ours.frequencies(), theirs.inv_freq)
     positions = torch.arange(64)[None]  # angles so small that a float32 product does no harm
     for mine, other in zip(ours.tables(positions), theirs(torch.zeros(1), positions)):
-        torch.testing.assert_close(mine, other, rtol=0, atol=64 * 2**-23)
+        torch.testing.assert_close(mine, other, rtol=0, atol=64 * torch.finfo(torch.float32).eps)  # of the largest angle
 
 
 def test_an_older_configuration_says_it_in_other_fields() -> None:
