@@ -141,3 +141,21 @@ def test_a_buffer_ends_where_it_was_said() -> None:
     layer()(x[:, :1], cache=cache.layers[0], **cache.step(x[:, :1]).visible)
     with pytest.raises(ValueError, match=r"differ in length; call cache.step before its layers"):
         layer()(x[:, :1], cache=cache.layers[0], causal="bottom_right")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_caches_write_by_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a query there is no head to turn, which is no reason for the reference, whose list of tokens a GPU would be waited for."""
+    from pytransformer.nn.cache import write
+    from pytransformer.ops.append_kv import append_kv_op
+
+    key, value = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 16)
+    shape, table = ((6, 3, 4), torch.tensor([[5, 1], [0, 3]])) if paged else ((2, 3, 8), None)
+    cache = pt.KeyValues(torch.zeros(*shape, 8), torch.zeros(*shape, 16), table)
+    monkeypatch.setattr(append_kv_op, "reference", lambda a: pytest.fail("on the reference"))
+    with pt.use_backend(append_kv="cpu"):
+        write(cache, key, value, torch.tensor([[0, 1, 2, -1], [3, 4, 5, 6]]))
+    for pool, new in ((cache.key, key), (cache.value, value)):
+        rows = pool if table is None else pool[table].transpose(1, 2).flatten(2, 3)
+        assert torch.equal(rows[0, :, :3], new[0, :, :3]) and torch.equal(rows[1, :, 3:7], new[1])
+        assert rows[0, :, 3:].count_nonzero() == rows[1, :, :3].count_nonzero() == 0

@@ -94,7 +94,8 @@ const int64_t* integers_of(const Tensor& t, const char* name, int64_t rows) {
 void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table, Tensor positions,
                MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm, MaybeTensor k_norm, Tensor out, bool interleaved, double eps,
                double weight_offset) {
-  const pt::RotaryProblem p = problem_of(query, cos, sin, interleaved, eps, weight_offset);
+  // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
+  const pt::RotaryProblem p = problem_of(key, cos, sin, interleaved, eps, weight_offset);
   const pt::edge::Edge edge("append_kv", query);
   pt::AppendKV f{};
   f.query.x = heads_of<pt::Heads>(query, "query", query);

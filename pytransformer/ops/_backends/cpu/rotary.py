@@ -68,7 +68,7 @@ def append_backend(op: Op) -> Backend:
         if looks_at_values(a.query.device):
             check_positions(a)
         outputs = op.empty_outputs(a)
-        if not a.query.numel() or not a.key.numel():
+        if not a.key.numel():  # a query without heads is one: the caches of nn write so
             return tuple(e.copy_(r) for e, r in zip(outputs, op.reference(a)))
         work = work_dtype(a.query)
         torch.ops.pytransformer_C.append_kv.default(
