@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two products of attention for a few query rows, from K and V where they lie: with so few rows, packing would cost more than it saves.
-// Reading is the limit. The hardware's prefetch does it best: asking for rows ahead gained nothing with AVX-512 and cost a fifth with AVX2.
+// Reading is the limit. A loop that only reads reaches the memory's rate by the hardware's prefetch alone; beside the arithmetic that takes
+// asking for the rows to come (one core of Zen 5, K of 128 bfloat16: 38 % of that rate without, 80 % with).
 #pragma once
 
 #include "cpu/attention/scores.h"
@@ -10,119 +11,181 @@ namespace pt {
 namespace PT_ISA {
 
 constexpr int64_t kMaxHead = 512;
+constexpr int64_t kAheadBytes = 8192, kAheadRows = 64;  // what is asked for ahead, and at most
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSums = 16;  // vectors of sums at once, of 32 registers
+#else
+constexpr int kSums = 8;  // of 16
+#endif
+constexpr int kTogether = kSums / 4;  // query rows that read a key at once
 
-// x[i] = q . K[i] before the sum over lanes, for T::width rows of d columns; q is padded with zeros to whole vectors. STEPS: whole vectors
-// of a row if known, so that there is no loop within a row, else 0.
-template <class T, int STEPS>
-INLINE void direct_dots(const typename T::packed* q, const typename T::elem* const* rows, int64_t d, typename T::vec* x) {
-  using uvec = typename T::uvec;
-  constexpr int64_t step = T::width * T::pack;
-  const int64_t whole = STEPS ? STEPS * step : d / step * step;
-  const auto at = [&](int64_t c) { return *reinterpret_cast<const uvec*>(q + c / T::pack); };
-  UNROLL for (int i = 0; i < T::width; i++) {
-    typename T::vec sum{};
-    if constexpr (STEPS > 0) {
-      UNROLL for (int c = 0; c < STEPS; c++) sum = T::dot(sum, at(c * step), T::load_units(rows[i] + c * step, step));
-    } else {
-      for (int64_t c = 0; c < whole; c += step) sum = T::dot(sum, at(c), T::load_units(rows[i] + c, step));
-      if (whole < d) sum = T::dot(sum, at(whole), T::load_units(rows[i] + whole, d - whole));
-    }
-    x[i] = sum;
+// Rows of bytes each, and of each one the row that is asked for when it is read. A list holds kAheadRows more than are read.
+template <class Rows>
+struct Ahead {
+  Rows rows;
+  int64_t distance;
+  Ahead(const Rows& rows, int64_t bytes) : rows(rows), distance(clamp<int64_t>(kAheadBytes / bytes, 1, kAheadRows)) {}
+  // The cache lines of n bytes from column c on.
+  INLINE void ask(int64_t j, int64_t c, int64_t n) const {
+    const char* at = reinterpret_cast<const char*>(rows(j + distance) + c);
+    UNROLL for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(at + i, 0, 3);
   }
-}
+};
 
 // Keys and queries of direct_scores().
 template <class T, class Rows>
 struct DirectRows {
-  Rows K;
+  Ahead<Rows> K;
   int64_t n, d;
   const uint8_t* live;          // keys with live[j] == 0 count as zeros; may be null
   const typename T::packed* q;  // queries, `packed elements` apart, each padded with zeros to whole vectors
   int64_t units, rows;
 };
 
-template <class T, int STEPS, class Rows>
-void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld) {
-  for (int64_t j = 0; j < x.n; j += T::width) {
-    const typename T::elem* rows[T::width];
-    for (int64_t i = 0; i < T::width; i++) rows[i] = x.K(min(j + i, x.n - 1));
-    for (int64_t r = 0; r < x.rows; r++) {
-      typename T::vec dots[T::width];
-      direct_dots<T, STEPS>(x.q + r * x.units, rows, x.d, dots);
-      if (x.live)
-        for (int i = 0; i < T::width; i++)
-          if (!x.live[min(j + i, x.n - 1)]) dots[i] = typename T::vec{};
-      store(s + r * ld + j, reduce_rows(dots, op_add));
+// s[r][j + i] = q[r] . K[j + i] for R queries from r0 on and a vector of keys. STEPS: whole vectors of a row if known, so that there is no
+// loop within a row, else 0.
+template <class T, int STEPS, int R, class Rows>
+void direct_dots(const DirectRows<T, Rows>& x, int64_t j, int64_t r0, typename T::acc* s, int64_t ld) {
+  using vec = typename T::vec;
+  using uvec = typename T::uvec;
+  constexpr int64_t step = T::width * T::pack;
+  constexpr int group = T::width < 4 ? T::width : 4;
+  const typename T::packed* q = x.q + r0 * x.units;
+  const auto at = [&](int r, int64_t c) { return *reinterpret_cast<const uvec*>(q + r * x.units + c / T::pack); };
+  vec parts[R][T::width / group];
+  for (int g = 0; g < T::width / group; g++) {
+    vec sums[R][group];
+    UNROLL for (int i = 0; i < group; i++) {
+      const int64_t key = j + g * group + i;
+      const typename T::elem* row = x.K.rows(min(key, x.n - 1));
+      UNROLL for (int r = 0; r < R; r++) sums[r][i] = vec{};
+      const auto add = [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+        x.K.ask(key, c, step * int64_t(sizeof(typename T::elem)));
+        const uvec k = T::load_units(row + c, n);
+        UNROLL for (int r = 0; r < R; r++) sums[r][i] = T::dot(sums[r][i], at(r, c), k);
+      };
+      if constexpr (STEPS > 0) {
+        UNROLL for (int c = 0; c < STEPS; c++) add(c * step, step);
+      } else {
+        int64_t c = 0;
+        for (; c + step <= x.d; c += step) add(c, step);
+        if (c < x.d) add(c, x.d - c);
+      }
     }
+    UNROLL for (int r = 0; r < R; r++) parts[r][g] = reduce_neighbours<group>(sums[r], op_add);
   }
+  UNROLL for (int r = 0; r < R; r++) store(s + (r0 + r) * ld + j, reverse_lane_bits(reduce_neighbours<T::width / group>(parts[r], op_add)));
+}
+
+template <class T, int R, class Rows>
+auto pick_dots(int64_t d) {
+  constexpr int64_t step = T::width * T::pack;
+  return d % step        ? direct_dots<T, 0, R, Rows>
+         : d == step     ? direct_dots<T, 1, R, Rows>
+         : d == 2 * step ? direct_dots<T, 2, R, Rows>
+         : d == 4 * step ? direct_dots<T, 4, R, Rows>
+         : d == 8 * step ? direct_dots<T, 8, R, Rows>
+                         : direct_dots<T, 0, R, Rows>;
+}
+
+// f(first row, of<n>) for n rows at once, n a power of two up to kTogether.
+template <int N = kTogether, class F>
+INLINE void together(int64_t rows, const F& f, int64_t r = 0) {
+  for (; r + N <= rows; r += N) f(r, std::integral_constant<int, N>());
+  if constexpr (N > 1) together<N / 2>(rows, f, r);
 }
 
 // s[r][j] = q[r] . K[j], j in [0, n); the rows of s are aligned and written in whole vectors.
 template <class T, class Rows>
 void direct_scores(const DirectRows<T, Rows>& x, typename T::acc* s, int64_t ld) {
-  constexpr int64_t step = T::width * T::pack;
-  const auto f = x.d % step        ? direct_scores<T, 0, Rows>
-                 : x.d == step     ? direct_scores<T, 1, Rows>
-                 : x.d == 2 * step ? direct_scores<T, 2, Rows>
-                 : x.d == 4 * step ? direct_scores<T, 4, Rows>
-                 : x.d == 8 * step ? direct_scores<T, 8, Rows>
-                                   : direct_scores<T, 0, Rows>;
-  f(x, s, ld);
+  using Dots = void (*)(const DirectRows<T, Rows>&, int64_t, int64_t, typename T::acc*, int64_t);
+  struct Pass {
+    Dots dots;
+    int64_t first;
+  } passes[8];  // at least kTogether rows each but for the last
+  int count = 0;
+  together(x.rows, [&](int64_t r, auto n) { passes[count++] = {pick_dots<T, decltype(n)::value, Rows>(x.d), r}; });
+  for (int64_t j = 0; j < x.n; j += T::width) {
+    for (int i = 0; i < count; i++) passes[i].dots(x, j, passes[i].first, s, ld);
+    for (int64_t i = j; x.live && i < min(j + T::width, x.n); i++)
+      for (int64_t r = 0; r < x.rows && !x.live[i]; r++) s[r * ld + i] = 0;
+  }
 }
 
-// o = alpha o + sum over keys of p[j] V[j], for NC vectors of columns of which `columns` exist.
-template <class T, int NC, class Rows>
-INLINE void direct_columns(const typename T::opnd* p, Range keys, const Rows& V, int64_t columns, const uint8_t* live,
-                           typename T::acc alpha, typename T::acc* o) {
+// Values and weights of direct_output().
+template <class T, class Rows>
+struct DirectValues {
+  Ahead<Rows> V;
+  const typename T::opnd* p;  // of each query, ld apart
+  int64_t ld;
+  const uint8_t* live;  // values with live[j] == 0 are left out; may be null
+  int64_t d;
+};
+
+// o[r] = alpha[r] o[r] + sum over keys of p[r][j] V[j], for R queries from r0 on and NC vectors of columns from col on, of which `columns`
+// exist. alpha = 0: o is not read.
+template <class T, int NC, int R, class Rows>
+void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int64_t columns, int64_t r0, const typename T::acc* alpha,
+                    typename T::acc* o, int64_t ldo) {
   using vec = typename T::vec;
-  vec acc[NC];
-  UNROLL for (int c = 0; c < NC; c++) acc[c] = alpha != 0 ? vec(load(o + c * T::width) * alpha) : vec{};
+  vec acc[R][NC];
+  const typename T::opnd* p = x.p + r0 * x.ld;
+  o += r0 * ldo + col;
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++) acc[r][c] =
+      alpha[r0 + r] != 0 ? vec(load(o + r * ldo + c * T::width) * alpha[r0 + r]) : vec{};
+  const Rows V = x.V.rows.from_column(col);
+  // one query's products hide behind plain reading (f32: the memory's whole rate; with asking 70 % of it)
+  constexpr bool asks = R > 1 || !std::is_same_v<Rows, StridedRows<typename T::elem>>;
+  constexpr int64_t bytes = NC * T::width * int64_t(sizeof(typename T::elem));
   if constexpr (T::pack == 1) {
     const int64_t last = columns - (NC - 1) * T::width;
     for (int64_t j = keys.lo; j < keys.hi; j++) {
-      if (live && !live[j]) continue;
-      const vec w = set1<vec>(p[j]);
-      UNROLL for (int c = 0; c < NC; c++) acc[c] = fma(w, T::load(V(j) + c * T::width, c + 1 < NC ? T::width : last), acc[c]);
+      if (x.live && !x.live[j]) continue;
+      if (asks) x.V.ask(j, col, bytes);
+      const typename T::elem* row = V(j);
+      vec w[R];
+      UNROLL for (int r = 0; r < R; r++) w[r] = set1<vec>(p[r * x.ld + j]);
+      UNROLL for (int c = 0; c < NC; c++) {
+        const vec v = T::load(row + c * T::width, c + 1 < NC ? T::width : last);
+        UNROLL for (int r = 0; r < R; r++) acc[r][c] = fma(w[r], v, acc[r][c]);
+      }
     }
   } else {  // two keys a step; reach() begins at an even key, and P is zero where it ends
     using uvec = typename T::uvec;
     constexpr int64_t step = T::width * T::pack;
     const auto row = [&](int64_t j, int64_t c) {
-      const bool there = j < keys.hi && (!live || live[j]);
+      const bool there = j < keys.hi && (!x.live || x.live[j]);
       return there ? T::load_units(V(j) + c, columns - c) : uvec{};
     };
+    const auto add = [&](int64_t j, int c, uvec a, uvec b) __attribute__((always_inline)) {
+      uvec lo, hi;
+      interleave(a, b, &lo, &hi);
+      UNROLL for (int r = 0; r < R; r++) {
+        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + r * x.ld + j));
+        acc[r][c] = T::dot(acc[r][c], w, lo);
+        if (c + 1 < NC) acc[r][c + 1] = T::dot(acc[r][c + 1], w, hi);
+      }
+    };
     int64_t j = keys.lo;
-    if (!live && columns == NC * T::width && NC > 1)  // nothing to look at
+    if (!x.live && columns == NC * T::width && NC > 1)  // nothing to look at
       for (; j + 2 <= keys.hi; j += 2) {
-        const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + j));
-        UNROLL for (int c = 0; c + 1 < NC; c += 2) {
-          uvec lo, hi;
-          interleave(T::load_units(V(j) + c / 2 * step, step), T::load_units(V(j + 1) + c / 2 * step, step), &lo, &hi);
-          acc[c] = T::dot(acc[c], w, lo), acc[c + 1] = T::dot(acc[c + 1], w, hi);
-        }
+        if (asks) x.V.ask(j, col, bytes), x.V.ask(j + 1, col, bytes);
+        const typename T::elem *a = V(j), *b = V(j + 1);
+        UNROLL for (int c = 0; c + 1 < NC; c += 2) add(j, c, T::load_units(a + c / 2 * step, step), T::load_units(b + c / 2 * step, step));
       }
-    for (; j < keys.hi; j += 2) {
-      const uvec w = T::Pairs::broadcast(reinterpret_cast<const typename T::packed*>(p + j));
-      UNROLL for (int c = 0; c < NC; c += 2) {
-        uvec lo, hi;
-        interleave(row(j, c / 2 * step), row(j + 1, c / 2 * step), &lo, &hi);
-        acc[c] = T::dot(acc[c], w, lo);
-        if (c + 1 < NC) acc[c + 1] = T::dot(acc[c + 1], w, hi);
-      }
-    }
+    for (; j < keys.hi; j += 2) UNROLL for (int c = 0; c < NC; c += 2) add(j, c, row(j, c / 2 * step), row(j + 1, c / 2 * step));
   }
-  UNROLL for (int c = 0; c < NC; c++) store(o + c * T::width, acc[c]);
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < NC; c++) store(o + r * ldo + c * T::width, acc[r][c]);
 }
 
-// o = alpha o + sum over keys of p[j] V[j]; alpha = 0: o is not read.
-template <class T, int NC = 8, class Rows>
-void direct_output(const typename T::opnd* p, Range keys, const Rows& V, int64_t d, const uint8_t* live, typename T::acc alpha,
-                   typename T::acc* o) {
+// The same for all columns.
+template <class T, int R, int NC = (kSums / R < 8 ? kSums / R : 8), class Rows>
+void direct_output(const DirectValues<T, Rows>& x, Range keys, int64_t r0, const typename T::acc* alpha, typename T::acc* o, int64_t ldo,
+                   int64_t col = 0) {
   constexpr int64_t columns = NC * T::width;
-  int64_t c = 0;
-  for (; c + columns <= d || (NC == 1 && c < d); c += columns)
-    direct_columns<T, NC>(p, keys, V.from_column(c), min(columns, d - c), live, alpha, o + c);
-  if constexpr (NC > 1) direct_output<T, NC / 2>(p, keys, V.from_column(c), d - c, live, alpha, o + c);
+  for (; col + columns <= x.d || (NC == 1 && col < x.d); col += columns)
+    direct_columns<T, NC, R>(x, keys, col, min(columns, x.d - col), r0, alpha, o, ldo);
+  if constexpr (NC > 1) direct_output<T, R, NC / 2>(x, keys, r0, alpha, o, ldo, col);
 }
 
 }  // namespace PT_ISA

@@ -25,17 +25,19 @@ struct ForwardShape {
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
   }
-  // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n, without
-  // those behind the length, whose pages have no names.
+  // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n. Rows behind
+  // the length are not read; in a list they are the last one again, since their pages have no names.
   template <class F>
   INLINE void with_keys(const void* base, const Strides& x, const Sequence& s, int64_t hkv, int64_t j0, int64_t n,
                         const typename T::elem** list, const F& f) const {
     using E = typename T::elem;
     if (!p.pages.table) return f(StridedRows<E>{at(base, x, s.b, hkv, s.k_first + j0), x.l});
-    for (int64_t j = j0, end = min(j0 + n, s.cols); j < end;) {
+    const int64_t end = min(j0 + n, s.cols);
+    for (int64_t j = j0; j < end;) {
       const E* row = static_cast<const E*>(base) + p.key_row(x, s.b, hkv, j);
       for (const int64_t stop = min(end, (j / p.pages.size + 1) * p.pages.size); j < stop; j++, row += x.l) list[j - j0] = row;
     }
+    for (int64_t j = max(end, j0 + 1); j < j0 + n; j++) list[j - j0] = list[j - 1 - j0];
     f(ListedRows<E>{list});
   }
 

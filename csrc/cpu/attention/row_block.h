@@ -14,8 +14,8 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
-constexpr int64_t kDirectRows = 4;   // up to here K and V are not packed at all
+constexpr int64_t kBlockKeys = 512;             // keys of a tile: a multiple of every kPanel
+constexpr int64_t kDirectRows = 4 * kTogether;  // up to here K and V are not packed at all
 
 template <class T>
 class RowBlock {
@@ -112,33 +112,44 @@ class RowBlock {
 
   // The same for few rows, from the keys of head hkv as they are.
   void direct_tile(int64_t hkv, int64_t k0, int64_t n) {
+    using E = typename T::elem;
     uint8_t marks[kBlockKeys];
     const uint8_t* live = nullptr;
     const int64_t given = ceil_div(p_.D, T::pack), units = round_up(given, T::width);
     alignas(64) packed queries[kDirectRows * kMaxHead];
     for (int64_t r = 0; r < rows_; r++)
       for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : packed(0);
-    const typename T::elem* list[kBlockKeys];
+    const E* list[kBlockKeys + kAheadRows];
     const auto scores = [&] {
       live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
-      f_.with_keys(p_.k, p_.ks, s_, hkv, k0, n, list, [&](const auto& K) {
-        direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{K, n, p_.D, live, queries, units, rows_}, S_, ld_);
+      f_.with_keys(p_.k, p_.ks, s_, hkv, k0, n + kAheadRows, list, [&](const auto& K) {
+        const Ahead ahead(K, p_.D * int64_t(sizeof(E)));
+        direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{ahead, n, p_.D, live, queries, units, rows_}, S_, ld_);
       });
     };
-    const auto add_values = [&](const auto& V) {
-      // one row: all keys at once; several: pieces that stay in the first cache
-      const int64_t piece = rows_ > 1 ? 32 : kBlockKeys;
-      for (int64_t j = 0; j < n; j += piece)
-        for (int64_t r = 0; r < rows_; r++) {
-          const Range k{max(reach_[r].lo, j), min(reach_[r].hi, j + piece)};
-          if (k.size() <= 0) continue;
-          const bool begins = k.lo == reach_[r].lo;
-          const A alpha = !begins ? A(1) : started_[r / kRows<T> * kRows<T>] ? alpha_[r] : A(0);
-          direct_output<T>(P_ + r * ld_, k, V, p_.Dv, live, alpha, O_ + r * f_.dv);
-        }
+    const auto output = [&] {
+      f_.with_keys(p_.v, p_.vs, s_, hkv, k0, n + kAheadRows, list, [&](const auto& V) {
+        const Ahead ahead(V, p_.Dv * int64_t(sizeof(E)));
+        add_values(DirectValues<T, std::decay_t<decltype(V)>>{ahead, P_, ld_, live, p_.Dv}, n);
+      });
     };
-    const auto output = [&] { f_.with_keys(p_.v, p_.vs, s_, hkv, k0, n, list, add_values); };
     step(k0, n, scores, output);
+  }
+  template <class Values>
+  void add_values(const Values& x, int64_t n) {
+    const int64_t piece = rows_ > 1 ? 32 : n;  // values that are read more than once stay in the first cache
+    for (int64_t j = 0; j < n; j += piece)
+      for (int64_t g = 0; g < rows_; g += kRows<T>) {  // rows of one reach
+        const Range all = reach_[g], keys{max(all.lo, j), min(all.hi, j + piece)};
+        if (keys.size() <= 0) continue;
+        const bool begins = keys.lo == all.lo;
+        A alpha[kRows<T>];
+        const int64_t rows = min<int64_t>(kRows<T>, rows_ - g);
+        for (int64_t r = 0; r < rows; r++) alpha[r] = !begins ? A(1) : started_[g] ? alpha_[g + r] : A(0);
+        const Values here{x.V, x.p + g * x.ld, x.ld, x.live, x.d};
+        together(rows,
+                 [&](int64_t r, auto count) { direct_output<T, decltype(count)::value>(here, keys, r, alpha, O_ + g * f_.dv, f_.dv); });
+      }
   }
 
   // Unnormalised results for combine(): m and l of each row, then O.

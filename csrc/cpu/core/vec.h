@@ -253,6 +253,28 @@ INLINE V reduce_rows(V* v, Op op) {
       op(unpack_lo_(v[i], v[i + n], lanes), unpack_hi_(v[i], v[i + n], lanes));
   return v[0];
 }
+// The same of neighbours only, N of them (a power of two), which compilers keep in log2(N) registers where v is made in order: lane i
+// of the whole, put together from groups by the same, holds v[i with its bits in reverse].
+template <int N, class V, class Op>
+INLINE V reduce_neighbours(V* v, Op op) {
+  constexpr auto lanes = std::make_integer_sequence<int, kWidth<V>>();
+  UNROLL for (int n = N / 2; n > 0; n /= 2) UNROLL for (int i = 0; i < n; i++) v[i] =
+      op(unpack_lo_(v[2 * i], v[2 * i + 1], lanes), unpack_hi_(v[2 * i], v[2 * i + 1], lanes));
+  return v[0];
+}
+constexpr int reverse_bits(int i, int n) {
+  int r = 0;
+  for (int bit = 1; bit < n; bit *= 2) r = 2 * r + (i / bit & 1);
+  return r;
+}
+template <class V, int... I>
+INLINE V reverse_lane_bits_(V a, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, ivec_of<V>{reverse_bits(I, kWidth<V>)...});
+}
+template <class V>
+INLINE V reverse_lane_bits(V a) {
+  return reverse_lane_bits_(a, std::make_integer_sequence<int, kWidth<V>>());
+}
 template <class V, int... I>
 INLINE V swap_(V a, int w, std::integer_sequence<int, I...>) {
   return __builtin_shuffle(a, ivec_of<V>{(I ^ w)...});
