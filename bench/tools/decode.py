@@ -23,7 +23,8 @@ import torch.nn.functional as F
 import pytransformer as pt
 from pytransformer.cli.machine import cpu_name, usable_cores
 
-SHAPES = ((1, 1, 1, 128), (1, 8, 8, 64), (1, 8, 8, 128), (1, 16, 8, 128), (1, 32, 8, 128), (1, 64, 8, 128), (1, 32, 32, 128), (4, 8, 8, 128),
+SHAPES = (
+    (1, 1, 1, 128), (1, 8, 8, 64), (1, 8, 8, 128), (1, 16, 8, 128), (1, 32, 8, 128), (1, 64, 8, 128), (1, 32, 32, 128), (4, 8, 8, 128),
           (16, 8, 2, 128), (16, 1, 1, 128))  # fmt: skip
 PAGES = (16, 64)
 Call = Callable[[], object]
