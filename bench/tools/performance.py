@@ -186,10 +186,16 @@ def bandwidth(document: Row, found: list[Pair], key: str, of: str) -> str:
     whole = (document.get("peaks") or {}).get(key)
     rows = [
         [p.ours["case"].replace("_", " "), report.shape_text(p.ours["shape"]), report.SHORT[p.ours["dtype"]],
-         report.mode_text(p.ours), times(p.ratio), f"{p.ours['gbps']:.1f}", percent(p.ours["gbps"], whole)]
+         report.mode_text(p.ours), times(p.ratio), f"{p.ours['gbps']:.1f}", percent(p.ours["gbps"], whole),
+         *([report.limit_text(p.ours)] if limited(found) else [])]
         for p in found
     ]  # fmt: skip
-    return table(("case", "shape", "dtype", "mode", "PyTorch / ours", "GB/s", of), rows) if rows else MISSING
+    return table(("case", "shape", "dtype", "mode", "PyTorch / ours", "GB/s", of, *limited(found)), rows) if rows else MISSING
+
+
+def limited(found: list[Pair]) -> tuple[str, ...]:
+    """The title of the column that says what limits a row; none in files that are older than it."""
+    return ("what limits it",) if any(p.ours.get("limit") for p in found) else ()
 
 
 def models(document: Row | None) -> str:
@@ -239,7 +245,8 @@ def losses(found: list[Pair]) -> str:
     told = f"{len(lost)} of {len(found)} measurements are slower than PyTorch's own"
     if not lost:
         return f"{told}."
-    return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours"), [[p.where, times(p.ratio)] for p in lost])
+    rows = [[p.where, times(p.ratio), *([report.limit_text(p.ours)] if limited(lost) else [])] for p in lost]
+    return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours", *limited(lost)), rows)
 
 
 def refused(document: Row) -> str:

@@ -3,7 +3,9 @@
 all alike.
 
 One sample is `repeats` calls, enough to last SAMPLE_SECONDS, and gives one figure (seconds a call); the
-figures of a contender are summed up by their median and their 20 % and 80 % quantiles. On CUDA the calls of a
+figures of a contender are summed up by their median and their 20 % and 80 % quantiles. Before the first sample a contender is called until
+it gets no faster, and before every sample once more, so that caches and allocator are as its own calls leave them, not as its
+neighbour's do; calls that take long enough to bring their own state are spared that. On CUDA the calls of a
 sample are enclosed by events, and a buffer larger than the L2 cache is overwritten before each, so that no
 contender finds its inputs there; `kernel_ms` tells the kernels' own time beside it. On the CPU the tensors are as
 warm as a loop leaves them, unless the caches are asked to be `cold`: then a buffer larger than the last of them
@@ -24,7 +26,9 @@ from pathlib import Path
 import torch
 
 SAMPLE_SECONDS = 2e-3
-SLOW_SECONDS = 0.05  # a call this long needs no second one to warm up
+SLOW_SECONDS = 0.05  # a call this long needs no second one to warm up, and none before its samples
+SHORT_SECONDS, SHORT_ROUNDS = 0.01, 15  # a call this short gets so many samples: fresh pages come and go
+WARM_UP_CALLS, SETTLED = 8, 0.9  # at most so many, until one takes more than this share of the fastest before it
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
@@ -127,14 +131,16 @@ def interleaved(
     contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
     """
     clock = _clock(device, cold)
-    repeats, rounds = {}, min_rounds
+    settles = device == "cpu" and not cold
+    repeats, untimed, least, rounds = {}, {}, {}, min_rounds
     for name, contender in contenders.items():
         with contender.context():
-            seconds = clock.sample(contender.call, 1)  # the first call of a shape pays for caches and lazy set-up
-            if seconds < SLOW_SECONDS:
-                seconds = max(clock.sample(contender.call, 1), 1e-7)
+            seconds = _warmed_up(clock, contender.call)
         repeats[name] = max(1, round(SAMPLE_SECONDS / seconds))
-        rounds = max(rounds, math.ceil(min_time / (seconds * repeats[name])))
+        untimed[name] = int(settles and seconds < SLOW_SECONDS)
+        short = settles and seconds < SHORT_SECONDS and min_rounds >= MIN_ROUNDS
+        least[name] = max(min_rounds, SHORT_ROUNDS) if short else min_rounds
+        rounds = max(rounds, least[name], math.ceil(min_time / (seconds * (repeats[name] + untimed[name]))))
     rounds = min(rounds, MAX_COLD_ROUNDS if cold else MAX_ROUNDS)
     # The slowest contender needs the fewest rounds to fill its time; it need not take part in all of them.
     names = list(contenders)
@@ -146,16 +152,28 @@ def interleaved(
         for turn in range(rounds):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             for name in order if turn % 2 == 0 else reversed(order):
-                if spent[name] >= (min_time if len(samples[name]) >= min_rounds else max(min_time, PATIENCE)):
+                if spent[name] >= (min_time if len(samples[name]) >= least[name] else max(min_time, PATIENCE)):
                     continue
                 with contenders[name].context():
+                    for _ in range(untimed[name]):
+                        contenders[name].call()
                     seconds = clock.sample(contenders[name].call, repeats[name])
                 samples[name][turn] = seconds
-                spent[name] += seconds * repeats[name]
+                spent[name] += seconds * (repeats[name] + untimed[name])
     finally:
         if collecting:
             gc.enable()
     return {name: _summary(values) for name, values in samples.items()}
+
+
+def _warmed_up(clock: _CpuClock | _CudaClock, call: Callable[[], object]) -> float:
+    """Seconds of the last of some calls: the first of a shape pays for lazy set-up, the next for what the allocator does not hold yet."""
+    seconds = clock.sample(call, 1)
+    for _ in range(WARM_UP_CALLS if seconds < SLOW_SECONDS else 0):
+        last, seconds = seconds, max(clock.sample(call, 1), 1e-7)
+        if seconds > SETTLED * last:
+            break
+    return seconds
 
 
 def _summary(rounds: dict[int, float]) -> Timing:

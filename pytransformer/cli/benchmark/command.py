@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pytransformer.cli import INTERRUPTED, OK, WRONG, UsageError
-from pytransformer.cli.benchmark import clock, curves, memory, peaks, plan, plots, report, results, suites
+from pytransformer.cli.benchmark import clock, curves, limits, memory, peaks, plan, plots, report, results, suites
 from pytransformer.cli.benchmark.options import ISAS
 from pytransformer.cli.benchmark.options import add_arguments as add_arguments
 from pytransformer.cli.benchmark.runner import Options, Runner
@@ -63,15 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
         min_rounds=QUICK_ROUNDS if arguments.quick else clock.MIN_ROUNDS,
         sustained=arguments.sustained,
         cold=arguments.cache == "cold",
+        limits=arguments.peaks and not arguments.quick,
     )
     where = results.environment(arguments.device, _command_line(arguments))
     console.print(report.environment_text(where))
     _say_what_is_missing(console, arguments)
     runner, complete = _measure(console, options, steps)
+    roofs = _peaks(arguments, steps) if complete else None
+    limits.label(runner.rows, roofs)
     document = {
         "schema_version": results.SCHEMA_VERSION,
         "environment": where,
-        "peaks": _peaks(arguments, steps) if complete else None,
+        "peaks": roofs,
         "complete": complete,
         "rows": runner.rows,
         "not_run": runner.not_run,

@@ -2,9 +2,9 @@
 """What this machine can do, measured: the roofs of the roofline.
 
 The arithmetic peak is the best rate of torch.mm over a few sizes; the bandwidth that of a copy between buffers that fit no cache, its
-reads and writes counted, and of a sum over one of them, which only reads; and that of a copy between buffers of the size of 8192 x
-1024 floats, which large caches hold. All are what a library reaches here, now, with the threads in use; a processor's nominal figures
-are not asked.
+reads and writes counted, and of a sum over one of them, which only reads; that of a copy between buffers of the size of 8192 x
+1024 floats, which large caches hold, and of smaller ones. All are what a library reaches here, now, with the threads in use; a
+processor's nominal figures are not asked.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from pytransformer.cli.benchmark import clock
 
 SIZES = (1024, 2048)
 WARM_BYTES = 8192 * 1024 * 4
+COPY_BYTES = (1 << 16, 1 << 19, 1 << 22)  # of smaller buffers
 Fastest = Callable[[Callable[[], object]], float]
 
 
 def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str, object]:
-    """{"tflops": {dtype name: rate}, "gbps": rate, "read_gbps": rate, "warm_gbps": rate}, each from `seconds` of calls, five at least."""
+    """{"tflops": {dtype name: rate}, "gbps": rate, "read_gbps": rate, "warm_gbps": rate, "copy_gbps": {bytes of traffic: rate}}, each from
+    `seconds` of calls, five at least."""
     fastest = partial(_fastest, device, seconds)
+    memory, warm = (_copy(device, fastest, size) for size in (clock.evicting_bytes(), WARM_BYTES))
+    smaller = {str(2 * size): _copy(device, fastest, size) for size in COPY_BYTES}
     return {
         "tflops": {str(d).removeprefix("torch."): _product(device, d, fastest) for d in dtypes},
-        "gbps": _copy(device, fastest, clock.evicting_bytes()),
+        "gbps": memory,
         "read_gbps": _read(device, fastest, clock.evicting_bytes()),
-        "warm_gbps": _copy(device, fastest, WARM_BYTES),
+        "warm_gbps": warm,
+        "copy_gbps": {**smaller, str(2 * WARM_BYTES): warm, str(2 * clock.evicting_bytes()): memory},
     }
 
 

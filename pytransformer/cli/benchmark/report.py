@@ -34,8 +34,9 @@ COLUMNS = (
     "saved MB",
     "error",
     "/naive",
+    "limit",
 )
-RIGHT = COLUMNS[5:]
+RIGHT = COLUMNS[5:-1]
 
 # Liger-Kernel's benchmark columns, in its order, so that tools made for its results read ours; the last one
 # holds our version.
@@ -87,14 +88,19 @@ def table_row(row: Row) -> list[str]:
         figure(row["median_ms"]), f"{figure(row['p20_ms'])}-{figure(row['p80_ms'])}",
         figure(row["speedup_torch"]), figure(row["speedup_naive"]), figure(row["tflops"]),
         figure(row["gbps"]), megabytes(row["peak_bytes"]), megabytes(row.get("saved_bytes")),
-        figure(row["error"], 2), figure(row["error_ratio_naive"], 2),
+        figure(row["error"], 2), figure(row["error_ratio_naive"], 2), limit_text(row),
     ]  # fmt: skip
+
+
+def limit_text(row: Row) -> str:
+    """What limits the row, and the share of its time that it explains."""
+    return f"{row['limit']} {row['limit_shares'][row['limit']]:.0%}" if row.get("limit") else "-"
 
 
 def fitting(rows: list[list[str]], width: int | None) -> tuple[tuple[str, ...], list[list[str]]]:
     """(columns, rows) of table rows without the columns that a terminal of `width` characters has least room for."""
     left = list(COLUMNS)
-    for column in ("", "p20-p80", "saved MB", "GB/s", "/naive", "shape", "TFLOP/s", "x naive"):
+    for column in ("", "p20-p80", "saved MB", "GB/s", "/naive", "limit", "shape", "TFLOP/s", "x naive"):
         if column:
             left.remove(column)
         places = [COLUMNS.index(name) for name in left]
@@ -267,7 +273,9 @@ naive`: how many times as fast as PyTorch's own op and as naive code in the same
 only. `GB/s`: every input read and every output written once. `peak MB`: memory above the inputs, in a fresh
 process. `saved MB`: what the forward keeps for the backward beyond the inputs. Caches are warm (as calls in a loop leave them)
 unless the mode says cold. `error`: norm of the error against float64 over the norm of the result, the worst of output and
-gradients; `/naive`: over naive code's error."""
+gradients; `/naive`: over naive code's error. `limit`: what takes the largest share of the time: the rate of a matrix product, the
+bandwidth of a copy, the call (its time at a tiny shape), the allocator (fresh pages for outputs), the kernel itself, or of peers the
+rest, which is one of the last two."""
 
 
 def environment_text(where: dict[str, Any], escape: Any = clean) -> str:

@@ -3,7 +3,7 @@
 
     {"schema_version": 1,
      "environment": {...},       where, when and with what
-     "peaks": {...},             measured: "tflops" by dtype, "gbps"; null if they were not
+     "peaks": {...},             measured: "tflops" by dtype, "gbps" and others of peaks.py; null if they were not
      "complete": true,           false: stopped before the end; what is there is good
      "rows": [...],              one per op, case, dtype, mode and backend that was checked and timed
      "not_run": [...]}           those that were not, and why: status "skipped", "unsupported", "wrong" or "failed"
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from pytransformer.cli.benchmark import limits
 
 SCHEMA_VERSION = 1
 MODES = ("fwd", "bwd", "fwd+bwd")
@@ -62,6 +64,10 @@ ROW_LATER: dict[str, _Field] = {
     "time_over_torch": (list, True),  # [p20, median, p80] of our time over PyTorch's, round by round
     "saved_bytes": (int, True),  # tensors kept from forward to backward beyond the inputs; null without a gradient
     "kernel_ms": (_NUMBER, True),  # of the kernels alone, on GPUs
+    "floor_ms": (_NUMBER, True),  # the same call at a tiny shape
+    "alone_ms": (_NUMBER, True),  # of our kernels alone on the CPU, into tensors that are there already
+    "limit": (str, True),  # one of limits.LIMITS; null without peaks
+    "limit_shares": (dict, True),  # of the row's time, by limits.LIMITS
     "burst_ms": (_NUMBER, True),  # a call after a rest
     "sustained_ms": (_NUMBER, True),  # a call of many without one
     "share": (_NUMBER, True),  # of a block mask, the blocks that run; null without one
@@ -159,8 +165,10 @@ def _check_peaks(peaks: Any) -> list[str]:
     """Absent from files written before there were any."""
     if peaks is None:
         return []
-    later = [peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks] if isinstance(peaks, dict) else []
-    rates = [*peaks.get("tflops", {}).values(), peaks.get("gbps"), *later] if isinstance(peaks, dict) else [None]
+    if not isinstance(peaks, dict):
+        return ["peaks are not an object"]
+    later = [peaks[key] for key in ("read_gbps", "warm_gbps") if key in peaks]
+    rates = [*peaks.get("tflops", {}).values(), *peaks.get("copy_gbps", {}).values(), peaks.get("gbps"), *later]
     return [] if all(isinstance(rate, _NUMBER) and rate > 0 for rate in rates) else ["peaks are not positive rates"]
 
 
@@ -175,6 +183,8 @@ def _check_meaning(document: dict[str, Any]) -> list[str]:
             problems.append(f"{where}.mode is {row['mode']!r}, not one of {', '.join(MODES)}")
         if not 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]:
             problems.append(f"{where}: 0 < p20_ms <= median_ms <= p80_ms does not hold")
+        if "limit" in row and (limits.of(row, document.get("peaks")) or (None, None)) != (row["limit"], row["limit_shares"]):
+            problems.append(f"{where}.limit {row['limit']} with its shares is not what its times and the peaks say")
         if row["error"] is not None and not row["error"] <= row["error_bound"]:
             problems.append(f"{where}.error {row['error']} is above its bound {row['error_bound']}: it may not be timed")
     for index, entry in enumerate(document["not_run"]):

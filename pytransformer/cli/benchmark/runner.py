@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from pytransformer.cli.benchmark import check, clock, exact, memory, plan
+from pytransformer.cli.benchmark import check, clock, exact, limits, memory, plan
 from pytransformer.cli.benchmark.plan import Step
 from pytransformer.cli.providers import NAIVE, ON_REQUEST, PEERS, TORCH, Prepared, Problem, Provider, Unsupported, providers
 
 SEED = 20
-REFERENCE = "reference"
+REFERENCE, CPU = "reference", "cpu"
+ALONE = "kernels alone of "  # a contender that makes a row's native calls and nothing else
+FLOOR_ROUNDS = 4
 LONGEST_REASON = 300  # characters
 
 
@@ -32,6 +34,7 @@ class Options:
     min_rounds: int = clock.MIN_ROUNDS
     sustained: float = 0.0  # seconds of calls without a rest, for every contender of every step
     cold: bool = False  # caches emptied before each call, in every step
+    limits: bool = False  # measure on the CPU what tells a row's limit: the call's floor, and our kernels alone
 
 
 @dataclass
@@ -71,26 +74,52 @@ class Runner:
         contenders = {
             e.provider.name: clock.Contender(work(problem, e.prepared, step.mode), e.prepared.context) for e in entries
         }
+        limited = self.options.limits and self.options.device == "cpu" and not late
+        alone = {ALONE + name: c for name in contenders if limited and (c := self._alone(step, name, contenders[name]))}
         min_time, min_rounds, with_memory = self.options.min_time, self.options.min_rounds, self.options.memory
         if seconds is not None:
             # A machine so busy that the time is gone still sees every op, once each and without the memory.
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
             left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
-            min_time = min(min_time, max(0.0, left / len(entries)))
+            min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
         device, cold = self.options.device, step.cold or self.options.cold
-        timings = clock.interleaved(contenders, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold)
+        timings = clock.interleaved(contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold)
         long = 0.0 if late else step.sustained or self.options.sustained
         regimes = {name: clock.regimes(contender, long, device) for name, contender in contenders.items()} if long else {}
         kernels = {name: self._kernel_ms(step, name, contender) for name, contender in contenders.items()}
-        del contenders
+        del contenders, alone
+        floors = self._floors(step, entries) if limited else {}
         for entry in entries:
             name = entry.provider.name
             peak = self._peak(step, entry) if with_memory else None
             saved = saved_bytes(problem, entry.prepared) if problem.grad else None
             row = self._row(step, entry, timings, entries) | {"peak_bytes": peak, "saved_bytes": saved}
             row |= dict(zip(("burst_ms", "sustained_ms"), regimes.get(name, (None, None)))) | {"kernel_ms": kernels[name]}
+            row |= {"floor_ms": floors.get(name), "alone_ms": getattr(timings.get(ALONE + name), "median_ms", None)}
             row |= {"share": getattr(problem.named.get("attn_mask"), "share", None)}
             self.rows.append(row | {"cache": "cold" if cold or device == "cuda" else "warm"})
+
+    # ---- what tells the limit
+
+    def _alone(self, step: Step, name: str, contender: clock.Contender) -> clock.Contender | None:
+        if name != CPU:
+            return None
+        with contender.context():
+            call = limits.kernels_alone(step.case.op, name, contender.call)
+        return call and clock.Contender(call, contender.context)
+
+    def _floors(self, step: Step, entries: list[_Entry]) -> dict[str, float]:
+        """Milliseconds of a call at a tiny shape, of each who can compute it."""
+        problem = Problem.make(plan.tiny(step.case), step.dtype, self.options.device, seed=SEED, grad=step.mode != "fwd")
+        contenders = {}
+        for entry in entries:
+            try:
+                prepared = entry.provider.prepare(problem)
+            except Unsupported:
+                continue
+            contenders[entry.provider.name] = clock.Contender(work(problem, prepared, step.mode), prepared.context)
+        timings = clock.interleaved(contenders, min_time=0.0, min_rounds=FLOOR_ROUNDS)
+        return {name: timing.p20_ms for name, timing in timings.items()}
 
     # ---- before the clock
 
