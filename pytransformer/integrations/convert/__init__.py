@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import hugging_face_rules, long_rules, padding_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # which add to RULES
+from . import hugging_face_rules, long_rules, padding_rules, rotary_rules, t5_rules, timm_rules, torch_rules  # noqa: F401  # which add to RULES
 from .rules import KINDS, ON_REQUEST, Converted, candidate, find_rule
 
 __all__ = ["Conversion", "convert", "revert"]
@@ -62,7 +62,7 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
     Convert after the model is built, moved and quantized, and before torch.compile. Dropout keeps its probability but draws its
     mask from our generator, seeded by torch's. Hugging Face's attention goes through
     :func:`pytransformer.integrations.transformers.register`; what is converted here is T5's, so that its table of biases reaches
-    the kernel.
+    the kernel, and the turning of queries and keys by position in Llama's and its kin.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")

@@ -39,7 +39,7 @@ class ScaledNorm:
 _rule(
     Rule("norm", "rms_norm", ScaledNorm, digests=("a44bf2f44ac6", "f5ab9e3de87c")),
     llama="LlamaRMSNorm", mistral="MistralRMSNorm", qwen2="Qwen2RMSNorm", qwen3="Qwen3RMSNorm", phi3="Phi3RMSNorm",
-    mixtral="MixtralRMSNorm", t5="T5LayerNorm", mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
+    mixtral="MixtralRMSNorm", qwen3_moe="Qwen3MoeRMSNorm", dots1="Dots1RMSNorm", t5="T5LayerNorm", mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ _rule(
     Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, digests=("63e6486ed81a",)),
     gemma="GemmaRMSNorm",
     gemma2="Gemma2RMSNorm",
+    gemma3="Gemma3RMSNorm",
 )
 
 
@@ -86,6 +87,7 @@ def _network_rule(digest: str, *attributes: str, gate: str | None = None, dropou
 _network_rule(
     "5c180f599572", "up_proj", "down_proj", "act_fn", gate="gate_proj",
     llama="LlamaMLP", mistral="MistralMLP", qwen2="Qwen2MLP", qwen3="Qwen3MLP", gemma="GemmaMLP", gemma2="Gemma2MLP",
+    gemma3="Gemma3MLP",
 )  # fmt: skip
 _network_rule(
     "d14f25465c50",

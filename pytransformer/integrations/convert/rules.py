@@ -7,9 +7,11 @@ import ast
 import functools
 import hashlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -74,13 +76,14 @@ def _subclass(mixin: type, original: type) -> type:
 
 
 @functools.cache
-def digest(cls: type, method: str = "forward") -> str:
-    """A digest of what a method does: of its syntax tree, so that comments and line breaks do not count."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, method)))))
-    function = tree.body[0]
-    assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+def digest(owner: type | ModuleType, function: str = "forward") -> str:
+    """A digest of what a method of a class, or a function of a file, does: of its syntax tree, so that comments and line breaks do not
+    count."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, function)))))
+    node = tree.body[0]
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return hashlib.sha256(f"{names}{[ast.dump(s) for s in body]}".encode()).hexdigest()[:12]
 
 
@@ -103,4 +106,6 @@ def candidate(module: torch.nn.Module) -> str | None:
     for word, what in _LOOKS_LIKE.items():
         if word in name:
             return f"looks like a {what}, but its class is not one that convert knows"
+    if name.endswith("attention") and hasattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb"):
+        return "its file turns queries and keys by position, but its class is not one that convert knows"
     return None

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of Hugging Face transformers that tells positions by turning queries and keys: Llama's and its kin.
+
+What is converted is what stands between the projections and attention: the norm of queries and keys, where there is one, and the turn
+become one op each, :func:`pytransformer.rotary`, with the model's own tables of cos and sin. Projections, the user's cache and the call
+of transformers' attention interface stay, in their order, so that every ``attn_implementation`` works and hooks are called. GPT-J has
+no such interface: its attention becomes ours too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...ops.attention import attention
+from ...ops.rotary import rotary
+from .hugging_face_rules import _rule
+from .modules import first_reason, is_norm, probability, unhooked
+from .rules import Rule, digest
+
+_HALVES = {"apply_rotary_pos_emb": ("298829ea877e", "5f7a7cb52cb2", "d0fffa33108a"), "rotate_half": ("d5641e8a5bec",)}
+_NEIGHBOURS = {"apply_rotary_pos_emb": ("ab03ba130e4b",), "rotate_every_two": ("407381a98b7f",)}
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _turns_otherwise(module: Any, known: Mapping[str, tuple[str, ...]] = _HALVES) -> str | None:
+    """Why the functions by which this module's file turns queries and keys are not those that we know, or None."""
+    file = sys.modules[type(module).__module__]
+    for name, digests in known.items():
+        if not hasattr(file, name) or digest(file, name) not in digests:
+            return f"its {name} in this version of transformers is not one we have checked"
+    return None
+
+
+def _tables_fit(cos: Any, sin: Any) -> bool:
+    """Whether these are tables for our op: (B or 1, L, dims), of angles that nobody learns."""
+    return (
+        isinstance(cos, torch.Tensor) and cos.dim() == 3 and cos.shape == sin.shape and not (cos.requires_grad or sin.requires_grad)
+    )  # fmt: skip
+
+
+def _norm_eps(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
+class Turned:
+    """What the attention of Llama and of its kin does; subclasses say in what they differ."""
+
+    projection_out = "o_proj"
+    norms: tuple[str, ...] = ()  # of queries and keys, of each head
+    norm_offset = 0.0
+
+    def heads(self: Any, x: torch.Tensor) -> Heads:
+        """Queries, keys and values, (B, H, L, D) each, before they are normalised and turned."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            projection(x).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return query, key, value
+
+    def for_interface(self: Any) -> dict[str, Any]:
+        """What the model hands to attention beside dropout and scaling."""
+        return {}
+
+    def turned_and_attended(
+        self: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], mask: Any, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = self.heads(x)
+        by = [getattr(self, name) for name in self.norms] or [None, None]
+        query, key = (_turned(t, norm, tables, self.norm_offset) for t, norm in zip((query, key), by))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        eager = sys.modules[type(self).__module__].eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **self.for_interface(), **kwargs
+        )
+        return getattr(self, self.projection_out)(out.reshape(*x.shape[:-1], -1)), weights
+
+
+class RotaryAttention(Turned):  # Llama
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if position_embeddings is None or not _tables_fit(*position_embeddings):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+        return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+
+
+def _turned(
+    x: torch.Tensor, norm: Any, tables: tuple[torch.Tensor, torch.Tensor], offset: float, interleaved: bool = False
+) -> torch.Tensor:
+    settings: dict[str, Any] = {} if norm is None else {"weight": norm.weight, "eps": _norm_eps(norm), "weight_offset": offset}
+    return rotary(x, cos=tables[0], sin=tables[1], interleaved=interleaved, **settings)
+
+
+class WindowOfConfig(RotaryAttention):  # Mistral
+    def for_interface(self: Any) -> dict[str, Any]:
+        return {"sliding_window": getattr(self.config, "sliding_window", None)}
+
+
+class WindowOfLayer(RotaryAttention):  # Qwen 2
+    def for_interface(self: Any) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window}
+
+
+class WindowAndSoftcap(RotaryAttention):  # Gemma 2
+    def for_interface(self: Any) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window, "softcap": self.attn_logit_softcapping}
+
+
+class NormOfHeads(WindowOfLayer):  # Qwen 3
+    norms = ("q_norm", "k_norm")
+
+
+class ShiftedNormOfHeads(NormOfHeads):  # Gemma 3
+    norm_offset = 1.0
+
+
+class OneProjection(WindowOfConfig):  # Phi-3
+    def heads(self: Any, x: torch.Tensor) -> Heads:
+        kv = self.num_key_value_heads
+        t = self.qkv_proj(x).view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        query, key, value = t.split((t.shape[1] - 2 * kv, kv, kv), 1)
+        return query, key, value
+
+
+class ProjectionByHead(Turned):  # GPT-NeoX: rows of one matrix are query, key and value of head after head
+    projection_out = "dense"
+
+    def heads(self: Any, x: torch.Tensor) -> Heads:
+        t = self.query_key_value(x).view(*x.shape[:-1], -1, 3 * self.head_size).transpose(1, 2)
+        query, key, value = t.chunk(3, -1)
+        return query, key, value
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, attention_mask: Any, layer_past: Any = None, position_embeddings: Any = None, **kwargs: Any
+    ) -> Any:  # fmt: skip
+        if position_embeddings is None or not _tables_fit(*position_embeddings):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, layer_past=layer_past, position_embeddings=position_embeddings, **kwargs
+            )
+        return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, layer_past, kwargs)
+
+
+class OwnAttention:  # GPT-J
+    """Pairs of neighbours, and attention in code of the model's own: scores in float32, an additive mask of all pairs.
+
+    The mask is what the model made for eager code; scores, weights and what follows from them are the kernel's, of no memory.
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        layer_past: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if output_attentions:
+            return super().forward(  # type: ignore[misc]
+                hidden_states, layer_past, attention_mask, position_ids, use_cache, output_attentions, **kwargs
+            )
+        shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
+        query, key, value = (
+            projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rows = self.embed_positions.to(position_ids.device)[position_ids].to(key.dtype)
+        sin, cos = (t.repeat_interleave(2, -1) for t in rows.chunk(2, -1))
+        query, key = (_turned(t, None, (cos, sin), 0.0, interleaved=True) for t in (query, key))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        out = attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=probability(self.attn_dropout, self.training),
+            scale=1.0 / self.scale_attn,
+        )  # fmt: skip
+        return self.resid_dropout(self.out_proj(out.transpose(1, 2).flatten(2))), None
+
+
+# ---- which classes
+
+
+def _rotary_rule(mixin: type[Turned], digest_of_forward: str, **models: str) -> None:
+    expected = "rms_norm with 1 + weight" if mixin.norm_offset else "rms_norm"
+
+    def condition(module: Any) -> str | None:
+        norms = [getattr(module, name) for name in mixin.norms]
+        for norm in norms:
+            if not is_norm(getattr(type(norm), "converted_from", type(norm)), expected):
+                return f"has a {type(norm).__name__} where a known RMS norm was expected"
+        return first_reason(_turns_otherwise(module), unhooked(*norms))
+
+    what = "rotary with the norms of queries and keys" if mixin.norms else "rotary"
+    _rule(Rule("attention", what, mixin, condition, (digest_of_forward,)), **models)
+
+
+_rotary_rule(
+    RotaryAttention, "66fca53755e8",
+    llama="LlamaAttention", arcee="ArceeAttention", gemma="GemmaAttention", granite="GraniteAttention", granitemoe="GraniteMoeAttention",
+    granitemoeshared="GraniteMoeSharedAttention", qwen2_moe="Qwen2MoeAttention", phimoe="PhimoeAttention",
+)  # fmt: skip
+_rotary_rule(
+    WindowOfConfig, "f794ab37faad", mistral="MistralAttention", mixtral="MixtralAttention", minimax="MiniMaxAttention"
+)
+_rotary_rule(WindowOfLayer, "5b5407d08e71", qwen2="Qwen2Attention", cwm="CwmAttention", ministral="MinistralAttention")
+_rotary_rule(WindowAndSoftcap, "ed76d4b404fb", gemma2="Gemma2Attention", vaultgemma="VaultGemmaAttention")
+_rotary_rule(NormOfHeads, "0fcfd6ae230f", qwen3="Qwen3Attention", qwen3_moe="Qwen3MoeAttention", dots1="Dots1Attention")
+_rotary_rule(ShiftedNormOfHeads, "6c6b60177dfd", gemma3="Gemma3Attention")
+_rotary_rule(OneProjection, "9f8e741181f1", phi3="Phi3Attention")
+_rotary_rule(ProjectionByHead, "23ff7c175a5b", gpt_neox="GPTNeoXAttention")
+_rule(
+    Rule(
+        "attention", "rotary and attention", OwnAttention,
+        lambda m: first_reason(_turns_otherwise(m, _NEIGHBOURS), unhooked(m.attn_dropout)), ("130974329dc8",),
+    ),
+    gptj="GPTJAttention",
+)  # fmt: skip
