@@ -12,6 +12,7 @@ from torch import nn
 from ..ops.attention import attention
 from ..ops.attention_varlen import attention_varlen
 from .cache import Layer
+from .linear import Linear
 from .patterns import Pattern
 from .taps import AttentionTap
 
@@ -77,11 +78,11 @@ class MultiHeadAttention(nn.Module):
         self.scale, self.dropout = scale, dropout
         self.widths = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.value_dim)
         if cross:
-            self.query = nn.Linear(d_model, self.widths[0], bias)
-            self.key_value = nn.Linear(context_dim or d_model, sum(self.widths[1:]), bias)
+            self.query = Linear(d_model, self.widths[0], bias)
+            self.key_value = Linear(context_dim or d_model, sum(self.widths[1:]), bias)
         else:
-            self.qkv = nn.Linear(d_model, sum(self.widths), bias)
-        self.out = nn.Linear(num_heads * self.value_dim, d_model, bias)
+            self.qkv = Linear(d_model, sum(self.widths), bias)
+        self.out = Linear(num_heads * self.value_dim, d_model, bias)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.cross, self.pattern = cross, pattern
         self.observer: Callable[[AttentionTap], None] | None = None  # set by nn.taps

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ops.cross_entropy import linear_cross_entropy
+from .linear import linear
 from .packing import select, worth_selecting
 
 IGNORE = -100
@@ -55,7 +56,7 @@ class Classifier(nn.Module):
         self.scale, self.label_smoothing = scale, label_smoothing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
+        return linear(x * self.scale if self.scale != 1.0 else x, self.weight, self.bias)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Mean or sum over the labels that are not -100, a float32 number.

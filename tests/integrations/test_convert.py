@@ -319,5 +319,7 @@ def test_the_report_reads(hugging_face: Any) -> None:
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         pt.integrations.convert({})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown kind 'norms'; the kinds are norm, feed_forward, attention, block, padding"):
+    with pytest.raises(
+        ValueError, match="unknown kind 'norms'; the kinds are norm, feed_forward, attention, block, linear, padding"
+    ):
         pt.integrations.convert(nn.Linear(2, 2), kinds=["norms"])

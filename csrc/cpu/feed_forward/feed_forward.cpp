@@ -55,6 +55,21 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
+// out = x weight^T + bias.
+void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "linear: x and weight must be matrices");
+  STD_TORCH_CHECK(x.numel() > 0 && weight.numel() > 0, "linear: nothing to multiply");
+  const pt::edge::Edge edge("linear", x);
+  pt::FeedForwardProblem p{};
+  p.dtype = pt::dtype_of(x, "linear: x", pt::Float64::taken);
+  p.rows = x.size(0), p.hidden = x.size(1), p.out = weight.size(0);
+  p.x = edge.matrix(x, "x", p.rows, p.hidden);
+  p.w2 = edge.matrix(weight, "weight", p.out, p.hidden);
+  p.b2 = edge.vector(bias, "bias", p.out);
+  p.threads = pt::pool_threads();
+  PT_SELECT(feed_forward_kernels).linear(p, edge.target(out, "out", p.rows, p.out));
+}
+
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,
                       MaybeTensor dropout_seed, Tensor hidden, Tensor d_pre, MaybeTensor d_gate, MaybeTensor dx, MaybeTensor dw1,
                       MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
@@ -103,12 +118,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
       "Tensor? dropout_seed, Tensor(a!) hidden, Tensor(b!) d_pre, Tensor(c!)? d_gate, Tensor(d!)? dx, Tensor(e!)? dw1, "
       "Tensor(f!)? db1, Tensor(g!)? dgate_weight, Tensor(h!)? dgate_bias, Tensor(i!)? dw2, Tensor(j!)? db2, int activation, int row_start, "
       "int column_start, float dropout_p) -> ()");
+  m.def("feed_forward_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("feed_forward_activations() -> str[]");  // in the order of their numbers
   m.def("feed_forward_scratch(Tensor x, int rows, int width, int hidden, int columns, bool gated) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("feed_forward_fwd", TORCH_BOX(&feed_forward_fwd));
   m.impl("feed_forward_bwd", TORCH_BOX(&feed_forward_bwd));
+  m.impl("feed_forward_linear", TORCH_BOX(&feed_forward_linear));
   m.impl("feed_forward_scratch", TORCH_BOX(&feed_forward_scratch));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CompositeExplicitAutograd, m) {

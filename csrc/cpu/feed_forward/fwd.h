@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/core/column_dropout.h"
+#include "cpu/core/few_rows.h"
 #include "cpu/core/matmul_epilogues.h"
 #include "cpu/feed_forward/activations.h"
 #include "cpu/feed_forward/problem.h"
@@ -93,14 +94,23 @@ void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, 
   const Product<T> up{x, rows_of<T>(p.w1, p.in, false)};
   if (p.gate_weight) {
     const Product<T> both[2] = {up, {x, rows_of<T>(p.gate_weight, p.in, false)}};
-    visit(Matmul<T, 2, false>(both, rows, p.hidden, p.in, p.threads), HiddenEpilogue<T, true>{p, f, h, first});
+    visit_product<T, 2>(both, rows, p.hidden, p.in, p.threads, HiddenEpilogue<T, true>{p, f, h, first}, visit);
   } else {
     const Product<T> one[1] = {up};
-    visit(Matmul<T, 1, false>(one, rows, p.hidden, p.in, p.threads), HiddenEpilogue<T, false>{p, f, h, first});
+    visit_product<T, 1>(one, rows, p.hidden, p.in, p.threads, HiddenEpilogue<T, false>{p, f, h, first}, visit);
   }
   if (!f.y) return;
   const Product<T> down[1] = {{rows_of<T>(h, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
-  visit(Matmul<T, 1, false>(down, rows, p.out, p.hidden, p.threads), StoreEpilogue<T>(elements<T>(f.y) + first * p.out, rows, p.out, p.b2));
+  const StoreEpilogue<T> store(elements<T>(f.y) + first * p.out, rows, p.out, p.b2);
+  visit_product<T, 1>(down, rows, p.out, p.hidden, p.threads, store, visit);
+}
+
+// The last of these products alone, of x itself.
+template <class T>
+void feed_forward_linear(const FeedForwardProblem& p, void* y) {
+  const Product<T> one[1] = {{rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
+  const StoreEpilogue<T> store(elements<T>(y), p.rows, p.out, p.b2);
+  visit_product<T, 1>(one, p.rows, p.out, p.hidden, p.threads, store, RunProduct());
 }
 
 template <class T>

@@ -25,6 +25,15 @@ void backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
   }
 }
 
+void linear(const FeedForwardProblem& p, void* y) {
+  switch (p.dtype) {
+    case DType::f32: return feed_forward_linear<Float<float>>(p, y);
+    case DType::bf16: return feed_forward_linear<Bf16>(p, y);
+    case DType::f16: return feed_forward_linear<Float<f16>>(p, y);
+    case DType::f64: return feed_forward_linear<Double>(p, y);
+  }
+}
+
 int64_t scratch_bytes(const FeedForwardProblem& p) {
   static char wanted;  // stands for every matrix; nothing is read or written
   void* any = &wanted;
@@ -42,7 +51,7 @@ int64_t scratch_bytes(const FeedForwardProblem& p) {
 }  // namespace
 
 extern const FeedForwardKernels feed_forward_kernels;
-const FeedForwardKernels feed_forward_kernels = {forward, backward, scratch_bytes};
+const FeedForwardKernels feed_forward_kernels = {forward, backward, linear, scratch_bytes};
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -49,9 +49,10 @@ def convert(model: torch.nn.Module, *, kinds: Iterable[str] = KINDS) -> Conversi
 
     Args:
         model: a built model of torch.nn modules or of Hugging Face transformers; on any device, in any dtype.
-        kinds: which of ``"norm"``, ``"feed_forward"``, ``"attention"`` and ``"block"`` (residual connection, dropout and norm
-            in one op) to convert; ``"padding"``, which is not among those converted by default, makes the encoders of BERT and
-            its kin leave out padding at the end of sequences on the CPU: hidden states there become zeros.
+        kinds: which of ``"norm"``, ``"feed_forward"``, ``"attention"``, ``"block"`` (residual connection, dropout and norm
+            in one op) and ``"linear"`` (products of few rows on the CPU) to convert; ``"padding"``, which is not among those
+            converted by default, makes the encoders of BERT and its kin leave out padding at the end of sequences on the CPU:
+            hidden states there become zeros.
 
     Returns:
         A :class:`Conversion`; ``print`` shows it.

@@ -44,7 +44,7 @@ def activation_name(activation: Any) -> ActivationName | None:
 def unfusable(*linears: nn.Module) -> str | None:
     """Why these linear layers cannot be computed from their weights alone, or None."""
     for linear in linears:
-        if type(linear) is not nn.Linear:
+        if getattr(type(linear), "converted_from", type(linear)) is not nn.Linear:
             return f"has a {type(linear).__name__} where a torch.nn.Linear was expected"
     return unhooked(*linears)
 

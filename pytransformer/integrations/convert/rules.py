@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-KINDS = ("norm", "feed_forward", "attention", "block")
+KINDS = ("norm", "feed_forward", "attention", "block", "linear")
 ON_REQUEST = ("padding",)  # what changes results that nobody should read
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...nn.linear import linear
 from ...ops.attention import attention
 from ...ops.layer_norm import layer_norm, rms_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unfusable
@@ -24,6 +25,13 @@ class LayerNorm:
 class RMSNorm:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class FewRows:
+    """The product of a step of decoding, at the rate at which its weights are read; any other is torch.nn's."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 # ---- attention
@@ -213,6 +221,7 @@ def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
 
 
 RULES |= {
+    nn.Linear: Rule("linear", "products of few rows", FewRows),
     nn.LayerNorm: Rule("norm", "layer_norm", LayerNorm),
     nn.RMSNorm: Rule("norm", "rms_norm", RMSNorm),
     nn.MultiheadAttention: Rule(

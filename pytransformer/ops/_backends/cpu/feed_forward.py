@@ -14,6 +14,7 @@ import torch
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
+FEW_ROWS = 8  # kFewRows of csrc/cpu/core/few_rows.h
 HELD_BYTES = 64 << 20  # scratch of backward up to this size stays for the next call: fresh pages took 6 to 20 % of the time
 
 _held = threading.local()
@@ -86,6 +87,17 @@ def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
         _matrix(a.x), a.w1.contiguous(), _vector(a.b1, a.x), _contiguous(a.gate_weight), _vector(a.gate_bias, a.x), a.w2.contiguous(),
         _vector(a.b2, a.x), a.dropout_seed, pre, gate, out, _activation(a.activation), a.row_start, a.column_start, a.dropout_p,
     )  # fmt: skip
+
+
+def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x weightᵀ + bias`` of a few rows, (..., k) and a contiguous (n, k), of one dtype, without gradient; PyTorch's if there is no
+    library."""
+    if native.why_not("feed_forward_linear") is not None:
+        return torch.nn.functional.linear(x, weight, bias)
+    rows = _matrix(x)
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    torch.ops.pytransformer_C.feed_forward_linear.default(rows, weight, _vector(bias, x), out)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _scratch(count: int, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:

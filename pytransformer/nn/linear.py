@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``x Wᵀ + b`` for few rows of x on the CPU: a step of decoding, whose time is that of reading W."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..ops._backends.cpu.feed_forward import FEW_ROWS, linear_of_few_rows
+from ..ops._core.autograd import needs_gradient, unwatched
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`torch.nn.functional.linear`, which it is but for few rows on the CPU that need no gradient.
+
+    There PyTorch's libraries, made for large products, read the weights at a third to two thirds of the rate at which one row is read
+    after another (docs/decisions/0137-few-rows.md). Ours forms each element as one sum along k, in float32 (float64 for float64), rounded
+    once; its order depends on k alone.
+
+    Args:
+        x: (..., k). weight: (n, k). bias: (n,) or None.
+    """
+    if not torch.compiler.is_compiling() and _few_rows_of_plain_numbers(x, weight, bias):
+        return linear_of_few_rows(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the kernel is for this call: small, on the CPU, of one dtype and layout, with nobody watching or differentiating."""
+    return (
+        x.device.type == "cpu"
+        and weight.dim() == 2
+        and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
+        and unwatched(x, (x, weight, bias))
+        and x.shape[-1:] == weight.shape[1:]
+        and x.dtype == weight.dtype
+        and x.dtype in _DTYPES
+        and x.layout == weight.layout == torch.strided
+        and weight.numel() > 0
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled("cpu")
+        and not needs_gradient(x, weight, bias)
+        and weight.device == x.device
+        and (bias is None or bias.device == x.device)
+    )
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear``, its weights and names, by :func:`linear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few rows: right for every size, layout and dtype, and PyTorch's wherever somebody differentiates or watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from pytransformer.nn import linear as module
+from pytransformer.nn.linear import FEW_ROWS, Linear, linear
+from pytransformer.ops._core import native
+
+# Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
+BOUND = {torch.float32: (2.0, 6.0), torch.bfloat16: (1.0, 1.0), torch.float16: (1.0, 1.0), torch.float64: (2.0, 6.0)}
+SIZES = [(1, 1), (3, 2), (31, 5), (32, 64), (33, 63), (100, 65), (768, 7), (1023, 130), (1025, 66), (4099, 9)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call that our kernel got."""
+    if (reason := native.why_not("feed_forward_linear")) is not None:
+        pytest.skip(reason)
+    seen: list[int] = []
+    run = module.linear_of_few_rows
+
+    def spy(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(x.numel() // x.shape[-1])
+        return run(x, *others)
+
+    monkeypatch.setattr(module, "linear_of_few_rows", spy)
+    return seen
+
+
+def operands(rows: int, k: int, n: int, dtype: torch.dtype, offset: float = 0.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows * 7919 + k * 31 + n)
+    return tuple((torch.randn(shape, generator=generator) + offset).to(dtype) for shape in ((rows, k), (n, k), (n,)))
+
+
+def long_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
+    """In 80 bits."""
+    a, w = (t.double().numpy().astype(np.longdouble) for t in (x, weight))
+    return a @ w.T + (0 if bias is None else bias.double().numpy())
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
+def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: torch.dtype) -> None:
+    for k, n in SIZES:
+        for offset in (0.0, 1.0):
+            x, weight, bias = operands(rows, k, n, dtype, offset)
+            for b in (bias, None):
+                with torch.no_grad():
+                    out = linear(x, weight, b)
+                exact, scale = (
+                    long_linear(*(None if t is None else change(t) for t in (x, weight, b)))
+                    for change in (torch.clone, torch.abs)
+                )
+                assert out.dtype == dtype and out.shape == exact.shape
+                error = np.abs(out.double().numpy() - exact)
+                assert (error <= BOUND[dtype][offset > 0] * torch.finfo(dtype).eps * scale).all(), (k, n, offset)
+    assert calls == [rows] * (4 * len(SIZES))
+
+
+def test_shapes_and_strides(calls: list[int]) -> None:
+    x, weight, bias = operands(6, 96, 40, torch.float32)
+    want = F.linear(x, weight, bias)
+    with torch.inference_mode():
+        assert torch.allclose(linear(x.view(2, 3, 96), weight, bias), want.view(2, 3, 40), atol=1e-5)
+        assert torch.allclose(linear(x.T.contiguous().T, weight, bias), want, atol=1e-5)
+        assert torch.allclose(linear(x[0], weight, bias), want[0], atol=1e-5)
+        assert torch.allclose(
+            linear(x.view(3, 2, 96).transpose(0, 1), weight), (want - bias).view(3, 2, 40).transpose(0, 1), atol=1e-5
+        )
+    assert calls == [6, 6, 1, 6]
+
+
+def test_not_a_number_stays_in_its_row_and_column(calls: list[int]) -> None:
+    x, weight, _ = operands(5, 70, 67, torch.float32)
+    x[2, 69], weight[66, 0] = torch.nan, torch.inf
+    with torch.no_grad():
+        out = linear(x, weight)
+    want = torch.zeros(5, 67, dtype=torch.bool)
+    want[2], want[:, 66] = True, True
+    assert torch.equal(~out.isfinite(), want) and calls == [5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_and_other_rows_change_nothing(calls: list[int], dtype: torch.dtype) -> None:
+    x, weight, bias = operands(8, 770, 1000, dtype)
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        try:
+            torch.set_num_threads(1)
+            want = linear(x, weight, bias)
+            torch.set_num_threads(2)
+            assert torch.equal(linear(x, weight, bias), want)
+        finally:
+            torch.set_num_threads(threads)
+        for rows in range(1, 8):
+            assert torch.equal(linear(x[:rows], weight, bias), want[:rows])
+    assert len(calls) == 9
+
+
+def vmapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda row: linear(row, weight, bias))(x)
+
+
+def compiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    return torch.compile(linear, backend="eager", fullgraph=True)(x, weight, bias)
+
+
+def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    with FlopCounterMode(display=False) as counter:
+        out = linear(x, weight, bias)
+    assert counter.get_total_flops() == 2 * x.numel() * weight.shape[0]
+    return out
+
+
+def autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear(x, weight, bias)
+    assert out.dtype == torch.bfloat16
+    return out.float()
+
+
+@pytest.mark.parametrize("way", [vmapped, compiled, counted, autocast])
+def test_who_watches_gets_pytorchs(calls: list[int], way: Callable[..., torch.Tensor]) -> None:
+    x, weight, bias = operands(4, 64, 48, torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(way(x, weight, bias), F.linear(x, weight, bias), atol=0.2 if way is autocast else 1e-5)
+    assert calls == []
+
+
+def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
+    ours, theirs = Linear(16, 12), nn.Linear(16, 12)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(FEW_ROWS, 16, generator=torch.Generator().manual_seed(0))
+    grads = [torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())) for layer in (ours, theirs)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and calls == []
+    with torch.no_grad():
+        ours(torch.cat([x, x]))
+        assert calls == []
+        ours(x)
+    assert calls == [FEW_ROWS]
+
+
+def test_bad_input_is_pytorchs_error(calls: list[int]) -> None:
+    x, weight, bias = operands(2, 8, 4, torch.float32)
+    with torch.no_grad():
+        for wrong in ((x[:, :7], weight, bias), (x.double(), weight, bias), (x, weight, bias[:3])):
+            with pytest.raises(RuntimeError):
+                linear(*wrong)
+    assert calls == []
