@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ..nn.layer_norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
 from ..nn.rotary import RotaryMultiHeadAttention
 from ..ops._core.options import ActivationName
+from ..ops.rotary_positions import RotaryPositions
 from . import _hugging_face
 from ._base import Model, ModelConfig
 from ._decoder import Decoder
@@ -76,9 +78,10 @@ class GPT(Decoder, Model):
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = LearnedPositions(c.max_length, c.d_model) if c.positions == "learned" else None
         self.alibi = Alibi(c.num_heads) if c.positions == "alibi" else None
+        self.rotary = RotaryPositions(c.d_model // c.num_heads) if c.positions == "rotary" else None
 
         def block(layer: int) -> Block:
-            kind = RotaryMultiHeadAttention if c.positions == "rotary" else MultiHeadAttention
+            kind = MultiHeadAttention if self.rotary is None else partial(RotaryMultiHeadAttention, rotary=self.rotary)
             attention = kind(c.d_model, c.num_heads, num_kv_heads=c.num_kv_heads, dropout=c.attention_dropout)
             inner = network(c.experts, layer, c.d_model, c.hidden or 4 * c.d_model, activation=c.activation)
             return Block(attention, inner, lambda: LayerNorm(c.d_model, c.eps), dropout=c.dropout, pre=True)
@@ -137,6 +140,8 @@ class GPT(Decoder, Model):
         visible: dict[str, Any] = {**step.visible}
         if self.alibi is not None:
             visible["bias"] = self.alibi()
+        if self.rotary is not None and past_key_values is not None:  # else padding may be left out, and positions with it
+            visible["tables"] = self.rotary.tables(step.places(input_ids.shape[1], x.device))
         if self.config.window is not None:
             visible["window"] = (self.config.window, None)
         if prefix_lengths is not None:

