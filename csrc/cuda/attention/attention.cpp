@@ -112,6 +112,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
                    PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask,
                    MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks, MaybeTensor bucket_ranges,
                    bool deterministic, int64_t device, int64_t stream_) {
+  STD_TORCH_CHECK(!page_table, "attention: page_table has no gradients");
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -178,7 +179,8 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
         std::string(passes.empty() ? "\"" : ", \"") + pass + "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
   };
   tell("forward", plan_attention_forward(f, current_gpu()).sm90);
-  if (plan.is_fused()) tell("bwd_fused", plan.fused);
+  if (page_table) {  // without gradients
+  } else if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)
     if (request.dbias[i].data) tell(i == 0 ? "d_mask" : "d_bias", plan.dbias[i].sm90);

@@ -31,6 +31,7 @@ namespace pt::cuda {
   X(MaybeTensor, key_block_offsets, "Tensor?") \
   X(MaybeTensor, key_block_entries, "Tensor?") \
   X(MaybeTensor, block_bits, "Tensor?")        \
+  X(MaybeTensor, page_table, "Tensor?")        \
   X(MaybeTensor, dropout_seed, "Tensor?")      \
   X(bool, list_mask, "bool")                   \
   X(int64_t, before, "int")                    \
@@ -204,12 +205,29 @@ class AttentionEdge {
     p.num_queries = int(packed_ ? a.max_q : query.size(2)), p.num_keys = int(packed_ ? a.max_k : key.size(2));
     p.head_dim = int(query.size(last)), p.value_dim = int(value.size(last));
     p.total_queries = query.size(length), p.total_keys = key.size(length);
-    STD_TORCH_CHECK(p.num_queries > 0 && p.num_keys > 0 && p.group > 0 && p.heads % p.group == 0, "attention: nothing to do, or no group");
     STD_TORCH_CHECK(p.head_dim <= 256 && p.value_dim <= 256, "attention: head sizes up to 256");
+    const int64_t key_batch = a.page_table ? key.size(0) : p.sequences;
     STD_TORCH_CHECK(key.size(last) == p.head_dim && value.size(length) == p.total_keys && value.size(1) == key.size(1) &&
-                        (packed_ || (key.size(0) == p.sequences && value.size(0) == p.sequences)),
+                        (packed_ || (key.size(0) == key_batch && value.size(0) == key_batch)),
                     "attention: query, key and value do not go together");
+    if (a.page_table) read_pages(*a.page_table, key, a);
+    STD_TORCH_CHECK(p.num_queries > 0 && p.num_keys > 0 && p.group > 0 && p.heads % p.group == 0, "attention: nothing to do, or no group");
     p.q = rows_of(query, "query"), p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
+  }
+
+  // Key and value are pools then. Entries are clamped by the kernels.
+  void read_pages(const Tensor& table, const Tensor& key, const AttentionArguments& a) {
+    const ScalarType type = table.scalar_type();
+    STD_TORCH_CHECK(!packed_ && a.key_lengths, "attention: page_table needs key_lengths, and no packed sequences");
+    STD_TORCH_CHECK(
+        table.dim() == 2 && table.size(0) == p.sequences && table.is_contiguous() && (type == ScalarType::Int || type == ScalarType::Long),
+        "attention: page_table must be contiguous (B, pages), int32 or int64");
+    const int64_t keys = table.size(1) * key.size(2);
+    STD_TORCH_CHECK(keys < 1 << 28, "attention: positions must be below 2^28");
+    p.pages.table = read_from(table, "page_table", reachable), p.pages.width = table.size(1), p.pages.count = key.size(0);
+    p.pages.size = int(key.size(2)), p.pages.wide = type == ScalarType::Long;
+    p.pages.shift = p.pages.size & (p.pages.size - 1) ? -1 : log2_of(p.pages.size);
+    p.num_keys = int(keys);
   }
 
   void read_bounds(const AttentionArguments& a) {

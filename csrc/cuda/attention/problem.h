@@ -65,6 +65,15 @@ struct BlockMask {
   int places = 0;
 };
 
+// Keys and values in pages: key j of sequence b is row j % size of page table[b, j / size], whose number lies in [0, count): others are
+// taken for the nearest. Entries of pages without a key before the sequence's length are not read.
+struct Pages {
+  const void* table = nullptr;  // (sequences, width) int32, or int64 if `wide`; null: no pages
+  int64_t width = 0, count = 0;
+  int size = 1, shift = 0;  // shift: of a size that is a power of two, else -1
+  bool wide = false;
+};
+
 // Which results must be recomputed: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) set a flag
 // where a result is not finite; kernels that do take care then recompute those tiles, and nothing elsewhere. See recompute.cuh.
 struct Recompute {
@@ -98,7 +107,8 @@ struct AttentionProblem {
   const uint64_t* seed;
   uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout
   float scale, softcap, keep_scale;
-  In q, k, v;  // rows begin at multiples of 16 bytes
+  In q, k, v;   // rows begin at multiples of 16 bytes; in pages, the strides of k and v from one to the next stand in `batch`
+  Pages pages;  // forward alone
 
   // Pairs are hidden one by one, wherever they lie, the mask apart; and with it.
   constexpr bool hides_pairs() const { return bias.data || query_segments; }

@@ -122,6 +122,17 @@ template <class T>
 PT_DEVICE const T* head_of(const In& t, int b, int h, int64_t row) {
   return static_cast<const T*>(t.data) + b * t.stride.batch + h * t.stride.head + row * t.stride.row;
 }
+// Row j of a key head of sequence b that lies in pages, the first of which has the head at `pool`. In 64 bits: a pool may be of any size.
+template <class T>
+PT_DEVICE const T* row_in_pages(const Pages& pages, const T* pool, const HeadRows& stride, int b, int j) {
+  const auto before = [&](int k) { return int(pages.shift >= 0 ? uint32_t(k) >> pages.shift : uint32_t(k) / uint32_t(pages.size)); };
+  const int row = PT_FAULT(rows_counted_across_pages) ? j % (2 * pages.size) : j - before(j) * pages.size;
+  const int64_t entry = (PT_FAULT(pages_of_the_first_sequence) ? 0 : b) * pages.width + before(j + PT_FAULT(page_of_the_next_key));
+  const int64_t page = pages.wide ? load_i64(static_cast<const int64_t*>(pages.table) + entry)
+                                  : int64_t(int32_t(ptx::ld_global_u32(static_cast<const int32_t*>(pages.table) + entry)));
+  const int64_t most = PT_FAULT(entries_of_pages_not_clamped) ? page : pages.count - 1;
+  return pool + clamp64(page, 0, most) * stride.batch + row * stride.row;
+}
 PT_DEVICE int64_t row_stat_at(const PerQuery& at, int b, int h, int64_t row) { return b * at.batch + h * at.head + row * at.row; }
 
 }  // namespace pt::cuda

@@ -62,6 +62,14 @@ struct QueryTile {
     copy_rows<Streamed>(to, head_of<T>(from, b, h / group, s.row_k), from.stride.row, origin + t * Streamed, range.start, range.end,
                         columns, Products<T>::chunks(columns));
   }
+  // The same where keys may lie in pages: in forward.
+  template <class T, int RowBytes>
+  PT_DEVICE void copy_any_keys(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
+    if (!p.pages.table) return copy_keys<T>(to, from, columns, t, p.group);
+    const T* const pool = static_cast<const T*>(from.data) + h / p.group * from.stride.head;
+    const auto row = [&](int j) { return row_in_pages(p.pages, pool, from.stride, b, j); };
+    copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
+  }
 
  private:
   // keys_of, from where the query's window begins: all queries see what is behind the last one's.

@@ -24,10 +24,10 @@ struct SmemTile {
   PT_DEVICE uint32_t at(int row, int chunk) const { return base + uint32_t(row * RowBytes + ((chunk ^ (row & 7)) << 4)); }
 };
 
-// Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes) at `head`, `stride` apart. Rows outside [lo, hi)
-// are not read: zeros. So are columns past `columns`, up to `used` chunks.
-template <int Rows, int RowBytes, class T>
-PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
+// Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes), row r from at(r). Rows outside [lo, hi) are not
+// read, nor is at() asked where they are: zeros. So are columns past `columns`, up to `used` chunks. some: an address that may be named.
+template <int Rows, int RowBytes, class T, class At>
+PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int first, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
   for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
     const int row = x / C, chunk = x % C, r = first + row;
@@ -35,8 +35,13 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
     const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last) &&  // others are zeros
                        chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
     ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
-                     there ? head + r * stride + chunk * kPer : head, there ? 16 : 0);
+                     there ? at(r) + chunk * kPer : some, there ? 16 : 0);
   }
+}
+// Rows at `head`, `stride` apart.
+template <int Rows, int RowBytes, class T>
+PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride, int first, int lo, int hi, int columns, int used) {
+  copy_rows_at<Rows>(tile, head, [&](int r) { return head + r * stride; }, first, lo, hi, columns, used);
 }
 
 template <int N>

@@ -58,7 +58,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
   const auto copy_keys = [&](int t) {
-    w.template copy_keys<T>(k, p.k, p.head_dim, t, p.group);
+    w.template copy_any_keys<T>(p, k, p.k, p.head_dim, t);
     ptx::cp_async_commit();
   };
   // The warp's first row in the tile, and the first eight columns of its sums.
@@ -82,7 +82,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
     if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
     if (!K::has_score_mod || f.out.data) {
-      w.template copy_keys<T>(v, p.v, p.value_dim, t, p.group);
+      w.template copy_any_keys<T>(p, v, p.v, p.value_dim, t);
       ptx::cp_async_commit();
     }
     float x[NB][4];

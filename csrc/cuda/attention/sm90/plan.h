@@ -47,6 +47,7 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
   if (!sm90_class(p)) return "head sizes to 256";
+  if (p.pages.table) return "keys in pages, whose rows TMA would have to fetch page by page, are read by the portable kernels";
   if (p.global_keys) return "with global_keys there are two runs of tiles of keys, which the portable kernels walk";
   const auto aligned = [](const void* data, const HeadRows& s) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;

@@ -37,6 +37,8 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
     def backward(
         a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
+        if a.page_table is not None:
+            raise ValueError("attention: page_table has no gradients")
         out, lse = saved
         grad_out, grad_lse = grads
         results, by_name = gradients(op, a, wanted)
@@ -71,8 +73,6 @@ def why_not(a: AttentionProblem) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
-    if a.page_table is not None:
-        return "its kernels read no pages; the backends triton and reference do"
     return why_not_sizes(a) or _why_not_blocks(a)
 
 
@@ -144,8 +144,8 @@ def _shared(a: AttentionProblem) -> list[Any]:
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys, a.batch_start,
-        a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap, a.dropout_p,
+        a.cu_seqlens_k, *blocks, a.page_table, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys,
+        a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
 
 

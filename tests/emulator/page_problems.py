@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values in pages, beside the same keys in one piece: the backend "cuda" gives the same bits. A GPU runs them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import pytransformer as pt
+from pytransformer.ops._backends.gpu import attention as gpu_attention
+from pytransformer.testing.pages import Pools, in_pages
+
+RAW_OP = "attention_fwd"
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LK = 100  # one tile and a tail in 16 bits, three and a tail in float32
+LENGTHS = (LK, 0, 33)
+
+
+class Problem(NamedTuple):
+    name: str
+    check: Callable[[], bool]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(
+    lq: int, page_size: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu"
+) -> tuple[Tensor, Pools, Tensor]:
+    """Queries, pools in an order of memory that in_pages draws, NaN wherever nobody may read, and lengths."""
+    batch, lk, n = len(lengths), max(lengths), torch.tensor(lengths, device=device)
+    query, key, value = draw(batch, 4, lq, 16), draw(batch, 2, lk, 16, seed=1), draw(batch, 2, lk, 24, seed=2)
+    query, key, value = (t.to(device, dtype) for t in (query, key, value))
+    return query, in_pages(key, value, n, page_size, seed=page_size), n
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return pt.attention(query, key, value, key_lengths=lengths, **options, return_lse=True, backend="cuda", strict=True)
+
+
+def same(query: Tensor, pools: Pools, lengths: Tensor, **options: Any) -> bool:
+    found = attend(query, *pools.tensors, lengths, page_table=pools.table, **options)
+    return all(map(torch.equal, found, attend(query, *pools.contiguous, lengths, **options)))
+
+
+def clamped(query: Tensor, pools: Pools, lengths: Tensor) -> bool:
+    """Where nobody looks, as on a GPU, an entry outside the pool is the nearest page."""
+    last = pools.tensors[0].shape[0] - 1
+    table, nearest = pools.table.to(torch.int64, copy=True), pools.table.to(torch.int64, copy=True)
+    table[0, 3], table[0, 4], table[2, 0] = -5, 2**40, last + 1
+    nearest[0, 3], nearest[0, 4], nearest[2, 0] = 0, last, last
+    filled = [t.nan_to_num(0.5) for t in pools.tensors]
+    with mock.patch.object(gpu_attention, "looks_at_values", lambda device: False):
+        found = attend(query, *filled, lengths, page_table=table)
+    return all(map(torch.equal, found, attend(query, *filled, lengths, page_table=nearest)))
+
+
+def problems(device: str = "cpu") -> Iterator[Problem]:
+    yield Problem("pages of 16, tiles of queries", lambda: same(*inputs(40, 16, BF16, device=device)))
+    yield Problem("pages of 7, tiles of queries", lambda: same(*inputs(40, 7, F32, device=device), causal="bottom_right"))
+    yield Problem("entries outside the pool", lambda: clamped(*inputs(40, 16, F16, device=device)))
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What is wrong with the backend "cuda" on this problem."""
+    try:
+        return [] if problem.check() else ["other bits than keys in one piece give"]
+    except RuntimeError as error:
+        return [f"{type(error).__name__}: {error}"]
