@@ -95,6 +95,7 @@ step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
 PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 
+step test_cuda_rotary 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_rotary.py"
 step test_cuda_feed_forward 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_feed_forward.py"
 step test_cuda_cross_entropy 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_cross_entropy.py"
 
@@ -109,6 +110,10 @@ peers=cuda,triton,torch,torch_flash,torch_efficient,torch_cudnn
 norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
 bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
 bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
+
+turns=(--backends cuda,triton,naive,compile --dtype bfloat16 --shape)
+bench rotary 45 rotary "${turns[@]}" B=2,Hq=32,Lq=4096,D=128 --case rotary,rotary_norm --mode fwd,bwd
+bench append_kv 45 append_kv "${turns[@]}" B=8,Hq=32,Hkv=8,Lq=1,D=128 --mode fwd
 
 tests=("${pytest[@]}" "$root/tests/triton")
 # Each case is a compilation or two, some 430 in all: those of the type that models use first, the others behind the benchmarks.
@@ -146,7 +151,7 @@ step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \
     "$root/tests/cuda/test_gpu_attention.py" "$root/tests/cuda/test_gpu_feed_forward.py" "$root/tests/cuda/test_gpu_cross_entropy.py" \
-    -k "test_every_path or test_case or test_products"
+    "$root/tests/cuda/test_gpu_rotary.py" -k "test_every_path or test_case or test_products"
   step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/triton" \
     -k "test_case and bfloat16 and (causal or everything)"
 fi

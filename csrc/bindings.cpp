@@ -14,6 +14,7 @@
 #include "cuda/cross_entropy/sm90/plan.h"
 #include "cuda/layer_norm/plan.h"
 #include "cuda/matmul/sm90/plan.h"
+#include "cuda/rotary/plan.h"
 
 namespace py = pybind11;
 
@@ -158,6 +159,13 @@ py::dict cuda_cross_entropy_plan(int64_t rows, int64_t classes, bool smooth) {
   return py::dict("tiles"_a = plan.tiles, "partials"_a = plan.partials, "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
 }
 
+py::dict cuda_rotary_plan(int64_t rows, int dim, int turned, bool interleaved, bool aligned, bool sums, int multiprocessors) {
+  const pt::cuda::RotaryPlan plan = pt::cuda::plan_rotary({rows, dim, turned, interleaved, aligned}, sums, multiprocessors);
+  using namespace py::literals;
+  return py::dict("whole"_a = plan.whole, "pair_chunks"_a = plan.pair_chunks, "chunks"_a = plan.chunks, "lanes"_a = plan.lanes,
+                  "blocks"_a = plan.blocks, "smem_bytes"_a = plan.smem_bytes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -184,6 +192,9 @@ PYBIND11_MODULE(_C, m) {
         "is behind it; a dict.");
   m.def("cuda_cross_entropy_plan", &cuda_cross_entropy_plan, py::arg("rows"), py::arg("classes"), py::arg("smooth"),
         "What cross entropy's tiles of classes leave of each row, and how its second stage shares the rows; a dict.");
+  m.def("cuda_rotary_plan", &cuda_rotary_plan, py::arg("rows"), py::arg("dim"), py::arg("turned"), py::kw_only(),
+        py::arg("interleaved") = false, py::arg("aligned") = true, py::arg("sums") = false, py::arg("multiprocessors") = 132,
+        "Which CUDA kernel turns rows, how many of its lanes share one, and its launch; a dict.");
   m.def(
       "default_isa", [] { return std::string(pt::isa_name(pt::active_isa())); },
       "The set chosen for this CPU, or by PYTRANSFORMER_CPU_ISA; RuntimeError if that names one that is not usable.");

@@ -11,6 +11,7 @@ import torch
 
 from ..reference.rotary import append_kv_forward
 from ._backends.cpu import rotary as cpu
+from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core.registry import Op, check_backend
 from ._core.sharded import is_sharded
@@ -205,4 +206,5 @@ def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
 
 append_kv_op.add_reference(append_kv_forward, extra_bytes=lambda a: 4 * 4 * a.query.numel(), check_values=check_positions)
 append_kv_op.backend(cpu.append_backend(append_kv_op))
+append_kv_op.backend(cuda.append_backend(append_kv_op))
 append_kv_op.backend(triton.append_backend(append_kv_op))

@@ -9,6 +9,7 @@ import torch
 
 from ..reference.rotary import rotary_forward
 from ._backends.cpu import rotary as cpu
+from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core.registry import Op, check_backend
 from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
@@ -65,7 +66,7 @@ def rotary(
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + dims / 2), as in Llama.
         weight: (D,), any floating dtype: normalise first.
         eps, weight_offset: of the norm; Gemma's weight_offset is 1.
-        backend: force ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
+        backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
     Returns:
@@ -196,4 +197,5 @@ def _reference_bytes(a: Any) -> int:
 
 rotary_op.add_reference(rotary_forward, extra_bytes=_reference_bytes)
 rotary_op.backend(cpu.backend(rotary_op))
+rotary_op.backend(cuda.backend(rotary_op))
 rotary_op.backend(triton.backend(rotary_op))

@@ -119,7 +119,8 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
     found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
     for key, used in table.items():
         attention = re.search(r"\battention_(fwd|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key)
-        if (attention or re.search(r"norm_(fwd|bwd)_kernel", key)) and used["wide"] < 4:
+        rows = re.search(r"norm_(fwd|bwd)_kernel|rotary_(fwd|append)_kernel<WholeRows|rotary_bwd_kernel", key)
+        if (attention or rows) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")
         if attention and not used["products"]:
             found.append(f"{key}: no matrix product")

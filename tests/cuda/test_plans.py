@@ -302,6 +302,53 @@ def test_what_cross_entropys_tiles_leave(
     assert (plan["tiles"], plan["partials"], plan["blocks"]) == (tiles, partials, blocks) and plan["smem_bytes"] <= 48 * 1024
 
 
+# ---- rotary positions
+
+
+def rotary_plan(rows: int, dim: int, turned: int, **changed: Any) -> dict[str, Any]:
+    from pytransformer import _C
+
+    return _C.cuda_rotary_plan(rows, dim, turned, **changed)
+
+
+@needs_bindings
+@pytest.mark.parametrize(
+    ("dim", "turned", "changed", "whole", "chunks", "lanes"),
+    [
+        (64, 64, {}, True, (4, 4), 4),
+        (80, 80, {}, True, (5, 5), 8),
+        (128, 128, {}, True, (8, 8), 8),
+        (128, 32, {}, True, (2, 8), 8),
+        (256, 256, {}, True, (16, 16), 16),
+        (512, 512, {"interleaved": True}, True, (32, 32), 32),
+        (16, 16, {}, True, (1, 1), 4),
+        (64, 0, {}, True, (0, 4), 4),
+        (96, 24, {"interleaved": True}, True, (2, 7), 8),
+        (96, 24, {}, False, (2, 7), 32),  # the second half begins off 16 bytes
+        (512, 8, {"interleaved": True}, False, (1, 33), 32),  # a chunk more than a warp has lanes
+        (66, 66, {}, False, (5, 5), 32),
+        (128, 128, {"aligned": False}, False, (8, 8), 32),
+    ],
+)
+def test_how_heads_are_cut(
+    dim: int, turned: int, changed: dict[str, Any], whole: bool, chunks: tuple[int, int], lanes: int
+) -> None:
+    """A lane has 16 columns, pairs with one another; rows of other widths are read an element at a time."""
+    found = rotary_plan(1000, dim, turned, **changed)
+    assert (found["whole"], (found["pair_chunks"], found["chunks"]), found["lanes"]) == (whole, chunks, lanes)
+
+
+@needs_bindings
+def test_how_many_blocks_share_heads() -> None:
+    assert rotary_plan(33, 128, 128)["blocks"] == 3 and rotary_plan(33, 128, 128)["smem_bytes"] == 0
+    assert rotary_plan(2**31 - 2**14, 64, 64)["blocks"] == 2**26 - 2**9
+    few, many = (rotary_plan(rows, 128, 128, sums=True) for rows in (33, 10**6))
+    assert (few["blocks"], many["blocks"], many["smem_bytes"]) == (3, 132 * 4, 16 * 128 * 4)
+    assert rotary_plan(10**6, 66, 66, sums=True, multiprocessors=2) | {"smem_bytes": 0, "blocks": 8} == rotary_plan(
+        10**6, 66, 66, sums=True, multiprocessors=2
+    )
+
+
 @needs_bindings
 def test_a_wrong_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16, got float64"):

@@ -124,7 +124,7 @@ def _direction(kernel: str) -> str:
     if epilogue := re.search(r"sm90_matmul_kernel<.*Operands<[^>]*>, (\w+)", kernel):
         return EPILOGUES[epilogue[1]]
     found = re.search(
-        r"(attention|layer_norm|cross_entropy|probe)_(?:(fwd|bwd))?", kernel.replace("convert_dq", "attention_bwd")
+        r"(attention|layer_norm|cross_entropy|rotary|probe)_(?:(fwd|bwd))?", kernel.replace("convert_dq", "attention_bwd")
     )
     assert found, kernel
     return f"{found[1]} {found[2] or ('bwd' if 'reduce' in kernel else 'fwd')}"
@@ -153,6 +153,9 @@ def test_faults_are_found(resources: ModuleType) -> None:
         "8 bytes of stack" in resources.faults({"sm_90a layer_norm_fwd_kernel<float, float, Lanes>": used | {"stack": 8}})[0]
     )
     assert "0 accesses" in resources.faults({"sm_90a layer_norm_bwd_kernel<float, float, Lanes>": used | {"wide": 0}})[0]
+    for rotary in ("fwd_kernel<WholeRows<float> >", "append_kernel<WholeRows<bf16> >", "bwd_kernel<f16>"):
+        assert "0 accesses" in resources.faults({f"sm_90a rotary_{rotary}": used | {"wide": 0}})[0]
+    assert resources.faults({"sm_90a rotary_append_kernel<AnyRows>": used | {"wide": 0}}) == []
     assert "no matrix product" in resources.faults({"sm_80 attention_fwd_kernel<bf16, Kind<64, true>>": used})[0]
     hopper = "sm_90a sm90_attention_fwd_kernel<bf16, Hopper<64, true, false> >"
     assert resources.faults({hopper: used | {"warpgroup_products": 20}}) == []

@@ -54,7 +54,7 @@ def test_gradients_asked_for_one_by_one() -> None:
 
 def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the check, which is not made on a GPU: positions and pages outside the cache."""
-    monkeypatch.setattr("pytransformer.ops._backends.triton.rotary.looks_at_values", lambda device: False)
+    monkeypatch.setattr("pytransformer.ops._backends.gpu.rotary.looks_at_values", lambda device: False)
     store = torch.full((6, 2, 4, 16), 5.0)
     cache = pt.KeyValues(store[1:5], torch.full((4, 2, 4, 16), 5.0), torch.tensor([[0, 9], [-3, 2]]))
     rows = [torch.randn(2, heads, 3, 16) for heads in (4, 2, 2)]

@@ -4,19 +4,9 @@
 
 #include <cstdint>
 
-#include "common/strides.h"
+#include "common/heads.h"
 
 namespace pt {
-
-// Rows of (batch, heads, length, columns), the columns contiguous. Data null: no tensor.
-template <class Pointer>
-struct HeadRows {
-  Pointer data = nullptr;
-  Strides strides;
-  int64_t heads = 0;
-};
-using Heads = HeadRows<const void*>;
-using HeadsOut = HeadRows<void*>;
 
 // With r the turning of neighbours by the layout, (-x2, x1) of a pair:
 //   y = x, or with a weight x rstd (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps);   out = y cos + r(y) sin

@@ -4,42 +4,9 @@
 #pragma once
 
 #include "cuda/layer_norm/row.cuh"
+#include "cuda/tile/partials.cuh"
 
 namespace pt::cuda {
-
-// Adds the teams' sums of a column, in order, and leaves the block's. Every thread calls it.
-template <int V>
-PT_DEVICE void store_part(const LaneTeam& team, const float (&mine)[V][kVector], float* partials, int columns) {
-  const uint32_t shared = ptx::dynamic_smem();
-  if (!PT_FAULT(a_partials_memory_used_again_too_early)) ptx::syncthreads();  // an earlier use of the memory is over
-  PT_UNROLL
-  for (int v = 0; v < V; ++v) {
-    const int column = column_of(team, v);
-    if (column >= columns) continue;
-    const uint32_t at = shared + 4 * (team.team() * columns + column);
-    ptx::st_shared_v4_f32(at, mine[v][0], mine[v][1], mine[v][2], mine[v][3]);
-    ptx::st_shared_v4_f32(at + 16, mine[v][4], mine[v][5], mine[v][6], mine[v][7]);
-  }
-  if (!PT_FAULT(no_barrier_before_partials_are_summed)) ptx::syncthreads();
-  for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-    float sum = 0.0f;
-    for (int t = 0; t < team.teams(); ++t) sum += ptx::ld_shared_f32(shared + 4 * (t * columns + column));
-    ptx::st_global_u32(partials + int64_t(blockIdx.x) * columns + column, ptx::float_bits(sum));
-  }
-}
-
-// The only team of its block.
-template <int V>
-PT_DEVICE void store_part(const BlockTeam& team, const float (&mine)[V][kVector], float* partials, int columns) {
-  PT_UNROLL
-  for (int v = 0; v < V; ++v) {
-    const int column = column_of(team, v);
-    if (column >= columns) continue;
-    Raw<float> raw;
-    raw.set(mine[v]);
-    raw.store(partials + int64_t(blockIdx.x) * columns + column);
-  }
-}
 
 // One team for each row, kept in registers. d_out and dx have dtype T, h and the gradients of the residual stream S.
 template <class T, class S, class K>
@@ -121,15 +88,9 @@ __global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_block
       }
     }
   }
-  if (f.dweight_partials) store_part(team, dweight, f.dweight_partials, p.columns);
-  if (f.dbias_partials) store_part(team, dbias, f.dbias_partials, p.columns);
-}
-
-// parts[column + i] += v[i], or = at the block's first row; only this thread touches them.
-PT_DEVICE void add_to_part(float* partials, const float (&v)[kVector], int column, int columns, bool first) {
-  PT_UNROLL
-  for (int i = 0; i < kVector; ++i)
-    if (column + i < columns) store_one(partials + column + i, first ? v[i] : load_one(partials + column + i) + v[i]);
+  const auto place = [&](int v) { return column_of(team, v); };
+  if (f.dweight_partials) store_part(team, dweight, place, f.dweight_partials, p.columns);
+  if (f.dbias_partials) store_part(team, dbias, place, f.dbias_partials, p.columns);
 }
 
 // One block for each row, read twice: any dtypes, any alignment, any width. The block's sums lie in memory.

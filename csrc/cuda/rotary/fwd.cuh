@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary positions, forward: some lanes of a warp for each row, which they read once, norm if there is a weight, turn and write.
+#pragma once
+
+#include "cuda/rotary/plan.h"
+#include "cuda/rotary/row.cuh"
+
+namespace pt::cuda {
+
+// What is asked of a row and its tables, before the sum is waited for.
+struct ForwardChunk {
+  Numbers x, weight;
+  Angles angles;
+
+  template <class K>
+  PT_DEVICE void load(const RotaryProblem& p, const RotaryForward& f, const HeadAt& at, const Chunk& c, bool here) {
+    load_chunk<K>(x, K::at(f.x.data, p.dtype, at.in(f.x.strides)), p.dtype, c, here);
+    angles.load<K>(p, at, c);
+    if (f.weight.data) load_weight<K>(weight, p, f.weight, c);
+  }
+};
+
+// One row, to `out`. The whole warp calls it; `here` false: there is none, or nobody wants it.
+template <class K>
+PT_DEVICE void forward_row(const RotaryProblem& p, const RotaryForward& f, LaneTeam& team, const HeadAt& at, void* out, bool here) {
+  ForwardChunk v;
+  const auto each = [&](auto apply) {
+    each_chunk<K>(p, team, [&](const Chunk& c) {
+      if (!K::whole) v.load<K>(p, f, at, c, here);
+      apply(c);
+    });
+  };
+  if (K::whole) v.load<K>(p, f, at, Chunk(p, team.rank()), here);
+  float rstd = 1.0f;
+  if (f.weight.data) {
+    float squares = 0.0f;
+    each([&](const Chunk&) { each_number([&](int s, int i) { squares = ptx::fma_rn(v.x[s][i], v.x[s][i], squares); }); });
+    const float mean = team.sum({squares, 0.0f}).a / float(p.dim);
+    rstd = ptx::div_rn(1.0f, PT_FAULT(eps_outside_the_root) ? ptx::sqrt_rn(mean) + p.eps : ptx::sqrt_rn(mean + p.eps));
+    if (here && f.rstd && team.rank() == 0) store_one(f.rstd + at.flat(p, f.x.heads), rstd);
+  }
+  if (!here) return;
+  each([&](const Chunk& c) {
+    if (f.weight.data) each_number([&](int s, int i) { v.x[s][i] = v.x[s][i] * rstd * v.weight[s][i]; });
+    v.angles.turn<false>(p, c, v.x);
+    store_chunk<K>(v.x, out, p.dtype, c);
+  });
+}
+
+// The rows of x from a block's first one, each to its place in out.
+template <class K>
+PT_DEVICE void forward_rows(const RotaryProblem& p, const RotaryForward& f, uint32_t block) {
+  LaneTeam team(p.lanes);
+  const uint32_t row = block * team.teams() + team.team(), rows = uint32_t(p.batch) * uint32_t(f.x.heads) * uint32_t(p.length);
+  const bool here = row < rows + PT_FAULT(a_head_past_the_last);
+  const HeadAt at(p, f.x.heads, here ? row : 0);
+  forward_row<K>(p, f, team, at, K::at(f.out.data, p.dtype, at.in(f.out.strides)), here);
+}
+
+template <class K>
+__global__ void __launch_bounds__(kRotaryThreads, 4)
+    rotary_fwd_kernel(const __grid_constant__ RotaryProblem p, const __grid_constant__ RotaryForward f) {
+  forward_rows<K>(p, f, blockIdx.x);
+}
+
+}  // namespace pt::cuda
