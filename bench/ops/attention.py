@@ -85,6 +85,8 @@ def overhead(made: Callable[..., Any]) -> dict[str, Any]:
         "T5 bias": _t5(made),
         "attention_varlen": _varlen(made),
         "pt.scaled_dot_product": problem()._replace(ours=pt.scaled_dot_product_attention, drop_in=False),
+        "decode, lengths": _decode(made),
+        "decode, pages": _decode(made, page_size=4),
     }
 
 
@@ -117,3 +119,23 @@ def _varlen(made: Callable[..., Any]) -> Any:
     ours = lambda q, k, v: pt.attention_varlen(q, k, v, offsets, offsets, 8, 8)
     theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
     return made([q, k, v], ours, theirs, [padded, padded.clone(), padded.clone()])
+
+
+def _decode(made: Callable[..., Any], page_size: int | None = None) -> Any:
+    """One token of two sequences, which have 16 keys and 9; PyTorch gets a mask for the lengths, and gathers the pages."""
+    lengths, queries, pool = torch.tensor([16, 9]), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 2, 16, 16)
+    mask = (torch.arange(16) < lengths[:, None])[:, None, None]
+    options = {"causal": "bottom_right", "key_lengths": lengths}
+    theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
+    if page_size is None:
+        ours = lambda q, k, v: pt.attention(q, k, v, **options)
+        return made([queries, *pool], ours, theirs, forward_only=True)
+    table = torch.randperm(32 // page_size, generator=torch.Generator().manual_seed(1)).view(2, -1).int()
+    pages = [t.reshape(-1, 2, page_size, 16) for t in pool]
+    gathered = lambda pool: pool[table].transpose(1, 2).flatten(2, 3)
+    return made(
+        [queries, *pages],
+        lambda q, k, v: pt.attention(q, k, v, page_table=table, **options),
+        lambda q, k, v: theirs(q, gathered(k), gathered(v)),
+        forward_only=True,
+    )

@@ -47,6 +47,7 @@ class Problem(NamedTuple):
     theirs: Function
     their_leaves: list[torch.Tensor] | None = None  # where PyTorch needs another form
     drop_in: bool = False  # whether activate() puts ours in the place of theirs
+    forward_only: bool = False  # decoding has no gradient
 
 
 class Way(NamedTuple):
@@ -70,16 +71,17 @@ def problems() -> dict[str, Problem]:
 
 
 def modes(op: str) -> tuple[str, ...]:
-    return MODES if problems()[op].drop_in else MODES[:3]
+    problem = problems()[op]
+    return MODES if problem.drop_in else MODES[: 2 if problem.forward_only else 3]
 
 
 def ways(op: str, mode: str) -> list[Way]:
     """Ours, ours by way of Python, PyTorch's. Leaves need a gradient in every mode, as parameters do."""
-    leaves, ours, theirs, others, _ = problems()[op]
+    leaves, ours, theirs, others, _, forward_only = problems()[op]
     without_gradient = torch.inference_mode if mode == "fwd, inference" else torch.no_grad
 
     def runner(function: Function, leaves: list[torch.Tensor]) -> Callable[[], object]:
-        wanted = [t.requires_grad_() for t in leaves if t.is_floating_point()]
+        wanted = [] if forward_only else [t.requires_grad_() for t in leaves if t.is_floating_point()]
         grad = torch.randn_like(function(*leaves))
 
         def forward() -> object:

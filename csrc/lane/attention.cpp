@@ -36,12 +36,14 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   const auto work = work_dtype(t[A::kQuery]);
   const auto term = [](const Tensor& given) { return maybe(given); };
   constexpr bool packed = A::kDim == 3;
-  const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2), max_k = packed ? n.max_k : t[A::kKey].size(2);
+  const Tensor& pages = pick<A::kPageTable>(t);
+  const int64_t max_q = packed ? n.max_q : t[A::kQuery].size(2);
+  const int64_t max_k = packed ? n.max_k : t[A::kKey].size(2) * (pages.defined() ? pages.size(1) : 1);
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
     PT_FAULT(sinks_lost) ? Maybe() : vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
     term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)),
-    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right, n.global_keys,
-    0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), term(pages), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right,
+    n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace
@@ -90,8 +92,9 @@ template <class W>
 variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
     return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
-  variable_list all(t.begin(), t.begin() + W::kStarts);
+  variable_list all(t.begin(), t.begin() + W::kSeed + 1);
   all.resize(all.size() + kLeftToPython);
+  all.push_back(pick<W::kPageTable>(t));
   return all;
 }
 
@@ -180,6 +183,18 @@ void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
   if ((n.left >= 0 || n.right >= 0) && !PT_FAULT(global_keys_lost)) n.global_keys = global_keys;
 }
 
+// As check_pages of ops/_attention_arguments.py has it; a call that needs a gradient is refused there.
+void read_pages(Reader& read, PyObject* o, Attention::Inputs& t) {
+  using A = Attention;
+  if (o == Py_None) return;
+  Tensor& table = t[A::kPageTable] = read.tensor(o);
+  read.require(read && (table.scalar_type() == at::kInt || table.scalar_type() == at::kLong) && table.dim() == 2 &&
+               t[A::kQuery].dim() == 4);
+  read.require(read && table.size(0) == t[A::kQuery].size(0) && t[A::kKeyLengths].defined() && t[A::kKey].dim() == 4);
+  read.require(read && t[A::kKey].size(2) > 0 && (PT_FAULT(gradients_lost) || !needs_gradient({t.data(), A::kDifferentiable})));
+  if (read) table = table.contiguous();
+}
+
 // From softcap to strict, the last eight of both ops.
 template <class A>
 PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs& t, AttentionNumbers& n) {
@@ -198,7 +213,7 @@ PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs&
 LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
-  if (count != 23 || a[12] != Py_None || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 23 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
@@ -207,6 +222,7 @@ LANE_ENTRY(attention) {
   if (THPVariable_Check(a[13])) t[A::kBias] = read.tensor(a[13]);
   else read_bias<A>(read, a[13], t, n);
   t[A::kSinks] = read.tensor_or_none(a[14]);
+  read_pages(read, a[12], t);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS
 }

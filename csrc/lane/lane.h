@@ -282,7 +282,8 @@ std::optional<typename Op::Outputs> run(typename Op::Inputs& inputs, const typen
     outputs = Op::forward(inputs, numbers, needs);
   } catch (const std::exception&) { return std::nullopt; }
   record(Op::kName, "_fwd");
-  if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
+  if constexpr (Op::kDifferentiable > 0)
+    if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
   return outputs;
 }
 
@@ -314,7 +315,8 @@ std::optional<typename Op::Outputs> run_recorded(typename Op::Inputs& inputs, co
     return std::nullopt;
   }
   record(Op::kName, "_fwd", program->backend());
-  if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
+  if constexpr (Op::kDifferentiable > 0)
+    if (needs) attach<Op>(inputs, numbers, route, outputs, differentiable);
   return outputs;
 }
 
@@ -328,6 +330,8 @@ LANE_ENTRY(rms_norm);
 LANE_ENTRY(add_norm);
 LANE_ENTRY(feed_forward);
 LANE_ENTRY(linear_cross_entropy);
+LANE_ENTRY(rotary);
+LANE_ENTRY(append_kv);
 LANE_ENTRY(scaled_dot_product_attention);
 
 PyObject* activate(PyObject*, PyObject* replacement);

@@ -32,6 +32,8 @@ PyMethodDef methods[] = {
     OP(add_norm),
     OP(feed_forward),
     OP(linear_cross_entropy),
+    OP(rotary),
+    OP(append_kv),
     OP(scaled_dot_product_attention),
     {"activate", activate, METH_O, "activate(replacement): override aten::scaled_dot_product_attention"},
     {"deactivate", deactivate, METH_NOARGS, "end the override"},

@@ -56,7 +56,8 @@ class Reader {
   Tensor integers_or_none(PyObject* o) {
     Tensor t = tensor_or_none(o);
     require(!t.defined() || at::isIntegralType(t.scalar_type(), false));
-    return mine_ && t.defined() ? t.to(at::kLong).contiguous() : t;
+    if (!mine_ || !t.defined() || (t.scalar_type() == at::kLong && t.is_contiguous())) return t;
+    return t.to(at::kLong).contiguous();
   }
   // Undefined where none is given, or nothing is dropped.
   Tensor seed(PyObject* o, double dropout_p) {

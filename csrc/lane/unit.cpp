@@ -8,5 +8,6 @@
 #include "memory.cpp"
 #include "module.cpp"
 #include "program.cpp"
+#include "rotary.cpp"
 #include "sdpa.cpp"
 #include "watch.cpp"

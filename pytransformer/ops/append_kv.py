@@ -13,6 +13,7 @@ from ..reference.rotary import append_kv_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
+from ._core import lane
 from ._core.registry import Op, check_backend
 from ._core.sharded import is_sharded
 from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
@@ -94,6 +95,12 @@ def append_kv(
             the cache too. GPU kernels write such a key nowhere.
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
+    if not torch.compiler.is_compiling():
+        found = lane.append_kv(
+            query, key, value, cache, positions, rotary, interleaved, q_norm, k_norm, eps, weight_offset, backend, strict
+        )
+        if found is not NotImplemented:
+            return found
     prepared = _prepare(
         query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
         weight_offset=weight_offset, backend=backend, strict=strict,
@@ -154,6 +161,7 @@ def _prepare(
 
 
 append_kv_op.prepare = _prepare
+lane.facts["KeyValues"] = KeyValues
 
 
 def _check_rows(query: Any, key: Any, value: Any) -> None:

@@ -11,9 +11,10 @@ from ..reference.rotary import rotary_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
+from ._core import lane
 from ._core.registry import Op, check_backend
 from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
-from .rotary_positions import RotaryPositions, RotaryScaling, tables
+from .rotary_positions import RotaryPositions, RotaryScaling, known_frequencies, tables
 
 
 def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
@@ -78,6 +79,12 @@ def rotary(
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021).
     """
+    if not torch.compiler.is_compiling():
+        found = lane.rotary(
+            x, positions, cos, sin, base, frequencies, scaling, dims, interleaved, weight, eps, weight_offset, backend, strict
+        )
+        if found is not NotImplemented:
+            return found
     prepared = _prepare(
         x, positions, cos=cos, sin=sin, base=base, frequencies=frequencies, scaling=scaling, dims=dims, interleaved=interleaved,
         weight=weight, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
@@ -130,6 +137,7 @@ def _prepare(
 
 
 rotary_op.prepare = _prepare
+lane.facts |= {"RotaryPositions": RotaryPositions, "RotaryScaling": RotaryScaling, "rotary_frequencies": known_frequencies}
 
 
 # ---- checks, which append_kv shares

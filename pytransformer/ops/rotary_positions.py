@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,6 +130,15 @@ class RotaryPositions:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
         return cls(int(head * share), float(base), _scaling(found, config), interleaved)
+
+
+@functools.lru_cache(maxsize=64)
+def known_frequencies(dims: int, base: float, scaling: RotaryScaling | None, wide: bool) -> tuple[torch.Tensor, float] | None:
+    """(frequencies, as float64; the factor of tables) for the C++ lane; None where they go by the sequence's length."""
+    if scaling is not None and scaling.kind == "dynamic":
+        return None
+    found = RotaryPositions(dims, base, scaling).frequencies(dtype=torch.float64 if wide else torch.float32, device="cpu")
+    return found.double(), 1.0 if scaling is None else float(scaling.of_tables)
 
 
 def tables(

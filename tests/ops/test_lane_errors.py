@@ -42,6 +42,14 @@ def attention() -> dict[str, Any]:
     )
 
 
+def pages() -> dict[str, Any]:
+    query, pools = torch.randn(2, 2, 1, 16), torch.randn(2, 6, 2, 4, 16)
+    return {
+        "query": query, "key": pools[0], "value": pools[1], "page_table": torch.tensor([[5, 0, 2], [1, 4, 3]]),
+        "key_lengths": torch.tensor([9, 12]), "causal": "bottom_right",
+    }  # fmt: skip
+
+
 def attention_varlen() -> dict[str, Any]:
     q, k, v = torch.randn(3, 13, 2, 16).unbind()
     offsets = torch.tensor([0, 8, 13])
@@ -74,8 +82,54 @@ def scaled_dot_product_attention() -> dict[str, Any]:
     return {"query": q, "key": k, "value": v, "attn_mask": torch.rand(8, 8) > 0.3, "is_causal": True}
 
 
+def rotary(**angles: Any) -> dict[str, Any]:
+    return {"x": torch.randn(2, 2, 3, 16), "weight": torch.randn(16), "eps": 1e-5, "weight_offset": 1.0, **angles}
+
+
+def turned_by_tables() -> dict[str, Any]:
+    return rotary(cos=torch.randn(2, 3, 8), sin=torch.randn(2, 3, 8))
+
+
+def turned_by_positions() -> dict[str, Any]:
+    scaling = pt.RotaryScaling("llama3", 8.0, 32)
+    return rotary(positions=torch.tensor([[1, 2, 3], [9, -1, 70]]), dims=8, base=500.0, scaling=scaling, interleaved=True)
+
+
+def append_kv(table: Tensor | None = None, **more: Any) -> dict[str, Any]:
+    query, key, value = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 8)
+    first, rows = (2, 9) if table is None else (6, 4)
+    cache = pt.KeyValues(torch.zeros(first, 2, rows, 16), torch.zeros(first, 2, rows, 8), table)
+    norms = {"q_norm": torch.randn(16), "k_norm": torch.randn(16)}
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "cache": cache,
+        "positions": torch.tensor([[7, 8], [3, -1]]),
+        **norms,
+        **more,
+    }
+
+
+def append_to_pages() -> dict[str, Any]:
+    return append_kv(torch.tensor([[5, 0, 2], [1, 4, 3]], dtype=torch.int32), rotary=pt.RotaryPositions(8))
+
+
+def caches(value: pt.KeyValues) -> Iterator[Any]:
+    """Caches that are wrong in one tensor."""
+    yield tuple(value)
+    for i, t in enumerate(value):
+        for other in (None, 3, value[0], *(wrong(t) if isinstance(t, Tensor) else ())):
+            yield pt.KeyValues(*value[:i], other, *value[i + 1 :])
+
+
 OPS: dict[str, Any] = {
     "attention": attention,
+    "attention, pages": pages,
+    "rotary, tables": turned_by_tables,
+    "rotary, positions": turned_by_positions,
+    "append_kv": append_kv,
+    "append_kv, pages": append_to_pages,
     "attention_varlen": attention_varlen,
     "layer_norm": lambda: norm("layer_norm"),
     "rms_norm": lambda: norm("rms_norm"),
@@ -91,6 +145,8 @@ OTHERS = [(), (16,), (3, 16), [16], (1, 2), (-1, 2), (None, None), (True, 1), {}
 
 def wrong(value: Any) -> Iterator[Any]:
     """What may stand in place of a value: other numbers, texts, containers, and tensors of other shapes, dtypes, devices and layouts."""
+    if isinstance(value, pt.KeyValues):
+        yield from caches(value)
     yield from (*NUMBERS, *TEXTS, *OTHERS, torch.tensor(3), torch.tensor([4, 5]), torch.tensor(0.5), alibi(), t5())
     yield pt.AlibiBias(torch.rand(3))
     yield pt.AlibiBias(torch.rand(2).int())
@@ -133,9 +189,9 @@ def outcome(op: str, arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("op", OPS)
-def test_the_outcome_of_a_wrong_argument_is_pythons(op: str) -> None:
-    arguments = OPS[op]()
+@pytest.mark.parametrize("name_of_call", OPS)
+def test_the_outcome_of_a_wrong_argument_is_pythons(name_of_call: str) -> None:
+    arguments, op = OPS[name_of_call](), name_of_call.partition(",")[0]
     names = list(inspect.signature(getattr(pt, op)).parameters)
     assert taken_by(op, **arguments) and arguments.keys() <= set(names)
     errors = 0

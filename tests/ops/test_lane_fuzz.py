@@ -14,7 +14,14 @@ from torch import Tensor
 
 import pytransformer as pt
 from pytransformer.ops._core import lane
-from pytransformer.testing import draw_attention, fuzz_attention, fuzz_cross_entropy, fuzz_feed_forward, fuzz_layer_norm
+from pytransformer.testing import (
+    draw_attention,
+    fuzz_attention,
+    fuzz_cross_entropy,
+    fuzz_feed_forward,
+    fuzz_layer_norm,
+    fuzz_rotary,
+)
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.lanes import counting, needs_lane, same, same_in_both, taken_by
 
@@ -42,8 +49,10 @@ FUZZERS = {
     "layer_norm": rowwise(fuzz_layer_norm),
     "feed_forward": rowwise(fuzz_feed_forward),
     "cross_entropy": rowwise(fuzz_cross_entropy),
+    "rotary": rowwise(fuzz_rotary),
 }
-# The least share of the calls that the lane has to do itself: the rest have no elements, odd seeds, or, of the norms, strides.
+# The least share of the calls that the lane has to do itself: the rest have no elements, odd seeds, or, of the norms, strides; of rotary
+# frequencies that are given, or follow from the sequence's length.
 LEAST = {
     "attention": 0.9,
     "attention_varlen": 0.9,
@@ -52,6 +61,8 @@ LEAST = {
     "add_norm": 0.2,
     "feed_forward": 0.9,
     "linear_cross_entropy": 0.9,
+    "rotary": 0.5,
+    "append_kv": 0.5,
 }
 
 

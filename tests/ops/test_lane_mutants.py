@@ -19,8 +19,8 @@ from pytransformer.testing.lanes import needs_lane
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 slow = pytest.mark.slow  # compiles the lane again, and starts a process for each fault
-FUZZ, LANE, WATCHED, NODES, ERRORS = (
-    f"tests/ops/test_lane{name}.py" for name in ("_fuzz", "", "_watched", "_nodes", "_errors")
+FUZZ, LANE, WATCHED, NODES, ERRORS, DECODE = (
+    f"tests/ops/test_lane{name}.py" for name in ("_fuzz", "", "_watched", "_nodes", "_errors", "_decode")
 )
 # Of each fault the test that finds it.
 FAULTS = {
@@ -56,6 +56,9 @@ FAULTS = {
     "ignored_counted": (FUZZ, "random_problems and cross_entropy"),
     "seed_not_drawn": (NODES, "a_seed_drops_the_same"),
     "autocast_ignored": (WATCHED, "autocast"),
+    "places_not_checked": (ERRORS, "append_kv"),
+    "gradients_lost": (ERRORS, "append_kv"),
+    "version_kept": (DECODE, "autograd_notices"),
     "nan_taken": (ERRORS, "attention"),
     "negative_taken": (ERRORS, "attention"),
 }

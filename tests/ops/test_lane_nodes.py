@@ -41,6 +41,8 @@ NAMES = (
     "feed_forward_recompute",
     "linear_cross_entropy",
     "linear_cross_entropy_smooth",
+    "rotary",
+    "rotary_norm",
 )
 every_op = pytest.mark.parametrize("problem", [case(name).resize(**TINY) for name in NAMES], ids=NAMES)
 Given = tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]
@@ -337,5 +339,4 @@ def test_many_calls_take_no_memory(problem: Case) -> None:
 
 
 def test_every_op_of_the_package_is_in_the_lane() -> None:
-    by_python = {"rotary", "append_kv"}  # docs/ops/rotary.md says so
-    assert {*OPS} - {*lane.ENTRIES} == by_python
+    assert {*OPS} <= {*lane.ENTRIES}

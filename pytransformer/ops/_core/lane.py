@@ -34,6 +34,8 @@ ENTRIES = (
     "add_norm",
     "feed_forward",
     "linear_cross_entropy",
+    "rotary",
+    "append_kv",
     "scaled_dot_product_attention",
 )
 _off: list[str] = []
@@ -70,6 +72,8 @@ rms_norm: Callable[..., Any]
 add_norm: Callable[..., Any]
 feed_forward: Callable[..., Any]
 linear_cross_entropy: Callable[..., Any]
+rotary: Callable[..., Any]
+append_kv: Callable[..., Any]
 scaled_dot_product_attention: Callable[..., Any]
 globals().update({name: _entry(name) for name in ENTRIES})
 

@@ -28,6 +28,7 @@ from pytransformer.kernels.attention import problem
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
 from pytransformer.ops._backends.triton import availability
+from pytransformer.ops._backends.triton import rotary as triton_rotary
 
 SOURCE = Path(__file__).with_name("driver.c")
 BYTES = {"i1": 1, "i8": 1, "i32": 4, "f32": 4, "i64": 8}
@@ -87,7 +88,7 @@ class Gpu:
         triton.runtime.driver.set_active(Driver(capability))
         problem.capability = lambda device: capability // 10 * 10
         availability._unavailable = lambda device, name: None  # type: ignore[assignment]
-        for backend in (gpu_attention, gpu_cross_entropy):  # as on a GPU, where nothing waits for it
+        for backend in (gpu_attention, gpu_cross_entropy, triton_rotary):  # as on a GPU, where nothing waits for it
             backend.looks_at_values = lambda device: False  # type: ignore[attr-defined]
         caches = triton.JITFunction.create_binder
 

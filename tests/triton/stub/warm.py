@@ -31,6 +31,7 @@ from pytransformer.ops._core.registry import Op
 from pytransformer.testing.cases import cases, leaves
 
 Arrived = list[tuple[Any, ...]]
+# Their named cases have positions, whose tables Python works out on a GPU; `steps` has tables.
 WITHOUT_LANE = ("rotary ", "append_kv ")
 
 
@@ -142,6 +143,29 @@ def neighbours() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]
         yield attention(name, q, k, v, attn_mask=mask)
 
 
+def steps() -> Iterator[tuple[str, Callable[[], None], list[torch.Tensor]]]:
+    """What a layer does in a step of decoding, where the tables of cos and sin are made once for all layers."""
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16)
+
+    tables, positions, weight = torch.randn(2, 2, 1, 32), torch.tensor([[9], [14]]), drawn(32)
+    q, k, v = drawn(2, 4, 1, 32), drawn(2, 2, 1, 32), drawn(2, 2, 1, 32)
+    x = drawn(2, 4, 1, 32).requires_grad_()
+    cos, sin = tables
+    turn = lambda: differentiated(pt.rotary(x, cos=cos, sin=sin, backend="triton"), [x])
+    yield "rotary, tables", turn, [x, cos, sin]
+    for name, page_size in (("append_kv, buffers", None), ("append_kv, pages of 8", 8)):
+        first, rows = (2, 16) if page_size is None else (4, page_size)
+        table = None if page_size is None else torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+        cache = pt.KeyValues(drawn(first, 2, rows, 32), drawn(first, 2, rows, 32), table)
+
+        def append(cache: pt.KeyValues = cache) -> None:
+            pt.append_kv(q, k, v, cache, positions, rotary=(cos, sin), k_norm=weight, backend="triton")
+
+        yield name, append, [q, k, v, *(t for t in cache if t is not None), positions, cos, sin, weight]
+
+
 TIMES = 4  # a kind of call is Python's once, recorded once, and forward before backward
 
 
@@ -177,7 +201,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     todo = [(name, lambda call=call, i=inputs: differentiated(call(), i), [*inputs]) for name, call, inputs in smallest()]
-    todo += neighbours()
+    todo += [*neighbours(), *steps()]
     for case in [c for c in cases() if c.op not in FUSED][:: options.cases] if options.cases else ():
         todo += [(f"{case.op} {case.name} {d}", *named(case, d)) for d in DTYPES[: options.dtypes]]
     for op in DRAWN:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..._core.tensors import looks_at_values
 from ..._problem.rotary import check_positions, rows
 
 Reason = Callable[[Any], str | None]
+Recorded = Callable[[Any], AbstractContextManager[None]]
 # (op's arguments, x, out, rstd or None): write out and rstd.
 Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 # (op's arguments, d_out, x, rstd or None, d_x or None, d_weight or None): write those of d_x and d_weight that are given.
@@ -22,7 +24,12 @@ Append = Callable[[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 def backend(
-    name: str, op: Op, launch: tuple[Forward, Backward], why_not: Reason, extra_bytes: Callable[[Any], int]
+    name: str,
+    op: Op,
+    launch: tuple[Forward, Backward],
+    why_not: Reason,
+    extra_bytes: Callable[[Any], int],
+    recorded: Recorded | None = None,
 ) -> Backend:
     """The backend of rotary. Kernels get rows with a contiguous last dimension, and a d_weight that is contiguous."""
 
@@ -49,10 +56,10 @@ def backend(
             d_weight.copy_(sums)
         return results
 
-    return Backend(name, forward, backward, why_not, extra_bytes)
+    return Backend(name, forward, backward, why_not, extra_bytes, recorded=recorded)
 
 
-def append_backend(name: str, op: Op, launch: Append, why_not: Reason) -> Backend:
+def append_backend(name: str, op: Op, launch: Append, why_not: Reason, recorded: Recorded | None = None) -> Backend:
     """The backend of append_kv."""
 
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
@@ -64,7 +71,7 @@ def append_backend(name: str, op: Op, launch: Append, why_not: Reason) -> Backen
         launch(a, (rows(a.query), rows(a.key), rows(a.value)), outputs[0])
         return outputs
 
-    return Backend(name, forward, lambda *_: [], why_not)
+    return Backend(name, forward, lambda *_: [], why_not, recorded=recorded)
 
 
 def flat(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ def backend(op: Op) -> Backend:
 
         return 0 if a.weight is None else 4 * a.x.shape[3] * programs(a.x.device)
 
-    return gpu.backend("triton", op, (forward, backward), why_not, extra_bytes)
+    return gpu.backend("triton", op, (forward, backward), why_not, extra_bytes, availability.recorded)
 
 
 def append_backend(op: Op) -> Backend:
@@ -57,7 +57,7 @@ def append_backend(op: Op) -> Backend:
 
         return gpu.too_much_room(a, MOST_ROWS) or _too_large(query=a.query, value=a.value, key_cache=a.key_cache)
 
-    return gpu.append_backend("triton", op, append, why_not)
+    return gpu.append_backend("triton", op, append, why_not, availability.recorded)
 
 
 def _tables(a: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
