@@ -11,6 +11,7 @@ from .conformer import ConformerBlock, ConvolutionModule, ConvolutionSubsampling
 from .ctc import ctc_loss, ctc_read
 from .experts import Experts, MixtureOfExperts, MixtureOptions, balance_loss
 from .feed_forward import FeedForward
+from .fixed_steps import FixedSteps
 from .heads import Classifier
 from .layer_norm import LayerNorm, RMSNorm
 from .linformer import LinformerSelfAttention, SequenceProjection
@@ -38,6 +39,7 @@ __all__ = [
     "DotScore",
     "Experts",
     "FeedForward",
+    "FixedSteps",
     "FourierMixing",
     "GeneralScore",
     "KeyValueCache",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,6 +86,22 @@ class Layer(Protocol):
         ...
 
 
+class Reserved(NamedTuple):
+    """What a cache has made ready for steps on the device: see :class:`FixedSteps`.
+
+    Attributes:
+        layers: of each layer the memory, and the keys and values of its cross-attention.
+        lengths: (B,) int64: what the sequences hold now.
+        most: what the longest may come to hold.
+        done: told at the end what they hold then.
+    """
+
+    layers: Sequence[tuple[KeyValues, tuple[torch.Tensor, torch.Tensor] | None]]
+    lengths: torch.Tensor
+    most: int
+    done: Callable[[list[int]], None]
+
+
 class DecoderCache(abc.ABC):
     """What every cache of a decoder can do: the ``past_key_values`` of the models, and ``generate``'s ``cache``.
 
@@ -123,6 +139,14 @@ class DecoderCache(abc.ABC):
         """Forget the positions from ``length`` on; (B,): of each sequence."""
 
     @abc.abstractmethod
+    def reserve(self, tokens: int) -> Reserved:
+        """Make room for so many more tokens of each sequence, for :class:`FixedSteps`.
+
+        Raises:
+            ValueError: nothing was read yet, or there is no such room.
+        """
+
+    @abc.abstractmethod
     def free(self) -> None:
         """The sequences end; their memory is kept for others."""
 
@@ -137,7 +161,7 @@ def new_tokens(
     """
     total = held + columns if lengths is None else lengths.to(torch.int64)
     new = total - held
-    if new.device.type == "cpu":
+    if lengths is not None and new.device.type == "cpu":
         for b in ((new < 0) | (new > columns)).nonzero()[:1, 0].tolist():
             raise ValueError(
                 f"{who}: sequence {b} holds {held[b]} tokens and {columns} columns came; wanted a length from {held[b]} to "
@@ -306,6 +330,25 @@ class KeyValueCache(DecoderCache):
         ragged = isinstance(length, torch.Tensor) or any(layer.lengths is not None for layer in self.layers)
         for layer in self.layers:
             layer.length, layer.lengths = end, kept if ragged else None
+
+    def reserve(self, tokens: int) -> Reserved:
+        if not self.layers or any(layer.buffers is None for layer in self.layers):
+            raise ValueError("KeyValueCache: let it read a prompt first: its buffers are made then")
+        lengths, longest = self.lengths, self.length
+        if longest + tokens > self.max_length:  # on a GPU the length is a bound
+            longest = int(lengths.max())
+        if longest + tokens > self.max_length:
+            raise ValueError(f"KeyValueCache: {longest + tokens} positions, but it was made for max_length={self.max_length}")
+        layers = [(KeyValues(*layer.buffers), layer.cross) for layer in self.layers if layer.buffers is not None]
+
+        ragged, device = self.layers[0].lengths is not None, lengths.device
+
+        def done(lengths: list[int]) -> None:
+            each = torch.tensor(lengths, device=device) if ragged or len(set(lengths)) > 1 else None
+            for layer in self.layers:
+                layer.length, layer.lengths = max(lengths, default=0), each
+
+        return Reserved(layers, lengths, longest + tokens, done)
 
     def free(self) -> None:
         for layer in self.layers:

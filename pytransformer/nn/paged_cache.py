@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..ops.append_kv import KeyValues
-from .cache import DecoderCache, Step, new_tokens, refuse_gradients, reordered, write
+from .cache import DecoderCache, Reserved, Step, new_tokens, refuse_gradients, reordered, write
 from .masks import is_lengths, padding
 from .pages import OutOfPages, Pages
 
@@ -56,12 +56,17 @@ class PagedLayer:
             want = (step.positions.shape[0], pool.shape[1], step.positions.shape[1], pool.shape[3])
             if tuple(new.shape) != want:
                 raise ValueError(f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
-            if self.copies:
-                source, to = torch.tensor(self.copies, device=pool.device).T
-                pool[to] = pool[source]
-        self.copies = []
+        self.copy()
         write(KeyValues(*self.pools, step.visible["page_table"]), key, value, step.positions)
         return self.pools
+
+    def copy(self) -> None:
+        """Of pages that are about to be written while others read them."""
+        if self.copies and self.pools is not None:
+            source, to = torch.tensor(self.copies, device=self.pools[0].device).T
+            for pool in self.pools:
+                pool[to] = pool[source]
+        self.copies = []
 
 
 class PagedCache(DecoderCache):
@@ -203,6 +208,29 @@ class PagedCache(DecoderCache):
             kept = [min(length, n) for n in held]
         for name, n in zip(self.rows, kept):
             self.pages.crop(name, n)
+
+    def reserve(self, tokens: int) -> Reserved:
+        """See :meth:`DecoderCache.reserve`; pages are taken for all of these tokens now, and those that were not needed given back at the
+        end. Until then the rows stay as they are; other sequences may come and go.
+
+        Raises:
+            OutOfPages: it says how many more are needed; nothing has changed.
+        """
+        if not self.rows or any(layer.pools is None for layer in self.layers):
+            raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
+        lengths, longest, names = self.lengths, self.length, list(self.rows)
+        copies = self.pages.grow(dict.fromkeys(names, tokens))
+        for layer in self.layers:
+            layer.copies += copies
+            layer.copy()
+        table = self.table
+        layers = [(KeyValues(*layer.pools, table), layer.cross) for layer in self.layers if layer.pools is not None]
+
+        def done(lengths: list[int]) -> None:
+            for name, length in zip(names, lengths):
+                self.pages.crop(name, length)
+
+        return Reserved(layers, lengths, longest + tokens, done)
 
     def free(self) -> None:
         for name in self.rows:
