@@ -16,7 +16,7 @@ from typing_extensions import Self
 from .._version import __version__
 from ..nn.cache import DecoderCache, Step
 from ..nn.experts import MixtureOptions, balance_loss
-from ..nn.masks import causal, padding
+from ..nn.masks import causal, is_tree, padding
 from ..ops._core.sharded import is_sharded
 from . import _convert, _files
 from ._output import Output
@@ -90,12 +90,20 @@ class Model(nn.Module):
 
     def _step(self, cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
         """Where the tokens of a call stand and what they see: for a context those of the whole sequence."""
+        if is_tree(attention_mask) and (reason := self._why_no_tree()) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: a tree of drafts, attention_mask {tuple(attention_mask.shape)}, is not read: {reason}"
+            )
         if self.context is None:
             return Step.of(cache, ids, attention_mask)
         if cache is not None:
             raise ValueError(f"{type(self).__name__}: a cache is of one process: generate outside of context_parallel")
         mask, batch, keys = self._keys(attention_mask, *ids.shape)
         return Step(0, keys, causal(padding(mask, batch, keys), 0, keys))
+
+    def _why_no_tree(self) -> str | None:
+        """Why the nodes of a tree, which do not stand where they lie in the cache, cannot be read, or None."""
+        return "its attention goes by the places of tokens in the cache"
 
     def _places(self, at: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
         """The position ids of the rows that this process computes; None: all, counted from the step's start."""

@@ -110,6 +110,11 @@ class GPT(Decoder, Model):
                 with torch.no_grad():
                     weight.mul_((2 * self.config.num_layers) ** -0.5)
 
+    def _why_no_tree(self) -> str | None:
+        if self.alibi is None and self.config.window is None:
+            return None
+        return "ALiBi's distances and the window go by the places of tokens in the cache"
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -124,7 +129,8 @@ class GPT(Decoder, Model):
         """
         Args:
             input_ids: (B, L) int64; with a cache only the new tokens.
-            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,), cached tokens included.
+            attention_mask: (B, cached + L), 0 = padding on any side; or lengths (B,), cached tokens included; or with a cache, for
+                speculative decoding, (B, L, cached + L) bool: the tokens are a tree, and see what is cached, their path and themselves.
             labels: (B, L), usually input_ids: the loss is of the next token; -100 is ignored.
             position_ids: (B, L); None: counted from 0, or from each sequence's cached length; padding too. See
                 :func:`pytransformer.nn.position_ids`.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..ops.append_kv import KeyValues, append_kv
-from .masks import causal, is_lengths, padding
+from .masks import causal, is_lengths, is_tree, padding, tree
 
 
 class Step(NamedTuple):
@@ -23,6 +23,7 @@ class Step(NamedTuple):
         new: (B,) int64, how many columns of each row are tokens, the rest being padding at the end; None: all.
         total: (B,) int64, the sequences' lengths with them; None: ``end`` each.
         positions: (B, columns) int64, -1 at padding; None: ``start`` and what follows, in each row.
+        at: (B, columns) int64, where the tokens stand, if not at those positions: nodes of a tree.
     """
 
     start: int
@@ -31,6 +32,7 @@ class Step(NamedTuple):
     new: torch.Tensor | None = None
     total: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    at: torch.Tensor | None = None
 
     @staticmethod
     def of(cache: DecoderCache | None, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Step:
@@ -39,7 +41,7 @@ class Step(NamedTuple):
         Args:
             ids: (B, columns, ...), of which shape and device count.
             attention_mask: (B, cached + columns), 0 = padding on any side, where all sequences are of one length; or (B,), the lengths,
-                cached tokens included.
+                cached tokens included; or (B, columns, cached + columns) bool, what each sees, where the columns are a tree of drafts.
         """
         if cache is not None:
             return cache.step(ids, attention_mask)
@@ -50,6 +52,8 @@ class Step(NamedTuple):
     @property
     def position_ids(self) -> torch.Tensor | None:
         """(B, columns), 0 at padding; None: counted from ``start``."""
+        if self.at is not None:
+            return self.at
         return None if self.positions is None else self.positions.clamp_min(0)
 
     def places(self, columns: int, device: torch.device) -> torch.Tensor:
@@ -283,6 +287,9 @@ class KeyValueCache(DecoderCache):
         ragged = bool(self.layers) and self.layers[0].lengths is not None
         if is_lengths(attention_mask, batch):
             step = self._ragged(batch, columns, attention_mask.to(ids.device))
+        elif not ragged and is_tree(attention_mask):
+            visible, at = tree(attention_mask, batch, columns, start + columns)
+            step = Step(start, start + columns, visible, at=at)
         elif not ragged:
             step = Step(start, start + columns, causal(padding(attention_mask, batch, start + columns), start, columns))
         elif attention_mask is None:

@@ -52,6 +52,28 @@ def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
     return {**visible, "causal": "bottom_right" if cached else "top_left"}
 
 
+def is_tree(attention_mask: torch.Tensor | None) -> TypeIs[torch.Tensor]:
+    """Whether it says of each new token which keys it sees, (B, new, cached + new)."""
+    return attention_mask is not None and attention_mask.dim() == 3
+
+
+def tree(attention_mask: torch.Tensor, batch: int, new: int, length: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """(the visibility arguments, where the tokens stand (batch, new)) of a tree of drafts behind ``length - new`` cached tokens.
+
+    A node sees itself, the nodes on its path, and what is cached: it stands behind as many tokens.
+
+    Raises:
+        ValueError: a mask of another shape, or of numbers.
+    """
+    if attention_mask.shape != (batch, new, length) or attention_mask.dtype != torch.bool:
+        raise ValueError(
+            f"attention_mask of a tree must be bool ({batch}, {new}, {length}), for each new token which keys it sees, cached ones too; "
+            f"got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
+        )
+    visible = {"attn_mask": attention_mask[:, None], "causal": "bottom_right"}
+    return visible, attention_mask.sum(-1) - 1
+
+
 def position_ids(attention_mask: torch.Tensor, new: int) -> torch.Tensor:
     """(B, new): the positions of the last ``new`` tokens of (B, L), counted from each sequence's first real token.
 

@@ -13,7 +13,7 @@ import torch
 
 from ..ops.append_kv import KeyValues
 from .cache import DecoderCache, Reserved, Step, new_tokens, refuse_gradients, reordered, write
-from .masks import is_lengths, padding
+from .masks import is_lengths, is_tree, padding, tree
 from .pages import OutOfPages, Pages
 
 __all__ = ["OutOfPages", "PagedCache", "PagedLayer", "Pages"]
@@ -127,13 +127,17 @@ class PagedCache(DecoderCache):
         held, start = self.lengths.cpu(), self.length
         lengths = attention_mask if is_lengths(attention_mask, batch) else None
         visible: dict[str, Any] = {}
+        at: torch.Tensor | None = None
         if lengths is None and attention_mask is not None:
             if bool((held != start).any()):
                 raise ValueError(
                     f"PagedCache: its sequences differ in length; wanted attention_mask as lengths ({batch},), cached tokens included, "
                     f"or None, got shape {tuple(attention_mask.shape)}"
                 )
-            visible = padding(attention_mask, batch, start + columns)
+            if is_tree(attention_mask):
+                visible, at = tree(attention_mask, batch, columns, start + columns)
+            else:
+                visible = padding(attention_mask, batch, start + columns)
         new, total, positions = new_tokens("PagedCache", held, columns, None if lengths is None else lengths.cpu())
         copies = self.pages.grow(dict(zip(self.rows, new.tolist())))
         table = self.table
@@ -144,7 +148,7 @@ class PagedCache(DecoderCache):
         visible |= {"causal": "bottom_right", "key_lengths": total, "page_table": table}
         if lengths is not None:
             visible["query_lengths"] = new
-        step = Step(start, self.length, visible, None if lengths is None else new, total, positions)
+        step = Step(start, self.length, visible, None if lengths is None else new, total, positions, at)
         for layer in self.layers:
             layer.step = step
             layer.copies += copies

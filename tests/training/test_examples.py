@@ -13,6 +13,7 @@ QUICK = {
     "bert": ["--steps", "10", "--classify-steps", "200", "--width", "64", "--sentences", "2400"],
     "continuous_batching": ["--requests", "20", "--pages", "24"],
     "gpt": ["--steps", "100", "--width", "64", "--sentences", "800"],
+    "speculative_decoding": ["--tokens", "60"],
     "vit": ["--patch", "8", "--steps", "250", "--width", "32", "--count", "1500"],
 }
 pytestmark = pytest.mark.unpoisoned  # hundreds of steps
@@ -46,6 +47,14 @@ def test_a_request_s_tokens_do_not_depend_on_its_company(capsys):
     requests, same = load("continuous_batching").main(QUICK["continuous_batching"])
     assert same == requests == 20
     assert "24 of 24 pages without a request" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--branches", "1"], ["--cache", "paged", "--seed", "3"]], ids=str)
+def test_guessed_tokens_are_those_of_greedy_decoding(options, capsys):
+    told, plain, calls = load("speculative_decoding").main([*QUICK["speculative_decoding"], *options])
+    assert told == plain and len(told) == 60
+    assert calls < 30  # two tokens a call and more
+    assert "equal to greedy decoding" in capsys.readouterr().out
 
 
 def learned_summaries(*options):
