@@ -69,6 +69,8 @@ def test_all_launches(architecture: int) -> None:
 # keys in one run or in several. A bias's rows begin at multiples of 16 elements, or not.
 FORMS = {
     ("decode", "attention_forward"): 2,
+    ("decode_pages", "attention_forward"): 2,
+    ("append", "rotary_append"): 2,  # buffers, pages
     ("window", "attention_forward"): 2,
     ("train", "attention_forward"): 2,
     ("packed", "attention_forward"): 3,
@@ -79,11 +81,12 @@ FORMS = {
 
 @needs_compiler
 def test_sizes_compile_nothing_again() -> None:
-    """Decoding over 4,096 lengths of the cache, training on 512 lengths and five batch sizes, windows and global keys of 100 sizes."""
+    """Decoding over 4,096 lengths of the cache and 256 tables of pages, appending to such caches, training on 512 lengths and five batch
+    sizes, windows and global keys of 100 sizes."""
     runs = json.loads(_run("variants.py"))
     print(runs)
     assert {run: len(kernels) for run, kernels in runs.items()} == {
-        "decode": 2, "window": 5, "train": 4, "train_with_bias": 5, "blocks": 4, "packed": 5, "rows": 8,
+        "decode": 2, "decode_pages": 2, "append": 2, "window": 5, "train": 4, "train_with_bias": 5, "blocks": 4, "packed": 5, "rows": 8,
     }  # fmt: skip
     for run, kernels in runs.items():
         for name, (variants, _) in kernels.items():

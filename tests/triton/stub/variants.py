@@ -19,7 +19,7 @@ import torch
 from gpu import Gpu
 from triton.runtime.jit import compute_cache_key
 
-from pytransformer import BlockMask
+from pytransformer import BlockMask, KeyValues
 from pytransformer.kernels import _lang
 from pytransformer.ops._core.registry import OPS
 
@@ -75,6 +75,32 @@ def decode() -> None:
         )
 
 
+def decode_pages() -> None:
+    """Tables that grow by a page, pools and batches of many sizes, one token and several."""
+    for pages in range(1, 257):
+        batch, tokens, pool = (1, 2, 3, 8, 16)[pages % 5], (1, 1, 4)[pages % 3], 256 + 7 * pages
+        table = torch.zeros(batch, pages, dtype=torch.int32)
+        lengths = torch.full((batch,), 16 * pages)
+        keys = empty(pool, 2, 16, 64)
+        options = {"page_table": table, "key_lengths": lengths, "causal": "bottom_right"}
+        call("attention", empty(batch, 8, tokens, 64), keys, keys, **options, backward=False)
+
+
+def append() -> None:
+    """The step before attention: caches and tables that grow, batches and pieces of many sizes."""
+    for pages in range(1, 257):
+        batch, tokens, pool = (1, 2, 3, 8, 16)[pages % 5], (1, 2, 7, 64)[pages % 4], 256 + 7 * pages
+        q, k, tables = empty(batch, 8, tokens, 64), empty(batch, 2, tokens, 64), empty(batch, tokens, 64)
+        positions, table = torch.zeros(batch, tokens, dtype=torch.int64), torch.zeros(batch, pages, dtype=torch.int32)
+        caches = (
+            KeyValues(empty(batch, 2, tokens + pages, 64), empty(batch, 2, tokens + pages, 64)),
+            KeyValues(empty(pool, 2, 16, 64), empty(pool, 2, 16, 64), table),
+        )
+        for cache in caches:
+            call("append_kv", q, k, k, cache, positions, rotary=(tables, tables), backward=False)
+        call("rotary", q, cos=tables, sin=tables, backward=False)
+
+
 def window() -> None:
     """A window and global keys of every size, forward and backward; and decoding, with a bound that grows with the cache."""
     for number in range(1, 300, 3):
@@ -121,7 +147,7 @@ def rows() -> None:
         call("linear_cross_entropy", x, weight, torch.zeros(length, dtype=torch.int64), bias=vector)
 
 
-RUNS: tuple[Callable[[], None], ...] = (decode, window, train, train_with_bias, blocks, packed, rows)
+RUNS: tuple[Callable[[], None], ...] = (decode, decode_pages, append, window, train, train_with_bias, blocks, packed, rows)
 
 
 def main() -> int:
