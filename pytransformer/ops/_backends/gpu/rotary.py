@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ..._core.backend import Recorded
 from ..._core.registry import Backend, Op
 from ..._core.tensors import looks_at_values
 from ..._problem.rotary import check_positions, rows
 
 Reason = Callable[[Any], str | None]
-Recorded = Callable[[Any], AbstractContextManager[None]]
 # (op's arguments, x, out, rstd or None): write out and rstd.
 Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 # (op's arguments, d_out, x, rstd or None, d_x or None, d_weight or None): write those of d_x and d_weight that are given.
