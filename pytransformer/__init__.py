@@ -22,6 +22,7 @@ from .ops.masks import AlibiBias, RelativePositionBias
 from .ops.public import *  # noqa: F403  # the ops
 from .ops.rotary_positions import RotaryPositions, RotaryScaling
 from .ops.scaled_dot_product import scaled_dot_product_attention
+from .reference.eight_bit import dequantize_kv, quantize_kv
 from .verify import verify
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ __all__ = [
     "attention_weights",
     "clear_fallbacks",
     "deactivate",
+    "dequantize_kv",
     "explain",
     "fallbacks",
     "integrations",
+    "quantize_kv",
     "reference",
     "scaled_dot_product_attention",
     "use_backend",

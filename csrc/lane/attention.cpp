@@ -93,8 +93,9 @@ variable_list AttentionOp<W>::tensors(const Inputs& t) {
   if constexpr (W::kDim == 3)
     return {t[W::kQuery], t[W::kKey], t[W::kValue], t[W::kCuQ], t[W::kCuK], t[W::kSlopes], t[W::kTable], t[W::kSinks], t[W::kSeed]};
   variable_list all(t.begin(), t.begin() + W::kSeed + 1);
-  all.resize(all.size() + kLeftToPython);
+  all.resize(all.size() + kBlockMask);
   all.push_back(pick<W::kPageTable>(t));
+  all.resize(all.size() + kScales);
   return all;
 }
 
@@ -213,15 +214,16 @@ PyObject* finish_attention(Reader& read, const Given& given, typename A::Inputs&
 LANE_ENTRY(attention) {
   HANDLE_TH_ERRORS
   using A = Attention;
-  if (count != 23 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  const bool eight_bits = count == 25 && (a[13] != Py_None || a[14] != Py_None);
+  if (count != 25 || eight_bits || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   Reader read;
   AttentionNumbers n;
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2]), read.tensor_or_none(a[3])};
   read_positions(read, a + 4, n);
   for (int i = 0; i < 5; i++) t[A::kQueryLengths + i] = read.integers_or_none(a[7 + (PT_FAULT(lengths_exchanged) && i < 2 ? 1 - i : i)]);
-  if (THPVariable_Check(a[13])) t[A::kBias] = read.tensor(a[13]);
-  else read_bias<A>(read, a[13], t, n);
-  t[A::kSinks] = read.tensor_or_none(a[14]);
+  if (THPVariable_Check(a[15])) t[A::kBias] = read.tensor(a[15]);
+  else read_bias<A>(read, a[15], t, n);
+  t[A::kSinks] = read.tensor_or_none(a[16]);
   read_pages(read, a[12], t);
   return finish_attention<A>(read, {a, count}, t, n);
   END_HANDLE_TH_ERRORS

@@ -167,7 +167,11 @@ struct AppendKV {
     return wide;
   }
 
-  static variable_list tensors(const Inputs& t) { return {t.begin(), t.end()}; }
+  static variable_list tensors(const Inputs& t) {
+    variable_list all(t.begin(), t.end());
+    all.insert(all.begin() + kPositions, 2, Tensor());  // scales of eight bits: calls that have them are Python's
+    return all;
+  }
   static py::tuple others(const Numbers& n) { return n.others(); }
 };
 
@@ -258,6 +262,7 @@ LANE_ENTRY(append_kv) {
   HANDLE_TH_ERRORS
   using A = AppendKV;
   if (count != 13 || reinterpret_cast<PyObject*>(Py_TYPE(a[3])) != fact("KeyValues") || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (PyTuple_GET_ITEM(a[3], 3) != Py_None || PyTuple_GET_ITEM(a[3], 4) != Py_None) Py_RETURN_NOTIMPLEMENTED;  // scales of eight bits
   Reader read;
   A::Numbers n{read.boolean(a[6]), read.number(a[9]), read.number(a[10])};
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};

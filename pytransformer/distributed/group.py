@@ -42,6 +42,9 @@ def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str,
             f"{op}: takes this rank's rows as plain tensors: give to_local() of DTensors that are split by the sequence"
         )
     query = arguments["query"]
+    for name in ("key_scale", "value_scale"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"{op}: {name} is for one process; give each rank its keys and values in query's dtype")
     for name in ("query", "key", "value"):
         check_tensor(op, name, arguments[name], floating=True, ndim=4)
         check_same(op, "query", query, name, arguments[name])

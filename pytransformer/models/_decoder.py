@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..nn.blocks import Stack
 from ..nn.cache import KeyValueCache
 from ..nn.paged_cache import PagedCache
@@ -16,8 +18,9 @@ class Decoder:
     decoder: Stack
     config: Any
 
-    def make_cache(self, max_length: int | None = None) -> KeyValueCache:
+    def make_cache(self, max_length: int | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
         """For ``past_key_values``: a buffer for each sequence; max_length None: the config's.
+        ``dtype``: None, or torch.float8_e4m3fn or torch.int8, half the memory of bfloat16 (docs/cache-8bit.md).
 
         Raises:
             ValueError: neither says how long.
@@ -25,8 +28,10 @@ class Decoder:
         longest = getattr(self.config, "max_length", None) if max_length is None else max_length
         if longest is None:
             raise ValueError(f"{type(self).__name__}.make_cache: give max_length; its positions are relative and have no end")
-        return KeyValueCache(len(self.decoder.blocks), longest)
+        return KeyValueCache(len(self.decoder.blocks), longest, dtype)
 
-    def make_paged_cache(self, num_pages: int, page_size: int = 64) -> PagedCache:
-        """For ``past_key_values``: sequences in pages of a pool, which they share where they began alike."""
-        return PagedCache(len(self.decoder.blocks), num_pages, page_size)
+    def make_paged_cache(self, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> PagedCache:
+        """For ``past_key_values``: sequences in pages of a pool, which they share where they began alike.
+
+        ``dtype``: as in :meth:`make_cache`."""
+        return PagedCache(len(self.decoder.blocks), num_pages, page_size, dtype)

@@ -113,6 +113,7 @@ class MultiHeadAttention(nn.Module):
             query, key = self._positioned(query, key, cache, visible)
             if cache is not None:
                 key, value = cache.append(key, value)
+                visible = {**visible, **cache.scales}
         if self.pattern is not None:
             visible = self._by_pattern(self.pattern, x, cache, visible)
         query, visible = self._place(query, visible)

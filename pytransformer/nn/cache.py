@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..ops.append_kv import KeyValues, append_kv
+from ..reference.eight_bit import LIMITS
 from .masks import causal, is_lengths, is_tree, padding, tree
 
 
@@ -80,6 +81,11 @@ class Layer(Protocol):
     """One layer of a cache: what :class:`MultiHeadAttention` is given."""
 
     cross: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """Of what the last :meth:`append` returned, if it is in eight bits: keywords of :func:`pytransformer.attention`."""
+        ...
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
         """(columns,) or (B, columns) int64: where the next :meth:`append` will put its tokens; 0 at padding."""
@@ -182,6 +188,15 @@ def reordered(cross: tuple[torch.Tensor, torch.Tensor] | None, rows: torch.Tenso
     return None if cross is None else (cross[0].index_select(0, rows), cross[1].index_select(0, rows))
 
 
+def storage(dtype: torch.dtype | None) -> torch.dtype | None:
+    """In what a cache stores keys and values: float8_e4m3fn or int8, or None, as they come."""
+    if dtype not in (None, *LIMITS):
+        raise TypeError(
+            f"a cache's dtype must be torch.float8_e4m3fn, torch.int8 or None, which keeps keys and values as they come, got {dtype}"
+        )
+    return dtype
+
+
 def refuse_gradients(who: str, *tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError(f"{who} is for inference: call the model under torch.no_grad() or torch.inference_mode()")
@@ -191,16 +206,25 @@ class LayerCache:
     """One layer's self-attention keys and values in buffers of ``max_length``, and its cross-attention's as they were made.
 
     Buffers are (B, Hkv, max_length, D), allocated at the first :meth:`append`; what is handed out are views of their filled part.
-    By itself, without a :class:`Step`, each :meth:`append` adds all its positions to every sequence.
+    By itself, without a :class:`Step`, each :meth:`append` adds all its positions to every sequence. ``dtype``: float8_e4m3fn or int8,
+    with a scale for each key of each head; None: as keys and values come.
     """
 
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
+    def __init__(self, max_length: int, dtype: torch.dtype | None = None) -> None:
+        self.max_length, self.dtype = max_length, storage(dtype)
         self.length = 0
         self.lengths: torch.Tensor | None = None  # (B,), where sequences differ
-        self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.stored: KeyValues | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
         self.step: Step | None = None
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.stored is None else self.stored[:2]
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        return {} if self.stored is None else {name: t[:, :, : self.length] for name, t in self.stored.scales.items()}
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
         return (self.step or Step(self.length, self.length + columns, {})).places(columns, device)
@@ -218,22 +242,22 @@ class LayerCache:
         step, self.step = self.step or Step(self.length, self.length + key.shape[2], {}), None
         if step.end > self.max_length:
             raise ValueError(f"KeyValueCache: {step.end} positions, but it was made for max_length={self.max_length}")
-        if self.buffers is None or (step.start == 0 and self.buffers[0].shape[0] != key.shape[0]):
-            self.buffers = (self._buffer(key), self._buffer(value))
-        for buffer, new, name in zip(self.buffers, (key, value), ("key", "value")):
+        if self.stored is None or (step.start == 0 and self.stored.key.shape[0] != key.shape[0]):
+            self.stored = KeyValues.empty(key, value, (key.shape[0], self.max_length), self.dtype)
+        for buffer, new, name in zip(self.stored[:2], (key, value), ("key", "value")):
             want = (*buffer.shape[:2], new.shape[2], buffer.shape[3])
             if tuple(new.shape) != want:
                 raise ValueError(f"KeyValueCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
-            if step.positions is None:
+            if step.positions is None and self.dtype is None:
                 buffer[:, :, step.start : step.end] = new
-        if step.positions is not None:
-            write(KeyValues(*self.buffers), key, value, step.positions)
+        positions = step.positions
+        if positions is None and self.dtype is not None:
+            positions = step.places(key.shape[2], key.device).expand(key.shape[0], -1)
+        if positions is not None:
+            write(self.stored, key, value, positions)
         self.length, self.lengths = step.end, step.total
-        keys, values = self.buffers
+        keys, values = self.stored[:2]
         return keys[:, :, : step.end], values[:, :, : step.end]
-
-    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         """Row b of the batch becomes what was row ``rows[b]``; there may be more or fewer rows than before."""
@@ -241,11 +265,13 @@ class LayerCache:
             self.cross = reordered(self.cross, rows)
         if self.lengths is not None:
             self.lengths = self.lengths.index_select(0, rows)
-        if self.buffers is not None:
-            filled = [b[:, :, : self.length].index_select(0, rows) for b in self.buffers]
-            if rows.shape[0] != self.buffers[0].shape[0]:
-                self.buffers = (self._buffer(filled[0]), self._buffer(filled[1]))
-            for buffer, kept in zip(self.buffers, filled):
+        if self.stored is not None:
+            filled = [b[:, :, : self.length].index_select(0, rows) for b in self.stored.numbers]
+            if rows.shape[0] != self.stored.key.shape[0]:
+                self.stored = KeyValues.empty(
+                    self.stored.key, self.stored.value, (rows.shape[0], self.max_length), self.stored.key.dtype
+                )
+            for buffer, kept in zip(self.stored.numbers, filled):
                 buffer[:, :, : self.length] = kept
 
 
@@ -253,17 +279,18 @@ class KeyValueCache(DecoderCache):
     """The caches of all layers of a decoder, one buffer of ``max_length`` positions for each sequence.
 
     Made by ``model.make_cache(max_length)`` and passed as ``past_key_values``; each call of the model appends to it. Memory is
-    taken once: 2 B Hkv max_length D numbers a layer. Keys and values of cross-attention are computed in the first call only.
+    taken once: 2 B Hkv max_length D numbers a layer, in ``dtype``: None as they come, float8_e4m3fn or int8 with a scale for each key of
+    each head. Keys and values of cross-attention are computed in the first call only.
 
     Sequences have one length, or each its own: a call with lengths (B,) as its mask appends to each sequence behind its last token,
     and what stands in the columns of padding is not stored. Attention then goes by lengths, without a mask.
     """
 
-    def __init__(self, num_layers: int, max_length: int) -> None:
+    def __init__(self, num_layers: int, max_length: int, dtype: torch.dtype | None = None) -> None:
         if max_length < 1:
             raise ValueError(f"KeyValueCache: max_length must be at least 1, got {max_length}")
-        self.max_length = max_length
-        self._layers = [LayerCache(max_length) for _ in range(num_layers)]
+        self.max_length, self.dtype = max_length, storage(dtype)
+        self._layers = [LayerCache(max_length, dtype) for _ in range(num_layers)]
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -278,9 +305,9 @@ class KeyValueCache(DecoderCache):
         first = self.layers[0] if self.layers else LayerCache(1)
         if first.lengths is not None:
             return first.lengths
-        if first.buffers is None:
+        if first.stored is None:
             return torch.zeros(0, dtype=torch.int64)
-        return torch.full(first.buffers[0].shape[:1], first.length, dtype=torch.int64, device=first.buffers[0].device)
+        return torch.full(first.stored.key.shape[:1], first.length, dtype=torch.int64, device=first.stored.key.device)
 
     def step(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Step:
         (batch, columns), start = ids.shape[:2], self.length
@@ -339,14 +366,14 @@ class KeyValueCache(DecoderCache):
             layer.length, layer.lengths = end, kept if ragged else None
 
     def reserve(self, tokens: int) -> Reserved:
-        if not self.layers or any(layer.buffers is None for layer in self.layers):
+        if not self.layers or any(layer.stored is None for layer in self.layers):
             raise ValueError("KeyValueCache: let it read a prompt first: its buffers are made then")
         lengths, longest = self.lengths, self.length
         if longest + tokens > self.max_length:  # on a GPU the length is a bound
             longest = int(lengths.max())
         if longest + tokens > self.max_length:
             raise ValueError(f"KeyValueCache: {longest + tokens} positions, but it was made for max_length={self.max_length}")
-        layers = [(KeyValues(*layer.buffers), layer.cross) for layer in self.layers if layer.buffers is not None]
+        layers = [(layer.stored, layer.cross) for layer in self.layers if layer.stored is not None]
 
         ragged, device = self.layers[0].lengths is not None, lengths.device
 
@@ -363,4 +390,4 @@ class KeyValueCache(DecoderCache):
 
     def reset(self) -> None:
         """Forget everything, buffers too."""
-        self._layers = [LayerCache(self.max_length) for _ in self.layers]
+        self._layers = [LayerCache(self.max_length, self.dtype) for _ in self.layers]

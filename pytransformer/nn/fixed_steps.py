@@ -33,6 +33,10 @@ class FixedLayer:
         write(self.held, key, value, positions)
         return self.held[:2]
 
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        return self.held.scales
+
 
 class FixedSteps(DecoderCache):
     """In place of a cache that has read a prompt, for up to ``tokens`` more of each sequence: the ``past_key_values`` of steps that read

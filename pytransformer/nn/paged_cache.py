@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..ops.append_kv import KeyValues
-from .cache import DecoderCache, Reserved, Step, new_tokens, refuse_gradients, reordered, write
+from .cache import DecoderCache, Reserved, Step, new_tokens, refuse_gradients, reordered, storage, write
 from .masks import is_lengths, is_tree, padding, tree
 from .pages import OutOfPages, Pages
 
@@ -23,12 +23,20 @@ class PagedLayer:
     """One layer's pools of keys and values, (num_pages, Hkv, page_size, D), allocated at the first :meth:`append`, and its
     cross-attention's keys and values as they were made."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
-        self.pools: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> None:
+        self.num_pages, self.page_size, self.dtype = num_pages, page_size, storage(dtype)
+        self.stored: KeyValues | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
         self.step: Step | None = None
         self.copies: list[tuple[int, int]] = []  # pages, before the next write
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.stored is None else self.stored[:2]
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        return {} if self.stored is None else self.stored.scales
 
     def positions(self, columns: int, device: torch.device) -> torch.Tensor:
         return self._next().places(columns, device)
@@ -49,22 +57,21 @@ class PagedLayer:
         refuse_gradients("PagedCache", key, value)
         step, self.step = self._next(), None
         assert step.positions is not None
-        if self.pools is None:
-            shapes = ((self.num_pages, t.shape[1], self.page_size, t.shape[3]) for t in (key, value))
-            self.pools = (key.new_empty(next(shapes)), value.new_empty(next(shapes)))
-        for pool, new, name in zip(self.pools, (key, value), ("key", "value")):
+        if self.stored is None:
+            self.stored = KeyValues.empty(key, value, (self.num_pages, self.page_size), self.dtype)
+        for pool, new, name in zip(self.stored[:2], (key, value), ("key", "value")):
             want = (step.positions.shape[0], pool.shape[1], step.positions.shape[1], pool.shape[3])
             if tuple(new.shape) != want:
                 raise ValueError(f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
         self.copy()
-        write(KeyValues(*self.pools, step.visible["page_table"]), key, value, step.positions)
-        return self.pools
+        write(self.stored._replace(page_table=step.visible["page_table"]), key, value, step.positions)
+        return self.stored[:2]
 
     def copy(self) -> None:
         """Of pages that are about to be written while others read them."""
-        if self.copies and self.pools is not None:
-            source, to = torch.tensor(self.copies, device=self.pools[0].device).T
-            for pool in self.pools:
+        if self.copies and self.stored is not None:
+            source, to = torch.tensor(self.copies, device=self.stored.key.device).T
+            for pool in self.stored.numbers:
                 pool[to] = pool[source]
         self.copies = []
 
@@ -73,15 +80,17 @@ class PagedCache(DecoderCache):
     """The caches of all layers of a decoder in ``num_pages`` pages of ``page_size`` positions.
 
     Made by ``model.make_paged_cache(num_pages)`` and passed as ``past_key_values``. Memory is taken once: 2 num_pages Hkv page_size D
-    numbers a layer. A sequence takes pages as it grows; :meth:`reorder` lets beams share them, and a page is copied when one of them
-    writes it. Without more, the batch of a call are new sequences, until :meth:`free`. A loop that lets sequences join and leave names
-    them: :meth:`open`, :meth:`fork` and :meth:`close`, and :meth:`select`, which says what the rows of the next call are.
+    numbers a layer, in ``dtype`` as in :class:`KeyValueCache`. A sequence takes pages as it grows; :meth:`reorder` lets beams share
+    them, and a page is copied when one of them writes it. Without more, the batch of a call are new sequences, until :meth:`free`. A
+    loop that lets sequences join and leave names them: :meth:`open`, :meth:`fork` and :meth:`close`, and :meth:`select`, which says
+    what the rows of the next call are.
     """
 
-    def __init__(self, num_layers: int, num_pages: int, page_size: int = 64) -> None:
+    def __init__(self, num_layers: int, num_pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self.pages = Pages(num_pages, page_size)
         self.rows: list[int] = []
-        self._layers = [PagedLayer(num_pages, page_size) for _ in range(num_layers)]
+        self._layers = [PagedLayer(num_pages, page_size, dtype) for _ in range(num_layers)]
         self._device = torch.device("cpu")
 
     @property
@@ -220,7 +229,7 @@ class PagedCache(DecoderCache):
         Raises:
             OutOfPages: it says how many more are needed; nothing has changed.
         """
-        if not self.rows or any(layer.pools is None for layer in self.layers):
+        if not self.rows or any(layer.stored is None for layer in self.layers):
             raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
         lengths, longest, names = self.lengths, self.length, list(self.rows)
         copies = self.pages.grow(dict.fromkeys(names, tokens))
@@ -228,7 +237,7 @@ class PagedCache(DecoderCache):
             layer.copies += copies
             layer.copy()
         table = self.table
-        layers = [(KeyValues(*layer.pools, table), layer.cross) for layer in self.layers if layer.pools is not None]
+        layers = [(layer.stored._replace(page_table=table), layer.cross) for layer in self.layers if layer.stored is not None]
 
         def done(lengths: list[int]) -> None:
             for name, length in zip(names, lengths):
@@ -246,4 +255,4 @@ class PagedCache(DecoderCache):
     def reset(self) -> None:
         """Forget everything, pools and known pages too."""
         sizes = self.pages.num_pages, self.pages.page_size
-        self.pages, self.rows, self._layers = Pages(*sizes), [], [PagedLayer(*sizes) for _ in self.layers]
+        self.pages, self.rows, self._layers = Pages(*sizes), [], [PagedLayer(*sizes, self.dtype) for _ in self.layers]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..ops.attention_weights import KINDS, attention_summary, attention_weights
+from ..reference.eight_bit import dequantize_kv
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,13 @@ class AttentionTap:
     def of(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor, arguments: dict[str, Any]
     ) -> AttentionTap:
-        """Of a call over pages: with the keys and values that its table names, in one piece."""
+        """Of a call over pages: with the keys and values that its table names, in one piece; of one over eight bits, in query's dtype."""
+        scales = [arguments.get(name) for name in ("key_scale", "value_scale")]
+        if scales[0] is not None and scales[1] is not None:
+            key, value = (
+                dequantize_kv(rows, scale, query.dtype) for rows, scale in zip((key, value), scales) if scale is not None
+            )
+            arguments = {name: what for name, what in arguments.items() if name not in ("key_scale", "value_scale")}
         if "page_table" in arguments:
             table = arguments["page_table"].long()
             arguments = {name: what for name, what in arguments.items() if name != "page_table"}

@@ -8,19 +8,84 @@ from typing import Any, get_args
 
 import torch
 
+from ..reference.eight_bit import LIMITS
 from ._core.options import Alignment
 from ._core.tensors import check_choice, check_same, check_tensor, shape_of
 from .block_mask import as_block_mask
 from .masks import AlibiBias, RelativePositionBias
 
+EIGHT_BITS = tuple(LIMITS)
 ALIGNMENTS = (None, *get_args(Alignment))
 NO_BLOCKS = (None,) * 5
+
+
+def check_rows(query: Any, key: Any, value: Any) -> None:
+    """Tensors of four dimensions on one device, in dtypes that the kernels know; keys and values may be in eight bits."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        eight = name != "query" and isinstance(t, torch.Tensor) and t.dtype in EIGHT_BITS
+        check_tensor("attention", name, t, floating=not eight, ndim=4)
+        check_same("attention", "query", query, name, t)
+
+
+def check_scales(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_scale: Any, value_scale: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scales of keys and values in eight bits, each as a view of key.shape[:3]; (None, None) for those in query's dtype."""
+    both = (("key_scale", key_scale), ("value_scale", value_scale))
+    if key.dtype not in EIGHT_BITS:
+        for name, t in both:
+            if t is not None:
+                of = name.removesuffix("_scale")
+                raise ValueError(
+                    f"attention: {name} belongs to a {of} in float8_e4m3fn or int8, and {of} is {key.dtype}; leave it out"
+                )
+        return None, None
+    full, views = tuple(key.shape[:3]), []
+    for name, t in both:
+        if t is None:
+            raise ValueError(
+                f"attention: {name.removesuffix('_scale')} is {key.dtype} and needs {name}; quantize_kv makes rows and scales, and "
+                "torch.ones(()) means that the numbers stand for themselves"
+            )
+        check_tensor("attention", name, t)
+        check_same("attention", "query", query, name, t)
+        if t.dtype != torch.float32:
+            raise TypeError(f"attention: {name} must be float32, got {t.dtype}")
+        if t.dim() > 3 or any(n not in (1, m) for n, m in zip(t.shape[::-1], full[::-1])):
+            raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to key's first three, {full}")
+        views.append(t.expand(full))
+    return views[0], views[1]
+
+
+def refuse_gradients(op: Any, arguments: Any) -> None:
+    """ValueError where a call needs a gradient that keys in pages, or in eight bits, do not have."""
+    paged, scales = (
+        arguments.page_table is not None,
+        [t for t in (arguments.key_scale, arguments.value_scale) if t is not None],
+    )
+    learned = torch.is_grad_enabled() and any(t.requires_grad for t in scales)
+    if not (paged or scales) or not (learned or op._needs_gradient(arguments)):
+        return
+    if paged:
+        raise ValueError(
+            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the pages and leave page_table out"
+        )
+    raise ValueError(
+        "attention: keys and values in eight bits have no gradients; call it under torch.no_grad(), or give them as "
+        "key.float() * key_scale[..., None], without the scales"
+    )
 
 
 def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, paged: bool = False) -> torch.Size:
     """What (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) have to agree on, the dtypes too; returns query's shape. With ``paged`` key
     and value are pools, whose first dimension is of pages and whose third is of a page's rows."""
-    if not query.dtype == key.dtype == value.dtype:
+    if key.dtype in EIGHT_BITS or value.dtype in EIGHT_BITS:
+        check_same("attention", "key", key, "value", value, dtype=True)
+        if query.dtype == torch.float64:
+            raise TypeError(
+                f"attention: with a key in {key.dtype} query must be float32, bfloat16 or float16, got {query.dtype}"
+            )
+    elif not query.dtype == key.dtype == value.dtype:
         check_same("attention", "query", query, "key", key, dtype=True)
         check_same("attention", "query", query, "value", value, dtype=True)
     shape = batch, heads, _, head_dim = query.shape

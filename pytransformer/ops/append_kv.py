@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..reference.eight_bit import LIMITS, dequantize_kv
 from ..reference.rotary import append_kv_forward
 from ._backends.cpu import rotary as cpu
 from ._backends.cuda import rotary as cuda
@@ -30,21 +31,57 @@ class KeyValues(NamedTuple):
         key: (B, Hkv, max_length, D), or pools (num_pages, Hkv, page_size, D).
         value: likewise, (…, Dv).
         page_table: (B, pages) int64 or int32, or None.
+        key_scale, value_scale: float32, (B, Hkv, max_length) or (num_pages, Hkv, page_size), of caches in float8_e4m3fn or int8, as
+            :func:`pytransformer.attention` takes them; None in every other dtype.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     page_table: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """All that is written: key, value, and the scales if there are any."""
+        return tuple(t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None)
+
+    @property
+    def numbers(self) -> tuple[torch.Tensor, ...]:
+        """What is stored, as views in dtypes that torch copies by index everywhere: of float8 their bytes."""
+        return tuple(t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in self.stored)
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """The keywords of :func:`pytransformer.attention` that a cache in eight bits needs."""
+        both = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return {name: t for name, t in both.items() if t is not None}
+
+    @staticmethod
+    def empty(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int], dtype: torch.dtype | None = None) -> KeyValues:
+        """A cache, uninitialised, for keys and values like these, (B, Hkv, L, D): ``rows`` are its first and third dimension. ``dtype``:
+        float8_e4m3fn or int8; None: theirs."""
+        shapes = [(rows[0], t.shape[1], rows[1]) for t in (key, value)]
+        caches = [t.new_empty(*shape, t.shape[3], dtype=dtype) for t, shape in zip((key, value), shapes)]
+        eight = dtype in LIMITS
+        scales = [t.new_empty(shape, dtype=torch.float32) if eight else None for t, shape in zip((key, value), shapes)]
+        return KeyValues(caches[0], caches[1], None, scales[0], scales[1])
 
 
 def _written(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {"key_cache": named["cache"].key, "value_cache": named["cache"].value}
+    """In numbers: what is in eight bits, times its scales."""
+    cache = named["cache"]
+    if cache.key_scale is None:
+        return {"key_cache": cache.key, "value_cache": cache.value}
+    both = ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
+    return dict(zip(("key_cache", "value_cache"), (dequantize_kv(rows, scale) for rows, scale in both)))
 
 
 append_kv_op = Op(
     "append_kv",
     arguments=(
-        "Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? page_table, Tensor positions, "
+        "Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? page_table, Tensor(c!)? key_scale, "
+        "Tensor(d!)? value_scale, Tensor positions, "
         "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, bool interleaved, float eps, float weight_offset"
     ),
     outputs=("out", "nothing"),  # torch wants no tuple of an op with one output, and all that handles ops does
@@ -79,7 +116,8 @@ def append_kv(
     Args:
         query: (B, Hq, L, D), float32, bfloat16, float16 or float64; any strides.
         key, value: (B, Hkv, L, D) and (B, Hkv, L, Dv), of query's dtype.
-        cache: :class:`KeyValues` of that dtype, written in place. Two keys at one place of it: either may stay.
+        cache: :class:`KeyValues` of that dtype, written in place; or in eight bits, as :func:`quantize_kv` makes them, of what would
+            have been written. Two keys at one place of it: either may stay.
         positions: (B, L) int64 or int32. A negative one writes nothing: padding.
         rotary: the angles of the positions, or their tables (cos, sin), which all layers share; None: nothing turns.
         interleaved: the layout of the pairs with tables; :class:`RotaryPositions` has its own.
@@ -107,7 +145,7 @@ def append_kv(
     )  # fmt: skip
     out = append_kv_op(*prepared)[0]
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in cache[:2] if not t.is_inference()])
+        torch.autograd.graph.increment_version([t for t in cache.stored if not t.is_inference()])
     return out
 
 
@@ -147,8 +185,8 @@ def _prepare(
     check_backend(op, backend)
     numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
     a = append_kv_op.Arguments(
-        query, key, value, cache.key, cache.value, cache.page_table, positions.long(), cos, sin, q_norm, k_norm, bool(interleaved),
-        *numbers,
+        query, key, value, cache.key, cache.value, cache.page_table, cache.key_scale, cache.value_scale, positions.long(), cos, sin,
+        q_norm, k_norm, bool(interleaved), *numbers,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in a):
         raise ValueError(
@@ -181,26 +219,25 @@ def _check_rows(query: Any, key: Any, value: Any) -> None:
 
 def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
     op = "append_kv"
-    if not isinstance(cache, tuple) or len(cache) not in (2, 3):
+    if not isinstance(cache, tuple) or len(cache) not in (2, 3, 5):
         raise TypeError(f"{op}: cache must be a KeyValues(key, value, page_table=None), got {type(cache).__name__}")
-    table = cache[2] if len(cache) == 3 else None
+    table = cache[2] if len(cache) > 2 else None
     if not isinstance(cache, KeyValues):
         raise TypeError(f"{op}: cache must be a KeyValues, got {type(cache).__name__}: pytransformer.KeyValues(*cache)")
     for name, t, rows in (("key", cache.key, key), ("value", cache.value, value)):
-        check_tensor(op, f"cache.{name}", t, floating=True, ndim=4)
-        check_same(op, "query", query, f"cache.{name}", t, dtype=True)
+        eight = isinstance(t, torch.Tensor) and t.dtype in LIMITS
+        check_tensor(op, f"cache.{name}", t, floating=not eight, ndim=4)
+        check_same(op, "query", query, f"cache.{name}", t, dtype=not eight)
         first = cache.key.shape[0] if table is not None else query.shape[0]
         wanted = (first, rows.shape[1], cache.key.shape[2], rows.shape[3])
         if tuple(t.shape) != wanted:
             raise ValueError(f"{op}: cache.{name} must have the shape {wanted}, got {shape_of(t)}")
-        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
-            raise ValueError(
-                f"{op}: cache.{name} is expanded, so that one number has several places; give it memory of its own"
-            )
+        _check_own_memory(name, t)
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"{op}: the last dimension of cache.{name} must be contiguous: a copy would not be the cache")
     if cache.key is cache.value:
         raise ValueError(f"{op}: cache.key and cache.value must be two tensors")
+    _check_scales(query, cache)
     if table is not None:
         check_tensor(op, "cache.page_table", table, ndim=2)
         check_same(op, "query", query, "cache.page_table", table)
@@ -210,6 +247,39 @@ def _check_cache(query: Any, key: Any, value: Any, cache: Any) -> None:
             raise ValueError(
                 f"{op}: cache.page_table must have a row for each of {query.shape[0]} sequences, got {shape_of(table)}"
             )
+
+
+def _check_own_memory(name: str, t: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
+        raise ValueError(
+            f"append_kv: cache.{name} is expanded, so that one number has several places; give it memory of its own"
+        )
+
+
+def _check_scales(query: torch.Tensor, cache: KeyValues) -> None:
+    op = "append_kv"
+    check_same(op, "cache.key", cache.key, "cache.value", cache.value, dtype=True)
+    eight = cache.key.dtype in LIMITS
+    for name, t in (("key_scale", cache.key_scale), ("value_scale", cache.value_scale)):
+        if not eight:
+            if t is not None:
+                raise ValueError(f"{op}: cache.{name} belongs to a cache in float8_e4m3fn or int8, got {cache.key.dtype}")
+            continue
+        wanted = tuple(cache.key.shape[:3])
+        if t is None:
+            raise ValueError(f"{op}: a cache in {cache.key.dtype} needs {name}, float32 of the shape {wanted}")
+        check_tensor(op, f"cache.{name}", t)
+        check_same(op, "query", query, f"cache.{name}", t)
+        if t.dtype != torch.float32 or tuple(t.shape) != wanted:
+            raise ValueError(
+                f"{op}: cache.{name} must be float32 of the shape {wanted}, got {t.dtype} {shape_of(t)}; each row that is written gets a "
+                "scale of its own"
+            )
+        _check_own_memory(name, t)
+    if eight and query.dtype == torch.float64:
+        raise TypeError(f"{op}: into a cache in {cache.key.dtype} go float32, bfloat16 and float16, got {query.dtype}")
+    if eight and cache.key_scale is cache.value_scale:
+        raise ValueError(f"{op}: cache.key_scale and cache.value_scale must be two tensors")
 
 
 append_kv_op.add_reference(append_kv_forward, extra_bytes=lambda a: 4 * 4 * a.query.numel(), check_values=check_positions)

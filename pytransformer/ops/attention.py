@@ -3,6 +3,7 @@
 
 ``attention`` checks its arguments, lowers them to the flat list ARGUMENTS below and
 calls one raw op; see docs/ops/attention.md for the mathematics.
+Source: Vaswani et al. (2017), section 3.2; tiling by Dao et al., "FlashAttention" (2022).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from ._attention_arguments import (
     biases,
     block_tensors,
     check_pages,
+    check_rows,
+    check_scales,
     check_shapes,
     check_sinks,
     dense_term,
     integers,
     positions,
+    refuse_gradients,
 )
 from ._backends.cpu import attention as cpu_attention
 from ._backends.cuda import attention as cuda_attention
@@ -34,8 +38,6 @@ from ._core.tensors import (
     alike,
     autocast,
     check_number,
-    check_same,
-    check_tensor,
     dropout_arguments,
     empty_in_order,
 )
@@ -46,14 +48,15 @@ from .masks import AlibiBias, RelativePositionBias
 # query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv). mask (bool or floating) and bias are 4-dimensional,
 # each dimension full or 1. slopes (Hq,), table (buckets, Hq), sinks (Hq,). Lengths (B,), segments (B, L), the seed (): int64.
 # Block masks: see _problem/blocks.py; a dense mask and a block mask exclude each other. page_table (B, pages) int32 or int64: key and value
-# are then pools, (pages, Hkv, page size, D).
+# are then pools, (pages, Hkv, page size, D). key_scale, value_scale: of keys and values in eight bits, float32 views of key.shape[:3].
 # window: -1 = unbounded. global_keys: 0 without a window. softcap 0 = none. The starts are the absolute indices of the first batch element,
 # query head, query and key: causality, window, lengths, prefix, ALiBi, T5 and dropout go by absolute index; dense tensors and segments by
 # local index. Of batch element and head dropout alone asks, modulo 2^32: slopes, table and sinks are those of the call's heads.
 ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? sinks,
 Tensor? query_lengths, Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments,
 Tensor? dropout_seed, Tensor? block_offsets, Tensor? block_entries, Tensor? key_block_offsets, Tensor? key_block_entries,
-Tensor? block_bits, Tensor? page_table, bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
+Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale,
+bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, SymInt global_keys,
 SymInt batch_start, SymInt head_start, SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p,
 bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
@@ -129,6 +132,8 @@ def attention(
     query_segments: torch.Tensor | None = None,
     key_segments: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     bias: torch.Tensor | AlibiBias | RelativePositionBias | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -146,8 +151,7 @@ def attention(
     mask``. Order of the score: scale, softcap, biases, masks, softmax, dropout. No visible key: 0, no gradient, lse -inf or the sink.
 
     Args:
-        query: (B, Hq, Lq, D), float32, bfloat16, float16 or float64; any strides, as key and value.
-        key, value: (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); Hq must be a multiple of Hkv (grouped-query attention).
+        query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) in one floating dtype; any strides; Hq a multiple of Hkv.
         attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
             has a gradient). Or a :class:`BlockMask`, or FlexAttention's: what it hides by blocks costs nothing.
         causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: with a cache).
@@ -159,38 +163,37 @@ def attention(
         query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
         page_table: (B, pages) int32 or int64: key and value are pools (num_pages, Hkv, page_size, D), and key j < key_lengths[b] is
             ``key[page_table[b, j // page_size], :, j % page_size]``; nothing else of table and pools is read. Without gradients.
+        key_scale, value_scale: of key and value in float8_e4m3fn or int8: float32, broadcastable to key.shape[:3]. A row counts as its
+            scale times its numbers; :func:`quantize_kv` makes both. Without gradients.
         bias: a tensor broadcastable to (B, Hq, Lq, Lk), :class:`AlibiBias` or :class:`RelativePositionBias`; with gradient.
         sinks: (Hq,) floating: ``exp(sinks[h])`` is one more term of the softmax's denominator, in lse too; with gradient. Zeros make
             softmax off by one, -inf is no sink. Scale, softcap, biases and dropout do not touch it.
         softcap, scale: ``softcap * tanh(score / softcap)``; default ``1 / sqrt(D)``.
-        dropout_p: probability of dropping an attention weight. The same seed drops the same weights on every backend.
-        dropout_seed: int or int64 tensor; drawn from torch's generator if None.
-        return_lse: return (out, lse): log of the softmax's denominator, float32, (B, Hq, Lq), differentiable.
+        dropout_p, dropout_seed: probability of dropping a weight; int or int64 tensor, None: drawn. A seed drops alike on every backend.
         deterministic: bitwise equal gradients from run to run. False may be faster: on sm_90a the backend cuda adds d_query across
             blocks in any order, in a float32 copy; the last bits of d_query then differ from run to run. Elsewhere it does nothing.
         backend: force "cuda", "triton", "cpu", "torch" (PyTorch's kernels) or "reference". strict: raise rather than run on the reference.
 
     Returns:
-        (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse a pair.
+        (B, Hq, Lq, Dv) in query's dtype and memory order; with return_lse also the log of the softmax's denominator, (B, Hq, Lq).
 
     Raises:
         TypeError, ValueError: what is wrong with which argument.
         BackendError: a forced backend cannot do this, or strict and only the reference can.
-
-    Source: Vaswani et al. (2017), section 3.2; tiling by Dao et al., "FlashAttention" (2022).
     """
     if not torch.compiler.is_compiling():
         found = lane.attention(
             query, key, value, attn_mask, causal, window, global_keys, query_lengths, key_lengths, prefix_lengths, query_segments,
-            key_segments, page_table, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse, deterministic, backend, strict,
+            key_segments, page_table, key_scale, value_scale, bias, sinks, softcap, scale, dropout_p, dropout_seed, return_lse,
+            deterministic, backend, strict,
         )  # fmt: skip
         if found is not NotImplemented:
             return found
     a, backend, strict = _prepare(
         query, key, value, attn_mask=attn_mask, causal=causal, window=window, global_keys=global_keys, query_lengths=query_lengths,
         key_lengths=key_lengths, prefix_lengths=prefix_lengths, query_segments=query_segments, key_segments=key_segments,
-        page_table=page_table, bias=bias, sinks=sinks, softcap=softcap, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
-        deterministic=deterministic, backend=backend, strict=strict,
+        page_table=page_table, key_scale=key_scale, value_scale=value_scale, bias=bias, sinks=sinks, softcap=softcap, scale=scale,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, strict=strict,
     )  # fmt: skip
     out, lse = attention_op(a, backend, strict)
     return (out, lse) if return_lse else out
@@ -214,6 +217,8 @@ def _prepare(
     query_segments: Any = None,
     key_segments: Any = None,
     page_table: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
     bias: Any = None,
     sinks: Any = None,
     softcap: Any = None,
@@ -226,14 +231,13 @@ def _prepare(
     strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
     if not (alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4):
-        for name, t in (("query", query), ("key", key), ("value", value)):
-            check_tensor("attention", name, t, floating=True, ndim=4)
-            check_same("attention", "query", query, name, t)
+        check_rows(query, key, value)
     query, key, value = autocast(query.device, query, key, value)
     batch, heads, num_queries, head_dim = check_shapes(query, key, value, paged=page_table is not None)
     num_keys = key.shape[2]
     if page_table is not None:
         page_table, num_keys = check_pages(page_table, key_lengths, query, key)
+    key_scale, value_scale = check_scales(query, key, value, key_scale, value_scale)
     full = (batch, heads, num_queries, num_keys)
     align, left, right, global_keys = positions(causal, window, global_keys)
     if prefix_lengths is not None and align == "none":
@@ -253,15 +257,12 @@ def _prepare(
         integers("prefix_lengths", prefix_lengths, (batch,), query),
         integers("query_segments", query_segments, (batch, num_queries), query),
         integers("key_segments", key_segments, (batch, num_keys), query),
-        seed, *blocks, page_table, bidirectional, max_distance, align, left, right, global_keys, 0, 0, 0, 0,
+        seed, *blocks, page_table, key_scale, value_scale, bidirectional, max_distance, align, left, right, global_keys, 0, 0, 0, 0,
         head_dim**-0.5 if scale is None else check_number("attention", "scale", scale),
         0.0 if softcap is None else check_number("attention", "softcap", softcap, positive=True),
         p, bool(deterministic),
     )  # fmt: skip
-    if page_table is not None and attention_op._needs_gradient(arguments):
-        raise ValueError(
-            "attention: page_table has no gradients; call it under torch.no_grad(), or gather the pages and leave page_table out"
-        )
+    refuse_gradients(attention_op, arguments)
     return arguments, backend, bool(strict)
 
 
@@ -292,11 +293,9 @@ def check_values(a: Any) -> None:
 def _reference_bytes(a: Any) -> int:
     """Scores, weights and their product with value keep three (B, Hq, Lq, Lk) matrices alive, and a boolean one."""
     size = 8 if a.query.dtype == torch.float64 else 4
-    gathered = (
-        0
-        if a.page_table is None
-        else a.sequences * a.num_keys * a.key_heads * (a.head_dim + a.value_dim) * a.key.element_size()
-    )
+    copied = a.page_table is not None or a.key_scale is not None  # gathered, or in float32
+    row = 0 if not copied else (a.head_dim + a.value_dim) * (a.key.element_size() if a.key_scale is None else 4)
+    gathered = a.sequences * a.num_keys * a.key_heads * row
     return a.query.shape[0] * a.query.shape[1] * a.query.shape[2] * a.num_keys * (3 * size + 1) + gathered
 
 

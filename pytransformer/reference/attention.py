@@ -18,15 +18,28 @@ import torch
 
 from ..ops._problem.blocks import BLOCK_TENSORS, visible_block_pairs
 from ..ops.masks import buckets_of
+from .eight_bit import dequantize_kv
 from .philox import keep_mask, keep_scale
 
 # Arguments of attention that packed sequences do not have.
-PADDED_ONLY = (*BLOCK_TENSORS, "page_table", "mask", "bias", "prefix_lengths", "query_segments", "key_segments")
+PADDED_ONLY = (
+    *BLOCK_TENSORS,
+    "page_table",
+    "key_scale",
+    "value_scale",
+    "mask",
+    "bias",
+    "prefix_lengths",
+    "query_segments",
+    "key_segments",
+)
 
 
 def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the op's arguments; see pytransformer.ops.attention.ARGUMENTS."""
     work = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    if a.key_scale is not None:
+        a = dequantized(a)
     if a.page_table is not None:
         a = gathered(a)
     batch, heads, num_queries, _ = a.query.shape
@@ -60,6 +73,12 @@ def attention_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weight = weight * keep * keep_scale(a.dropout_p)
     out = torch.where(live_queries[..., None], weight @ value, 0.0)
     return out.to(a.query.dtype), lse
+
+
+def dequantized(a: Any) -> Any:
+    """The problem with its keys and values in float32, rows of free pages too."""
+    key, value = dequantize_kv(a.key, a.key_scale), dequantize_kv(a.value, a.value_scale)
+    return a._replace(key=key, value=value, key_scale=None, value_scale=None)
 
 
 def gathered(a: Any) -> Any:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .eight_bit import quantize_kv
+
 
 def rotary_forward(a: Any) -> tuple[torch.Tensor, ...]:
     """(out, rstd) of the arguments of the op rotary; rstd is (B, H, L), empty without a weight."""
@@ -29,9 +31,14 @@ def append_kv_forward(a: Any) -> tuple[torch.Tensor, ...]:
     """(query, nothing) of the arguments of the op append_kv, whose caches it writes."""
     query, key = _turned(a.query, a.q_norm, a)[0], _turned(a.key, a.k_norm, a)[0]
     kept, (first, row) = cache_slots(a)
-    for cache, rows in ((a.key_cache, key), (a.value_cache, a.value)):
+    for cache, scales, rows in ((a.key_cache, a.key_scale, key), (a.value_cache, a.value_scale, a.value)):
         # Advanced indices on both sides of a slice put their dimension first: rows of (kept, H, D).
-        cache[first, :, row] = rows.transpose(1, 2)[kept]
+        found = rows.transpose(1, 2)[kept]
+        if scales is not None:
+            found, scale = quantize_kv(found, cache.dtype)
+            scales[first, :, row] = scale
+            cache, found = cache.view(torch.int8), found.view(torch.int8)  # not every torch writes float8 by index
+        cache[first, :, row] = found
     return query, query.new_zeros(0)
 
 

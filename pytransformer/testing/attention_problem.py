@@ -32,6 +32,7 @@ class Problem:
     pages: tuple[int, int] | None = (
         None  # (page size, seed): run once more without gradients, with keys and values in such pages
     )
+    eight_bits: torch.dtype | None = None  # run once more, in pages if there are any, with keys and values in this dtype
 
     @property
     def limits(self) -> str:

@@ -56,6 +56,7 @@ class _Drawer:
         self.only = only
         self.block_rng = random.Random(f"blocks/{seed}/{case}")
         self.page_rng = random.Random(f"pages/{seed}/{case}")
+        self.eight_rng = random.Random(f"eight bits/{seed}/{case}")
         self.global_rng = random.Random(f"global keys/{seed}/{case}")
         self.generator = torch.Generator().manual_seed(self.rng.getrandbits(60))
 
@@ -216,6 +217,8 @@ class _Drawer:
         self.features = set(want)
         if self.only is None and not self.packed and self.page_rng.random() < 0.3:
             self.features.add("pages")
+        if self.only is None and not self.packed and self.dtype != torch.float64 and self.eight_rng.random() < 0.25:
+            self.features.add("eight bits")
 
     def draw_terms(self, want: set[str]) -> None:
         """Masks and biases, among `tensors` if floating, else among the keywords."""
@@ -350,6 +353,7 @@ class _Drawer:
             self.layouts,
             self.block_rng.choice(BLOCK_SIZES) if "blocks" in self.features else None,
             (self.page_rng.choice(PAGE_SIZES), self.page_rng.getrandbits(30)) if "pages" in self.features else None,
+            self.eight_rng.choice((torch.float8_e4m3fn, torch.int8)) if "eight bits" in self.features else None,
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from ..ops._core.registry import OPS
 from ..ops.block_mask import BlockMask
 from ..reference.attention import visible_parts
+from ..reference.eight_bit import dequantize_kv
 from . import oracle
 
 # Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
@@ -47,7 +48,11 @@ def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: 
 
 
 def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
-    """Of `attention`; pages are gathered."""
+    """Of `attention`; pages are gathered, and eight bits are the numbers that they stand for."""
+    if named.get("key_scale") is not None:
+        scales = {n: named[f"{n}_scale"].expand(named[n].shape[:3]) for n in ("key", "value")}
+        named = {**named, **{n: dequantize_kv(named[n], scale, torch.float64) for n, scale in scales.items()}}
+        del named["key_scale"], named["value_scale"]
     if (table := named.get("page_table")) is not None:
         rows = {n: named[n][table.long()].transpose(1, 2).flatten(2, 3) for n in ("key", "value")}
         named = {**named, **rows}

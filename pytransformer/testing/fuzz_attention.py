@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops._core.fallbacks import BackendError
+from ..reference.eight_bit import dequantize_kv, quantize_kv
 from . import bounds, oracle
 from .attention_problem import Problem, in_blocks
 from .draw_attention import draw
@@ -19,6 +20,7 @@ from .poison import StrayWrite, poisoned
 
 TAKE_NO_BLOCKS = ("torch",)  # of block masks: they get the dense one
 TAKE_NO_PAGES = ("torch",)
+TAKE_NO_EIGHT_BITS = ("torch", "cuda", "cpu", "triton")
 THEIR_BLOCKS = 128  # a block size that every backend takes: it stands for one that is smaller than a tile
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 
@@ -104,6 +106,40 @@ def run_in_pages(problem: Problem, backend: str) -> Run:
     with poisoned(), trace() as record:
         args = query, *pools.tensors
         out, lse, explained = _call(problem, backend, args, {**keywords, "page_table": pools.table}, pools.num_keys)
+    return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
+
+
+def in_eight_bits(problem: Problem) -> Problem:
+    """The problem whose keys and values are what their eight bits stand for, in float64: of two of query's dtype at most one rounding."""
+    assert problem.eight_bits is not None
+    tensors = dict(problem.tensors)
+    for name in ("key", "value"):
+        tensors[name] = dequantize_kv(*quantize_kv(tensors[name], problem.eight_bits), work=torch.float64)
+    return replace(problem, tensors=tensors, wanted=())
+
+
+def run_in_eight_bits(problem: Problem, backend: str) -> Run:
+    """Without gradients, keys and values in eight bits, in pages if the problem has any. Rows of nobody are NaN."""
+    from pytransformer.ops._core.registry import trace
+
+    assert problem.eight_bits is not None
+    query, key, value = (problem.tensors[n] for n in ("query", "key", "value"))
+    keywords, num_keys = problem.public_keywords(problem.tensors), key.shape[2]
+    if problem.pages is not None:
+        lengths, batch = problem.keywords.get("key_lengths"), query.shape[0]
+        lengths = torch.full((batch,), num_keys) if lengths is None else lengths
+        pools = in_pages(key, value, lengths, *problem.pages)
+        keywords = widened(keywords, num_keys, pools.num_keys, batch, lengths) | {"page_table": pools.table}
+        (key, value), num_keys = pools.tensors, pools.num_keys
+    for name, rows in (("key", key), ("value", value)):
+        rows, scale = quantize_kv(rows, problem.eight_bits)
+        nobody = scale.isnan()[..., None].expand(rows.shape)
+        rows = rows.view(torch.uint8).masked_fill(nobody, 0x7F).view(rows.dtype)
+        layout = problem.layouts.get(name, "contiguous")
+        keywords[f"{name}_scale"] = place(scale, "step" if layout == "step" else "contiguous")
+        key, value = (place(rows, layout), value) if name == "key" else (key, place(rows, layout))
+    with poisoned(), trace() as record:
+        out, lse, explained = _call(problem, backend, (query, key, value), keywords, num_keys)
     return Run({"out": out} if lse is None else {"out": out, "lse": lse}, list(record), explained)
 
 
@@ -197,6 +233,10 @@ def examine(
             if problem.pages and backend not in TAKE_NO_PAGES:
                 more = judge(replace(problem, wanted=()), solution, run_in_pages(problem, backend), backend)
                 checks, wrong = checks + more[0], wrong + [f"in pages: {text}" for text in more[1]]
+            if problem.eight_bits and backend not in TAKE_NO_EIGHT_BITS:
+                eight = in_eight_bits(problem)
+                more = judge(eight, eight.solve(), run_in_eight_bits(problem, backend), backend)
+                checks, wrong = checks + more[0], wrong + [f"in {problem.eight_bits}: {text}" for text in more[1]]
             if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")
         except BackendError:

@@ -97,7 +97,7 @@ class Guard:
 def sentinel(dtype: torch.dtype) -> float | int | bool:
     """What lies around an output."""
     if dtype.is_floating_point:
-        return SENTINEL
+        return SENTINEL if dtype.itemsize > 1 else -80.0  # what float8 can hold
     return True if dtype == torch.bool else -77 if dtype.is_signed else 77
 
 

@@ -239,6 +239,33 @@ FAULTS |= {
 }
 
 
+# ---- eight bits
+
+
+def _numbers(change: Callable[[Tensor], Tensor]) -> Fault:
+    """Eight bits read as other numbers."""
+    return _patching(dequantize_kv=lambda f, rows, scale: f(change(rows), scale))
+
+
+def _as_unsigned(rows: Tensor) -> Tensor:
+    return rows.view(torch.uint8) if rows.dtype == torch.int8 else rows
+
+
+def _without_subnormals(rows: Tensor) -> Tensor:
+    return rows if rows.dtype == torch.int8 else torch.where(rows.float().abs() < 2**-6, 0.0, rows.float())
+
+
+FAULTS |= {
+    "key_scale_forgotten": replacing(key_scale=lambda a: torch.ones_like(a.key_scale)),
+    "value_scale_forgotten": replacing(value_scale=lambda a: torch.ones_like(a.value_scale)),
+    "key_scale_of_the_next_key": replacing(key_scale=lambda a: a.key_scale.roll(-1, 2)),
+    "value_scale_of_the_next_head": replacing(value_scale=lambda a: a.value_scale.roll(1, 1)),
+    "scales_exchanged": replacing(key_scale=lambda a: a.value_scale, value_scale=lambda a: a.key_scale),
+    "int8_read_as_unsigned": _numbers(_as_unsigned),
+    "e4m3_subnormals_as_zero": _numbers(_without_subnormals),
+}
+
+
 # ---- dropout
 
 FAULTS |= {
@@ -262,7 +289,10 @@ FAULTS |= {
 def heads_interleaved(a: Any, attend: Forward) -> Outputs:
     """Query head h reads key head h % Hkv instead of h // group."""
     group = a.query.shape[1] // a.key.shape[1]
-    return attend(a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1)))
+    scales = {
+        n: None if t is None else t.repeat(1, group, 1) for n in ("key_scale", "value_scale") for t in [getattr(a, n, None)]
+    }
+    return attend(a._replace(key=a.key.repeat(1, group, 1, 1), value=a.value.repeat(1, group, 1, 1), **scales))
 
 
 @_fault
@@ -286,7 +316,7 @@ def lse_gradient_ignored(a: Any, attend: Forward) -> Outputs:
 @_fault
 def dead_rows_mean_of_value(a: Any, attend: Forward) -> Outputs:
     out, lse = attend(a)
-    if a.page_table is not None:
+    if a.page_table is not None or a.key_scale is not None:
         return out, lse
     mean = a.value.detach().nan_to_num(0.0).mean(2, keepdim=True).repeat_interleave(a.query.shape[1] // a.key.shape[1], 1)
     return torch.where((lse == -math.inf)[..., None], mean.to(out.dtype), out), lse

@@ -83,5 +83,7 @@ def poison_free_rows(cache: PagedCache) -> None:
         for i in range(pages.lengths[name]):
             held[table[i // pages.page_size], i % pages.page_size] = True
     held[list(pages._known)] = True
-    for pool in (pool for layer in cache.layers for pool in layer.pools or ()):
-        pool.masked_fill_(~held.to(pool.device)[:, None, :, None], torch.nan)
+    for pool in (pool for layer in cache.layers if layer.stored is not None for pool in layer.stored.numbers):
+        free = ~held.to(pool.device)[:, None, :]
+        # Of eight bits 0x7f is float8's NaN and int8's largest; their scales are NaN in both.
+        pool.masked_fill_(free[..., None] if pool.dim() == 4 else free, 127 if pool.dtype == torch.int8 else torch.nan)

@@ -11,6 +11,7 @@ from .ways import Start, Way
 BATCH = ("query_lengths", "key_lengths", "prefix_lengths", "query_segments", "key_segments")
 OF_HEADS = {"slopes": 0, "table": 1, "sinks": 0}
 QKV = ("query", "key", "value")
+SCALES = ("key_scale", "value_scale")
 BLOCKS = "a block mask lists the blocks of all sequences and heads: give a dense mask, or redistribute to Replicate()"
 
 
@@ -22,7 +23,7 @@ def _starts(a: Any, name: str, dim: int) -> dict[str, Start]:
 def attention(a: Any) -> list[Way]:
     def way(name: str, dim: int, others: dict[str, int], even: frozenset[str] = frozenset()) -> Way:
         dense = {n: dim for n in ("mask", "bias") if getattr(a, n) is not None and getattr(a, n).shape[dim] > 1}
-        arguments = {**dict.fromkeys(QKV, dim), **dense, **named(others, a)}
+        arguments = {**dict.fromkeys(QKV, dim), **dense, **named({**others, **dict.fromkeys(SCALES, dim)}, a)}
         starts = _starts(a, ("batch_start", "head_start")[dim], dim)
         return Way(name, arguments, (dim, dim), even=even, starts=starts, refused=None if a.block_offsets is None else BLOCKS)
 

@@ -54,6 +54,8 @@ class AttentionOptions(MaskAndBias, _Call, total=False):
     """The keywords of :func:`pytransformer.attention` but ``return_lse``, which decides what is returned."""
 
     page_table: torch.Tensor | None
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
 
 
 class PackedOptions(_Scores, _Call, total=False):

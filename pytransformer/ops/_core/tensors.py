@@ -118,12 +118,14 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
 
 
 def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNone, ...]:
-    """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does."""
+    """The tensors in the current autocast dtype, if autocast is on; float64 is left alone, as torch does, and what
+    is stored in eight bits."""
     kind = device.type
     if (kind != "cpu" and not torch.amp.is_autocast_available(kind)) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors)
+    kept = (torch.float64, torch.float8_e4m3fn)
+    return tuple(t if t is None or t.dtype in kept or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
 def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:

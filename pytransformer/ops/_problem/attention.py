@@ -70,6 +70,8 @@ class AttentionProblem:
         key_block_entries: torch.Tensor | None
         block_bits: torch.Tensor | None
         page_table: torch.Tensor | None
+        key_scale: torch.Tensor | None
+        value_scale: torch.Tensor | None
         bidirectional: bool
         max_distance: int
         causal: str
@@ -238,7 +240,7 @@ class AttentionProblem:
 
 class PaddedAttention(AttentionProblem):
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv); or pools of pages, (num_pages, Hkv, page_size, D), and
-    page_table (B, pages)."""
+    page_table (B, pages). In eight bits key and value have scales, views of their first three dimensions."""
 
     __slots__ = ()
     packed = False
@@ -269,7 +271,8 @@ class PackedAttention(AttentionProblem):
 
     __slots__ = ()
     packed = True
-    block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = page_table = None
+    block_offsets = block_entries = key_block_offsets = key_block_entries = block_bits = None
+    page_table = key_scale = value_scale = None
     mask = bias = query_lengths = key_lengths = prefix_lengths = query_segments = key_segments = None
     query_start = key_start = 0
 

@@ -28,6 +28,8 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             return reason
         if max(a.head_dim, a.value_dim) > MAX_HEAD_DIM:
             return f"head sizes up to {MAX_HEAD_DIM}, got {a.head_dim} and {a.value_dim}"
+        if a.key_scale is not None:
+            return "its kernels read no keys in eight bits; the backend reference does"
         return None
 
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +43,7 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
         """The same in fewer steps where no tensor comes beside query, key and value: after a kernel has flushed the caches, Python took
         40 of 180 µs (512 tokens, bf16)."""
         query, key, value = a[:3]
-        if not NONE.issuperset(a[3:20]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        if not NONE.issuperset(a[3:22]) or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             return forward(a)
         out, lse = op.empty_outputs(a)
         torch.ops.pytransformer_C.attention_fwd.default(

@@ -78,7 +78,12 @@ def append_backend(op: Op) -> Backend:
         )  # fmt: skip
         return outputs
 
-    return Backend("cpu", forward, lambda *_: [], lambda a: _why_not("append_kv", a.query, "query"))
+    def why_not(a: Any) -> str | None:
+        if a.key_scale is not None:
+            return "its kernels write no caches in eight bits; the backend reference does"
+        return _why_not("append_kv", a.query, "query")
+
+    return Backend("cpu", forward, lambda *_: [], why_not)
 
 
 def _extra_bytes(a: Any) -> int:

@@ -73,6 +73,8 @@ def why_not(a: AttentionProblem) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
+    if a.key_scale is not None:
+        return "its kernels read no keys in eight bits; the backends triton and reference do"
     return why_not_sizes(a) or _why_not_blocks(a)
 
 

@@ -87,6 +87,8 @@ def why_not(a: Any) -> str | None:
         return "PyTorch's kernels draw another dropout mask than ours"
     if a.page_table is not None:
         return "PyTorch's kernels read no pages"
+    if a.key_scale is not None:
+        return "PyTorch's kernels read no keys in eight bits"
     if a.block_offsets is not None:
         return "PyTorch's kernels take no block masks"
     if a.softcap:

@@ -55,6 +55,8 @@ def append_backend(op: Op) -> Backend:
             return reason
         from pytransformer.kernels.rotary.configs import MOST_ROWS
 
+        if a.key_scale is not None:
+            return "its kernels write no caches in eight bits; the backend reference does"
         return gpu.too_much_room(a, MOST_ROWS) or _too_large(query=a.query, value=a.value, key_cache=a.key_cache)
 
     return gpu.append_backend("triton", op, append, why_not, availability.recorded)
