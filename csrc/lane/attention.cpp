@@ -17,13 +17,13 @@
 namespace pt::lane {
 namespace {
 
-#define TERMS                                                                                                                              \
-  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,                  \
-      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,                      \
-      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,             \
-      const Maybe &block_bits, const Maybe &page_table, const Maybe &seed, bool bidirectional, int64_t align, int64_t left, int64_t right, \
-      int64_t global_keys, int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k,  \
-      double scale, double softcap, double dropout_p
+#define TERMS                                                                                                                       \
+  const Maybe &mask, const Maybe &bias, const Maybe &slopes, const Maybe &table, const Maybe &starts, const Maybe &sinks,           \
+      const Maybe &query_lengths, const Maybe &key_lengths, const Maybe &prefix_lengths, const Maybe &query_segments,               \
+      const Maybe &key_segments, const Maybe &cu_q, const Maybe &cu_k, const Maybe &block_offsets, const Maybe &block_entries,      \
+      const Maybe &block_bits, const Maybe &page_table, const Maybe &key_scale, const Maybe &value_scale, const Maybe &seed,        \
+      bool bidirectional, int64_t align, int64_t left, int64_t right, int64_t global_keys, int64_t batch_start, int64_t head_start, \
+      int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 using AttentionForward = void(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse, TERMS);
 using AttentionBackward = void(const Tensor& grad_out, const Maybe& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& out, const Tensor& lse, TERMS, const Maybe& dq, const Maybe& dk, const Maybe& dv,
@@ -42,8 +42,8 @@ void with_terms(const typename A::Inputs& t, const AttentionNumbers& n, const F&
   f(term(pick<A::kMask>(t)), term(pick<A::kBias>(t)), vector(t[A::kSlopes], work), vector(t[A::kTable], work), term(t[A::kStarts]),
     PT_FAULT(sinks_lost) ? Maybe() : vector(t[A::kSinks], work), term(pick<A::kQueryLengths>(t)), term(pick<A::kKeyLengths>(t)),
     term(pick<A::kPrefixLengths>(t)), term(pick<A::kQuerySegments>(t)), term(pick<A::kKeySegments>(t)), term(pick<A::kCuQ>(t)),
-    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), term(pages), term(t[A::kSeed]), n.bidirectional, n.align, n.left, n.right,
-    n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
+    term(pick<A::kCuK>(t)), Maybe(), Maybe(), Maybe(), term(pages), Maybe(), Maybe(), term(t[A::kSeed]), n.bidirectional, n.align, n.left,
+    n.right, n.global_keys, 0, 0, 0, 0, max_q, max_k, n.scale, n.softcap, n.dropout_p);
 }
 
 }  // namespace

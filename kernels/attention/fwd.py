@@ -19,14 +19,14 @@ import triton.language as tl
 
 from pytransformer.ops._problem.attention import AttentionProblem
 
-from .._lang import dot, kernel, launch, narrow
+from .._lang import kernel, launch
 from .._launch import replayed
 from .blocks import tile_at, walk
 from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
 from .mask_lists import lists_of
 from .plan import plan_forward
-from .problem import ForwardStrides, at_tile, lower, rows
+from .problem import ForwardStrides, at_tile, lower, numbers, rows
 from .tiles import (
     at_head,
     at_key_head,
@@ -40,11 +40,14 @@ from .tiles import (
     pages_of,
     power,
     query_tile,
+    scales_at,
     scores,
     segments_of,
     tile_rows,
     visible,
     visible_rows,
+    weighted_sum,
+    widened,
     zero_of,
 )
 
@@ -87,7 +90,11 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 b_k = load_at(p_k, m_j, PART != 1 or C.KEY_MASK, C.D, C.BD)  # [BN, BD]
                 m_s = visible(i, j, bounds, m_i, m_j, word, PART != 1, False, p, C)
                 seg_k = segments_of(p.key_segments, i_b, p.num_keys, j, m_j)
-                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C)
+                k_scale = None
+                if C.EIGHT_BITS:
+                    k_scale = scales_at(p.scales.key, p.scales.of_key, i_b, i_head // p.group, j, page, m_j, C)
+                b_k = widened(b_k, b_q.dtype, C)
+                b_s, _capped, m_s = scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C, k_scale)
 
                 b_row_max = tl.maximum(b_m, tl.max(b_s, 1))
                 safe = tl.where(b_row_max == float("-inf"), 0.0, b_row_max)
@@ -99,8 +106,11 @@ def attention_forward(Q, K, V, OUT, LSE, partials, strides, p, C: tl.constexpr):
                 b_v = load_at(p_v, m_j, PART != 1 or C.KEY_MASK, C.DV, C.BDV)  # [BN, BDV]
                 if C.DROPOUT:
                     b_p = tl.where(keep_mask(i, j, i_b, i_h, p, C), b_p, zero_of(p))
+                if C.EIGHT_BITS:
+                    v_scale = scales_at(p.scales.value, p.scales.of_value, i_b, i_head // p.group, j, page, m_j, C)
+                    b_p = b_p * tl.trans(visible_rows(v_scale[:, None], m_s, p, C))
                 b_v = visible_rows(b_v, m_s, p, C)
-                b_o = dot(narrow(b_p, b_v.dtype), b_v, b_o * alpha[:, None], C)
+                b_o = weighted_sum(b_p, b_v, b_o * alpha[:, None], b_q.dtype, C)
 
     b_l = tl.where(m_i, b_l, 0.0)
     if C.SPLIT_KV:
@@ -125,7 +135,7 @@ def forward(a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
             if step.kind.BLOCK_KEYS:
                 p = p._replace(blocks=lists_of(a, False)[0])
             launch(
-                attention_forward, step.programs, device, a.query, a.key, a.value, out, lse,
+                attention_forward, step.programs, device, a.query, numbers(a.key), numbers(a.value), out, lse,
                 partials if step.kind.SPLIT_KV else None, strides, at_tile(a, p, step.tile), step.kind,
                 warps=step.tile.warps, stages=step.tile.stages,
             )  # fmt: skip

@@ -8,7 +8,7 @@ for what a problem does not have.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from .._lang import INTERPRETED, precision
 from .configs import INTERPRETER, Config, Listing, config, listing, within
 
 UNBOUNDED = 1 << 29
+EIGHT_BITS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class Rows(NamedTuple):
@@ -100,6 +101,15 @@ class Pages(NamedTuple):
     count: int  # of the pool
 
 
+class Scales(NamedTuple):
+    """Of keys and values in eight bits: float32, with the strides of one number to each row."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    of_key: Rows
+    of_value: Rows
+
+
 class Problem(NamedTuple):
     """One attention problem; see pytransformer.ops.attention.ARGUMENTS."""
 
@@ -124,6 +134,7 @@ class Problem(NamedTuple):
     query_segments: torch.Tensor | None
     key_segments: torch.Tensor | None
     pages: Pages | None
+    scales: Scales | None
     mask: Dense
     bias: Dense
     blocks: BlockLists
@@ -172,6 +183,7 @@ class Kind:
     BLOCK_KEYS: int = 0
     DECODE_APART: bool = False  # decoded sequences have a launch of their own
     PAGE_SIZE: int = 0  # keys of a page; 0 without pages
+    EIGHT_BITS: int = 0  # keys and values are int8 (1) or float8_e4m3fn (2), which arrives as uint8
 
     @property
     def GAP(self) -> bool:
@@ -189,6 +201,8 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
+    if a.key_scale is not None:  # the bits of a tile and what they are widened to take registers: half the keys of most
+        found = replace(found, BN=min(found.BN, 32), stages=1 if a.query.dtype == torch.float32 else found.stages)
     queries, keys = block_size(a)
     return within(found, queries, keys, by_keys=kernel.endswith("dkdv")) if keys else found
 
@@ -246,6 +260,7 @@ def lower(a: AttentionProblem) -> Problem:
         query_segments=a.query_segments,
         key_segments=a.key_segments,
         pages=None if a.page_table is None else Pages(a.page_table, a.page_table.shape[1], a.key.shape[0]),
+        scales=scales_of(a),
         cu_queries=a.cu_seqlens_q,
         cu_keys=a.cu_seqlens_k,
         mask=dense_of(a.mask if mask is None else mask),
@@ -296,7 +311,19 @@ def kind_of(a: AttentionProblem) -> Kind:
         BLOCK_QUERIES=block_queries,
         BLOCK_KEYS=block_keys,
         PAGE_SIZE=0 if a.page_table is None else a.key.shape[2],
+        EIGHT_BITS=EIGHT_BITS.get(a.key.dtype, 0),
     )
+
+
+def scales_of(a: AttentionProblem) -> Scales | None:
+    if a.key_scale is None or a.value_scale is None:
+        return None
+    return Scales(a.key_scale, a.value_scale, Rows(*strides(a.key_scale)), Rows(*strides(a.value_scale)))
+
+
+def numbers(t: torch.Tensor) -> torch.Tensor:
+    """Keys or values as kernels get them: Triton has no float8_e4m3fn before sm_89, so its bits."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
 def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:

@@ -92,6 +92,48 @@ def key_pointers(P, strides, row, j, page, WIDTH: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
+def widened(b_rows, dtype: tl.constexpr, C: tl.constexpr):
+    """Rows of keys or values in a dtype that products take; of eight bits exactly.
+
+    float8_e4m3fn by its bits, since sm_80 has no instruction for it: shifted to their places in a float16 they are 2^-8 of the number,
+    subnormals too, which float16 has room for.
+    """
+    if C.EIGHT_BITS == 2:
+        bits = b_rows.to(tl.int16)
+        half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
+        b_rows = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    if C.EIGHT_BITS:
+        b_rows = narrow(b_rows.to(tl.float32), dtype)  # the interpreter makes no bfloat16 of an integer
+    return b_rows
+
+
+@triton.jit
+def scales_at(P, strides, i_b, i_h, j, page, m_j, C: tl.constexpr):
+    """[BN] scales of keys j of a head, 0 where m_j is false."""
+    P = at_key_head(P, strides, i_b, i_h, C)
+    if C.PAGE_SIZE:
+        P += page.to(tl.int64) * strides.batch + (j % C.PAGE_SIZE).to(tl.int64) * strides.row
+    else:
+        P += j.to(tl.int64) * strides.row
+    return tl.load(P, mask=m_j, other=0.0)
+
+
+@triton.jit
+def weighted_sum(b_p, b_v, acc, dtype: tl.constexpr, C: tl.constexpr):
+    """acc + b_p @ b_v of weights in float32. A weight times the scale of eight bits may be too small for float16: it is then the sum of
+    two bfloat16, which keep 16 of its bits."""
+    if C.EIGHT_BITS and dtype == tl.float16:
+        b_v = widened(b_v, tl.bfloat16, C)
+        high = narrow(b_p, tl.bfloat16)
+        acc = dot(high, b_v, acc, C)
+        acc = dot(narrow(b_p - high.to(tl.float32), tl.bfloat16), b_v, acc, C)
+    else:
+        b_v = widened(b_v, dtype, C)
+        acc = dot(narrow(b_p, b_v.dtype), b_v, acc, C)
+    return acc
+
+
+@triton.jit
 def store_rows(P, strides, row, x, m_x, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     m = m_x[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
     tl.store(row_pointers(P, strides, row, x, PADDED), narrow(values, P.dtype.element_ty), mask=m)
@@ -127,13 +169,16 @@ def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
 
 
 @triton.jit
-def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr):
+def scores(b_q, b_k, m_s, i, j, i_b, i_h, offset, seg_q, seg_k, p, C: tl.constexpr, k_scale=None):
     """(tile of scores, capped scores before any bias is added, visible pairs).
 
     ``s = scale * q·k``, softcap, + mask + bias + ALiBi + T5, in natural units, or in base 2 if nothing is added. m_s is
     what the bounds leave visible; it may be all true beyond the rows and columns of a whole tile if nothing dense is read.
+    k_scale: [BN], of keys in eight bits.
     """
     s = tile_dot(b_q, b_k, C) * p.score_scale
+    if C.EIGHT_BITS:
+        s = s * of_keys(k_scale, C)
     if C.SOFTCAP:
         s = p.softcap * tanh(s / p.softcap)
     capped = s

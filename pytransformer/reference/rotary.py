@@ -30,6 +30,12 @@ def rotary_forward(a: Any) -> tuple[torch.Tensor, ...]:
 def append_kv_forward(a: Any) -> tuple[torch.Tensor, ...]:
     """(query, nothing) of the arguments of the op append_kv, whose caches it writes."""
     query, key = _turned(a.query, a.q_norm, a)[0], _turned(a.key, a.k_norm, a)[0]
+    write_rows(a, key)
+    return query, query.new_zeros(0)
+
+
+def write_rows(a: Any, key: torch.Tensor) -> None:
+    """Keys (B, Hkv, L, D), turned, and the values of the op's arguments into its caches."""
     kept, (first, row) = cache_slots(a)
     for cache, scales, rows in ((a.key_cache, a.key_scale, key), (a.value_cache, a.value_scale, a.value)):
         # Advanced indices on both sides of a slice put their dimension first: rows of (kept, H, D).
@@ -39,7 +45,6 @@ def append_kv_forward(a: Any) -> tuple[torch.Tensor, ...]:
             scales[first, :, row] = scale
             cache, found = cache.view(torch.int8), found.view(torch.int8)  # not every torch writes float8 by index
         cache[first, :, row] = found
-    return query, query.new_zeros(0)
 
 
 def cache_slots(a: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -28,7 +28,8 @@ ISAS = torch.ops.pytransformer_C.cpu_isas() if WHY_NOT is None else []
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALIGN = {None: 0, "top_left": 1, "bottom_right": 2}
 TERMS = ("mask", "bias", "slopes", "table", "starts", "sinks", "query_lengths", "key_lengths", "prefix_lengths", "query_segments",
-         "key_segments", "cu_q", "cu_k", "block_offsets", "block_entries", "block_bits", "page_table")  # fmt: skip
+         "key_segments", "cu_q", "cu_k", "block_offsets", "block_entries", "block_bits", "page_table",
+         "key_scale", "value_scale")  # fmt: skip
 
 
 @pytest.fixture(params=ISAS)

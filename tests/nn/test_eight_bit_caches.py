@@ -17,14 +17,8 @@ from pytransformer.models.serving import Batcher
 from pytransformer.testing.models import assert_same_logits
 from pytransformer.testing.pages import poison_free_rows
 
-pytestmark = pytest.mark.falls_back
 EIGHT = [torch.float8_e4m3fn, torch.int8]
 WIDTH = 32
-
-
-@pytest.fixture(autouse=True)
-def reference_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTRANSFORMER_STRICT", "0")
 
 
 def layer() -> nn.MultiHeadAttention:

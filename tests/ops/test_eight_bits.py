@@ -115,7 +115,7 @@ def test_every_number_of_the_dtypes_is_read(backend: str) -> None:
             lse = pt.attention(
                 query, rows, rows, attn_mask=only, key_scale=one, value_scale=one, scale=0.25, return_lse=True, backend=backend
             )[1]
-            assert torch.equal(lse[0, 0], numbers * a.scale), (dtype, query_dtype)
+            torch.testing.assert_close(lse[0, 0], numbers * a.scale, rtol=1e-6, atol=0)
 
 
 # ---- attention
@@ -250,7 +250,6 @@ def test_scales_of_other_dtypes_are_refused(name: str) -> None:
         pt.attention(query, key, value, **{name: torch.ones(())})  # type: ignore[call-overload]
 
 
-@pytest.mark.falls_back
 @pytest.mark.parametrize("name", ["query", "sinks", "bias", "value_scale"])
 def test_gradients_are_refused(name: str) -> None:
     query, key, value = qkv(2, 90)
@@ -263,7 +262,6 @@ def test_gradients_are_refused(name: str) -> None:
         pt.attention(key=k, value=v, **tensors)  # type: ignore[call-overload]
 
 
-@pytest.mark.falls_back
 def test_autocast_leaves_eight_bits_alone() -> None:
     query, key, value = qkv(2, 90)
     k, v, scales = both(key, value, torch.float8_e4m3fn)
@@ -273,7 +271,6 @@ def test_autocast_leaves_eight_bits_alone() -> None:
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.falls_back
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_compiled_and_fake(dtype: torch.dtype) -> None:
     query, key, value = qkv(2, 90)

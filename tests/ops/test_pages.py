@@ -235,7 +235,7 @@ def test_the_kernel_itself_names_them() -> None:
     out, lse = torch.empty(2, 4, 1, 24), torch.empty(2, 4, 1)
     pools.table[1, 1] = 9
     rest = (False, 0, -1, -1, 0, 0, 0, 0, 0, 1, 64, 0.25, 0.0, 0.0)
-    given = [query, *pools.tensors, out, lse, *[None] * 7, lengths, *[None] * 8, pools.table, None, *rest]
+    given = [query, *pools.tensors, out, lse, *[None] * 7, lengths, *[None] * 8, pools.table, None, None, None, *rest]
     with pytest.raises(RuntimeError, match=r"page_table\[1, 1\] is 9; wanted a page from 0 to 8"):
         torch.ops.pytransformer_C.attention_fwd(*given)
 

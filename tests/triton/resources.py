@@ -38,6 +38,7 @@ from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op
 from pytransformer.ops.layer_norm import add_norm_op
 from pytransformer.ops.rotary import rotary_op
+from pytransformer.reference.eight_bit import quantize_kv
 from pytransformer.testing.cases import case
 
 TABLE = Path(__file__).with_name("resources.json")
@@ -136,6 +137,14 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"pages D{head_dim} bf16", attention("pages", torch.bfloat16, head_dim)
         yield f"decode pages D{head_dim} bf16", attention("decode_pages", torch.bfloat16, head_dim, Lq=1, Lk=8192)
     yield "decode pages D128 fp32", attention("decode_pages", torch.float32, 128, Lq=1, Lk=8192)
+    for name, eight in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
+        yield f"decode {name} D64 bf16", eight_bits("causal", torch.bfloat16, 64, eight, Lk=8192)
+        yield f"decode {name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, Lk=8192)
+        yield f"decode {name} pages D128 bf16", eight_bits("decode_pages", torch.bfloat16, 128, eight, Lk=8192)
+        yield f"decode {name} D128 fp16", eight_bits("causal", torch.float16, 128, eight, Lk=8192)
+        yield f"decode {name} D256 bf16", eight_bits("causal", torch.bfloat16, 256, eight, Lk=8192)
+        yield f"{name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, Lq=64, Lk=64)
+    yield "decode e4m3 D128 fp32", eight_bits("causal", torch.float32, 128, torch.float8_e4m3fn, Lk=8192)
     large = torch.ones(1024, 1024, dtype=torch.bool)
     yield "mask lists D64 bf16", attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large)
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):
@@ -177,6 +186,19 @@ def attention(
             return
         wanted = [isinstance(a[i], torch.Tensor) and a[i].is_floating_point() for i in attention_op.positions]
         backend.backward(a, (out, None), (out, lse), wanted)
+
+    return run
+
+
+def eight_bits(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype, Lk: int, Lq: int = 1) -> Callable[[], Any]:
+    """A shared case, its keys and values in eight bits."""
+
+    def run() -> None:
+        args, kwargs = case(name).resize(B=1, Lq=Lq, Lk=Lk, D=head_dim).make("cpu", dtype, seed=0)
+        found = {"query": args[0], "key": args[1], "value": args[2], **kwargs}
+        for of in ("key", "value"):
+            found[of], found[f"{of}_scale"] = quantize_kv(found[of], eight)
+        attention_op.backends["triton"].forward(attention_op.prepare(**found)[0])
 
     return run
 

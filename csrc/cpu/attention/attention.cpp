@@ -144,22 +144,38 @@ pt::Pages pages_of(const Maybe& table, const Tensor& key, const pt::AttentionPro
   return pages;
 }
 
+pt::EightBits eight_bits_of(const Tensor& key) {
+  return key.scalar_type() == ScalarType::Char            ? pt::EightBits::int8
+         : key.scalar_type() == ScalarType::Float8_e4m3fn ? pt::EightBits::e4m3
+                                                          : pt::EightBits::none;
+}
+
+// The scales of keys or values in eight bits, one for each row of `key`; any strides.
+pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, const pt::AttentionProblem& p) {
+  STD_TORCH_CHECK(t.has_value() == (p.eight != pt::EightBits::none), name, " comes with keys in eight bits, and with no others");
+  if (!t) return {};
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && key.dim() == 4, name, " is not float32");
+  check_shape(*t, name, {key.size(0), key.size(1), key.size(2)});
+  return {static_cast<const float*>(t->data_ptr()), {t->stride(0), t->stride(1), t->stride(2), 1}};
+}
+
 // The arguments that forward and backward share, after the outputs of each.
-#define ATTENTION_PARAMETERS                                                                                                              \
-  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,            \
-      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,   \
-      Maybe block_bits, Maybe page_table, Maybe dropout_seed, bool bidirectional, int64_t align, int64_t left, int64_t right,             \
-      int64_t global_keys, int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start, int64_t max_q, int64_t max_k, \
-      double scale, double softcap, double dropout_p
+#define ATTENTION_PARAMETERS                                                                                                             \
+  Maybe mask, Maybe bias, Maybe slopes, Maybe table, Maybe bucket_starts, Maybe sinks, Maybe query_lengths, Maybe key_lengths,           \
+      Maybe prefix_lengths, Maybe query_segments, Maybe key_segments, Maybe cu_q, Maybe cu_k, Maybe block_offsets, Maybe block_entries,  \
+      Maybe block_bits, Maybe page_table, Maybe key_scale, Maybe value_scale, Maybe dropout_seed, bool bidirectional, int64_t align,     \
+      int64_t left, int64_t right, int64_t global_keys, int64_t batch_start, int64_t head_start, int64_t query_start, int64_t key_start, \
+      int64_t max_q, int64_t max_k, double scale, double softcap, double dropout_p
 #define ATTENTION_ARGUMENTS                                                                                                              \
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
-      block_offsets, block_entries, block_bits, page_table, dropout_seed, bidirectional, align, left, right, global_keys, batch_start,   \
-      head_start, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
+      block_offsets, block_entries, block_bits, page_table, key_scale, value_scale, dropout_seed, bidirectional, align, left, right,     \
+      global_keys, batch_start, head_start, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
 #define ATTENTION_SCHEMA                                                                                                                   \
   "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? "       \
   "key_lengths, "                                                                                                                          \
   "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                                     \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? dropout_seed, "                           \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale, Tensor? " \
+  "dropout_seed, "                                                                                                                         \
   "bool bidirectional, int align, int left, int right, int global_keys, int batch_start, int head_start, int query_start, int key_start, " \
   "int max_q, int max_k, float "                                                                                                           \
   "scale, "                                                                                                                                \
@@ -175,7 +191,11 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
-  for (const Tensor& t : {key, value}) STD_TORCH_CHECK(t.scalar_type() == query.scalar_type(), "query, key and value differ in dtype");
+  p.eight = eight_bits_of(key);
+  for (const Tensor& t : {key, value})
+    STD_TORCH_CHECK(p.eight != pt::EightBits::none ? t.scalar_type() == key.scalar_type() && p.dtype != pt::DType::f64
+                                                   : t.scalar_type() == query.scalar_type(),
+                    "query, key and value differ in dtype");
   constexpr int head = 1;
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
@@ -197,6 +217,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
     const int64_t sequences = paged ? key.size(0) : p.B;
     check_shape(key, "key", {sequences, p.Hkv, k_rows, p.D}), check_shape(value, "value", {sequences, p.Hkv, k_rows, p.Dv});
   }
+  p.key_scale = scales_of(key_scale, "key_scale", key, p), p.value_scale = scales_of(value_scale, "value_scale", key, p);
   const ScalarType work = work_of(p);
   p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr();
 
@@ -314,6 +335,7 @@ void clear_rest(void* data, const pt::Strides& s, int64_t first, int64_t rows, i
 void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS,
                    Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
   STD_TORCH_CHECK(!page_table, "pages have no gradients");
+  STD_TORCH_CHECK(!key_scale, "keys in eight bits have no gradients");
   pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
   add_outputs(p, query, out, lse);
   const bool packed = p.cu_q;

@@ -10,7 +10,6 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kMaxHead = 512;
 constexpr int64_t kAheadBytes = 8192, kAheadRows = 64;  // what is asked for ahead, and at most
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kSums = 16;  // vectors of sums at once, of 32 registers

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/attention/live_keys.h"
+#include "cpu/core/eight_bits.h"
 #include "cpu/core/pack.h"
 
 namespace pt {
@@ -13,6 +14,7 @@ template <class T>
 struct PackedKeys {
   const typename T::packed *k, *v;
   int64_t first, ld;
+  const float *k_scale = nullptr, *v_scale = nullptr;  // of keys in eight bits
 };
 
 template <class T>
@@ -25,6 +27,31 @@ struct ForwardShape {
   const typename T::elem* at(const void* base, const Strides& s, int64_t b, int64_t h, int64_t row) const {
     return static_cast<const typename T::elem*>(base) + b * s.b + h * s.h + row * s.l;
   }
+  // Numbers in a row of eight bits that is widened.
+  int64_t stage_row(bool values) const { return round_up(values ? p.Dv : p.D, int64_t(2 * T::width)); }
+  // f(the rows of keys j0 .. j0 + n - 1 as with_keys() has them); rows in eight bits are widened into `stage`, which has room for them.
+  template <class F>
+  INLINE void with_rows(bool values, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, const typename T::elem** list,
+                        typename T::elem* stage, const F& f) const {
+    using E = typename T::elem;
+    const void* base = values ? p.v : p.k;
+    const Strides& x = values ? p.vs : p.ks;
+    if (p.eight == EightBits::none) return with_keys(base, x, s, hkv, j0, n, list, f);
+    if constexpr (sizeof(typename T::acc) == 4) {
+      const int64_t width = stage_row(values), d = values ? p.Dv : p.D;
+      for (int64_t j = 0; j < min(n, s.cols - j0); j++) {
+        const auto* row = static_cast<const uint8_t*>(base) + p.key_row(x, s.b, hkv, s.k_first + j0 + j);
+        widen_row(p.eight == EightBits::int8, row, d, stage + j * width);
+      }
+      f(StridedRows<E>{stage, width});
+    }
+  }
+  // The scales of keys j0 .. j0 + n - 1 in to[0, n): 0 for those that no query may see and those behind the length.
+  void scales(const RowScales& of, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, const uint8_t* live, float* to) const {
+    for (int64_t j = 0; j < n; j++)
+      to[j] = j0 + j < s.cols && (!live || live[j]) ? of.data[p.key_row(of.strides, s.b, hkv, s.k_first + j0 + j)] : 0.f;
+  }
+
   // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n. Rows behind
   // the length are not read; in a list they are the last one again, since their pages have no names.
   template <class F>
@@ -44,17 +71,26 @@ struct ForwardShape {
   int64_t k_units(int64_t ld) const { return ld * du; }
   int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
 
-  // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1.
-  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::packed* k,
-            typename T::packed* v) const {
+  // Floats of scales for so many keys, those of K before those of V.
+  int64_t scale_floats(int64_t ld) const { return p.eight == EightBits::none ? 0 : 2 * ld; }
+
+  // Packs keys [k0, k0 + n), both bounds on panels, into a buffer for keys first .. first + ld - 1; `to_scales` is theirs.
+  void pack(const Sequence& s, int64_t hkv, int64_t k0, int64_t n, int64_t first, int64_t ld, typename T::packed* k, typename T::packed* v,
+            float* to_scales) const {
     constexpr int64_t panel = kPanel<T>;
     uint8_t live[panel];
+    alignas(64) typename T::elem stage[panel * kMaxHead];
     for (int64_t j = k0; j < k0 + n; j += panel) {
       const int64_t rows = clamp<int64_t>(s.Lk - j, 0, panel), to = j - first;
       const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
       const typename T::elem* list[panel];
-      with_keys(p.k, p.ks, s, hkv, j, rows, list, [&](const auto& K) { pack_transposed<T>(K, rows, p.D, k + to * du, keep, panel, du); });
-      with_keys(p.v, p.vs, s, hkv, j, rows, list, [&](const auto& V) {
+      if (p.eight != EightBits::none) {
+        scales(p.key_scale, s, hkv, j, panel, keep, to_scales + to);
+        scales(p.value_scale, s, hkv, j, panel, keep, to_scales + ld + to);
+      }
+      with_rows(false, s, hkv, j, rows, list, stage,
+                [&](const auto& K) { pack_transposed<T>(K, rows, p.D, k + to * du, keep, panel, du); });
+      with_rows(true, s, hkv, j, rows, list, stage, [&](const auto& V) {
         for (int64_t col = 0; col < dv; col += panel) {
           const int64_t w = min(panel, dv - col);
           pack_rows<T>(V.from_column(col), rows, panel, min(w, p.Dv - col), 0, v + (col * ld + to * w) / T::pack, keep);

@@ -82,7 +82,7 @@ class Forward {
     const int64_t ld = tile_keys(*u.s);
     if (u.splits == 0) return RowBlock<T>::bytes(f_, min(block_rows(*u.s), u.s->Lq), ld);
     return RowBlock<T>::bytes(f_, u.heads * u.s->rows, ld) + Arena::bytes_for<packed>(f_.k_units(ld)) +
-           Arena::bytes_for<packed>(f_.v_units(ld));
+           Arena::bytes_for<packed>(f_.v_units(ld)) + Arena::bytes_for<float>(f_.scale_floats(ld));
   }
   size_t combine_bytes(const Unit& u) const { return RowBlock<T>::bytes(f_, u.heads * u.s->rows, kPanel<T>); }
   int64_t partial_bytes(const Unit& u) const { return RowBlock<T>::partial_size(f_, u.heads * u.s->rows) * int64_t(sizeof(A)); }
@@ -107,7 +107,7 @@ class Forward {
       units_[n_] = u;
       if (u.splits == 0) {
         const int64_t ld = padded_keys(s);
-        u.memory += (f_.k_units(ld) + f_.v_units(ld)) * int64_t(sizeof(packed));
+        u.memory += (f_.k_units(ld) + f_.v_units(ld)) * int64_t(sizeof(packed)) + f_.scale_floats(ld) * int64_t(sizeof(float));
         u.packs += ceil_div(ld, kPackKeys), u.tasks += u.heads * blocks(s);
       } else if (s.Lq > 0) {
         u.tasks += u.splits;
@@ -133,13 +133,18 @@ class Forward {
   }
   packed* packed_k(const Unit& u) const { return reinterpret_cast<packed*>(memory_ + u.memory); }
   packed* packed_v(const Unit& u) const { return packed_k(u) + f_.k_units(padded_keys(*u.s)); }
+  float* scales(const Unit& u) const { return reinterpret_cast<float*>(packed_v(u) + f_.v_units(padded_keys(*u.s))); }
+  PackedKeys<T> keys_of(const packed* k, const packed* v, int64_t first, int64_t ld, const float* scales) const {
+    const bool eight = f_.scale_floats(ld) > 0;
+    return {k, v, first, ld, eight ? scales : nullptr, eight ? scales + ld : nullptr};
+  }
 
   void pack(int64_t t) const {
     const Unit& u = find(t, &Unit::packs);
     const int64_t k0 = (t - u.packs) * kPackKeys, ld = padded_keys(*u.s);
     const Range seen = u.s->keys();
     const int64_t lo = max(k0, seen.lo / kPanel<T> * kPanel<T>), hi = min(min(k0 + kPackKeys, ld), round_up(seen.hi, kPanel<T>));
-    if (lo < hi) f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u));
+    if (lo < hi) f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u), scales(u));
   }
 
   void attend(int64_t t) const {
@@ -151,7 +156,8 @@ class Forward {
       const int64_t q0 = (blocks(s) - 1 - i % blocks(s)) * block_rows(s), nq = min(block_rows(s), s.Lq - q0);
       local_arena.reset(task_bytes(u));
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
-      block.pieces(0, s.Lk, [&](int64_t k0, int64_t n) { block.tile({packed_k(u), packed_v(u), 0, padded_keys(s)}, k0, n); });
+      const PackedKeys<T> shared = keys_of(packed_k(u), packed_v(u), 0, padded_keys(s), scales(u));
+      block.pieces(0, s.Lk, [&](int64_t k0, int64_t n) { block.tile(shared, k0, n); });
       block.finish();
       return;
     }
@@ -161,12 +167,13 @@ class Forward {
     RowBlock<T> block(f_, s, u.h0, u.heads, 0, s.rows, ld);
     const int64_t hkv = u.h0 / f_.group;
     packed *K = local_arena.take<packed>(f_.k_units(ld)), *V = local_arena.take<packed>(f_.v_units(ld));
+    float* scales = local_arena.take<float>(f_.scale_floats(ld));
     block.pieces(i * u.chunk, (i + 1) * u.chunk, [&](int64_t k0, int64_t n) {
       if (u.heads * s.rows <= kDirectRows) {
         block.direct_tile(hkv, k0, n);
       } else {
-        f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V);
-        block.tile({K, V, k0, ld}, k0, n);
+        f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V, scales);
+        block.tile(keys_of(K, V, k0, ld, scales), k0, n);
       }
     });
     if (u.splits > 1) block.partial(partials(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));

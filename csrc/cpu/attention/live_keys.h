@@ -7,6 +7,8 @@
 namespace pt {
 namespace PT_ISA {
 
+constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
+
 // False if some lane of a row of d elements is infinite or NaN.
 template <class T>
 bool finite_row(const typename T::elem* row, int64_t d) {
@@ -14,6 +16,14 @@ bool finite_row(const typename T::elem* row, int64_t d) {
   vec zeros{};
   for (int64_t c = 0; c < d; c += T::width) zeros = fma(T::load(row + c, d - c), vec{}, zeros);
   return to_mask(zeros == vec{}) == mask_n<vec>(T::width);
+}
+
+// The same of a row in eight bits.
+inline bool finite_eight(EightBits kind, const uint8_t* row, int64_t d) {
+  bool finite = true;
+  if (kind == EightBits::e4m3)
+    for (int64_t c = 0; c < d; c++) finite &= (row[c] & 0x7f) != 0x7f;
+  return finite;
 }
 
 // Fills live[0, n) for keys k0 .. of key/value head hkv: 0 where no query may see the key. Packing reads such rows as zero, so that what
@@ -38,8 +48,11 @@ bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, i
     for (int64_t j = keys.lo; j < keys.hi; j++) live[j] |= mask_row.visible(k0 + j) && bias_row.visible(k0 + j);
   }
   for (int64_t j = max(keys.lo, gap.lo - k0); j < min(keys.hi, gap.hi - k0); j++) live[j] = 0;
-  const auto at = [&](const void* base, const Strides& x, int64_t j) {
-    return static_cast<const typename T::elem*>(base) + p.key_row(x, s.b, hkv, s.k_first + j);
+  const auto finite = [&](const void* base, const Strides& x, const RowScales& scale, int64_t j, int64_t d) {
+    const int64_t row = p.key_row(x, s.b, hkv, s.k_first + j);
+    if (p.eight == EightBits::none) return finite_row<T>(static_cast<const typename T::elem*>(base) + row, d);
+    return __builtin_isfinite(scale.data[p.key_row(scale.strides, s.b, hkv, s.k_first + j)]) &&
+           finite_eight(p.eight, static_cast<const uint8_t*>(base) + row, d);
   };
   const auto sees = [&](int64_t h, int64_t i, int64_t j) {
     const Range r = s.visible(i), out = s.gap(i);
@@ -49,7 +62,7 @@ bool mark_live_keys(const AttentionProblem& p, const Sequence& s, int64_t hkv, i
            DenseRow<A>(p.bias, s.b, h, i).visible(j);
   };
   for (int64_t j = keys.lo; pairs && j < keys.hi; j++) {
-    if (!live[j] || (finite_row<T>(at(p.k, p.ks, k0 + j), p.D) && finite_row<T>(at(p.v, p.vs, k0 + j), p.Dv))) continue;
+    if (!live[j] || (finite(p.k, p.ks, p.key_scale, k0 + j, p.D) && finite(p.v, p.vs, p.value_scale, k0 + j, p.Dv))) continue;
     live[j] = 0;
     for (int64_t x = 0; !live[j] && x < differing * s.rows; x++) live[j] = sees(hkv * group + x / s.rows, x % s.rows, k0 + j);
   }

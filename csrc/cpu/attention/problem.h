@@ -28,6 +28,13 @@ struct Pages {
   }
 };
 
+// Keys and values in eight bits: row j of a head counts as its scale times its numbers. Strides of scales are 0 where they are shared.
+enum class EightBits : int { none = 0, int8 = 1, e4m3 = 2 };
+struct RowScales {
+  const float* data = nullptr;
+  Strides strides;  // b, h, l, as of the rows
+};
+
 // A block mask: for each block of queries the blocks of keys that are visible, as ops/_problem/blocks.py has it.
 struct BlockMask {
   const int32_t *offsets = nullptr, *entries = nullptr;  // [B][H][blocks of queries + 1]; [entries][block of keys, place of its bits or -1]
@@ -61,8 +68,10 @@ struct AttentionProblem {
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;  // packed: B sequences, Lq and Lk the longest of them
   const void *q, *k, *v;              // (B, H, L, D), last stride 1
   Strides qs, ks, vs;  // packed: b = 0, rows start at cu_q[b], cu_k[b]; in pages: b and l of k and v are of pages and their rows
-  Pages pages;         // forward alone
-  void* out;           // forward: written; backward: read
+  Pages pages;         // forward alone, as eight bits: strides of k and v are then of bytes
+  EightBits eight = EightBits::none;
+  RowScales key_scale, value_scale;
+  void* out;  // forward: written; backward: read
   Strides os;
   void* lse;      // (B, Hq, Lq) float (double for f64), natural log, before dropout; strides:
   Strides lse_s;  // b, h, l

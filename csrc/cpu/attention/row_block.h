@@ -16,6 +16,7 @@ namespace PT_ISA {
 
 constexpr int64_t kBlockKeys = 512;             // keys of a tile: a multiple of every kPanel
 constexpr int64_t kDirectRows = 4 * kTogether;  // up to here K and V are not packed at all
+constexpr int64_t kStageKeys = 32;              // rows in eight bits that are widened at once: they stay in L1
 
 template <class T>
 class RowBlock {
@@ -93,6 +94,7 @@ class RowBlock {
           pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_,
                                            nullptr);
         }
+      scale_scores(kv.k_scale ? kv.k_scale + (k0 - kv.first) : nullptr, kv.v_scale ? kv.v_scale + (k0 - kv.first) : nullptr);
     };
     const auto output = [&] {
       for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
@@ -119,36 +121,54 @@ class RowBlock {
     alignas(64) packed queries[kDirectRows * kMaxHead];
     for (int64_t r = 0; r < rows_; r++)
       for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : packed(0);
+    const bool eight = p_.eight != EightBits::none;
+    const int64_t step_keys = eight ? kStageKeys : n, ahead_keys = eight ? 0 : kAheadRows;
     const E* list[kBlockKeys + kAheadRows];
+    alignas(64) E stage[kStageKeys * kMaxHead];
+    alignas(64) float k_scale[kBlockKeys + 2 * T::width], v_scale[kBlockKeys + 2 * T::width];
     const auto scores = [&] {
       live = mark_live_keys<T>(p_, s_, hkv, k0, n, marks) ? marks : nullptr;
-      f_.with_keys(p_.k, p_.ks, s_, hkv, k0, n + kAheadRows, list, [&](const auto& K) {
-        const Ahead ahead(K, p_.D * int64_t(sizeof(E)));
-        direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{ahead, n, p_.D, live, queries, units, rows_}, S_, ld_);
-      });
+      for (int64_t j = 0; j < n; j += step_keys) {
+        const int64_t some = min(step_keys, n - j);
+        f_.with_rows(false, s_, hkv, k0 + j, some + ahead_keys, list, stage, [&](const auto& K) {
+          const Ahead ahead(K, p_.D * int64_t(sizeof(E)));
+          const uint8_t* marked = live ? live + j : nullptr;
+          direct_scores<T>(DirectRows<T, std::decay_t<decltype(K)>>{ahead, some, p_.D, marked, queries, units, rows_}, S_ + j, ld_);
+        });
+      }
+      if (!eight) return;
+      for (int64_t j = n; j < round_up(n, int64_t(2 * T::width)); j++) k_scale[j] = v_scale[j] = 0;
+      f_.scales(p_.key_scale, s_, hkv, k0, n, live, k_scale), f_.scales(p_.value_scale, s_, hkv, k0, n, live, v_scale);
+      scale_scores(k_scale, v_scale);
     };
     const auto output = [&] {
-      f_.with_keys(p_.v, p_.vs, s_, hkv, k0, n + kAheadRows, list, [&](const auto& V) {
-        const Ahead ahead(V, p_.Dv * int64_t(sizeof(E)));
-        add_values(DirectValues<T, std::decay_t<decltype(V)>>{ahead, P_, ld_, live, p_.Dv}, n);
-      });
+      for (int64_t j = 0; j < n; j += step_keys) {
+        const int64_t some = min(step_keys, n - j);
+        f_.with_rows(true, s_, hkv, k0 + j, some + ahead_keys, list, stage, [&](const auto& V) {
+          const Ahead ahead(V, p_.Dv * int64_t(sizeof(E)));
+          const uint8_t* marked = live ? live + j : nullptr;
+          add_values(DirectValues<T, std::decay_t<decltype(V)>>{ahead, P_ + j, ld_, marked, p_.Dv}, {j, j + some});
+        });
+      }
     };
     step(k0, n, scores, output);
   }
+  // Those of the keys `here` of the tile, of which the first has x's first row.
   template <class Values>
-  void add_values(const Values& x, int64_t n) {
-    const int64_t piece = rows_ > 1 ? 32 : n;  // values that are read more than once stay in the first cache
-    for (int64_t j = 0; j < n; j += piece)
+  void add_values(const Values& x, Range here) {
+    const int64_t piece = rows_ > 1 ? 32 : here.size();  // values that are read more than once stay in the first cache
+    for (int64_t j = here.lo; j < here.hi; j += piece)
       for (int64_t g = 0; g < rows_; g += kRows<T>) {  // rows of one reach
-        const Range all = reach_[g], keys{max(all.lo, j), min(all.hi, j + piece)};
+        const Range all = reach_[g], keys{max(all.lo, j), min(all.hi, min(j + piece, here.hi))};
         if (keys.size() <= 0) continue;
         const bool begins = keys.lo == all.lo;
         A alpha[kRows<T>];
         const int64_t rows = min<int64_t>(kRows<T>, rows_ - g);
         for (int64_t r = 0; r < rows; r++) alpha[r] = !begins ? A(1) : started_[g] ? alpha_[g + r] : A(0);
-        const Values here{x.V, x.p + g * x.ld, x.ld, x.live, x.d};
-        together(rows,
-                 [&](int64_t r, auto count) { direct_output<T, decltype(count)::value>(here, keys, r, alpha, O_ + g * f_.dv, f_.dv); });
+        const Values group{x.V, x.p + g * x.ld, x.ld, x.live, x.d};
+        together(rows, [&](int64_t r, auto count) {
+          direct_output<T, decltype(count)::value>(group, {keys.lo - here.lo, keys.hi - here.lo}, r, alpha, O_ + g * f_.dv, f_.dv);
+        });
       }
   }
 
@@ -224,6 +244,15 @@ class RowBlock {
     if (p_.drop_threshold == 65536) return;
     output();
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
+  }
+
+  // Keys in eight bits: S times the scale of each key, and what P is to be multiplied by; both of the tile's keys, to whole vectors.
+  void scale_scores(const float* k_scale, const float* v_scale) {
+    v_scale_ = v_scale;
+    if constexpr (sizeof(A) == 4)
+      for (int64_t r = 0; r < rows_ && k_scale; r++)
+        for (int64_t j = reach_[r].lo; j < reach_[r].hi; j += T::width)
+          store(S_ + r * ld_ + j, vec(load(S_ + r * ld_ + j) * load(k_scale + j)));
   }
 
   // In live_, a mark for each kLiveKeys keys of which some row may see one.
@@ -346,6 +375,8 @@ class RowBlock {
       }
       s0 = s0 + p[0], s1 = s1 + p[1];
       if constexpr (Drop) UNROLL for (int i = 0; i < 2; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
+      if constexpr (sizeof(A) == 4)
+        if (v_scale_) UNROLL for (int i = 0; i < 2; i++) p[i] = p[i] * load(v_scale_ + j + i * T::width);
       T::store_pair(to + j, p[0], p[1]);
     };
     constexpr auto yes = std::true_type();
@@ -391,6 +422,7 @@ class RowBlock {
   opnd* P_;
   Range *seen_, *reach_, keys_;
   uint8_t *started_, *live_ = nullptr;  // per first row of a group: O holds something; see mark_live_tiles()
+  const float* v_scale_ = nullptr;      // of the tile's keys in eight bits
   KeepBits bits_;
   uint32_t* keep_ = nullptr;
   char* table_ = nullptr;

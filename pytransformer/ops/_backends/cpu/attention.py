@@ -15,7 +15,7 @@ from ..._problem.attention import ALIGN, AttentionProblem
 from ...masks import bucket_starts
 
 MAX_HEAD_DIM = 512
-NONE, NOTHING = frozenset((None,)), (None,) * 18  # all that the raw op can take beside query, key, value and the outputs
+NONE, NOTHING = frozenset((None,)), (None,) * 20  # all that the raw op can take beside query, key, value and the outputs
 
 
 def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend:
@@ -28,8 +28,6 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
             return reason
         if max(a.head_dim, a.value_dim) > MAX_HEAD_DIM:
             return f"head sizes up to {MAX_HEAD_DIM}, got {a.head_dim} and {a.value_dim}"
-        if a.key_scale is not None:
-            return "its kernels read no keys in eight bits; the backend reference does"
         return None
 
     def forward(a: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +90,7 @@ def _native_arguments(a: AttentionProblem) -> tuple[list[torch.Tensor | None], l
         None if a.table is None else torch.tensor(bucket_starts(*a.buckets)),
         None if a.sinks is None else a.sinks.to(a.work).contiguous(),
         *a.lengths, a.cu_seqlens_q, a.cu_seqlens_k,
-        a.block_offsets, a.block_entries, a.block_bits, a.page_table, a.dropout_seed,
+        a.block_offsets, a.block_entries, a.block_bits, a.page_table, a.key_scale, a.value_scale, a.dropout_seed,
     ]  # fmt: skip
     numbers = [
         a.bidirectional, a.align, a.left, a.right, a.global_keys, a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ....reference.rotary import write_rows
 from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 from ..._core.tensors import looks_at_values
@@ -70,6 +71,9 @@ def append_backend(op: Op) -> Backend:
         outputs = op.empty_outputs(a)
         if not a.key.numel():  # a query without heads is one: the caches of nn write so
             return tuple(e.copy_(r) for e, r in zip(outputs, op.reference(a)))
+        if a.key_scale is not None:
+            _append_eight_bits(a, outputs[0])
+            return outputs
         work = work_dtype(a.query)
         torch.ops.pytransformer_C.append_kv.default(
             rows(a.query), rows(a.key), rows(a.value), a.key_cache, a.value_cache, plain(a.page_table, torch.int64),
@@ -78,12 +82,21 @@ def append_backend(op: Op) -> Backend:
         )  # fmt: skip
         return outputs
 
-    def why_not(a: Any) -> str | None:
-        if a.key_scale is not None:
-            return "its kernels write no caches in eight bits; the backend reference does"
-        return _why_not("append_kv", a.query, "query")
+    return Backend("cpu", forward, lambda *_: [], lambda a: _why_not("append_kv", a.query, "query"))
 
-    return Backend("cpu", forward, lambda *_: [], why_not)
+
+def _append_eight_bits(a: Any, out: torch.Tensor) -> None:
+    """Query and key turned by the kernel; rows of eight bits are made and stored by PyTorch."""
+    key = torch.empty_like(a.key)
+    for x, weight, to in ((a.query, a.q_norm, out), (a.key, a.k_norm, key)):
+        if (a.cos is None and weight is None) or not x.numel():
+            to.copy_(x)
+            continue
+        cos, sin, scaled = (plain(t, torch.float32) for t in (a.cos, a.sin, weight))
+        torch.ops.pytransformer_C.rotary_fwd.default(
+            rows(x), cos, sin, scaled, to, None, a.interleaved, a.eps, a.weight_offset
+        )
+    write_rows(a, key)
 
 
 def _extra_bytes(a: Any) -> int:

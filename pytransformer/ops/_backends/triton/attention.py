@@ -47,8 +47,6 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
 
 def why_not(a: AttentionProblem) -> str | None:
     """Why the kernels cannot do the problem, or None."""
-    if a.key_scale is not None:
-        return "its kernels read no keys in eight bits; the backend reference does"
     return availability.why_not(query=a.query) or why_not_sizes(a) or _why_not_blocks(a) or _why_not_shared(a.query, a.value)
 
 

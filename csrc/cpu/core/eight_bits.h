@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers of eight bits, int8 and float8_e4m3fn, widened exactly: one per float lane.
+#pragma once
+
+#include "cpu/core/traits.h"
+
+namespace pt {
+namespace PT_ISA {
+
+constexpr int kFloatLanes = kVecBytes / int(sizeof(float));
+
+INLINE vf int8_to_float(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  vi32 x{};
+  for (int i = 0; i < kFloatLanes; i++) x[i] = int8_t(p[i]);
+  return __builtin_convertvector(x, vf);
+#endif
+}
+
+// Shifted to their places in a float16 the bits are 2^-8 of the number, subnormals too: the conversion from float16 reads those whether a
+// thread flushes subnormals or not. 0x7f is NaN.
+INLINE vf e4m3_to_float(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  const __m256i nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x3f80));
+  const __m256i half = _mm256_or_si256(_mm256_or_si256(size, sign), _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)));
+  return (vf)_mm512_cvtph_ps(half) * 256.f;
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i size = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+  const __m128i nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x3f80));
+  const __m128i half = _mm_or_si128(_mm_or_si128(size, sign), _mm_and_si128(nan, _mm_set1_epi16(0x7c00)));
+  return (vf)_mm256_cvtph_ps(half) * 256.f;
+#else
+  vi32 x{};
+  for (int i = 0; i < kFloatLanes; i++) x[i] = p[i];
+  const vi32 size = x & 0x7f;
+  const vf normal = (vf)((size << 20) + (120 << 23)), small = __builtin_convertvector(size, vf) * 0x1p-9f;
+  const vi32 bits = size < 8 ? (vi32)small : (vi32)normal;
+  return (vf)((size == 0x7f ? bits | 0x7fc00000 : bits) | (x & 0x80) << 24);
+#endif
+}
+
+INLINE void put(float* to, vf v) { storeu(to, v); }
+template <class E>
+INLINE void put(E* to, vf v) {
+  from_float(to, v);
+}
+
+template <bool INT8, class E>
+INLINE void widen_row(const uint8_t* row, int64_t d, E* to) {
+  const auto widened = [](const uint8_t* p) { return INT8 ? int8_to_float(p) : e4m3_to_float(p); };
+  int64_t c = 0;
+  for (; c + kFloatLanes <= d; c += kFloatLanes) put(to + c, widened(row + c));
+  if (c == d) return;
+  uint8_t rest[kFloatLanes] = {};
+  for (int64_t i = 0; c + i < d; i++) rest[i] = row[c + i];
+  put(to + c, widened(rest));
+}
+
+// d numbers, and zeros to the end of the last whole vector of floats.
+template <class E>
+INLINE void widen_row(bool int8, const uint8_t* row, int64_t d, E* to) {
+  int8 ? widen_row<true>(row, d, to) : widen_row<false>(row, d, to);
+}
+
+}  // namespace PT_ISA
+}  // namespace pt
