@@ -94,6 +94,8 @@ step test_cuda 90 "${pytest[@]}" "$root/tests/cuda/test_gpu.py"
 step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py"
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
 PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
+# Keys in pages, and keys of few queries split over blocks: the same bits as keys in one piece, and as a sequence alone; PYTRANSFORMER_CHECK too.
+step test_cuda_decode 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention_decode.py"
 
 step test_cuda_rotary 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_rotary.py"
 step test_cuda_feed_forward 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_feed_forward.py"
@@ -133,6 +135,10 @@ PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backend
   --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
 bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
+# One token over 8,192 keys, in pages (whose peers gather them) and in one piece, of few heads and sequences and of many.
+for of in B=1,Hq=1,Hkv=1 B=1,Hq=8,Hkv=8 B=1,Hq=32,Hkv=8 B=4,Hq=32,Hkv=32 B=16,Hq=32,Hkv=8; do
+  bench "decode_8k_$of" 30 attention --backends cuda,triton,torch --case decode_pages,decode --dtype bfloat16 --mode fwd --shape "Lk=8192,Lq=1,D=128,$of"
+done
 bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
 bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch

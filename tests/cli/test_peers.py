@@ -144,4 +144,7 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     environment |= {"DRY_RUN": "1", "ONLY": "portable|decode"}
     said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
     steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
-    assert steps == ["install", "test_cuda_portable", "attention_portable", "decode"]
+    assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
+        "install", "test_cuda_portable", "test_cuda_decode", "attention_portable", "decode",
+    ]  # fmt: skip
+    assert len(steps) == 5 + 5

@@ -118,7 +118,7 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
     16 bits must copy each of its operands so (in loops: an instruction a place), and multiply on the tensor cores."""
     found = [f"{key}: {used['stack']} bytes of stack" for key, used in table.items() if used["stack"]]
     for key, used in table.items():
-        attention = re.search(r"\battention_(fwd|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key)
+        attention = re.search(r"\battention_(fwd|fwd_split|bwd_dq|bwd_dkdv|bwd_dbias)_kernel<b?f16", key)
         rows = re.search(r"norm_(fwd|bwd)_kernel|rotary_(fwd|append)_kernel<WholeRows|rotary_bwd_kernel", key)
         if (attention or rows) and used["wide"] < 4:
             found.append(f"{key}: {used['wide']} accesses of 16 bytes")

@@ -63,6 +63,7 @@ def clamped(query: Tensor, pools: Pools, lengths: Tensor) -> bool:
 def problems(device: str = "cpu") -> Iterator[Problem]:
     yield Problem("pages of 16, tiles of queries", lambda: same(*inputs(40, 16, BF16, device=device)))
     yield Problem("pages of 7, tiles of queries", lambda: same(*inputs(40, 7, F32, device=device), causal="bottom_right"))
+    yield Problem("pages of 16, split", lambda: same(*inputs(1, 16, BF16, (400, 3, 260), device), causal="bottom_right"))
     yield Problem("entries outside the pool", lambda: clamped(*inputs(40, 16, F16, device=device)))
 
 

@@ -41,12 +41,17 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
   pack_key_padding(e, lse, stream);
-  list_blocks(e, true, false, lse, stream);
+  list_blocks(e, !splits_keys(e.p), false, lse, stream);
   AttentionForward f{};
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
+  if (plan.split.splits) {
+    const int64_t partials = plan.split.rows * plan.split.splits;
+    f.split = {plan.split.splits, e.floats_like(lse, "statistics of splits", 2 * partials),
+               e.floats_like(lse, "values of splits", partials * e.p.value_dim)};
+  }
   attention_forward(f, plan, stream);
 }
 
@@ -178,7 +183,8 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
     passes +=
         std::string(passes.empty() ? "\"" : ", \"") + pass + "\": " + (sm90.why_not ? "\"" + std::string(sm90.why_not) + "\"" : "null");
   };
-  tell("forward", plan_attention_forward(f, current_gpu()).sm90);
+  const PassPlan forward = plan_attention_forward(f, current_gpu());
+  tell("forward", forward.sm90);
   if (page_table) {  // without gradients
   } else if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
@@ -187,7 +193,9 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   const LeastBlock least = least_block(e.p.dtype, e.p.head_dim, e.p.value_dim);
   return "{\"passes\": {" + passes + "}, \"dq_accum\": " + std::to_string(plan.dq_accum) + ", \"least_block\": [" +
          std::to_string(least.queries) + ", " + std::to_string(least.keys) +
-         "], \"lists_mask\": " + (e.take_mask_lists().masks ? "true" : "false") + "}";
+         "], \"lists_mask\": " + (e.take_mask_lists().masks && !forward.split.splits ? "true" : "false") +
+         ", \"splits\": " + std::to_string(forward.split.splits) +
+         ", \"workspace\": " + std::to_string(forward.split.floats(e.p.value_dim)) + "}";
 }
 
 }  // namespace

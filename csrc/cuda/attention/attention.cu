@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/bwd_preprocess.cuh"
 #include "cuda/attention/bwd_reduce_partials.cuh"
+#include "cuda/attention/fwd_merge.cuh"
 #include "cuda/attention/kernels.h"
 #include "cuda/attention/mask_lists.cuh"
 #include "cuda/attention/sm80/kernels.h"
@@ -43,6 +44,11 @@ void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
 }
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {
+  if (plan.split.splits) {
+    with_dtype(f.p, [&](auto t) { sm80_attention_split_as<decltype(t)>(f, plan.split, stream); });
+    const int64_t blocks = (plan.split.rows + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
+    return launch(attention_fwd_merge_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, blocks)), kMergeThreads, 0, stream, f);
+  }
   run_pass(
       f.p, plan, f.recompute.flags, [&](auto t) { sm90_attention_forward_as<decltype(t)>(f, plan.sm90, stream); },
       [&](auto t) { sm80_attention_forward_as<decltype(t)>(f, plan.sm80, stream); });

@@ -85,8 +85,8 @@ class TileList {
 };
 
 // The pairs that do not lie in the gap between the global keys and a query's window, of those that bounds leave visible.
-template <int NB>
-PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const Place& at, uint32_t visible) {
+template <int NB, class P>
+PT_DEVICE uint32_t outside_gaps(const AttentionProblem& p, const Sequence& s, const P& at, uint32_t visible) {
   if (!p.global_keys || PT_FAULT(pairs_in_a_gap_visible)) return visible;
   uint32_t outside = 0;
   each<NB>([&](int n, int r, uint32_t bit) {
@@ -131,8 +131,8 @@ PT_DEVICE uint32_t visible_in_block(const BlockMask& mask, int place, const Plac
 }
 
 // The pairs of a tile that bounds and global keys leave visible, if they cut it, padding gaps, whose keys are columns, and its block.
-template <class K, bool Transposed, int NB>
-PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const Place& at, const Range (&bounds)[2], bool cut,
+template <class K, bool Transposed, int NB, class P>
+PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s, int b, const P& at, const Range (&bounds)[2], bool cut,
                                    int place) {
   uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
   if (K::has_score_mod && !Transposed && cut) visible = outside_gaps<NB>(p, s, at, visible);

@@ -21,9 +21,10 @@ struct Gpu {
 };
 
 struct PassPlan {
-  Sm90Plan sm90;        // why_not null: its kernels run
-  Sm80Plan sm80;        // its kernels run where those do not, and recompute the tiles that those flag
-  Recompute recompute;  // without flags; no tiles: nothing is flagged
+  Sm90Plan sm90;         // why_not null: its kernels run
+  Sm80Plan sm80;         // its kernels run where those do not, and recompute the tiles that those flag
+  Recompute recompute;   // without flags; no tiles: nothing is flagged
+  SplitPlan split = {};  // its kernels run, and no others, if it has splits
 
   bool on_sm90() const { return !sm90.why_not; }
 };
@@ -63,6 +64,8 @@ Sm90Plan on_sm90(const Gpu& gpu, F plan) {
 
 inline PassPlan plan_attention_forward(const AttentionForward& f, const Gpu& gpu) {
   PassPlan plan{on_sm90(gpu, [&](int n) { return plan_sm90_forward(f, n); }), plan_sm80(Pass::Forward, f.p, false), {}};
+  if (f.out.data) plan.split = plan_split(f.p);
+  if (plan.split.splits) plan.sm90.why_not = "of so few queries the keys are split over blocks";
   if (plan.on_sm90() && f.p.elementwise_mask())
     plan.recompute = {nullptr, PT_FAULT(flags_for_half_a_tile) ? 64 : plan.sm90.tile.rows(), plan.sm90.order.tiles};
   return plan;

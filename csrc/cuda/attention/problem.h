@@ -121,11 +121,19 @@ struct AttentionProblem {
   constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod() && !global_keys; }
 };
 
-enum class Pass { Forward, BwdDq, BwdDkdv, BwdDbias };
+enum class Pass { Forward, ForwardSplit, BwdDq, BwdDkdv, BwdDbias };
 
 // Indices of row stats: lse and its kin.
 struct PerQuery {
   int64_t batch, head, row;
+};
+
+// Of few queries the keys are split over blocks of threads, each of which leaves what it has of a row: its maximum and sum, (rows, splits,
+// 2), and the values so far, not yet divided, (rows, splits, value_dim); rows as GroupTile has them, of one key head after another. A sum
+// of 0: the row saw nothing there, and has no values.
+struct SplitKeys {
+  int splits = 0;  // of the longest sequence; 0: keys are not split
+  float *stats = nullptr, *values = nullptr;
 };
 
 struct AttentionForward {
@@ -136,7 +144,9 @@ struct AttentionForward {
   // Statistics: each row's maximum in natural units and log2 of the sum; where no lse of a tile is large, lse itself and 0.
   float *row_max, *log2_sum;
   Recompute recompute;
+  SplitKeys split;
 };
+constexpr int kMergeThreads = 128;
 
 struct AttentionBackward {
   AttentionProblem p;

@@ -36,6 +36,43 @@ struct Place {
   }
 };
 
+// The same where the rows are those of a GroupTile, `group` heads of each query.
+struct GroupPlace : Place {
+  int query[2];
+  PT_DEVICE GroupPlace(int first_row, int first_column, int group) : Place(first_row, first_column) {
+    query[0] = row / group, query[1] = (row + 8) / group;
+  }
+  PT_DEVICE int row_of(int r) const { return query[r / 2]; }
+  PT_DEVICE GroupPlace after(int columns) const {
+    GroupPlace place = *this;
+    place.column += columns;
+    return place;
+  }
+};
+
+// The heads of a fragment's rows, and ALiBi's slopes: one of all; or those of the rows of a GroupTile.
+struct OneHead {
+  int head;
+  float slope;
+  PT_DEVICE OneHead(const AttentionProblem& p, int h, int) : head(h), slope(p.slopes ? load_one(p.slopes + h) : 0.0f) {}
+  PT_DEVICE int of(int) const { return head; }
+  PT_DEVICE float slope_of(int) const { return slope; }
+};
+struct HeadsOfGroup {
+  int head[2];
+  float slope[2];
+  PT_DEVICE HeadsOfGroup(const AttentionProblem& p, int first_head, int first_row) {
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane_id() / 4 + 8 * half;
+      head[half] = first_head + (PT_FAULT(rows_of_a_group_of_its_first_head) ? 0 : row % p.group);
+      slope[half] = p.slopes ? load_one(p.slopes + head[half]) : 0.0f;
+    }
+  }
+  PT_DEVICE int of(int r) const { return head[r / 2]; }
+  PT_DEVICE float slope_of(int r) const { return slope[r / 2]; }
+};
+
 // For f(n, r, bit) of a fragment of 8 NB columns.
 template <int NB, class F>
 PT_DEVICE void each(F f) {
@@ -94,18 +131,18 @@ PT_DEVICE void with_reader(const Dense& d, F f) {
   }
 }
 
-// Of one sequence and head. ElementwiseMask: masks, dense biases and segments may be among them.
-template <bool Transposed, bool ElementwiseMask = true>
+// Of one sequence, and of one head or, from row `row` of a GroupTile on, those of its rows. ElementwiseMask: masks, dense biases and
+// segments may be among them.
+template <bool Transposed, bool ElementwiseMask = true, class Heads = OneHead>
 class ScoreMod {
  public:
-  PT_DEVICE ScoreMod(const AttentionProblem& p, const Sequence& s, int b, int h)
-      : p_(p), s_(s), b_(b), h_(h), slope_(p.slopes ? load_one(p.slopes + h) : 0.0f),
-        seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
+  PT_DEVICE ScoreMod(const AttentionProblem& p, const Sequence& s, int b, int h, int row = 0)
+      : p_(p), s_(s), b_(b), heads_(p, h, row), seed_(p.drop_threshold ? ptx::ld_global_u64(p.seed) : 0) {}
 
   // Turns s, products q.k, into scores in natural units, -inf where invisible; returns what stays visible of `visible`. With softcap, slope
   // gets the derivative 1 - tanh^2. ask_mask(): whether the mask may hide some, asked where it is read: kept from before it cost registers.
-  template <int NB, class F>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible, F ask_mask) const {
+  template <int NB, class P, class F>
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible, F ask_mask) const {
     if (p_.softcap != 0.0f) {
       const float to_cap = p_.scale / p_.softcap;
       each<NB>([&](int n, int r, uint32_t) {
@@ -124,41 +161,43 @@ class ScoreMod {
       });
     if (ElementwiseMask && p_.mask.data && ask_mask()) add(p_.mask, s, at, visible);
     if (ElementwiseMask && p_.bias.data) add(p_.bias, s, at, visible);
-    if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= slope_ * distance(at, n, r); });
+    if (p_.slopes) each<NB>([&](int n, int r, uint32_t) { s[n][r] -= heads_.slope_of(r) * distance(at, n, r); });
     if (p_.diagonals) {
-      const float* row = p_.diagonals + int64_t(h_) * (p_.before + p_.after + 1);
+      const auto row = [&](int r) { return p_.diagonals + int64_t(heads_.of(r)) * (p_.before + p_.after + 1); };
       // Wholly beyond where it changes, the bias is one number.
       const int lowest = relative(at, Transposed ? NB - 1 : 0, Transposed ? 1 : 2);
       const int highest = relative(at, Transposed ? 0 : NB - 1, Transposed ? 2 : 1);
       if (!ElementwiseMask && (lowest >= (PT_FAULT(t5_bias_taken_as_constant_too_early) ? p_.after - 20 : p_.after) ||
                                highest <= (PT_FAULT(t5_bias_taken_as_constant_too_late) ? 20 : 0) - p_.before)) {
-        const float beyond = load_one(row + cell(lowest));
+        const float beyond = load_one(row(0) + cell(lowest));
         each<NB>([&](int n, int r, uint32_t) { s[n][r] += beyond; });
       } else {
-        each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row + cell(relative(at, n, r))); });
+        each<NB>([&](int n, int r, uint32_t) { s[n][r] += load_one(row(r) + cell(relative(at, n, r))); });
       }
     }
     each<NB>([&](int n, int r, uint32_t bit) { s[n][r] = visible & bit ? s[n][r] : minus_infinity(); });
     return visible;
   }
 
-  template <int NB>
-  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const Place& at, uint32_t visible) const {
+  template <int NB, class P>
+  PT_DEVICE uint32_t apply(float (&s)[NB][4], float (&slope)[NB][4], const P& at, uint32_t visible) const {
     return apply(s, slope, at, visible, [] { return true; });
   }
 
   // The pairs that dropout keeps.
-  template <int NB>
-  PT_DEVICE uint32_t keep_mask(const Place& at) const {
+  template <int NB, class P>
+  PT_DEVICE uint32_t keep_mask(const P& at) const {
     if (p_.drop_threshold >= 65536) return 0;
     if constexpr (Transposed) return keep_mask_transposed<NB>(at);
     else return keep_mask_rows<NB>(at);
   }
 
-  PT_DEVICE int relative(const Place& at, int n, int r) const {
+  template <class P>
+  PT_DEVICE int relative(const P& at, int n, int r) const {
     return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.diagonal_offset);
   }
-  PT_DEVICE float distance(const Place& at, int n, int r) const {
+  template <class P>
+  PT_DEVICE float distance(const P& at, int n, int r) const {
     if constexpr (ElementwiseMask) {
       const int d = relative(at, n, r);
       return float(d < 0 ? -d : d);
@@ -173,14 +212,20 @@ class ScoreMod {
   PT_DEVICE int cell(int relative) const { return max(-p_.before, min(relative, p_.after)) + p_.before; }
 
  private:
-  static PT_DEVICE int query(const Place& at, int n, int r) { return Transposed ? at.column_of(n, r) : at.row_of(r); }
-  static PT_DEVICE int key(const Place& at, int n, int r) { return Transposed ? at.row_of(r) : at.column_of(n, r); }
+  template <class P>
+  static PT_DEVICE int query(const P& at, int n, int r) {
+    return Transposed ? at.column_of(n, r) : at.row_of(r);
+  }
+  template <class P>
+  static PT_DEVICE int key(const P& at, int n, int r) {
+    return Transposed ? at.row_of(r) : at.column_of(n, r);
+  }
 
   // Takes in a mask or bias; hidden pairs are not read.
-  template <int NB>
-  PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const Place& at, uint32_t& visible) const {
-    const int64_t head = b_ * d.batch + h_ * d.head;
-    const auto index = [&](int n, int r) { return head + query(at, n, r) * d.query + key(at, n, r) * d.key; };
+  template <int NB, class P>
+  PT_DEVICE void add(const Dense& d, float (&s)[NB][4], const P& at, uint32_t& visible) const {
+    const auto head = [&](int r) { return b_ * d.batch + heads_.of(r) * d.head; };
+    const auto index = [&](int n, int r) { return head(r) + query(at, n, r) * d.query + key(at, n, r) * d.key; };
     if (d.type == DenseType::boolean) {
       each<NB>([&](int n, int r, uint32_t bit) {
         if (visible & bit && !ptx::ld_global_u8(static_cast<const uint8_t*>(d.data) + index(n, r))) visible &= ~bit;
@@ -197,9 +242,9 @@ class ScoreMod {
     });
   }
 
-  PT_DEVICE Draws draws(int i, int j) const {  // those of key j's group for query i
+  PT_DEVICE Draws draws(int h, int i, int j) const {  // those of key j's group for query i of head h
     const uint32_t key = uint32_t(p_.key_start + j);
-    const uint32_t head = (PT_FAULT(dropout_of_the_first_heads) ? 0 : p_.head_start) + uint32_t(h_);
+    const uint32_t head = (PT_FAULT(dropout_of_the_first_heads) ? 0 : p_.head_start) + uint32_t(h);
     const uint32_t batch = (PT_FAULT(dropout_of_the_first_sequences) ? 0 : p_.batch_start) + uint32_t(b_);
     return philox(4 * (key / 32) + key % 8 / (PT_FAULT(pairs_dropout_of_another_group) ? 1 : 2), uint32_t(p_.query_start + i), head, batch,
                   seed_);
@@ -207,15 +252,15 @@ class ScoreMod {
   PT_DEVICE bool keeps(uint32_t word, int half) const { return (word >> 16 * half & 0xffff) >= p_.drop_threshold; }
 
   // A call decides the eight keys that a lane has of 32 in a row.
-  template <int NB>
-  PT_DEVICE uint32_t keep_mask_rows(const Place& at) const {
+  template <int NB, class P>
+  PT_DEVICE uint32_t keep_mask_rows(const P& at) const {
     static_assert(NB % 4 == 0);
     uint32_t bits = 0;
     PT_UNROLL
     for (int n = 0; n < NB; n += 4) {
       PT_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const Draws d = draws(at.row_of(2 * half), at.column + 8 * n);
+        const Draws d = draws(heads_.of(2 * half), at.row_of(2 * half), at.column + 8 * n);
         PT_UNROLL
         for (int m = 0; m < 4; ++m) {
           PT_UNROLL
@@ -236,7 +281,7 @@ class ScoreMod {
     uint32_t bits = 0;
     PT_UNROLL
     for (int n = 0; n < NB; ++n) {
-      const Draws d = draws(at.column_of(n, odd), at.row);
+      const Draws d = draws(heads_.of(0), at.column_of(n, odd), at.row);
       const uint32_t mine[2] = {upper ? d.w[2] : d.w[0], upper ? d.w[3] : d.w[1]};
       PT_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -250,8 +295,8 @@ class ScoreMod {
 
   const AttentionProblem& p_;
   const Sequence& s_;
-  int b_, h_;
-  float slope_;
+  int b_;
+  Heads heads_;
   uint64_t seed_;
 };
 

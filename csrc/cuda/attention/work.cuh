@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
+#include "cuda/attention/splits.h"
 #include "cuda/tile/matrix_tile.cuh"
 
 namespace pt::cuda {
@@ -17,9 +18,7 @@ struct QueryTile {
   Sequence s;
   Tiles range;
 
-  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile)
-      : b(b), h(h), i0(tile * Rows), origin(key_origin(p)), s(s),
-        range(min(Rows, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + Rows, s.num_q) - 1), origin, Streamed) {}
+  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int tile) : QueryTile(p, s, b, h, tile * Rows, Rows) {}
 
   PT_DEVICE QueryTile(const AttentionProblem& p, const TilePlace& at)
       : QueryTile(p, Sequence(p, at.head / p.heads), at.head / p.heads, at.head % p.heads, at.tile) {}
@@ -71,9 +70,54 @@ struct QueryTile {
     copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
+ protected:
+  // Of so many queries from i0 on.
+  PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0, int queries)
+      : b(b), h(h), i0(i0), origin(key_origin(p)), s(s),
+        range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
+
  private:
   // keys_of, from where the query's window begins: all queries see what is behind the last one's.
   PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
+};
+
+// Which rows and which split of their keys: numbers with tiles of rows fastest, so that those that read the same keys run side by side.
+struct SplitPlace {
+  int b, key_head, split, tile;
+
+  PT_DEVICE SplitPlace(const AttentionProblem& p, int splits, int row_tiles, uint32_t n) {
+    const int key_heads = p.heads / p.group, group = int(n / uint32_t(row_tiles)) / splits;
+    tile = int(n % uint32_t(row_tiles)), split = int(n / uint32_t(row_tiles)) % splits;
+    b = group / key_heads, key_head = group % key_heads;
+  }
+};
+
+// `Rows` rows of the heads that share a key head, row r being query r / group of the group's head r % group: keys are read once for all. Of
+// the tiles of keys that some of them see, those of one split; h: the first head.
+template <int Rows, int Streamed>
+struct GroupTile : QueryTile<Rows, Streamed, true> {
+  using Queries = QueryTile<Rows, Streamed, true>;
+  int r0, group;
+
+  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitPlace& at, int row_tiles)
+      : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, at.tile * Rows / p.group,
+                (at.tile * Rows + Rows - 1) / p.group - at.tile * Rows / p.group + 1),
+        r0(at.tile * Rows), group(p.group) {
+    Tiles& range = this->range;
+    const int tiles =
+        tiles_of_split(PT_FAULT(splits_by_the_longest) ? (p.num_keys + Streamed - 1) / Streamed : range.count(), Streamed, row_tiles);
+    range.first += at.split * (tiles - PT_FAULT(splits_overlap));
+    range.last = min(range.last, range.first + tiles);
+  }
+
+  PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, row / group); }
+
+  template <class T, int RowBytes>
+  PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
+    const T* const first = head_of<T>(from, this->b, this->h, this->s.row_q);
+    const auto row = [&](int r) { return first + r % group * from.stride.head + r / group * from.stride.row; };
+    copy_rows_at<Rows>(to, first, row, r0, 0, this->s.num_q * group, columns, Products<T>::chunks(columns));
+  }
 };
 
 // `Rows` keys from j0 on of one head of keys, and the tiles of `Streamed` queries, in each of its query heads, that see some of them. j0 is

@@ -23,6 +23,7 @@ constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool 
       if (bytes == 4) return {head_dim, 2, head_dim == 64 ? 1 : 2, 32, 1};
       if (head_dim == 256) return {256, 4, has_score_mod ? 2 : 1, 32, 1};
       return {head_dim, 8, 1, has_score_mod ? 32 : 64, 1};
+    case Pass::ForwardSplit: return {head_dim, 1, 4, 32, 1};
     case Pass::BwdDq:
       if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 32, 1};
       if (head_dim == 256) return {256, 2, 2, 32, 1};
@@ -46,7 +47,8 @@ constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t
 constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals) {
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
-    case Pass::Forward: return stationary + 2 * streamed;                                                          // Q; K, V
+    case Pass::Forward:
+    case Pass::ForwardSplit: return stationary + 2 * streamed;                                                     // Q; K, V
     case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
     case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
     default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place
@@ -58,11 +60,17 @@ template <int HeadDim, bool HasScoreMod>
 struct Kind {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod;
+  static constexpr Pass forward = Pass::Forward;
+};
+// The same of the forward that splits keys: one kernel with everything.
+template <int HeadDim>
+struct SplitKind : Kind<HeadDim, true> {
+  static constexpr Pass forward = Pass::ForwardSplit;
 };
 
 constexpr int kSmemOfEveryGpu = 99 * 1024;  // that a block may have on sm_86, sm_89 and sm_120
 constexpr bool attention_fits(int head_dim, int bytes) {
-  constexpr Pass kPasses[] = {Pass::Forward, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias};
+  constexpr Pass kPasses[] = {Pass::Forward, Pass::ForwardSplit, Pass::BwdDq, Pass::BwdDkdv, Pass::BwdDbias};
   for (Pass pass : kPasses) {
     const AttentionTile t = attention_tile(pass, head_dim, bytes, pass != Pass::Forward);
     if (attention_smem(pass, t, bytes, true) > kSmemOfEveryGpu) return false;

@@ -39,37 +39,71 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
 }
 
 template <class T, class K>
-constexpr AttentionTile kForwardTile = attention_tile(Pass::Forward, K::head_dim, sizeof(T), K::has_score_mod);
+constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, sizeof(T), K::has_score_mod);
 template <class T, class K>
 using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
+// A warp's part of a tile, its first row there and the first eight columns of its sums; and what it has of its rows so far: maxima, of
+// products where the kernel has no score_mod, sums, and sums of values.
 template <class T, class K>
-PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
+struct WarpRows {
+  static constexpr int kSplits = kForwardTile<T, K>.splits, DB = K::head_dim / 8 / kSplits;
+  int own, part;
+  float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
+
+  PT_DEVICE WarpRows() {
+    const int warp = int(threadIdx.x) / 32;
+    own = 16 * (warp / kSplits), part = warp % kSplits * DB;
+    clear(o);
+  }
+
+  // Takes in the scores of one more tile, and turns them into weights.
+  template <int NB>
+  PT_DEVICE void add(float (&x)[NB][4], float scale_log2, [[maybe_unused]] uint32_t drops) {
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float row_max = m[half];
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) row_max = fmaxf(row_max, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
+      row_max = max_of_quad(row_max);
+      const float safe = row_max == minus_infinity() ? 0.0f : row_max;
+      const float alpha = ptx::exp2((m[half] - safe) * scale_log2);
+      m[half] = row_max;
+      l[half] *= alpha;
+      PT_UNROLL
+      for (int n = 0; n < NB; ++n) {
+        PT_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& weight = x[n][2 * half + e];
+          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
+          weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
+          l[half] += PT_FAULT(dropped_weights_left_out_of_the_sum) && drops ? 0.5f * weight : weight;
+        }
+      }
+      PT_UNROLL
+      for (int d = 0; d < DB; ++d) o[d][2 * half] *= PT_FAULT(no_alpha_for_the_sums) ? 1.0f : alpha, o[d][2 * half + 1] *= alpha;
+    }
+  }
+};
+
+// Goes over the tiles of keys of w.range. rows_at: where the warp's rows lie, bounds: the keys that they may see.
+template <class T, class K, class Work, class P, class S>
+PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at, const Range (&bounds)[2], const S& score_mod,
+                      WarpRows<T, K>& rows) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
-  constexpr int DB = K::head_dim / 8 / kTile.splits;
   constexpr bool kKeepQ = sizeof(T) == 2 && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
   using M = Products<T>;
   const AttentionProblem& p = f.p;
-
   const Sequence& s = w.s;
   const Tiles& range = w.range;
-  if (K::has_score_mod && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, BM)) return;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
   const auto copy_keys = [&](int t) {
     w.template copy_any_keys<T>(p, k, p.k, p.head_dim, t);
     ptx::cp_async_commit();
   };
-  // The warp's first row in the tile, and the first eight columns of its sums.
-  const int warp = int(threadIdx.x) / 32, own = 16 * (warp / kTile.splits), part = warp % kTile.splits * DB;
-  const Place rows_at(w.i0 + own, 0);
-  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
-
-  float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
-  clear(o);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
-  const ScoreMod<false> score_mod(p, s, w.b, w.h);
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
   TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
@@ -91,17 +125,17 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
       PT_UNROLL
       for (int step = 0; step < K::head_dim / 16; ++step) {
         if (step >= M::steps(p.head_dim)) continue;
-        if (t == first) M::load_a(fragments[step], q, own, step);
+        if (t == first) M::load_a(fragments[step], q, rows.own, step);
         M::step(x, fragments[step], k, step);
       }
     } else {
-      M::scores(x, q, own, k, p.head_dim);
+      M::scores(x, q, rows.own, k, p.head_dim);
     }
     ptx::cp_async_wait<0>();
     if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
     if (const int next = tiles.after(t); next < range.last) copy_keys(next);
 
-    const Place at(w.i0 + own, w.origin + t * BN);
+    const P at = rows_at.after(w.origin + t * BN);
     uint32_t columns = kAllColumns;
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
@@ -115,35 +149,25 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
       each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = visible & bit ? x[n][r] : minus_infinity(); });
     }
 
-    PT_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      float row_max = m[half];
-      PT_UNROLL
-      for (int n = 0; n < NB; ++n) row_max = fmaxf(row_max, fmaxf(x[n][2 * half], x[n][2 * half + 1]));
-      row_max = max_of_quad(row_max);
-      const float safe = row_max == minus_infinity() ? 0.0f : row_max;
-      const float alpha = ptx::exp2((m[half] - safe) * scale_log2);
-      m[half] = row_max;
-      l[half] *= alpha;
-      PT_UNROLL
-      for (int n = 0; n < NB; ++n) {
-        PT_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          float& weight = x[n][2 * half + e];
-          // Folding the scale is one instruction less; where biases may be as large as finfo.max the difference comes first.
-          weight = ptx::exp2(K::has_score_mod ? (weight - safe) * scale_log2 : ptx::fma_rn(weight, scale_log2, -safe * scale_log2));
-          l[half] += PT_FAULT(dropped_weights_left_out_of_the_sum) && p.drop_threshold ? 0.5f * weight : weight;
-        }
-      }
-      PT_UNROLL
-      for (int d = 0; d < DB; ++d) o[d][2 * half] *= PT_FAULT(no_alpha_for_the_sums) ? 1.0f : alpha, o[d][2 * half + 1] *= alpha;
-    }
+    rows.add(x, scale_log2, p.drop_threshold);
     if (K::has_score_mod && p.drop_threshold) {
       const uint32_t keep_mask = score_mod.template keep_mask<NB>(at);
       each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
     }
-    if (!K::has_score_mod || f.out.data) M::product(o, x, v, part, p.value_dim, columns);
+    if (!K::has_score_mod || f.out.data) M::product(rows.o, x, v, rows.part, p.value_dim, columns);
   }
+}
+
+template <class T, class K>
+PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T, K>& w) {
+  const AttentionProblem& p = f.p;
+  const Sequence& s = w.s;
+  if (K::has_score_mod && !f.out.data && statistics_from_lse(f, s, w.b, w.h, w.i0, kForwardTile<T, K>.rows())) return;
+
+  WarpRows<T, K> rows;
+  const Place rows_at(w.i0 + rows.own, 0);
+  const Range bounds[2] = {w.bounds(p, rows_at.row_of(0)), w.bounds(p, rows_at.row_of(2))};
+  attend<T, K>(f, w, rows_at, bounds, ScoreMod<false>(p, s, w.b, w.h), rows);
 
   const int written = p.cu_queries ? s.num_q : p.num_queries;
   float factor[2];
@@ -151,11 +175,11 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * p.scale;
-    const RowEnd end = end_row(p, w.h, i < s.num_q, row_max, sum_of_quad(l[half]));
+    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? rows.m[half] : rows.m[half] * p.scale;
+    const RowEnd end = end_row(p, w.h, i < s.num_q, row_max, sum_of_quad(rows.l[half]));
     factor[half] = end.factor;
     index[half] = i < written ? s.row_q + i : -1;
-    if (lane_id() % 4 != 0 || part != 0 || index[half] < 0) continue;
+    if (lane_id() % 4 != 0 || rows.part != 0 || index[half] < 0) continue;
     const int64_t stat = row_stat_at(f.at, w.b, w.h, index[half]);
     if (K::has_score_mod && !f.out.data) {
       store_one(f.row_max + stat, end.row_max);
@@ -164,7 +188,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
       store_one(f.lse + stat, end.lse);
     }
   }
-  if (!K::has_score_mod || f.out.data) store_rows<T>(f.out, w.b, w.h, o, factor, index, part);
+  if (!K::has_score_mod || f.out.data) store_rows<T>(f.out, w.b, w.h, rows.o, factor, index, rows.part);
 }
 
 template <class T, class K>

@@ -2,7 +2,7 @@
 // The forward kernels of one dtype: included by the files that compile them.
 #pragma once
 
-#include "cuda/attention/sm80/fwd.cuh"
+#include "cuda/attention/sm80/fwd_split.cuh"
 #include "cuda/attention/sm80/kernels.h"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
@@ -24,6 +24,20 @@ void sm80_attention_forward_as(const AttentionForward& f, const Sm80Plan& plan, 
     run(plan.head_class == 64    ? attention_fwd_kernel<T, Kind<64, false>>
         : plan.head_class == 128 ? attention_fwd_kernel<T, Kind<128, false>>
                                  : attention_fwd_kernel<T, Kind<256, false>>);
+  }
+}
+
+template <class T>
+void sm80_attention_split_as(const AttentionForward& f, const SplitPlan& plan, void* stream) {
+  const dim3 grid(attention_blocks(f.p.sequences, f.p.heads / f.p.group, int64_t(plan.row_tiles) * plan.splits));
+  const Sm80Plan& kernel = plan.kernel;
+  const auto run = [&](auto k) { launch(k, grid, kernel.tile.threads(), kernel.smem_bytes, stream, f, plan.row_tiles); };
+  if constexpr (sizeof(T) == 4) {
+    run(attention_fwd_split_kernel<T, SplitKind<256>>);
+  } else {
+    run(kernel.head_class == 64    ? attention_fwd_split_kernel<T, SplitKind<64>>
+        : kernel.head_class == 128 ? attention_fwd_split_kernel<T, SplitKind<128>>
+                                   : attention_fwd_split_kernel<T, SplitKind<256>>);
   }
 }
 

@@ -10,6 +10,8 @@ namespace pt::cuda {
 template <class T>
 void sm80_attention_forward_as(const AttentionForward& f, const Sm80Plan& plan, void* stream);
 template <class T>
+void sm80_attention_split_as(const AttentionForward& f, const SplitPlan& plan, void* stream);
+template <class T>
 void sm80_attention_bwd_dq_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream);
 template <class T>
 void sm80_attention_bwd_dkdv_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream);

@@ -6,13 +6,14 @@
 #include <string>
 
 #include "cuda/attention/sm80/config.h"
+#include "cuda/attention/splits.h"
 
 namespace pt::cuda {
 
-// The smallest class that holds both head sizes. f32 has two, and bwd_dbias has one.
+// The smallest class that holds both head sizes. f32 has two, of the split forward one, and bwd_dbias has one.
 inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
-  if (pass == Pass::BwdDbias) return 256;
+  if (pass == Pass::BwdDbias || (pass == Pass::ForwardSplit && dtype == DType::f32)) return 256;
   if (dtype == DType::f32) return widest <= 64 ? 64 : 256;
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
@@ -38,6 +39,31 @@ inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, b
 }
 inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) {
   return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals);
+}
+
+// Whether keys are split over blocks: where the queries of the heads that share a key head are two tiles of rows at most. By shapes alone,
+// the number of keys apart: a sequence gives the same bits in any batch. Block masks have a list for a head and a block of queries, where a
+// tile of rows may have several.
+inline bool splits_keys(const AttentionProblem& p) {
+  return int64_t(p.group) * p.num_queries <= kMostSplitRows && !p.blocks.queries.offsets;
+}
+struct SplitPlan {
+  int splits = 0, row_tiles = 0;  // 0: not split
+  Sm80Plan kernel{};
+  int64_t rows = 0;  // of all sequences and heads: that many statistics and values of each split
+
+  int64_t floats(int value_dim) const { return rows * splits * (value_dim + 2); }  // of the workspace
+};
+inline SplitPlan plan_split(const AttentionProblem& p) {
+  SplitPlan plan;
+  if (!splits_keys(p)) return plan;
+  plan.kernel = plan_sm80(Pass::ForwardSplit, p.dtype, p.head_dim, p.value_dim, false, false);
+  const AttentionTile& tile = plan.kernel.tile;
+  const int before = int(p.key_start % 32);
+  plan.row_tiles = (p.group * p.num_queries + tile.rows() - 1) / tile.rows();
+  plan.splits = most_splits((before + p.num_keys + tile.columns - 1) / tile.columns, tile.columns, plan.row_tiles);
+  plan.rows = int64_t(p.sequences) * p.heads * p.num_queries;
+  return plan;
 }
 
 // What a block of a block mask has at least, both powers of two: so a tile of any pass lies within one. With two stages even and odd tiles

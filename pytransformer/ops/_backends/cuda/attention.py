@@ -98,7 +98,8 @@ def _note(a: AttentionProblem) -> str | None:
     share = a.blocks.note if a.blocks else a.lists_note(_listing()) if plan and plan["lists_mask"] else None
     mask = f"attn_mask: {share}" if share else None
     if plan is None or not cuda_library.runs_sm90a(a.query.device):
-        return mask
+        split = f"cuda: keys split over up to {plan['splits']} blocks" if plan and plan["splits"] else None
+        return "; ".join(part for part in (split, mask) if part) or None
     told = [
         f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
         for name, reason in plan["passes"].items()
@@ -113,6 +114,8 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
     ``least_block``: queries and keys that a block of a block mask must have.
     ``lists_mask``: forward at least walks the listed blocks of a dense mask, if it is worth the listing.
+    ``splits``: over how many blocks the keys of the longest sequence are split, 0 where they are not; ``workspace``: the float32 numbers
+    that they leave.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
@@ -164,9 +167,10 @@ def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device:
 
 
 def _extra_bytes(a: AttentionProblem) -> int:
-    """Copies of operands whose rows are not aligned, in backward three float32 numbers for each row, d_query in float32 where blocks
-    add to it, and the lists of a dense mask's blocks."""
+    """Copies of operands whose rows are not aligned, what splits of the keys leave, in backward three float32 numbers for each row, d_query
+    in float32 where blocks add to it, and the lists of a dense mask's blocks."""
     copies = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value) if t.shape[-1] * t.element_size() % 16)
     plan = _plan(a)
     lists = a.lists_bytes(_listing()) if plan and plan["lists_mask"] else 0
-    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * (plan["dq_accum"] if plan else 0) + lists
+    scratch = plan["dq_accum"] + plan["workspace"] if plan else 0
+    return copies + 12 * a.query.numel() // max(1, a.query.shape[-1]) + 4 * scratch + lists

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention forward of few queries: a block has the rows of all heads that share a key head, and of their keys one split. What it leaves,
+// each row's maximum, sum and values so far, fwd_merge.cuh puts together.
+//
+// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. A block whose split is empty
+// leaves a sum of 0, and reads no key: the grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
+#pragma once
+
+#include "cuda/attention/sm80/fwd.cuh"
+
+namespace pt::cuda {
+
+// Blocks of a multiprocessor: as many as their registers let without a spill.
+template <class T, class K>
+constexpr int kSplitBlocks = sizeof(T) == 4      ? 2
+                             : K::head_dim == 64 ? 4
+                                                 : 3;
+
+template <class T, class K>
+__global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)
+    attention_fwd_split_kernel(const __grid_constant__ AttentionForward f, int row_tiles) {
+  constexpr AttentionTile kTile = kForwardTile<T, K>;
+  const AttentionProblem& p = f.p;
+  const SplitPlace place(p, f.split.splits, row_tiles, blockIdx.x);
+  const GroupTile<kTile.rows(), kTile.columns> w(p, place, row_tiles);
+
+  WarpRows<T, K> rows;
+  const int first_row = w.r0 + rows.own;
+  const GroupPlace rows_at(first_row, 0, p.group);
+  const Range bounds[2] = {w.bounds(p, rows_at.row), w.bounds(p, rows_at.row + 8)};
+  if (w.range.count() > 0) {
+    const ScoreMod<false, true, HeadsOfGroup> score_mod(p, w.s, w.b, w.h, first_row);
+    attend<T, K>(f, w, rows_at, bounds, score_mod, rows);
+  }
+
+  const int of_group = p.group * p.num_queries;
+  const int64_t group = int64_t(place.b) * (p.heads / p.group) + place.key_head;
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const float sum = sum_of_quad(rows.l[half]);
+    const int row = rows_at.row + 8 * half;
+    if (row >= of_group) continue;
+    const int64_t at = (group * of_group + row) * f.split.splits + place.split;
+    if (lane_id() % 4 == 0 && rows.part == 0) store_pair(f.split.stats + 2 * at, rows.m[half], sum);
+    if (sum == 0.0f) continue;
+    float* const values = f.split.values + at * p.value_dim;
+    PT_UNROLL
+    for (int d = 0; d < WarpRows<T, K>::DB; ++d) {
+      const int column = 8 * (rows.part + d) + 2 * (lane_id() % 4);
+      if (column < p.value_dim) store_pair(values + column, rows.o[d][2 * half], rows.o[d][2 * half + 1]);
+    }
+  }
+}
+
+}  // namespace pt::cuda
