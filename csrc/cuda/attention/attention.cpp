@@ -47,7 +47,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
-  if (plan.split.splits) {
+  f.split.splits = plan.split.splits;
+  if (plan.split.merges()) {
     const int64_t partials = plan.split.rows * plan.split.splits;
     f.split = {plan.split.splits, e.floats_like(lse, "statistics of splits", 2 * partials),
                e.floats_like(lse, "values of splits", partials * e.p.value_dim)};

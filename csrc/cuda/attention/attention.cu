@@ -46,6 +46,7 @@ void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {
   if (plan.split.splits) {
     with_dtype(f.p, [&](auto t) { sm80_attention_split_as<decltype(t)>(f, plan.split, stream); });
+    if (!plan.split.merges()) return;
     const int64_t blocks = (plan.split.rows + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
     return launch(attention_fwd_merge_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, blocks)), kMergeThreads, 0, stream, f);
   }

@@ -132,7 +132,7 @@ struct PerQuery {
 // 2), and the values so far, not yet divided, (rows, splits, value_dim); rows as GroupTile has them, of one key head after another. A sum
 // of 0: the row saw nothing there, and has no values.
 struct SplitKeys {
-  int splits = 0;  // of the longest sequence; 0: keys are not split
+  int splits = 0;  // of the longest sequence; 0: keys are not split; 1: nothing is left, results are written
   float *stats = nullptr, *values = nullptr;
 };
 

@@ -10,6 +10,20 @@
 
 namespace pt::cuda {
 
+// Of all keys: nothing is left to add up, and the row ends here, with the bits that a merge gives.
+template <class T, class K, class Work>
+PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const WarpRows<T, K>& rows, int row, int half, float sum) {
+  const AttentionProblem& p = f.p;
+  const int i = row / p.group, h = w.h + row % p.group;
+  if (i >= (p.cu_queries ? w.s.num_q : p.num_queries)) return;
+  const RowEnd end = end_row(p, h, i < w.s.num_q, rows.m[half], sum);
+  int64_t index[2] = {-1, -1};
+  index[half] = w.s.row_q + i;
+  const float factor[2] = {end.factor, end.factor};
+  if (lane_id() % 4 == 0 && rows.part == 0) store_one(f.lse + row_stat_at(f.at, w.b, h, index[half]), end.lse);
+  store_rows<T>(f.out, w.b, h, rows.o, factor, index, rows.part);
+}
+
 // Blocks of a multiprocessor: as many as their registers let without a spill.
 template <class T, class K>
 constexpr int kSplitBlocks = sizeof(T) == 4      ? 2
@@ -40,6 +54,10 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
     const float sum = sum_of_quad(rows.l[half]);
     const int row = rows_at.row + 8 * half;
     if (row >= of_group) continue;
+    if (f.split.splits == 1) {
+      write_row(f, w, rows, row, half, sum);
+      continue;
+    }
     const int64_t at = (group * of_group + row) * f.split.splits + place.split;
     if (lane_id() % 4 == 0 && rows.part == 0) store_pair(f.split.stats + 2 * at, rows.m[half], sum);
     if (sum == 0.0f) continue;

@@ -52,7 +52,8 @@ struct SplitPlan {
   Sm80Plan kernel{};
   int64_t rows = 0;  // of all sequences and heads: that many statistics and values of each split
 
-  int64_t floats(int value_dim) const { return rows * splits * (value_dim + 2); }  // of the workspace
+  bool merges() const { return splits > 1; }
+  int64_t floats(int value_dim) const { return merges() ? rows * splits * (value_dim + 2) : 0; }  // of the workspace
 };
 inline SplitPlan plan_split(const AttentionProblem& p) {
   SplitPlan plan;

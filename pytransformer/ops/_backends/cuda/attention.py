@@ -98,7 +98,7 @@ def _note(a: AttentionProblem) -> str | None:
     share = a.blocks.note if a.blocks else a.lists_note(_listing()) if plan and plan["lists_mask"] else None
     mask = f"attn_mask: {share}" if share else None
     if plan is None or not cuda_library.runs_sm90a(a.query.device):
-        split = f"cuda: keys split over up to {plan['splits']} blocks" if plan and plan["splits"] else None
+        split = f"cuda: keys split over up to {plan['splits']} blocks" if plan and plan["splits"] > 1 else None
         return "; ".join(part for part in (split, mask) if part) or None
     told = [
         f"{MADE_BY.get(name, name)} by the {f'portable kernels: {reason}' if reason else 'kernels for sm_90a'}"
@@ -114,8 +114,8 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     ``dq_accum``: float32 numbers of the copy of d_query to which blocks add, 0 where each row of it is one block's.
     ``least_block``: queries and keys that a block of a block mask must have.
     ``lists_mask``: forward at least walks the listed blocks of a dense mask, if it is worth the listing.
-    ``splits``: over how many blocks the keys of the longest sequence are split, 0 where they are not; ``workspace``: the float32 numbers
-    that they leave.
+    ``splits``: over how many blocks the keys of the longest sequence are split, 0 by kernels that do not.
+    ``workspace``: the float32 numbers that splits leave.
     """
     if a.empty or cuda_library.why_not("attention_plan", a.query.device) is not None:
         return None
