@@ -147,6 +147,15 @@ def steps_of(x, stride):
 
 
 @triton.jit
+def not_negative(x, like):
+    """Whether the number x is 0 or more, as the mask of a load of pointers `like`. The interpreter of Triton 3.9 spreads what a number's
+    comparison gives as integers, which loads refuse: there, spread the number."""
+    if INTERPRET:
+        x = tl.zeros(like.shape, tl.int64) + x
+    return x >= 0
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 x rounded to dtype, to nearest even. The interpreter would cut bfloat16 off: there, round before."""
     if INTERPRET and dtype == tl.bfloat16:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._lang import not_negative
 from .bounds import tile_of_step
 
 CHUNK = tl.constexpr(128)  # entries that a walk counts at a time: 16,384 tokens in blocks of 128
@@ -104,12 +105,12 @@ def block_pairs(i, word, p, C: tl.constexpr):
     p_row = p.blocks.bits + word + (i % C.BLOCK_QUERIES) * (C.BLOCK_KEYS // 32)
     if C.KEYS_FIRST:
         p_words = p_row[None, :] + tl.arange(0, C.BN // 32)[:, None]
-        words = tl.load(p_words, mask=word >= 0, other=-1)  # [BN / 32, BM]
+        words = tl.load(p_words, mask=not_negative(word, p_words), other=-1)  # [BN / 32, BM]
         bits = words[:, None, :] & (1 << tl.arange(0, 32))[None, :, None]
         pairs = tl.reshape(bits, [C.BN, C.BM])
     else:
         p_words = p_row[:, None] + tl.arange(0, C.BN // 32)[None, :]
-        words = tl.load(p_words, mask=word >= 0, other=-1)  # [BM, BN / 32]
+        words = tl.load(p_words, mask=not_negative(word, p_words), other=-1)  # [BM, BN / 32]
         bits = words[:, :, None] & (1 << tl.arange(0, 32))[None, None, :]
         pairs = tl.reshape(bits, [C.BM, C.BN])
     return pairs != 0

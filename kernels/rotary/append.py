@@ -6,7 +6,6 @@ A place outside the cache, or a page outside the pool, is written by nobody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import triton.language as tl
 
 from .._lang import kernel, launch, narrow
 from .._launch import replayed
-from .configs import WARPS, Kind, kind_of
+from .configs import WARPS, kind_of
 from .fwd import turned_row
 from .rows import Problem, Rows, at, load_row, pairs_of, place, rows_of, store_row, strides, table_strides
 
@@ -63,14 +62,6 @@ class Columns(NamedTuple):
     dim: int
     value_half: int
     value_dim: int
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Of rows of queries and keys, and of values, whose rows may be of another length."""
-
-    ROWS: Kind
-    VALUE: Kind
 
 
 @triton.jit
@@ -128,14 +119,15 @@ def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
 
 
 @kernel(do_not_specialize=["q_tiles", "k_tiles"])
-def rotary_append(q_tiles, k_tiles, o, n, s, q, k, cache, C: tl.constexpr):
+def rotary_append(q_tiles, k_tiles, o, n, s, q, k, cache, C: tl.constexpr, VALUE: tl.constexpr):
+    # Two kinds, of rows of queries and keys, and of values: Triton 3.6 hands on no part of one that holds both.
     i_tile = tl.program_id(0)
     if i_tile < q_tiles:
-        append_queries(i_tile, o, n, s, q, C.ROWS)
+        append_queries(i_tile, o, n, s, q, C)
     elif i_tile < q_tiles + k_tiles:
-        append_keys(i_tile - q_tiles, o, n, s, k, cache, C.ROWS)
+        append_keys(i_tile - q_tiles, o, n, s, k, cache, C)
     else:
-        append_values(i_tile - q_tiles - k_tiles, o, n, s, k, cache, C.VALUE)
+        append_values(i_tile - q_tiles - k_tiles, o, n, s, k, cache, VALUE)
 
 
 @replayed
@@ -158,12 +150,12 @@ def append(
     batch, _, length, dim = query.shape
     half, value_dim = pairs_of(query, tables[0]), value.shape[3]
     size = query.element_size()
-    kinds = Kinds(kind_of(half, dim, interleaved, size), kind_of(value_dim // 2, value_dim, False, size))
+    kind, value_kind = kind_of(half, dim, interleaved, size), kind_of(value_dim // 2, value_dim, False, size)
     q, k = (Problem(batch * t.shape[1] * length, t.shape[1], length, eps, weight_offset) for t in (query, key))
-    q_tiles, k_tiles, v_tiles = (-(-p.rows // kind.ROWS) for p, kind in ((q, kinds.ROWS), (k, kinds.ROWS), (k, kinds.VALUE)))
+    q_tiles, k_tiles, v_tiles = (-(-p.rows // rows_kind.ROWS) for p, rows_kind in ((q, kind), (k, kind), (k, value_kind)))
     page_size, pages = key_cache.shape[2], 1 if page_table is None else page_table.shape[1]
     cache = Cache(pages * page_size, page_size, pages, key_cache.shape[0])
     s = AppendStrides(*map(strides, (query, key, value, out, key_cache, value_cache)), table_strides(tables[0]))  # type: ignore[arg-type]
     o, n = Operands(*rows, *caches, page_table, positions, *tables, *norms, out), Columns(half, dim, value_dim // 2, value_dim)
     tiles = q_tiles + k_tiles + v_tiles
-    launch(rotary_append, tiles, query.device, q_tiles, k_tiles, o, n, s, q, k, cache, kinds, warps=WARPS, stages=1)
+    launch(rotary_append, tiles, query.device, q_tiles, k_tiles, o, n, s, q, k, cache, kind, value_kind, warps=WARPS, stages=1)

@@ -78,7 +78,7 @@ def test_the_probe_is_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(cuda_library, "_why_not_driver", driver)
     cuda_library._why_not_device.cache_clear()
-    for op in ("layer_norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd"):
+    for op in ("layer_norm_fwd", "attention_fwd", "feed_forward_fwd", "cross_entropy_fwd", "rotary_fwd", "append_kv"):
         assert cuda_library.why_not(op, device) == told
     assert asked == [0]
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -23,7 +23,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 @needs_library
 def test_it_loads_and_has_its_ops() -> None:
-    for op in ("layer_norm_fwd", "layer_norm_bwd"):
+    for op in ("layer_norm_fwd", "layer_norm_bwd", "rotary_fwd", "rotary_bwd", "append_kv"):
         assert cuda_library.why_not_loaded(op) is None
         schema = getattr(torch.ops.pytransformer_C, f"cuda_{op}").default._schema
         assert [a.name for a in schema.arguments][-2:] == ["device", "stream"]
