@@ -6,6 +6,8 @@
 // order of a sum depends on K alone.
 #pragma once
 
+#include <cstring>
+
 #include "cpu/core/matmul.h"
 
 namespace pt {
@@ -54,11 +56,16 @@ class FewRows {
       const int64_t n0 = task * kWide, cols = min(kWide, N_ - n0);
       local_arena.reset(tile_bytes());
       epilogue_arena.reset(epilogue.scratch_bytes());
+      elem* rows = local_arena.take<elem>(M_ * kChunk);
       acc* tiles[PRODUCTS];
       for (int i = 0; i < PRODUCTS; i++) {
         tiles[i] = local_arena.take<acc>(M_ * kWide);
         for (int64_t j = 0; j < M_ * kWide; j += T::width) store(tiles[i] + j, vec{});
-        for (int64_t n = 0; n < cols; n += kColumns) columns(p_[i], n0 + n, tiles[i] + n);
+        for (int64_t k = 0; k < K_; k += kChunk) {  // rows of A at a constant distance: one register for all
+          const int64_t depth = min(kChunk, K_ - k);
+          for (int64_t m = 0; m < M_; m++) memcpy(rows + m * kChunk, p_[i].a.data + m * p_[i].a.stride + k, depth * sizeof(elem));
+          for (int64_t n = 0; n < cols; n += kColumns) columns(p_[i].b, n0 + n, k, depth, rows, tiles[i] + n);
+        }
       }
       epilogue(tiles, kWide, 0, M_, n0, cols, epilogue_arena);
     });
@@ -71,44 +78,50 @@ class FewRows {
   }
 
  private:
-  size_t tile_bytes() const { return PRODUCTS * Arena::bytes_for<acc>(M_ * kWide); }
+  size_t tile_bytes() const { return PRODUCTS * Arena::bytes_for<acc>(M_ * kWide) + Arena::bytes_for<elem>(M_ * kChunk); }
 
-  // kColumns columns of C from n on, all rows. Past the last column the last one is computed again, into the tile's padding.
-  INLINE void columns(const Product<T>& p, int64_t n, acc* tile) const {
-    const elem* b[kColumns];
-    UNROLL for (int c = 0; c < kColumns; c++) b[c] = p.b.data + min(n + c, N_ - 1) * p.b.stride;
-    for (int64_t k = 0; k < K_; k += kChunk) {
-      const int64_t depth = min(kChunk, K_ - k);
-      int64_t m = 0;
-      if (M_ >= kGroup) dots<kGroup, true>(p, b, k, depth, 0, tile), m = kGroup;
-      else dots<1, true>(p, b, k, depth, 0, tile), m = 1;
-      for (; m + kGroup <= M_; m += kGroup) dots<kGroup, false>(p, b, k, depth, m, tile);
-      for (; m < M_; m++) dots<1, false>(p, b, k, depth, m, tile);
-    }
+  // kColumns columns of C from n on, all rows, `depth` elements from k on. Past the last column the last one is computed again, into the
+  // tile's padding.
+  INLINE void columns(const Operand<T>& b, int64_t n, int64_t k, int64_t depth, const elem* a, acc* tile) const {
+    const elem* from[kColumns];
+    UNROLL for (int c = 0; c < kColumns; c++) from[c] = b.data + min(n + c, N_ - 1) * b.stride + k;
+    const int64_t ahead = kColumns * b.stride;
+    int64_t m = 0;
+    if (M_ >= kGroup) dots<kGroup, true>(a, from, ahead, depth, tile), m = kGroup;
+    else dots<1, true>(a, from, ahead, depth, tile), m = 1;
+    for (; m + kGroup <= M_; m += kGroup) dots<kGroup, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
+    for (; m < M_; m++) dots<1, false>(a + m * kChunk, from, ahead, depth, tile + m * kWide);
   }
 
-  // tile[m + r][c] += the product of `depth` elements from k on. FIRST: b comes from memory, so the next rows of it are asked for.
+  // tile[r][c] += the product of `depth` elements. FIRST: b comes from memory, so the next rows of it, `ahead` from these, are asked for.
   template <int ROWS, bool FIRST>
-  INLINE void dots(const Product<T>& p, const elem* const* b, int64_t k, int64_t depth, int64_t m, acc* tile) const {
+  INLINE void dots(const elem* a, const elem* const* b, int64_t ahead, int64_t depth, acc* tile) const {
     constexpr int kSums = ROWS * kColumns, kPadded = (kSums + T::width - 1) / T::width * T::width;
-    vec sums[kPadded] = {};
-    const elem* a = p.a.data + m * p.a.stride + k;
+    vec sums[kSums] = {};
+    static_assert(kColumns == 4,
+                  "named one by one: of an array GCC 12 keeps neither pointers nor sums in registers, 20 GB/s instead of 29");
+    const elem *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3];
     const auto step = [&](int64_t j, int64_t n) __attribute__((always_inline)) {
-      typename T::uvec row[ROWS];
-      UNROLL for (int r = 0; r < ROWS; r++) row[r] = T::load_units(a + r * p.a.stride + j, n);
-      UNROLL for (int c = 0; c < kColumns; c++) {
-        if (FIRST) __builtin_prefetch(b[c] + k + j + kColumns * p.b.stride, 0, 2);
-        const typename T::uvec column = T::load_units(b[c] + k + j, n);
-        UNROLL for (int r = 0; r < ROWS; r++) sums[r * kColumns + c] = Dot::dot(sums[r * kColumns + c], row[r], column);
+      typename T::uvec column[kColumns] = {T::load_units(b0 + j, n), T::load_units(b1 + j, n), T::load_units(b2 + j, n),
+                                           T::load_units(b3 + j, n)};
+      if (FIRST) {
+        __builtin_prefetch(b0 + ahead + j, 0, 2), __builtin_prefetch(b1 + ahead + j, 0, 2);
+        __builtin_prefetch(b2 + ahead + j, 0, 2), __builtin_prefetch(b3 + ahead + j, 0, 2);
+      }
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        const typename T::uvec row = T::load_units(a + r * kChunk + j, n);
+        UNROLL for (int c = 0; c < kColumns; c++) sums[r * kColumns + c] = Dot::dot(sums[r * kColumns + c], row, column[c]);
       }
     };
     int64_t j = 0;
     for (; j + kStep <= depth; j += kStep) step(j, kStep);
     if (j < depth) step(j, depth - j);
+    vec rest[kPadded] = {};
+    UNROLL for (int s = 0; s < kSums; s++) rest[s] = sums[s];
     alignas(kVecBytes) acc total[kPadded];
-    for (int s = 0; s < kPadded; s += T::width) store(total + s, reduce_rows(sums + s, op_add));
+    UNROLL for (int s = 0; s < kPadded; s += T::width) store(total + s, reduce_rows(rest + s, op_add));
     for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < kColumns; c++) tile[(m + r) * kWide + c] += total[r * kColumns + c];
+      for (int c = 0; c < kColumns; c++) tile[r * kWide + c] += total[r * kColumns + c];
   }
 
   Product<T> p_[PRODUCTS];
