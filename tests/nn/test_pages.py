@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import pytransformer as pt
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
 from pytransformer.testing.pages import poison_free_rows
@@ -150,8 +151,9 @@ def test_ten_thousand_requests_leave_nothing() -> None:
             alive[name] = prompt
             joined += 1
         for name in list(alive):
-            pages.grow({name: 1})
+            pages.grow({name: rng.choice([1, 1, 20])})  # drafts that are refused, room that was not needed
             alive[name].append(rng.randrange(100))
+            pages.crop(name, len(alive[name]))
             if rng.random() < 0.1 or len(alive[name]) > 140:
                 pages.know(name, alive[name])
                 pages.close(name)
@@ -162,6 +164,37 @@ def test_ten_thousand_requests_leave_nothing() -> None:
     assert not pages.tables
     assert not pages.lengths
     assert len(pages._known) == len(pages._pages) == len(pages._idle) <= 256
+
+
+def test_ten_thousand_requests_read_their_own_tokens() -> None:
+    """Pages in any order, shared by requests that begin alike and reused: with keys of zero attention is the mean of what was said."""
+    rng, cache = random.Random(2), nn.PagedCache(1, 160, 4)
+    rng.shuffle(cache.pages._free)
+    held, texts, joined, shared = cache.pages.lengths, dict[int, list[int]](), 0, 0
+    while joined < 10_000 or texts:
+        for name in texts:
+            texts[name].append(rng.randrange(1000))
+        while joined < 10_000 and len(texts) < 32 and cache.pages.available > 40:
+            prompt = [rng.randrange(5)] * rng.choice([4, 8, 9]) + [joined % 1000]
+            name = cache.open(prompt)
+            texts[name], joined, shared = prompt, joined + 1, shared + (held[name] > 0)
+        cache.select(list(texts))
+        numbers = [[token + 1000 * i for i, token in enumerate(text)] for text in texts.values()]  # told apart by place too
+        pieces = [number[held[name] :] for name, number in zip(texts, numbers)]
+        width = max(map(len, pieces))
+        said = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], dtype=torch.float64)[:, None, :, None]
+        lengths = torch.tensor([len(text) for text in texts.values()])
+        step = cache.step(said[:, 0, :, 0], lengths)
+        zeros = torch.zeros_like(said)
+        found = pt.attention(zeros, *cache.layers[0].append(zeros, said), **step.visible)
+        last = found[:, 0, :, 0].gather(1, torch.tensor([[len(piece) - 1] for piece in pieces]))
+        want = torch.tensor([[sum(number) / len(number)] for number in numbers], dtype=torch.float64)
+        torch.testing.assert_close(last, want, rtol=1e-9, atol=1e-9)
+        for name in [name for name in texts if rng.random() < 0.2 or len(texts[name]) > 18]:
+            cache.know(name, texts.pop(name))
+            cache.close(name)
+    assert shared > 5_000
+    assert cache.pages.available == 160 and cache.pages.counts == [0] * 160
 
 
 # ---- with tensors
