@@ -29,6 +29,7 @@ START, END = "<!-- golden: start, written by bench/tools/golden.py -->", "<!-- g
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = {"Lq": 256, "Lk": 256, "D": 64, "rows": 256, "d": 256, "hidden": 1024, "classes": 1000}
 DECODE = {"Lq": 1, "Lk": 1024, "D": 64}
+PAGES = ("pages", "decode_pages")  # of the cases that have tests of their own
 OURS = "cpu"
 Errors = dict[str, float]
 
@@ -36,14 +37,14 @@ Errors = dict[str, float]
 def problems() -> Iterator[tuple[plan.Case, str]]:
     """Every case of every op, in each dtype."""
     for op in plan.OPS:
-        for case in plan.cases(op, "small"):
+        for case in (*plan.cases(op, "small"), *(c for c in plan.cases(op, "small", {plan.APART}) if c.name in PAGES)):
             for dtype in DTYPES:
-                yield plan.resized(case, DECODE if case.name == "decode" else SHAPE), dtype
+                yield plan.resized(case, DECODE if case.name.startswith("decode") else SHAPE), dtype
 
 
 def errors(case: plan.Case, dtype: str) -> dict[str, Errors]:
     """The errors of each tensor by backend; PyTorch's and naive code's where they compute the case and draw no mask of their own."""
-    problem = Problem.make(case, plan.DTYPES[dtype], "cpu", seed=SEED, grad=True)
+    problem = Problem.make(case, plan.DTYPES[dtype], "cpu", seed=SEED, grad=not case.forward_only)
     grads = check.upstream(problem, SEED)
     solution, found = exact.solve(problem, grads), {}
     for provider in providers(case.op):
