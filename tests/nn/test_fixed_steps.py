@@ -39,10 +39,15 @@ def gpt(**changes: Any) -> GPT:
 
 def caches(model: GPT) -> dict[str, nn.DecoderCache]:
     """Read are prompts of different lengths; pages lie in any order."""
-    made: dict[str, nn.DecoderCache] = {"contiguous": model.make_cache(), "paged": model.make_paged_cache(30, 4)}
-    paged = made["paged"]
-    assert isinstance(paged, nn.PagedCache)
-    paged.pages._free = torch.randperm(30, generator=torch.Generator().manual_seed(7)).tolist()
+    made: dict[str, nn.DecoderCache] = {
+        "contiguous": model.make_cache(),
+        "contiguous, int8": model.make_cache(dtype=torch.int8),
+        "paged": model.make_paged_cache(30, 4),
+        "paged, e4m3": model.make_paged_cache(30, 4, dtype=torch.float8_e4m3fn),
+    }
+    for paged in made.values():
+        if isinstance(paged, nn.PagedCache):
+            paged.pages._free = torch.randperm(30, generator=torch.Generator().manual_seed(7)).tolist()
     return made
 
 
@@ -73,7 +78,7 @@ def model(request: pytest.FixtureRequest) -> GPT:
     return gpt(**KINDS[request.param])
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", ["contiguous", "contiguous, int8", "paged", "paged, e4m3"])
 def test_the_tokens_are_those_of_ordinary_steps(model: GPT, kind: str) -> None:
     cache, want = caches(model)[kind], ordinary(model, kind)
     token = prompt(model, cache)
