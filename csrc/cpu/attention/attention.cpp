@@ -144,10 +144,13 @@ pt::Pages pages_of(const Maybe& table, const Tensor& key, const pt::AttentionPro
   return pages;
 }
 
-pt::EightBits eight_bits_of(const Tensor& key) {
-  return key.scalar_type() == ScalarType::Char            ? pt::EightBits::int8
-         : key.scalar_type() == ScalarType::Float8_e4m3fn ? pt::EightBits::e4m3
-                                                          : pt::EightBits::none;
+// Of query's dtype, or both in the same eight bits.
+void check_dtypes(const Tensor& query, const Tensor& key, const Tensor& value, pt::AttentionProblem& p) {
+  const ScalarType found = key.scalar_type();
+  if (found == ScalarType::Char) p.eight = pt::EightBits::int8;
+  if (found == ScalarType::Float8_e4m3fn) p.eight = pt::EightBits::e4m3;
+  const bool fits = p.eight == pt::EightBits::none ? found == query.scalar_type() : p.dtype != pt::DType::f64;
+  STD_TORCH_CHECK(fits && value.scalar_type() == found, "query, key and value differ in dtype");
 }
 
 // The scales of keys or values in eight bits, one for each row of `key`; any strides.
@@ -170,16 +173,12 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
   mask, bias, slopes, table, bucket_starts, sinks, query_lengths, key_lengths, prefix_lengths, query_segments, key_segments, cu_q, cu_k, \
       block_offsets, block_entries, block_bits, page_table, key_scale, value_scale, dropout_seed, bidirectional, align, left, right,     \
       global_keys, batch_start, head_start, query_start, key_start, max_q, max_k, scale, softcap, dropout_p
-#define ATTENTION_SCHEMA                                                                                                                   \
-  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, Tensor? "       \
-  "key_lengths, "                                                                                                                          \
-  "Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "                                     \
-  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale, Tensor? " \
-  "dropout_seed, "                                                                                                                         \
-  "bool bidirectional, int align, int left, int right, int global_keys, int batch_start, int head_start, int query_start, int key_start, " \
-  "int max_q, int max_k, float "                                                                                                           \
-  "scale, "                                                                                                                                \
-  "float softcap, float dropout_p"
+#define ATTENTION_SCHEMA                                                                                                           \
+  "Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, Tensor? bucket_starts, Tensor? sinks, Tensor? query_lengths, "       \
+  "Tensor? key_lengths, Tensor? prefix_lengths, Tensor? query_segments, Tensor? key_segments, Tensor? cu_q, Tensor? cu_k, "        \
+  "Tensor? block_offsets, Tensor? block_entries, Tensor? block_bits, Tensor? page_table, Tensor? key_scale, Tensor? value_scale, " \
+  "Tensor? dropout_seed, bool bidirectional, int align, int left, int right, int global_keys, int batch_start, int head_start, "   \
+  "int query_start, int key_start, int max_q, int max_k, float scale, float softcap, float dropout_p"
 
 ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
 
@@ -191,11 +190,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   STD_TORCH_CHECK(!packed || !paged, "packed sequences have no pages");
   p.qs = strides_of(query, "query", packed), p.ks = strides_of(key, "key", packed), p.vs = strides_of(value, "value", packed);
   p.dtype = dtype_of(query, "query", pt::Float64::taken);
-  p.eight = eight_bits_of(key);
-  for (const Tensor& t : {key, value})
-    STD_TORCH_CHECK(p.eight != pt::EightBits::none ? t.scalar_type() == key.scalar_type() && p.dtype != pt::DType::f64
-                                                   : t.scalar_type() == query.scalar_type(),
-                    "query, key and value differ in dtype");
+  check_dtypes(query, key, value, p);
   constexpr int head = 1;
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
@@ -221,12 +216,9 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   const ScalarType work = work_of(p);
   p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr();
 
-  p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p);
-  p.blocks = block_mask(block_offsets, block_entries, block_bits, p);
+  p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p), p.blocks = block_mask(block_offsets, block_entries, block_bits, p);
   STD_TORCH_CHECK(!mask || !block_offsets, "mask and a block mask exclude each other");
-  p.slopes = statistics(slopes, "slopes", work, {p.Hq});
-  p.sinks = statistics(sinks, "sinks", work, {p.Hq});
-  p.bidirectional = bidirectional;
+  p.slopes = statistics(slopes, "slopes", work, {p.Hq}), p.sinks = statistics(sinks, "sinks", work, {p.Hq});
   if (table) {
     p.buckets = table->size(0);
     p.table = statistics(table, "table", work, {p.buckets, p.Hq});
@@ -252,11 +244,9 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   }
 
   STD_TORCH_CHECK(align >= 0 && align <= 2, "align is ", align, "; wanted 0, 1 or 2");
-  p.align = pt::Align(align);
-  p.left = left, p.right = right, p.global_keys = global_keys;
+  p.align = pt::Align(align), p.left = left, p.right = right, p.global_keys = global_keys, p.bidirectional = bidirectional;
   p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start, p.key_start = key_start;
-  p.scale = scale, p.softcap = softcap;
-  p.drop_threshold = pt::drop_threshold_of(dropout_p);
+  p.scale = scale, p.softcap = softcap, p.drop_threshold = pt::drop_threshold_of(dropout_p);
   if (p.drop_threshold > 0) {
     STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,
                     "dropout_seed is not one int64");

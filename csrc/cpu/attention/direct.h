@@ -16,7 +16,18 @@ constexpr int kSums = 16;  // vectors of sums at once, of 32 registers
 #else
 constexpr int kSums = 8;  // of 16
 #endif
-constexpr int kTogether = kSums / 4;  // query rows that read a key at once
+constexpr int kTogether = kSums / 4;            // query rows that read a key at once
+constexpr int64_t kDirectRows = 4 * kTogether;  // up to here K and V are not packed at all
+constexpr int64_t kStageKeys = 32;              // rows in eight bits that are widened at once: they stay in L1
+
+// Rows of d numbers, `ld` packed elements apart, each padded with zeros to whole vectors in `to`; returns how far they are apart there.
+template <class T>
+int64_t direct_queries(const typename T::packed* rows, int64_t ld, int64_t n, int64_t d, typename T::packed* to) {
+  const int64_t given = ceil_div(d, T::pack), units = round_up(given, T::width);
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t u = 0; u < units; u++) to[r * units + u] = u < given ? rows[r * ld + u] : typename T::packed(0);
+  return units;
+}
 
 // Rows of bytes each, and of each one the row that is asked for when it is read. A list holds kAheadRows more than are read.
 template <class Rows>

@@ -46,10 +46,11 @@ struct ForwardShape {
       f(StridedRows<E>{stage, width});
     }
   }
-  // The scales of keys j0 .. j0 + n - 1 in to[0, n): 0 for those that no query may see and those behind the length.
-  void scales(const RowScales& of, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, const uint8_t* live, float* to) const {
-    for (int64_t j = 0; j < n; j++)
-      to[j] = j0 + j < s.cols && (!live || live[j]) ? of.data[p.key_row(of.strides, s.b, hkv, s.k_first + j0 + j)] : 0.f;
+  // The scales of keys j0 .. j0 + n - 1 in to[0, n): 0 for those that no query may see and those behind the length, and to the `end`.
+  void scales(const RowScales& of, const Sequence& s, int64_t hkv, int64_t j0, int64_t n, int64_t end, const uint8_t* live,
+              float* to) const {
+    for (int64_t j = 0; j < end; j++)
+      to[j] = j < n && j0 + j < s.cols && (!live || live[j]) ? of.data[p.key_row(of.strides, s.b, hkv, s.k_first + j0 + j)] : 0.f;
   }
 
   // f(where the rows of keys j0 .. j0 + n - 1 of head hkv of k or v are): of pages each by itself, in a list with room for n. Rows behind
@@ -85,8 +86,8 @@ struct ForwardShape {
       const uint8_t* keep = mark_live_keys<T>(p, s, hkv, j, rows, live) ? live : nullptr;
       const typename T::elem* list[panel];
       if (p.eight != EightBits::none) {
-        scales(p.key_scale, s, hkv, j, panel, keep, to_scales + to);
-        scales(p.value_scale, s, hkv, j, panel, keep, to_scales + ld + to);
+        scales(p.key_scale, s, hkv, j, rows, panel, keep, to_scales + to);
+        scales(p.value_scale, s, hkv, j, rows, panel, keep, to_scales + ld + to);
       }
       with_rows(false, s, hkv, j, rows, list, stage,
                 [&](const auto& K) { pack_transposed<T>(K, rows, p.D, k + to * du, keep, panel, du); });

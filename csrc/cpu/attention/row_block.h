@@ -8,15 +8,14 @@
 
 #include "cpu/attention/direct.h"
 #include "cpu/attention/forward_shape.h"
+#include "cpu/attention/softmax_row.h"
 #include "cpu/core/arena.h"
 #include "cpu/core/philox.h"
 
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockKeys = 512;             // keys of a tile: a multiple of every kPanel
-constexpr int64_t kDirectRows = 4 * kTogether;  // up to here K and V are not packed at all
-constexpr int64_t kStageKeys = 32;              // rows in eight bits that are widened at once: they stay in L1
+constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
 
 template <class T>
 class RowBlock {
@@ -94,7 +93,7 @@ class RowBlock {
           pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_,
                                            nullptr);
         }
-      scale_scores(kv.k_scale ? kv.k_scale + (k0 - kv.first) : nullptr, kv.v_scale ? kv.v_scale + (k0 - kv.first) : nullptr);
+      v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, kv.k_scale, kv.v_scale, k0 - kv.first);
     };
     const auto output = [&] {
       for (int64_t col = 0; col < f_.dv; col += kPanel<T>) {
@@ -117,10 +116,8 @@ class RowBlock {
     using E = typename T::elem;
     uint8_t marks[kBlockKeys];
     const uint8_t* live = nullptr;
-    const int64_t given = ceil_div(p_.D, T::pack), units = round_up(given, T::width);
     alignas(64) packed queries[kDirectRows * kMaxHead];
-    for (int64_t r = 0; r < rows_; r++)
-      for (int64_t u = 0; u < units; u++) queries[r * units + u] = u < given ? Q_[r * f_.du + u] : packed(0);
+    const int64_t units = direct_queries<T>(Q_, f_.du, rows_, p_.D, queries);
     const bool eight = p_.eight != EightBits::none;
     const int64_t step_keys = eight ? kStageKeys : n, ahead_keys = eight ? 0 : kAheadRows;
     const E* list[kBlockKeys + kAheadRows];
@@ -137,9 +134,9 @@ class RowBlock {
         });
       }
       if (!eight) return;
-      for (int64_t j = n; j < round_up(n, int64_t(2 * T::width)); j++) k_scale[j] = v_scale[j] = 0;
-      f_.scales(p_.key_scale, s_, hkv, k0, n, live, k_scale), f_.scales(p_.value_scale, s_, hkv, k0, n, live, v_scale);
-      scale_scores(k_scale, v_scale);
+      const int64_t whole = round_up(n, int64_t(2 * T::width));
+      f_.scales(p_.key_scale, s_, hkv, k0, n, whole, live, k_scale), f_.scales(p_.value_scale, s_, hkv, k0, n, whole, live, v_scale);
+      v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, k_scale, v_scale, 0);
     };
     const auto output = [&] {
       for (int64_t j = 0; j < n; j += step_keys) {
@@ -153,6 +150,7 @@ class RowBlock {
     };
     step(k0, n, scores, output);
   }
+
   // Those of the keys `here` of the tile, of which the first has x's first row.
   template <class Values>
   void add_values(const Values& x, Range here) {
@@ -161,10 +159,9 @@ class RowBlock {
       for (int64_t g = 0; g < rows_; g += kRows<T>) {  // rows of one reach
         const Range all = reach_[g], keys{max(all.lo, j), min(all.hi, min(j + piece, here.hi))};
         if (keys.size() <= 0) continue;
-        const bool begins = keys.lo == all.lo;
         A alpha[kRows<T>];
         const int64_t rows = min<int64_t>(kRows<T>, rows_ - g);
-        for (int64_t r = 0; r < rows; r++) alpha[r] = !begins ? A(1) : started_[g] ? alpha_[g + r] : A(0);
+        for (int64_t r = 0; r < rows; r++) alpha[r] = keys.lo > all.lo ? A(1) : started_[g] ? alpha_[g + r] : A(0);
         const Values group{x.V, x.p + g * x.ld, x.ld, x.live, x.d};
         together(rows, [&](int64_t r, auto count) {
           direct_output<T, decltype(count)::value>(group, {keys.lo - here.lo, keys.hi - here.lo}, r, alpha, O_ + g * f_.dv, f_.dv);
@@ -210,8 +207,7 @@ class RowBlock {
       const auto [inv, lse] = result(r, h, rescale, dead);
       auto* out = static_cast<typename T::elem*>(p_.out) + s_.b * p_.os.b + h * p_.os.h + i * p_.os.l;
       for (int64_t d = 0; d < p_.Dv; d += T::width) T::store(out + d, p_.Dv - d, load(O_ + r * f_.dv + d) * inv);
-      if (!p_.lse) continue;
-      static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = lse;
+      if (p_.lse) static_cast<A*>(p_.lse)[s_.b * p_.lse_s.b + h * p_.lse_s.h + i * p_.lse_s.l] = lse;
     }
   }
 
@@ -237,22 +233,16 @@ class RowBlock {
   // One step of the online softmax. scores() writes S, output() adds P V to O; both see k0 and n as they are after trimming.
   template <class S, class O>
   INLINE void step(int64_t& k0, int64_t& n, const S& scores, const O& output) {
-    if (s_.unsorted_segments() && !trim(&k0, &n)) return;
-    if (!reach(k0, n)) return;
+    if (s_.unsorted_segments()) {
+      const Range met = s_.meeting({q0_, min(q0_ + nq_, s_.rows)}, {k0, min(k0 + n, s_.Lk)}, kPanel<T>);
+      k0 = met.lo, n = met.size();
+    }
+    if (n <= 0 || !reach(k0, n)) return;
     scores();
     for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
     if (p_.drop_threshold == 65536) return;
     output();
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
-  }
-
-  // Keys in eight bits: S times the scale of each key, and what P is to be multiplied by; both of the tile's keys, to whole vectors.
-  void scale_scores(const float* k_scale, const float* v_scale) {
-    v_scale_ = v_scale;
-    if constexpr (sizeof(A) == 4)
-      for (int64_t r = 0; r < rows_ && k_scale; r++)
-        for (int64_t j = reach_[r].lo; j < reach_[r].hi; j += T::width)
-          store(S_ + r * ld_ + j, vec(load(S_ + r * ld_ + j) * load(k_scale + j)));
   }
 
   // In live_, a mark for each kLiveKeys keys of which some row may see one.
@@ -300,19 +290,6 @@ class RowBlock {
     return any;
   }
 
-  // Unsorted segments: leaves away panels at either end of the tile in which no segment can match one of the queries'.
-  bool trim(int64_t* k0, int64_t* n) const {
-    const Range queries{q0_, min(q0_ + nq_, s_.rows)};
-    const auto meets = [&](int64_t j) { return s_.may_meet(queries, {j, min<int64_t>(j + kPanel<T>, s_.Lk)}); };
-    int64_t end = min(*k0 + *n, s_.Lk);
-    while (*k0 < end && !meets(*k0)) *k0 += kPanel<T>;
-    int64_t last = *k0;
-    for (int64_t j = *k0; j < end; j += kPanel<T>)
-      if (meets(j)) last = j + kPanel<T>;
-    *n = min(last, end) - *k0;
-    return *n > 0;
-  }
-
   // T::width rows: S -> P, m, l, alpha.
   void softmax(int64_t r0, int64_t k0, int64_t n) {
     const int64_t nr = min<int64_t>(T::width, rows_ - r0);
@@ -325,7 +302,7 @@ class RowBlock {
       const Range g = reach_[r];
       valid[i] = plain_ ? Range{max(seen_[r].lo - k0, g.lo), min(seen_[r].hi - k0, g.hi)} : g;
       if (g.size() == 0) continue;
-      row_max[i] = plain_ ? maximum(S_ + r * ld_, valid[i]) : modify(r, k0, n, g);
+      row_max[i] = plain_ ? row_maximum<T>(S_ + r * ld_, valid[i]) : modify(r, k0, n, g);
     }
     const vec m_old = load(m_ + r0), m_new = vmax(m_old, reduce_rows(row_max, op_max));
     store(m_ + r0, m_new);
@@ -345,16 +322,6 @@ class RowBlock {
       }
     }
     store(l_ + r0, fma(load(l_ + r0), alpha, reduce_rows(sums, op_add)));
-  }
-
-  static INLINE vec maximum(const A* s, Range v) {
-    vec x0 = set1<vec>(-kInfinity<A>), x1 = x0;
-    int64_t j = v.lo / T::width * T::width;
-    const auto masked = [&] { x0 = select(mask_range<vec>(v.lo - j, v.hi - j), vmax(x0, load(s + j)), x0), j += T::width; };
-    if (j < v.lo) masked();
-    for (; j + 2 * T::width <= v.hi; j += 2 * T::width) x0 = vmax(x0, load(s + j)), x1 = vmax(x1, load(s + j + T::width));
-    while (j < v.hi) masked();
-    return vmax(x0, x1);
   }
 
   // p = exp(s - m) of one row, its sum, and what dropout leaves of it in P. The sum makes lse, which is exact to float32 for any dtype:

@@ -105,6 +105,15 @@ class Sequence {
     const Range q = bounds(query_segments_, queries), k = bounds(key_segments_, keys);
     return k.lo <= q.hi && k.hi >= q.lo;
   }
+  // `keys` without the panels at either end of which none may_meet() the queries; empty if none does.
+  Range meeting(Range queries, Range keys, int64_t panel) const {
+    const auto meets = [&](int64_t j) { return may_meet(queries, {j, min(j + panel, Lk)}); };
+    while (keys.lo < keys.hi && !meets(keys.lo)) keys.lo += panel;
+    int64_t last = keys.lo;
+    for (int64_t j = keys.lo; j < keys.hi; j += panel)
+      if (meets(j)) last = j + panel;
+    return {keys.lo, min(last, keys.hi)};
+  }
   const int64_t* query_segments() const { return query_segments_; }
   const int64_t* key_segments() const { return key_segments_; }
 
