@@ -201,8 +201,9 @@ def choose(kernel: str, a: AttentionProblem) -> Config:
         kernel, capability(a.query.device), padded(max(a.head_dim, a.value_dim)), a.query.element_size(), score_mods=a.by_pair,
         tuned=tuned.table("attention", a.query.device),
     )  # fmt: skip
-    if a.key_scale is not None:  # the bits of a tile and what they are widened to take registers: half the keys of most
-        found = replace(found, BN=min(found.BN, 32), stages=1 if a.query.dtype == torch.float32 else found.stages)
+    if a.key_scale is not None:  # the bits of a tile and what they are widened to take registers: half of most tiles
+        stages = 1 if a.query.dtype == torch.float32 else found.stages
+        found = replace(found, BM=min(found.BM, 64), BN=min(found.BN, 32), stages=stages)
     queries, keys = block_size(a)
     return within(found, queries, keys, by_keys=kernel.endswith("dkdv")) if keys else found
 

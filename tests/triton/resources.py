@@ -55,6 +55,7 @@ SPILLING = re.compile(
     r"|sm_90 (window|global keys) D64 bf16 backward_dkdv|sm_100 global keys (D64 bf16|D128 fp32) backward_dq"
     r"|sm_(100|120) bias D256 bf16 backward_dkdv|sm_120 global keys bias D64 bf16 backward_dkdv"
     r"|sm_120 (blocks|segments) D256 bf16 backward_dkdv|sm_120 blocks D64 fp32 forward"
+    r"|sm_120 decode (int8|e4m3) pages D128 bf16 forward|sm_120 decode int8 D128 fp16 forward"
 )
 REFUSED = re.compile(r".* D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
@@ -138,13 +139,12 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"decode pages D{head_dim} bf16", attention("decode_pages", torch.bfloat16, head_dim, Lq=1, Lk=8192)
     yield "decode pages D128 fp32", attention("decode_pages", torch.float32, 128, Lq=1, Lk=8192)
     for name, eight in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
-        yield f"decode {name} D64 bf16", eight_bits("causal", torch.bfloat16, 64, eight, Lk=8192)
-        yield f"decode {name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, Lk=8192)
+        for head_dim in (64, 128, 256):
+            yield f"decode {name} D{head_dim} bf16", eight_bits("causal", torch.bfloat16, head_dim, eight, Lk=8192)
         yield f"decode {name} pages D128 bf16", eight_bits("decode_pages", torch.bfloat16, 128, eight, Lk=8192)
         yield f"decode {name} D128 fp16", eight_bits("causal", torch.float16, 128, eight, Lk=8192)
-        yield f"decode {name} D256 bf16", eight_bits("causal", torch.bfloat16, 256, eight, Lk=8192)
-        yield f"{name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, Lq=64, Lk=64)
-    yield "decode e4m3 D128 fp32", eight_bits("causal", torch.float32, 128, torch.float8_e4m3fn, Lk=8192)
+        yield f"{name} D128 bf16", eight_bits("causal", torch.bfloat16, 128, eight, 64, 64)
+        yield f"decode {name} D128 fp32", eight_bits("causal", torch.float32, 128, eight, Lk=8192)
     large = torch.ones(1024, 1024, dtype=torch.bool)
     yield "mask lists D64 bf16", attention("full", torch.bfloat16, 64, B=8, Lq=1024, Lk=1024, attn_mask=large)
     for name, head_dim in (("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)):

@@ -54,10 +54,34 @@ INLINE void put(E* to, vf v) {
   from_float(to, v);
 }
 
+#if defined(__AVX512BF16__)
+// 32 numbers as bfloat16. e4m3 by integers, in half the time of the way by float: another exponent for what is normal, and eight values for
+// what is not.
+template <bool INT8>
+INLINE __m512i widen_pairs(const uint8_t* p) {
+  if constexpr (INT8) {
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)int8_to_float(p + kFloatLanes), (__m512)int8_to_float(p));
+  } else {
+    alignas(64) static const uint16_t kSubnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i size = _mm512_and_si512(x, _mm512_set1_epi16(0x7f)), sign = _mm512_slli_epi16(_mm512_xor_si512(x, size), 8);
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    const __mmask32 small = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f));
+    const __m512i number = _mm512_mask_permutexvar_epi16(normal, small, size, _mm512_load_si512(kSubnormal));
+    return _mm512_or_si512(_mm512_mask_mov_epi16(number, nan, _mm512_set1_epi16(0x7fc0)), sign);
+  }
+}
+#endif
+
 template <bool INT8, class E>
 INLINE void widen_row(const uint8_t* row, int64_t d, E* to) {
   const auto widened = [](const uint8_t* p) { return INT8 ? int8_to_float(p) : e4m3_to_float(p); };
   int64_t c = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<E, bf16>)
+    for (; c + 2 * kFloatLanes <= d; c += 2 * kFloatLanes) _mm512_storeu_si512(to + c, widen_pairs<INT8>(row + c));
+#endif
   for (; c + kFloatLanes <= d; c += kFloatLanes) put(to + c, widened(row + c));
   if (c == d) return;
   uint8_t rest[kFloatLanes] = {};
