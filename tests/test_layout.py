@@ -71,6 +71,7 @@ NAMES = {
     "bench/tools/curves.py": "attention beside convolution and recurrence",
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
     "bench/tools/performance.py": "aims for named cases, some called as their op",
+    "bench/tools/tokens.py": "positions of a model",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",
     "pytransformer/testing/drop_in_table.py": "of drop-in attention",
