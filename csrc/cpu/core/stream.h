@@ -2,6 +2,9 @@
 // Stores past the caches, for results that are larger than they: a plain store first reads the line that it will overwrite.
 #pragma once
 
+#include <cstring>
+
+#include "common/strides.h"
 #include "cpu/core/traits.h"
 
 namespace pt {
@@ -23,6 +26,43 @@ INLINE void stream_fence() {
 #if defined(__AVX__)
   _mm_sfence();
 #endif
+}
+
+// The same of half as many bytes.
+INLINE void stream_half(void* p, const void* half) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(static_cast<const __m256i*>(half)));
+#elif defined(__AVX__)
+  _mm_stream_si128(static_cast<__m128i*>(p), _mm_loadu_si128(static_cast<const __m128i*>(half)));
+#else
+  std::memcpy(p, half, kVecBytes / 2);
+#endif
+}
+
+// Whether a vector of T can be streamed to each of them: columns are whole vectors, and every row begins at one.
+template <class T>
+INLINE bool streamable(const RowsOut& t, int64_t columns) {
+  constexpr int64_t bytes = T::width * int64_t(sizeof(typename T::elem));
+  const auto whole = [&](int64_t elements) { return elements * int64_t(sizeof(typename T::elem)) % bytes == 0; };
+  return reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && whole(t.outer) && whole(t.inner) && whole(columns);
+}
+
+// Stores a vector, past the caches if STREAM, and returns it as T::load would read it back.
+template <class T, bool STREAM, class Lanes>
+INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) {
+  constexpr bool rounds = sizeof(typename T::elem) < sizeof(typename T::acc);
+  if constexpr (!STREAM) {
+    T::store(p, lanes, v);
+    if constexpr (rounds) return T::load(p, lanes);
+  } else if constexpr (rounds) {
+    alignas(kVecBytes) typename T::elem half[T::width];
+    T::store(half, T::width, v);
+    stream_half(p, half);
+    return T::load(half);
+  } else {
+    stream(p, (vi32)v);
+  }
+  return v;
 }
 
 // out[0, n) = row[0, n), aligned and padded to whole vectors, converted. streaming: out is a multiple of kVecBytes.
