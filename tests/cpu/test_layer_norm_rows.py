@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's norms: stores past the caches, and rows that begin with what is unlike the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pytransformer as pt
+
+
+@pytest.mark.parametrize("kind", ("layer", "rms"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -> None:
+    """Results of 12 MB and more are stored past the caches; the same rows in parts are not. Bit by bit the same."""
+    generator = torch.Generator().manual_seed(2)
+    x, residual = (torch.randn(6528, 1024, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(1024, generator=generator).to(dtype)
+    with pt.use_backend(layer_norm="cpu", rms_norm="cpu", add_norm="cpu"):
+        plain = (
+            (lambda t: pt.rms_norm(t, (1024,), weight))
+            if kind == "rms"
+            else (lambda t: pt.layer_norm(t, (1024,), weight, weight))
+        )
+        assert torch.equal(plain(x), torch.cat([plain(part) for part in x.split(700)]))
+        whole = pt.add_norm(x, residual, weight, kind=kind)
+        parts = [pt.add_norm(a, b, weight, kind=kind) for a, b in zip(x.split(700), residual.split(700))]
+        for got, pieces in zip(whole, zip(*parts)):
+            assert torch.equal(got, torch.cat(pieces))
+
+
+@pytest.mark.parametrize("columns", (1, 2, 3, 5, 64, 1000))
+@pytest.mark.parametrize("first", (0.0, 1e3, -1e6))
+def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:
+    """No first number may decide how exact the statistics are."""
+    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 100
+    x[:, :4] += first
+    x = x.float()
+    with pt.use_backend(layer_norm="cpu", add_norm="cpu"):
+        got = pt.layer_norm(x, (columns,), eps=1e-3)
+        added, _ = pt.add_norm(torch.zeros_like(x), x, torch.ones(columns), eps=1e-3)
+    exact = torch.nn.functional.layer_norm(x.double(), (columns,), eps=1e-3)
+    # An input of size s has its last bit at eps s; what that is in units of the row's deviation no kernel can know better.
+    deviation = (x.double().var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
+    allowed = 4 * torch.finfo(torch.float32).eps * (1 + exact.abs() + x.double().abs() / deviation)
+    assert ((got - exact).abs() <= allowed).all() and ((added - exact).abs() <= allowed).all()
+
+
+def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
+    weight = torch.ones(32)
+    kept = pt.add_norm(torch.ones(64, 32), None, weight, dropout_p=0.5, dropout_seed=7)[1] != 0
+    x[:, 0] = float("nan")
+    with pt.use_backend(add_norm="cpu"):
+        normed, total = pt.add_norm(x, None, weight, dropout_p=0.5, dropout_seed=7)
+    assert (~kept[:, 0]).any() and kept[:, 0].any()
+    assert torch.equal(normed.isfinite().all(-1), ~kept[:, 0]) and torch.equal(total[:, 0].isnan(), kept[:, 0])
