@@ -186,7 +186,28 @@ def test_the_edge_checks_shapes() -> None:
 
     def call(key_start: int = 0, dense: Tensor | None = None, **changed: Tensor) -> None:
         blocks = mask.blocks._replace(**changed)
-        shared = [dense, *[None] * 11, *blocks, None, False, 0, 0, -1, -1, 0, 0, 0, 0, key_start, 200, 200, 1.0, 0.0, 0.0]
+        shared = [
+            dense,
+            *[None] * 11,
+            *blocks,
+            None,
+            None,
+            False,
+            0,
+            0,
+            -1,
+            -1,
+            0,
+            0,
+            0,
+            0,
+            key_start,
+            200,
+            200,
+            1.0,
+            0.0,
+            0.0,
+        ]
         cuda_library.call("attention_fwd", query.device, query, query, query, torch.empty_like(query), lse, *shared)
 
     call()

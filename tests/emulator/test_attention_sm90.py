@@ -184,7 +184,7 @@ def test_schedules_give_equal_bits() -> None:
     importlib.util.find_spec("pytransformer._C") is None, reason="_C was not built (_build_info.json says why)"
 )
 def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    query = torch.zeros(1, 2, 20, 64, dtype=torch.float16)
+    query = torch.zeros(1, 2, 40, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
     wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
@@ -215,7 +215,7 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_portable_kernels_take_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32, and PYTRANSFORMER_CUDA_PATH=portable: no product of a warpgroup."""
-    query, key = torch.randn(1, 1, 20, 64).half(), torch.randn(1, 1, 30, 64).half()
+    query, key = torch.randn(1, 1, 40, 64).half(), torch.randn(1, 1, 30, 64).half()
     products = torch.ops.pytransformer_C.emulator_products
     before = products()
     pt.attention(query.float(), key.float(), key.float(), backend="cuda")

@@ -52,20 +52,25 @@ def test_a_step(dtype: torch.dtype, table: torch.dtype | None, length: int) -> N
     same_in_both(step, (query,), ())
 
 
+ANGLES = torch.linspace(-2, 2, 96, dtype=torch.float64).reshape(2, 3, 16)
+TURNS: dict[str, dict[str, Any]] = {
+    "positions": {"positions": torch.tensor([3, 4, 5])},
+    "interleaved": {"positions": torch.tensor([[3, 4, 5]], dtype=torch.int32), "interleaved": True},
+    "partial": {"positions": torch.tensor([[3, 4, 5], [70000, -2, 0]]), "dims": 6},
+    "yarn": {"positions": torch.tensor([3, 4, 5]), "base": 500.0, "scaling": pt.RotaryScaling("yarn", 4.0, 32)},
+    "linear": {"positions": torch.tensor([3, 4, 5]), "scaling": pt.RotaryScaling("linear", 4)},
+    "tables": {"cos": ANGLES[0, :, :8].float().cos(), "sin": ANGLES[0, :, :8].float().sin()},
+    "tables of each sequence": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
+}
+PYTHONS: dict[str, dict[str, Any]] = {
+    "frequencies": {"positions": torch.arange(3), "frequencies": torch.linspace(0.1, 1, 8)},
+    "dynamic": {"positions": torch.arange(3), "scaling": pt.RotaryScaling("dynamic", 2.0, 2)},
+    "base of integers": {"positions": torch.arange(3), "base": 10000},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"positions": torch.tensor([3, 4, 5])},
-        {"positions": torch.tensor([[3, 4, 5]], dtype=torch.int32), "interleaved": True},
-        {"positions": torch.tensor([[3, 4, 5], [70000, -2, 0]]), "dims": 6},
-        {"positions": torch.tensor([3, 4, 5]), "base": 500.0, "scaling": pt.RotaryScaling("yarn", 4.0, 32)},
-        {"positions": torch.tensor([3, 4, 5]), "scaling": pt.RotaryScaling("linear", 4)},
-        {"cos": torch.randn(3, 8), "sin": torch.randn(3, 8)},
-        {"cos": torch.randn(2, 3, 16, dtype=torch.float64), "sin": torch.randn(2, 3, 16, dtype=torch.float64)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TURNS.values(), ids=TURNS)
 def test_rotary_is_the_python_lanes_bitwise(dtype: torch.dtype, options: dict[str, Any]) -> None:
     x, weight = torch.randn(2, 3, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_(), torch.randn(16, requires_grad=True)
     for given, wanted in (({}, (x,)), ({"weight": weight, "weight_offset": 1.0}, (x, weight))):
@@ -73,15 +78,7 @@ def test_rotary_is_the_python_lanes_bitwise(dtype: torch.dtype, options: dict[st
         same_in_both(pt.rotary, (x,), wanted, **options, **given)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"positions": torch.arange(3), "frequencies": torch.rand(8)},
-        {"positions": torch.arange(3), "scaling": pt.RotaryScaling("dynamic", 2.0, 2)},
-        {"positions": torch.arange(3), "base": 10000},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", PYTHONS.values(), ids=PYTHONS)
 def test_what_python_works_out_is_left_to_it(options: dict[str, Any]) -> None:
     x = torch.randn(2, 2, 3, 16)
     assert not taken_by("rotary", x, **options)

@@ -146,12 +146,11 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
   const Rows V = x.V.rows.from_column(col);
   // one query's products hide behind plain reading (f32: the memory's whole rate; with asking 70 % of it)
   constexpr bool asks = R > 1 || !std::is_same_v<Rows, StridedRows<typename T::elem>>;
-  constexpr int64_t bytes = NC * T::width * int64_t(sizeof(typename T::elem));
   if constexpr (T::pack == 1) {
     const int64_t last = columns - (NC - 1) * T::width;
     for (int64_t j = keys.lo; j < keys.hi; j++) {
       if (x.live && !x.live[j]) continue;
-      if (asks) x.V.ask(j, col, bytes);
+      if (asks && col == 0) x.V.ask(j, 0, x.d * int64_t(sizeof(typename T::elem)));
       const typename T::elem* row = V(j);
       vec w[R];
       UNROLL for (int r = 0; r < R; r++) w[r] = set1<vec>(p[r * x.ld + j]);
@@ -179,7 +178,7 @@ void direct_columns(const DirectValues<T, Rows>& x, Range keys, int64_t col, int
     int64_t j = keys.lo;
     if (!x.live && columns == NC * T::width && NC > 1)  // nothing to look at
       for (; j + 2 <= keys.hi; j += 2) {
-        if (asks) x.V.ask(j, col, bytes), x.V.ask(j + 1, col, bytes);
+        if (asks && col == 0) x.V.ask(j, 0, x.d * int64_t(sizeof(typename T::elem))), x.V.ask(j + 1, 0, x.d * int64_t(sizeof(typename T::elem)));
         const typename T::elem *a = V(j), *b = V(j + 1);
         UNROLL for (int c = 0; c + 1 < NC; c += 2) add(j, c, T::load_units(a + c / 2 * step, step), T::load_units(b + c / 2 * step, step));
       }
