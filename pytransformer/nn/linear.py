@@ -18,20 +18,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     There PyTorch's libraries, made for large products, read the weights at a third to two thirds of the rate at which one row is read
     after another (docs/decisions/0137-few-rows.md). Ours forms each element as one sum along k, in float32 (float64 for float64), rounded
-    once; its order depends on k alone.
+    once; its order depends on k and on how the weights lie, and on nothing else.
 
     Args:
-        x: (..., k). weight: (n, k). bias: (n,) or None.
+        x: (..., k). weight: (n, k), contiguous or the transpose of a contiguous (k, n). bias: (n,) or None.
     """
-    if not torch.compiler.is_compiling() and _few_rows_of_plain_numbers(x, weight, bias):
-        return linear_of_few_rows(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return linear_of_few_rows(x, weight, bias) if is_of_few_rows(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def is_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel is for this call: small, on the CPU, of one dtype and layout, with nobody watching or differentiating."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
         and weight.dim() == 2
         and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
         and unwatched(x, (x, weight, bias))
@@ -41,7 +40,7 @@ def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torc
         and x.layout == weight.layout == torch.strided
         and weight.numel() > 0
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
-        and weight.is_contiguous()
+        and (weight.is_contiguous() or weight.stride() == (1, weight.shape[0]))
         and not torch.is_autocast_enabled("cpu")
         and not needs_gradient(x, weight, bias)
         and weight.device == x.device

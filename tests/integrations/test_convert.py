@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytransformer as pt
 from pytransformer.integrations.convert import rules
+from pytransformer.nn import linear as nn_linear
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
     FAMILIES,
@@ -125,6 +126,29 @@ def test_what_ran(hugging_face: Any) -> None:
         model(**inputs_of(family, "right"))
     layer = ["attention_fwd", "add_norm_fwd", "feed_forward_fwd", "add_norm_fwd"]
     assert [op for op, _ in ran] == ["layer_norm_fwd", *layer, *layer, "layer_norm_fwd"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_gpt2_read_conv1d_where_it_lies(
+    hugging_face: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Four products a layer and the vocabulary's in a step; none with a gradient or in a longer prompt: there the modules are their own."""
+    seen: list[tuple[int, ...]] = []
+    run = nn_linear.linear_of_few_rows
+    monkeypatch.setattr(nn_linear, "linear_of_few_rows", lambda x, w, b: (seen.append(w.stride()), run(x, w, b))[1])
+    eager = FAMILIES["gpt2"].build("eager").to(dtype).eval()
+    model = copy.deepcopy(eager)
+    pt.integrations.convert(model, kinds=["linear"])
+    ids = torch.arange(3, 15).view(1, 12)
+    assert torch.equal(model(input_ids=ids[:, :5]).logits, eager(input_ids=ids[:, :5]).logits) and not seen
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, eager(input_ids=ids).logits) and not seen
+        steps = [
+            m(input_ids=ids[:, -1:], past_key_values=m(input_ids=ids[:, :-1]).past_key_values).logits for m in (model, eager)
+        ]
+    assert distance(steps[0].float(), steps[1].float()) < model_distance_limit(dtype)
+    conv1d = [m.weight.t().stride() for m in model.modules() if type(m).__name__ == "Conv1D"]
+    assert len(conv1d) == 8 and seen == [*conv1d, model.lm_head.weight.stride()]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -16,10 +16,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from pytransformer.nn import linear as module
 from pytransformer.nn.linear import FEW_ROWS, Linear, linear
 from pytransformer.ops._core import native
+from pytransformer.testing.guarded import place
 
 # Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
 BOUND = {torch.float32: (2.0, 6.0), torch.bfloat16: (1.0, 1.0), torch.float16: (1.0, 1.0), torch.float64: (2.0, 6.0)}
-SIZES = [(1, 1), (3, 2), (31, 5), (32, 64), (33, 63), (100, 65), (768, 7), (1023, 130), (1025, 66), (4099, 9)]
+SIZES = [
+    (1, 1),
+    (3, 2),
+    (31, 5),
+    (32, 64),
+    (33, 63),
+    (100, 65),
+    (768, 7),
+    (1023, 130),
+    (1025, 66),
+    (4099, 9),
+    (9, 1100),
+    (264, 513),
+]
+LAYOUTS = ["rows", "columns"]  # along which the weights lie: (n, k), or the transpose of a (k, n)
 
 
 @pytest.fixture
@@ -38,28 +53,37 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def operands(rows: int, k: int, n: int, dtype: torch.dtype, offset: float = 0.0) -> tuple[torch.Tensor, ...]:
+def operands(
+    rows: int, k: int, n: int, dtype: torch.dtype, offset: float = 0.0, layout: str = "rows"
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(rows * 7919 + k * 31 + n)
-    return tuple((torch.randn(shape, generator=generator) + offset).to(dtype) for shape in ((rows, k), (n, k), (n,)))
+    x, weight, bias = ((torch.randn(shape, generator=generator) + offset).to(dtype) for shape in ((rows, k), (n, k), (n,)))
+    return x, lying(weight, layout), bias
 
 
-def long_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
-    """In 80 bits."""
-    a, w = (t.double().numpy().astype(np.longdouble) for t in (x, weight))
+def lying(weight: torch.Tensor, layout: str, where: str = "contiguous") -> torch.Tensor:
+    """Among NaN, which a read outside would meet."""
+    return place(weight, where) if layout == "rows" else place(weight.t(), where).t()
+
+
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
+    """In float64, of float64 in 80 bits."""
+    a, w = (t.double().numpy().astype(np.longdouble if x.dtype == torch.float64 else np.float64) for t in (x, weight))
     return a @ w.T + (0 if bias is None else bias.double().numpy())
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
-def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: torch.dtype, layout: str) -> None:
     for k, n in SIZES:
         for offset in (0.0, 1.0):
-            x, weight, bias = operands(rows, k, n, dtype, offset)
+            x, weight, bias = operands(rows, k, n, dtype, offset, layout)
             for b in (bias, None):
                 with torch.no_grad():
                     out = linear(x, weight, b)
                 exact, scale = (
-                    long_linear(*(None if t is None else change(t) for t in (x, weight, b)))
+                    exact_linear(*(None if t is None else change(t) for t in (x, weight, b)))
                     for change in (torch.clone, torch.abs)
                 )
                 assert out.dtype == dtype and out.shape == exact.shape
@@ -68,8 +92,9 @@ def test_every_element_is_within_the_bound(calls: list[int], rows: int, dtype: t
     assert calls == [rows] * (4 * len(SIZES))
 
 
-def test_shapes_and_strides(calls: list[int]) -> None:
-    x, weight, bias = operands(6, 96, 40, torch.float32)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes_and_strides(calls: list[int], layout: str) -> None:
+    x, weight, bias = operands(6, 96, 40, torch.float32, layout=layout)
     want = F.linear(x, weight, bias)
     with torch.inference_mode():
         assert torch.allclose(linear(x.view(2, 3, 96), weight, bias), want.view(2, 3, 40), atol=1e-5)
@@ -78,12 +103,29 @@ def test_shapes_and_strides(calls: list[int]) -> None:
         assert torch.allclose(
             linear(x.view(3, 2, 96).transpose(0, 1), weight), (want - bias).view(3, 2, 40).transpose(0, 1), atol=1e-5
         )
-    assert calls == [6, 6, 1, 6]
+        off = lying(weight, layout, "offset")  # one element off any alignment
+        assert off.data_ptr() % 64 and torch.equal(linear(x, off, bias), linear(x, weight, bias))
+    assert calls == [6, 6, 1, 6, 6, 6]
 
 
-def test_not_a_number_stays_in_its_row_and_column(calls: list[int]) -> None:
-    x, weight, _ = operands(5, 70, 67, torch.float32)
-    x[2, 69], weight[66, 0] = torch.nan, torch.inf
+def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
+    x, weight, _ = operands(6, 96, 40, torch.float32)
+    with torch.no_grad():
+        for other in (
+            weight[::2],
+            weight[:, ::2].t().contiguous().t()[::2],
+            weight.t().contiguous()[:, ::2].t(),
+            weight[:1].expand(4, 96),
+        ):
+            assert torch.equal(linear(x[:, : other.shape[1]], other), F.linear(x[:, : other.shape[1]], other))
+    assert calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_not_a_number_stays_in_its_row_and_column(calls: list[int], layout: str, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(5, 71, 67, dtype, layout=layout)
+    x[2, 70], weight[66, 0] = torch.nan, torch.inf
     with torch.no_grad():
         out = linear(x, weight)
     want = torch.zeros(5, 67, dtype=torch.bool)
@@ -92,8 +134,9 @@ def test_not_a_number_stays_in_its_row_and_column(calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_and_other_rows_change_nothing(calls: list[int], dtype: torch.dtype) -> None:
-    x, weight, bias = operands(8, 770, 1000, dtype)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_threads_and_other_rows_change_nothing(calls: list[int], dtype: torch.dtype, layout: str) -> None:
+    x, weight, bias = operands(8, 770, 1000, dtype, layout=layout)
     threads = torch.get_num_threads()
     with torch.no_grad():
         try:

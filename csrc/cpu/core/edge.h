@@ -25,7 +25,13 @@ class Edge {
                     ": ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
     return t->mutable_data_ptr();
   }
-  // The same, to be written.
+  // A (rows, columns) matrix whose transpose is contiguous.
+  void* transposed(const Tensor& t, const char* name, int64_t rows, int64_t columns) const {
+    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == columns && t.stride(0) == 1 && t.stride(1) == rows && t.scalar_type() == dtype_, op_,
+                    ": ", name, " or its transpose must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
+    return t.mutable_data_ptr();
+  }
+  // A matrix as above, to be written.
   void* target(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
     void* data = matrix(t, name, rows, columns);
     if (data) advise_huge_pages(data, t->numel() * t->element_size());

@@ -55,7 +55,7 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
-// out = x weight^T + bias.
+// out = x weight^T + bias. weight or its transpose is contiguous.
 void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "linear: x and weight must be matrices");
   STD_TORCH_CHECK(x.numel() > 0 && weight.numel() > 0, "linear: nothing to multiply");
@@ -64,10 +64,11 @@ void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) 
   p.dtype = pt::dtype_of(x, "linear: x", pt::Float64::taken);
   p.rows = x.size(0), p.hidden = x.size(1), p.out = weight.size(0);
   p.x = edge.matrix(x, "x", p.rows, p.hidden);
-  p.w2 = edge.matrix(weight, "weight", p.out, p.hidden);
+  const bool along_k = !weight.is_contiguous();
+  p.w2 = along_k ? edge.transposed(weight, "weight", p.out, p.hidden) : edge.matrix(weight, "weight", p.out, p.hidden);
   p.b2 = edge.vector(bias, "bias", p.out);
   p.threads = pt::pool_threads();
-  PT_SELECT(feed_forward_kernels).linear(p, edge.target(out, "out", p.rows, p.out));
+  PT_SELECT(feed_forward_kernels).linear(p, along_k, edge.target(out, "out", p.rows, p.out));
 }
 
 void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight, Tensor w2, Tensor pre, MaybeTensor gate,

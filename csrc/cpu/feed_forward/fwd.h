@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/core/column_dropout.h"
-#include "cpu/core/few_rows.h"
+#include "cpu/core/few_rows_along_k.h"
 #include "cpu/core/matmul_epilogues.h"
 #include "cpu/feed_forward/activations.h"
 #include "cpu/feed_forward/problem.h"
@@ -105,12 +105,13 @@ void forward_products(const FeedForwardProblem& p, const FeedForwardForward& f, 
   visit_product<T, 1>(down, rows, p.out, p.hidden, p.threads, store, visit);
 }
 
-// The last of these products alone, of x itself.
+// The last of these products alone, of x itself. along_k: w2 is (hidden, out).
 template <class T>
-void feed_forward_linear(const FeedForwardProblem& p, void* y) {
-  const Product<T> one[1] = {{rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, p.hidden, false)}};
+void feed_forward_linear(const FeedForwardProblem& p, bool along_k, void* y) {
+  const Product<T> one[1] = {{rows_of<T>(p.x, p.hidden, false), rows_of<T>(p.w2, along_k ? p.out : p.hidden, along_k)}};
   const StoreEpilogue<T> store(elements<T>(y), p.rows, p.out, p.b2);
-  visit_product<T, 1>(one, p.rows, p.out, p.hidden, p.threads, store, RunProduct());
+  if (FewRowsAlongK<T>::pays(one[0], p.rows)) FewRowsAlongK<T>(one[0], p.rows, p.out, p.hidden, p.threads).run(store);
+  else visit_product<T, 1>(one, p.rows, p.out, p.hidden, p.threads, store, RunProduct());
 }
 
 template <class T>

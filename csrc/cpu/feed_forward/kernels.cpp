@@ -25,12 +25,12 @@ void backward(const FeedForwardProblem& p, const FeedForwardBackward& f) {
   }
 }
 
-void linear(const FeedForwardProblem& p, void* y) {
+void linear(const FeedForwardProblem& p, bool along_k, void* y) {
   switch (p.dtype) {
-    case DType::f32: return feed_forward_linear<Float<float>>(p, y);
-    case DType::bf16: return feed_forward_linear<Bf16>(p, y);
-    case DType::f16: return feed_forward_linear<Float<f16>>(p, y);
-    case DType::f64: return feed_forward_linear<Double>(p, y);
+    case DType::f32: return feed_forward_linear<Float<float>>(p, along_k, y);
+    case DType::bf16: return feed_forward_linear<Bf16>(p, along_k, y);
+    case DType::f16: return feed_forward_linear<Float<f16>>(p, along_k, y);
+    case DType::f64: return feed_forward_linear<Double>(p, along_k, y);
   }
 }
 

@@ -42,7 +42,8 @@ struct FeedForwardBackward {
 struct FeedForwardKernels {
   void (*forward)(const FeedForwardProblem&, const FeedForwardForward&);
   void (*backward)(const FeedForwardProblem&, const FeedForwardBackward&);
-  void (*linear)(const FeedForwardProblem&, void* y);   // y = x w2^T + b2 of (rows, hidden) x, of the few rows that a step of decoding has
+  // y = x w2^T + b2 of (rows, hidden) x, of the few rows that a step of decoding has. along_k: w2 is (hidden, out), y = x w2 + b2.
+  void (*linear)(const FeedForwardProblem&, bool along_k, void* y);
   int64_t (*scratch_bytes)(const FeedForwardProblem&);  // of both, with all gradients; of the sizes alone
 };
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of torch.nn: norms, nn.MultiheadAttention, and the layers of nn.Transformer."""
+"""Modules of torch.nn: linear layers (and GPT-2's), norms, nn.MultiheadAttention, and the layers of nn.Transformer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...nn.linear import linear
+from ...nn.linear import is_of_few_rows, linear
 from ...ops.attention import attention
 from ...ops.layer_norm import layer_norm, rms_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unfusable
@@ -32,6 +32,14 @@ class FewRows:
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
+
+
+class FewRowsOfConv1D:
+    """``x W + b``, W (k, n), of GPT-2: a step of decoding at the rate at which W is read where it lies; any other product is its own."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.t()
+        return linear(x, weight, self.bias) if is_of_few_rows(x, weight, self.bias) else super().forward(x)  # type: ignore[misc]
 
 
 # ---- attention
@@ -222,6 +230,7 @@ def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
 
 RULES |= {
     nn.Linear: Rule("linear", "products of few rows", FewRows),
+    "transformers.pytorch_utils.Conv1D": Rule("linear", "products of few rows", FewRowsOfConv1D, digests=("28cae277c3f2",)),
     nn.LayerNorm: Rule("norm", "layer_norm", LayerNorm),
     nn.RMSNorm: Rule("norm", "rms_norm", RMSNorm),
     nn.MultiheadAttention: Rule(

@@ -90,8 +90,8 @@ def _run_forward(a: Any, pre: Any, gate: Any, out: Any) -> None:
 
 
 def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x weightᵀ + bias`` of a few rows, (..., k) and a contiguous (n, k), of one dtype, without gradient; PyTorch's if there is no
-    library."""
+    """``x weightᵀ + bias`` of a few rows, (..., k) and (n, k), which or whose transpose is contiguous, of one dtype, without gradient;
+    PyTorch's if there is no library."""
     if native.why_not("feed_forward_linear") is not None:
         return torch.nn.functional.linear(x, weight, bias)
     rows = _matrix(x)
