@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// pt.feed_forward: the lowering of ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
+// pt.feed_forward, and nn.linear of few rows: the lowering of nn/linear.py and ops/feed_forward.py and ops/_backends/cpu/feed_forward.py.
 #include <ATen/EmptyTensor.h>
 
 #include "../common/activation.h"
@@ -130,7 +130,51 @@ struct FeedForward {
   }
 };
 
+// x weight^T + bias of few rows, without gradient: of_few_rows of nn/linear.py. Nothing where the call is not for it.
+Tensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  static const auto raw =
+      raw_op<void(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& out)>("pytransformer_C::feed_forward_linear");
+  if (!x.is_cpu() || !floating(x) || autocast_casts(x) || !x.numel()) return {};
+  if (!PT_FAULT(many_rows_taken) && x.numel() > limits.few_rows * weight.size(1)) return {};
+  if (x.scalar_type() != weight.scalar_type() || x.size(-1) != weight.size(1) || !weight.size(0)) return {};
+  if (!weight.is_contiguous() && (weight.stride(0) != 1 || weight.stride(1) != weight.size(0))) return {};
+  if (!PT_FAULT(any_bias_taken) && bias.defined() && (bias.scalar_type() != x.scalar_type() || bias.sizes() != weight.sizes().slice(0, 1)))
+    return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  c10::DimVector shape(x.sizes());
+  shape.back() = weight.size(0);
+  const Tensor out = empty(shape, x.options());
+  raw.call(matrix(x), weight, vector(bias, work_dtype(x)), matrix(out));
+  return out;
+}
+
+// Of a matrix, without the dispatcher.
+Tensor transposed(const Tensor& t) {
+  const auto seen = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(), /*allow_tensor_metadata_change=*/true);
+  seen->set_sizes_and_strides(at::IntArrayRef{t.size(1), t.size(0)}, at::IntArrayRef{t.stride(1), t.stride(0)});
+  return Tensor(seen);
+}
+
 }  // namespace
+
+// x, weight, bias, and whether weight is (k, n).
+LANE_ENTRY(linear) {
+  HANDLE_TH_ERRORS
+  if (count != 4 || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  Reader read;
+  const Tensor x = read.tensor(a[0]), weight = read.tensor(a[1]), bias = read.tensor_or_none(a[2]);
+  const bool along_k = read.boolean(a[3]);
+  read.require(PT_FAULT(linear_without_gradient) || !needs_gradient({x, weight, bias}));
+  if (!read || x.dim() == 0 || weight.dim() != 2) Py_RETURN_NOTIMPLEMENTED;
+  Tensor out;
+  {
+    const WithoutGil others_run;
+    out = linear_of_few_rows(x, along_k ? transposed(weight) : weight, bias);
+  }
+  if (!out.defined()) Py_RETURN_NOTIMPLEMENTED;
+  return THPVariable_Wrap(std::move(out));
+  END_HANDLE_TH_ERRORS
+}
 
 LANE_ENTRY(feed_forward) {
   HANDLE_TH_ERRORS

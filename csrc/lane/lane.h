@@ -70,7 +70,7 @@ bool plain(PyObject* tensor);  // its Python type too
 void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
 PyObject* fact(const char* name);  // borrowed; the caller has the GIL
 struct Limits {
-  int64_t kept_bytes = 0, held_bytes = 0;
+  int64_t kept_bytes = 0, held_bytes = 0, few_rows = 0;
 };
 extern Limits limits;  // those of the facts that are numbers
 
@@ -329,6 +329,7 @@ LANE_ENTRY(layer_norm);
 LANE_ENTRY(rms_norm);
 LANE_ENTRY(add_norm);
 LANE_ENTRY(feed_forward);
+LANE_ENTRY(linear);  // of pytransformer.nn
 LANE_ENTRY(linear_cross_entropy);
 LANE_ENTRY(rotary);
 LANE_ENTRY(append_kv);

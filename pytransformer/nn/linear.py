@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..ops._backends.cpu.feed_forward import FEW_ROWS, linear_of_few_rows
+from ..ops._core import lane
 from ..ops._core.autograd import needs_gradient, unwatched
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -23,14 +24,27 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Args:
         x: (..., k). weight: (n, k), contiguous or the transpose of a contiguous (k, n). bias: (n,) or None.
     """
-    return linear_of_few_rows(x, weight, bias) if is_of_few_rows(x, weight, bias) else F.linear(x, weight, bias)
+    found = of_few_rows(x, weight, bias)
+    return F.linear(x, weight, bias) if found is None else found
 
 
-def is_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def of_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, along_k: bool = False
+) -> torch.Tensor | None:
+    """:func:`linear` where the kernel is for the call, else None. ``along_k``: weight is (k, n), as ``Conv1D`` of transformers has it."""
+    if torch.compiler.is_compiling():
+        return None
+    found = lane.linear(x, weight, bias, along_k)
+    if found is not NotImplemented:
+        return found
+    weight = weight.t() if along_k else weight
+    return linear_of_few_rows(x, weight, bias) if _few_rows_of_plain_numbers(x, weight, bias) else None
+
+
+def _few_rows_of_plain_numbers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the kernel is for this call: small, on the CPU, of one dtype and layout, with nobody watching or differentiating."""
     return (
-        not torch.compiler.is_compiling()
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and weight.dim() == 2
         and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
         and unwatched(x, (x, weight, bias))

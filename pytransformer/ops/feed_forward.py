@@ -174,7 +174,7 @@ def _prepare(
 
 
 feed_forward_op.prepare = _prepare
-lane.facts |= {"held_bytes": cpu.HELD_BYTES}
+lane.facts |= {"held_bytes": cpu.HELD_BYTES, "few_rows": cpu.FEW_ROWS}
 
 
 # ---- backends

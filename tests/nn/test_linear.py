@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows: right for every size, layout and dtype, and PyTorch's wherever somebody differentiates or watches."""
+"""Products of few rows, by way of the C++ lane and of Python: right for every size, layout and dtype, and PyTorch's wherever somebody
+differentiates or watches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytransformer.nn import linear as module
-from pytransformer.nn.linear import FEW_ROWS, Linear, linear
-from pytransformer.ops._core import native
+from pytransformer.nn.linear import FEW_ROWS, Linear, linear, of_few_rows
+from pytransformer.ops._core import lane, native
 from pytransformer.testing.guarded import place
+from pytransformer.testing.lanes import needs_lane
 
 # Of eps times the sum of absolute values: zero-mean numbers, and any (docs/accuracy.md).
 BOUND = {torch.float32: (2.0, 6.0), torch.bfloat16: (1.0, 1.0), torch.float16: (1.0, 1.0), torch.float64: (2.0, 6.0)}
@@ -37,20 +40,28 @@ SIZES = [
 LAYOUTS = ["rows", "columns"]  # along which the weights lie: (n, k), or the transpose of a (k, n)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call that our kernel got."""
+@pytest.fixture(params=[pytest.param("lane", marks=needs_lane), "Python"])
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    """Rows of each call that our kernel got, by one way alone."""
     if (reason := native.why_not("feed_forward_linear")) is not None:
         pytest.skip(reason)
     seen: list[int] = []
-    run = module.linear_of_few_rows
 
-    def spy(x: torch.Tensor, *others: Any) -> torch.Tensor:
-        seen.append(x.numel() // x.shape[-1])
-        return run(x, *others)
+    def spied(run: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(x: torch.Tensor, *others: Any) -> Any:
+            found = run(x, *others)
+            if found is not NotImplemented:
+                seen.append(x.numel() // x.shape[-1])
+            return found
 
-    monkeypatch.setattr(module, "linear_of_few_rows", spy)
-    return seen
+        return spy
+
+    lane.why_not()  # loads it
+    by_lane = request.param == "lane"
+    holder, name = (lane, "linear") if by_lane else (module, "linear_of_few_rows")
+    monkeypatch.setattr(holder, name, spied(getattr(holder, name)))
+    with contextlib.nullcontext() if by_lane else lane.off():
+        yield seen
 
 
 def operands(
@@ -106,6 +117,20 @@ def test_shapes_and_strides(calls: list[int], layout: str) -> None:
         off = lying(weight, layout, "offset")  # one element off any alignment
         assert off.data_ptr() % 64 and torch.equal(linear(x, off, bias), linear(x, weight, bias))
     assert calls == [6, 6, 1, 6, 6, 6]
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_weights_along_k(calls: list[int], dtype: torch.dtype) -> None:
+    """As a module that keeps (k, n) gives them: the same bits, and None where the kernel is not for the call."""
+    x, weight, bias = operands(3, 96, 40, dtype, layout="columns")
+    other = weight.t()
+    with torch.no_grad():
+        for b in (bias, None):
+            assert torch.equal(of_few_rows(x, other, b, along_k=True), linear(x, weight, b))
+        assert calls == [3] * 4
+        assert of_few_rows(x, other, bias) is None and of_few_rows(x, other[:, ::2], bias[::2], along_k=True) is None
+        assert of_few_rows(x[:, :5], other, bias, along_k=True) is None
+    assert of_few_rows(x, other.detach().clone().requires_grad_(), bias, along_k=True) is None and calls == [3] * 4
 
 
 def test_weights_that_lie_otherwise_are_pytorchs(calls: list[int]) -> None:
@@ -198,7 +223,7 @@ def test_gradients_and_many_rows_are_pytorchs(calls: list[int]) -> None:
 def test_bad_input_is_pytorchs_error(calls: list[int]) -> None:
     x, weight, bias = operands(2, 8, 4, torch.float32)
     with torch.no_grad():
-        for wrong in ((x[:, :7], weight, bias), (x.double(), weight, bias), (x, weight, bias[:3])):
+        for wrong in ((x[:, :7], weight, bias), (x.double(), weight, bias), (x, weight, bias[:3]), (x, weight, bias.double())):
             with pytest.raises(RuntimeError):
                 linear(*wrong)
     assert calls == []

@@ -22,6 +22,7 @@ slow = pytest.mark.slow  # compiles the lane again, and starts a process for eac
 FUZZ, LANE, WATCHED, NODES, ERRORS, DECODE = (
     f"tests/ops/test_lane{name}.py" for name in ("_fuzz", "", "_watched", "_nodes", "_errors", "_decode")
 )
+LINEAR = "tests/nn/test_linear.py"
 # Of each fault the test that finds it.
 FAULTS = {
     "watchers_ignored": (WATCHED, "watched_call"),
@@ -59,6 +60,9 @@ FAULTS = {
     "places_not_checked": (ERRORS, "append_kv"),
     "gradients_lost": (ERRORS, "append_kv"),
     "version_kept": (DECODE, "autograd_notices"),
+    "linear_without_gradient": (LINEAR, "gradients"),
+    "many_rows_taken": (LINEAR, "gradients"),
+    "any_bias_taken": (LINEAR, "bad_input"),
     "nan_taken": (ERRORS, "attention"),
     "negative_taken": (ERRORS, "attention"),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...nn.linear import is_of_few_rows, linear
+from ...nn.linear import linear, of_few_rows
 from ...ops.attention import attention
 from ...ops.layer_norm import layer_norm, rms_norm
 from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unfusable
@@ -38,8 +38,8 @@ class FewRowsOfConv1D:
     """``x W + b``, W (k, n), of GPT-2: a step of decoding at the rate at which W is read where it lies; any other product is its own."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.t()
-        return linear(x, weight, self.bias) if is_of_few_rows(x, weight, self.bias) else super().forward(x)  # type: ignore[misc]
+        found = of_few_rows(x, self.weight, self.bias, along_k=True)
+        return super().forward(x) if found is None else found  # type: ignore[misc]
 
 
 # ---- attention

@@ -33,6 +33,7 @@ ENTRIES = (
     "rms_norm",
     "add_norm",
     "feed_forward",
+    "linear",
     "linear_cross_entropy",
     "rotary",
     "append_kv",
@@ -71,6 +72,7 @@ layer_norm: Callable[..., Any]
 rms_norm: Callable[..., Any]
 add_norm: Callable[..., Any]
 feed_forward: Callable[..., Any]
+linear: Callable[..., Any]
 linear_cross_entropy: Callable[..., Any]
 rotary: Callable[..., Any]
 append_kv: Callable[..., Any]
