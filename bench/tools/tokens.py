@@ -139,7 +139,9 @@ def contenders(case: Case, ids: torch.Tensor, exact: Any, compiled: bool) -> dic
     if compiled:
         from transformers import CompileConfig
 
-        static = dict(cache_implementation="static", compile_config=CompileConfig(mode="default", _compile_all_devices=True))
+        how = CompileConfig(mode="default")
+        how._compile_all_devices = True  # no field: the CPU is for tests there
+        static = dict(cache_implementation="static", compile_config=how)
         found["transformers, sdpa, compiled, static cache"] = theirs(copy.deepcopy(made), "sdpa", ids, case, **static)
     own = {"our GPT, rotary": our_rotary_model(case.model).to(case.dtype)}
     if case.model == "gpt2":
