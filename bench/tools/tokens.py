@@ -80,11 +80,14 @@ def our_rotary_model(name: str) -> GPT:
     return GPT(GPTConfig(**sizes, positions="rotary", max_length=POSITIONS, tied=False)).eval()
 
 
-def theirs(model: Any, implementation: str, ids: torch.Tensor, case: Case, **settings: Any) -> Contender:
+def theirs(
+    model: Any, implementation: str, ids: torch.Tensor, case: Case, growing: bool = False, **settings: Any
+) -> Contender:
     from transformers import StoppingCriteriaList
 
     def run() -> list[float]:
         model.set_attn_implementation(implementation)
+        cache = {"past_key_values": pt.integrations.transformers.growing_cache(model)} if growing else {}
         stamps = [now()]
 
         def stamp(tokens: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
@@ -94,7 +97,7 @@ def theirs(model: Any, implementation: str, ids: torch.Tensor, case: Case, **set
         with torch.inference_mode():
             model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=case.new, do_sample=False,
-                stopping_criteria=StoppingCriteriaList([stamp]), **settings,  # type: ignore[list-item]  # any callable will do
+                stopping_criteria=StoppingCriteriaList([stamp]), **settings, **cache,  # type: ignore[list-item]  # any callable will do
             )  # fmt: skip
         return stamps
 
@@ -133,8 +136,10 @@ def contenders(case: Case, ids: torch.Tensor, exact: Any, compiled: bool) -> dic
     found = {
         "transformers, eager": theirs(made, "eager", ids, case),
         PEER: theirs(made, "sdpa", ids, case),
+        f"{PEER}, growing cache": theirs(made, "sdpa", ids, case, growing=True),
         "transformers, our attention": theirs(made, "pytransformer", ids, case),
         "the same, converted": theirs(converted, "pytransformer", ids, case),
+        "the same, converted, growing cache": theirs(converted, "pytransformer", ids, case, growing=True),
     }
     if compiled:
         from transformers import CompileConfig

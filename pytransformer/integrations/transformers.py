@@ -61,6 +61,17 @@ def switch(model: Any, name: str = NAME) -> None:
         part.set_attn_implementation(name)
 
 
+def growing_cache(model: Any) -> Any:
+    """An empty ``DynamicCache`` for ``model.generate(..., past_key_values=growing_cache(model))``, or for a call of the model.
+
+    transformers' own copies all keys and values for each token; this one keeps room behind them (a quarter more memory) and writes the
+    token there. For any ``attn_implementation``. See :mod:`.hugging_face.growing`.
+    """
+    from .hugging_face.growing import growing_cache
+
+    return growing_cache(model.config)
+
+
 @contextlib.contextmanager
 def continuous_batching(model: Any) -> Iterator[Any]:
     """Within it, transformers' ``model.generate_batch(prompts)`` runs on our kernels, without a mask.
