@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types here
     """One layer. What was handed out is never written again: after keys were cropped, reordered or copied, the next token moves them."""
 
     def __init__(self) -> None:
