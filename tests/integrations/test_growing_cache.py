@@ -59,7 +59,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "crop": lambda layer: layer.crop(-1),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
     "select": lambda layer: layer.batch_select_indices(torch.tensor([1, 1])),
-    "reset": lambda layer: layer.reset(),
+    # Before 5.23 transformers' own fills what it handed out with zeros, and goes on behind them.
+    **({"reset": lambda layer: layer.reset()} if "reset" in vars(DynamicLayer) else {}),
     "offload": lambda layer: (layer.offload(), layer.prefetch()) if layer.is_initialized else None,
 }
 
