@@ -94,7 +94,8 @@ step test_cuda 90 "${pytest[@]}" "$root/tests/cuda/test_gpu.py"
 step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py"
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
 PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
-# Keys in pages, and keys of few queries split over blocks: the same bits as keys in one piece, and as a sequence alone; PYTRANSFORMER_CHECK too.
+# Keys in pages, and keys of few queries split over blocks: the same bits as keys in one piece, and as a sequence alone; keys and values in
+# eight bits, against float64; PYTRANSFORMER_CHECK too.
 step test_cuda_decode 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention_decode.py"
 
 step test_cuda_rotary 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_rotary.py"

@@ -20,7 +20,7 @@ from .poison import StrayWrite, poisoned
 
 TAKE_NO_BLOCKS = ("torch",)  # of block masks: they get the dense one
 TAKE_NO_PAGES = ("torch",)
-TAKE_NO_EIGHT_BITS = ("torch", "cuda")
+TAKE_NO_EIGHT_BITS = ("torch",)
 THEIR_BLOCKS = 128  # a block size that every backend takes: it stands for one that is smaller than a tile
 TAIL = 3  # rows of a packed tensor that belong to no sequence
 

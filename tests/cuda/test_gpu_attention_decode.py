@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in pages and keys of few queries split over blocks, by the CUDA C++ tier on a GPU: what bench/gpu.sh runs. (tests/emulator runs the
-same on the CPU.)"""
+"""Keys in pages, keys of few queries split over blocks, and keys and values in eight bits, by the CUDA C++ tier on a GPU: what bench/gpu.sh
+runs. (tests/emulator runs the same on the CPU.)"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import eight_bit_problems
 import page_problems
 import pytest
 import split_problems
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-PROBLEMS = [*page_problems.problems("cuda"), *split_problems.problems("cuda")]
+PROBLEMS = [*page_problems.problems("cuda"), *split_problems.problems("cuda"), *eight_bit_problems.problems("cuda")]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

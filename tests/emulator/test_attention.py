@@ -197,7 +197,7 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
 
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     assert cuda_library.why_not("attention_fwd", query.device) is None
-    shared = [*[None] * 19, False, 0, 0, -1, -1, 0, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
+    shared = [*[None] * 21, False, 0, 0, -1, -1, 0, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
     call = lambda q, o: cuda_library.call("attention_fwd", q.device, q, query, query, o, lse, *shared)
     call(query, out)
     with pytest.raises(RuntimeError, match="out has the wrong shape"):

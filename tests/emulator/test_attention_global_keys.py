@@ -143,7 +143,7 @@ def test_the_edge_checks_what_kernels_rely_on() -> None:
     query, out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
 
     def call(left: int, global_keys: int) -> None:
-        shared = [*[None] * 19, False, 0, 0, left, -1, global_keys, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
+        shared = [*[None] * 21, False, 0, 0, left, -1, global_keys, 0, 0, 0, 0, 5, 5, 1.0, 0.0, 0.0]
         cuda_library.call("attention_fwd", query.device, query, query, query, out, lse, *shared)
 
     call(2, 10**12)

@@ -118,7 +118,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
                    PT_ATTENTION_ARGUMENTS(PT_PARAMETER) MaybeTensor dq, MaybeTensor dk, MaybeTensor dv, MaybeTensor dmask,
                    MaybeTensor dbias, MaybeTensor dslopes, MaybeTensor dtable, MaybeTensor dsinks, MaybeTensor bucket_ranges,
                    bool deterministic, int64_t device, int64_t stream_) {
-  STD_TORCH_CHECK(!page_table, "attention: page_table has no gradients");
+  STD_TORCH_CHECK(!page_table && !key_scale, "attention: page_table and keys in eight bits have no gradients");
   AttentionEdge e(query, key, value, {PT_ATTENTION_ARGUMENTS(PT_ARGUMENT)});
   void* const stream = reinterpret_cast<void*>(stream_);
   const DeviceGuard guard(device);
@@ -186,7 +186,7 @@ std::string attention_plan(Tensor query, Tensor key, Tensor value, PT_ATTENTION_
   };
   const PassPlan forward = plan_attention_forward(f, current_gpu());
   tell("forward", forward.sm90);
-  if (page_table) {  // without gradients
+  if (page_table || key_scale) {  // without gradients
   } else if (plan.is_fused()) tell("bwd_fused", plan.fused);
   else tell("bwd_dq", plan.dq.sm90), tell("bwd_dkdv", plan.dkdv.sm90);
   for (int i = 0; i < 2; ++i)

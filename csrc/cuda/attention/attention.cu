@@ -45,10 +45,17 @@ void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {
   if (plan.split.splits) {
-    with_dtype(f.p, [&](auto t) { sm80_attention_split_as<decltype(t)>(f, plan.split, stream); });
+    with_dtype(f.p, [&](auto t) {
+      if (f.p.in_eight_bits()) sm80_attention_split_eight_bits_as<decltype(t)>(f, plan.split, stream);
+      else sm80_attention_split_as<decltype(t)>(f, plan.split, stream);
+    });
     if (!plan.split.merges()) return;
     const int64_t blocks = (plan.split.rows + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
     return launch(attention_fwd_merge_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, blocks)), kMergeThreads, 0, stream, f);
+  }
+  if (f.p.in_eight_bits()) {
+    with_dtype(f.p, [&](auto t) { sm80_attention_forward_eight_bits_as<decltype(t)>(f, plan.sm80, stream); });
+    return;
   }
   run_pass(
       f.p, plan, f.recompute.flags, [&](auto t) { sm90_attention_forward_as<decltype(t)>(f, plan.sm90, stream); },

@@ -32,6 +32,8 @@ namespace pt::cuda {
   X(MaybeTensor, key_block_entries, "Tensor?") \
   X(MaybeTensor, block_bits, "Tensor?")        \
   X(MaybeTensor, page_table, "Tensor?")        \
+  X(MaybeTensor, key_scale, "Tensor?")         \
+  X(MaybeTensor, value_scale, "Tensor?")       \
   X(MaybeTensor, dropout_seed, "Tensor?")      \
   X(bool, list_mask, "bool")                   \
   X(int64_t, before, "int")                    \
@@ -77,13 +79,7 @@ class AttentionEdge {
   // Rows that kernels copy 16 bytes at a time.
   In rows_of(const Tensor& t, const char* name, bool whole = true) {
     check_dtype(t, name);
-    const int64_t per = 16 / size_of(p.dtype), width = t.size(dims() - 1);
-    const auto fits = [&](const HeadRows& s) { return s.batch % per == 0 && s.head % per == 0 && s.row % per == 0; };
-    const bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && width % per == 0;
-    if (planning_ && !(aligned && (width <= 1 || t.stride(dims() - 1) == 1) && fits(strides(t, name)))) return {kPlanned, kPlannedStrides};
-    const In in{read_from(t, name, reachable), strides(t, name)};
-    STD_TORCH_CHECK(!whole || (aligned && fits(in.stride)), "attention: rows of ", name, " are no multiples of 16 bytes");
-    return in;
+    return rows_in_pieces(t, name, whole);
   }
 
   Out result(const MaybeTensor& t, const char* name, int64_t heads, int64_t rows, int64_t columns) {
@@ -195,6 +191,16 @@ class AttentionEdge {
  private:
   int64_t dims() const { return packed_ ? 3 : 4; }
 
+  In rows_in_pieces(const Tensor& t, const char* name, bool whole) {
+    const int64_t per = 16 / int64_t(t.element_size()), width = t.size(dims() - 1);
+    const auto fits = [&](const HeadRows& s) { return s.batch % per == 0 && s.head % per == 0 && s.row % per == 0; };
+    const bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && width % per == 0;
+    if (planning_ && !(aligned && (width <= 1 || t.stride(dims() - 1) == 1) && fits(strides(t, name)))) return {kPlanned, kPlannedStrides};
+    const In in{read_from(t, name, reachable), strides(t, name)};
+    STD_TORCH_CHECK(!whole || (aligned && fits(in.stride)), "attention: rows of ", name, " are no multiples of 16 bytes");
+    return in;
+  }
+
   void read_rows(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& a) {
     STD_TORCH_CHECK(query.dim() == dims() && key.dim() == dims() && value.dim() == dims(), "attention: query, key and value must have ",
                     dims(), " dimensions");
@@ -212,7 +218,28 @@ class AttentionEdge {
                     "attention: query, key and value do not go together");
     if (a.page_table) read_pages(*a.page_table, key, a);
     STD_TORCH_CHECK(p.num_queries > 0 && p.num_keys > 0 && p.group > 0 && p.heads % p.group == 0, "attention: nothing to do, or no group");
-    p.q = rows_of(query, "query"), p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
+    p.q = rows_of(query, "query");
+    if (!read_eight_bits(key, value, a)) p.k = rows_of(key, "key"), p.v = rows_of(value, "value");
+  }
+
+  // Keys and values in eight bits, if they are, and their scales. Rows are of 16 columns or a multiple, so that a piece has 16 of them.
+  bool read_eight_bits(const Tensor& key, const Tensor& value, const AttentionArguments& a) {
+    const ScalarType type = key.scalar_type();
+    if (type == ScalarType::Char) p.eight_bits = EightBits::int8;
+    if (type == ScalarType::Float8_e4m3fn) p.eight_bits = EightBits::e4m3;
+    STD_TORCH_CHECK(bool(a.key_scale) == p.in_eight_bits() && bool(a.value_scale) == p.in_eight_bits(),
+                    "attention: key_scale and value_scale come with keys and values in eight bits");
+    if (!p.in_eight_bits()) return false;
+    STD_TORCH_CHECK(!packed_ && value.scalar_type() == type, "attention: in eight bits value has the dtype of key, and nothing is packed");
+    p.k = rows_in_pieces(key, "key", true), p.v = rows_in_pieces(value, "value", true);
+    const auto scales = [&](const Tensor& t, const char* name) {
+      STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3, "attention: ", name, " must be float32 of 3 dimensions");
+      for (int d = 0; d < 3; ++d)
+        STD_TORCH_CHECK(t.size(d) == key.size(d), "attention: ", name, " must have a number for each row of key, expanded or not");
+      return In{read_from(t, name, reachable), {t.stride(0), t.stride(1), t.stride(2)}};
+    };
+    p.key_scale = scales(*a.key_scale, "key_scale"), p.value_scale = scales(*a.value_scale, "value_scale");
+    return true;
   }
 
   // Key and value are pools then. Entries are clamped by the kernels.

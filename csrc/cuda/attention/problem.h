@@ -74,6 +74,10 @@ struct Pages {
   bool wide = false;
 };
 
+// What keys and values are stored as: the dtype of the query, or numbers of eight bits, whose rows have a float32 scale each. Products take
+// the numbers as they are; scores and weights are multiplied by the scales.
+enum class EightBits : int { none, int8, e4m3 };
+
 // Which results must be recomputed: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) set a flag
 // where a result is not finite; kernels that do take care then recompute those tiles, and nothing elsewhere. See recompute.cuh.
 struct Recompute {
@@ -88,7 +92,7 @@ struct TilePlace {
 
 // See pytransformer/ops/attention.py, ARGUMENTS.
 struct AttentionProblem {
-  DType dtype;  // of query, key, value, out and their gradients
+  DType dtype;  // of query, key, value, out and their gradients; of keys and values but in eight bits
   int sequences, heads, group, num_queries, num_keys, head_dim, value_dim;
   int64_t total_queries, total_keys;  // rows of packed tensors
   int64_t query_start, key_start;
@@ -107,9 +111,12 @@ struct AttentionProblem {
   const uint64_t* seed;
   uint32_t drop_threshold;  // rint(65536 p); 0 = no dropout
   float scale, softcap, keep_scale;
-  In q, k, v;   // rows begin at multiples of 16 bytes; in pages, the strides of k and v from one to the next stand in `batch`
-  Pages pages;  // forward alone
+  In q, k, v;                 // rows begin at multiples of 16 bytes; in pages, the strides of k and v from one to the next stand in `batch`
+  Pages pages;                // forward alone
+  EightBits eight_bits;       // forward alone
+  In key_scale, value_scale;  // with them: strides of one number to a row, in pages as of k and v
 
+  constexpr bool in_eight_bits() const { return eight_bits != EightBits::none; }
   // Pairs are hidden one by one, wherever they lie, the mask apart; and with it.
   constexpr bool hides_pairs() const { return bias.data || query_segments; }
   constexpr bool elementwise_mask() const { return mask.data || hides_pairs() || blocks.bits; }

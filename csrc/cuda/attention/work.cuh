@@ -70,6 +70,13 @@ struct QueryTile {
     copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
+  // The scale of key j's row: 0 where nothing is visible, and nobody reads.
+  PT_DEVICE float scale_of(const AttentionProblem& p, const In& from, int j) const {
+    if ((j < range.start || j >= range.end) && !PT_FAULT(scales_of_no_key_read)) return 0.0f;
+    const float* const head = static_cast<const float*>(from.data) + h / p.group * from.stride.head;
+    return load_one(p.pages.table ? row_in_pages(p.pages, head, from.stride, b, j) : head + b * from.stride.batch + j * from.stride.row);
+  }
+
  protected:
   // Of so many queries from i0 on.
   PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0, int queries)

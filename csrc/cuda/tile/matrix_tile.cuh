@@ -177,6 +177,12 @@ struct Products<float> {
   }
 };
 
+// Rows of eight bits are no operand: they are widened first.
+template <>
+struct Products<uint8_t> {
+  static PT_DEVICE int chunks(int columns) { return (columns + 15) / 16; }
+};
+
 // The largest, and the sum, of a number of the four lanes that have a row.
 PT_DEVICE float max_of_quad(float x) {
   x = fmaxf(x, ptx::shfl_xor(x, 1));

@@ -16,10 +16,12 @@ struct AttentionTile {
   constexpr int threads() const { return 32 * row_warps * splits; }
 };
 
-// bytes: of an element. With score_mod there is less room: fewer scores at a time, or fewer columns of the sums in a warp.
-constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod) {
+// bytes: of an element. With score_mod there is less room: fewer scores at a time, or fewer columns of the sums in a warp. Rows of eight
+// bits take shared memory twice: wide float32 heads leave it to fewer queries.
+constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool has_score_mod, bool eight_bits = false) {
   switch (pass) {
     case Pass::Forward:
+      if (bytes == 4 && eight_bits) return {head_dim, 1, 4, 32, 1};
       if (bytes == 4) return {head_dim, 2, head_dim == 64 ? 1 : 2, 32, 1};
       if (head_dim == 256) return {256, 4, has_score_mod ? 2 : 1, 32, 1};
       return {head_dim, 8, 1, has_score_mod ? 32 : 64, 1};
@@ -44,11 +46,13 @@ constexpr int kDiagonalPad = 4;       // words behind each row of a tile of dS i
 constexpr int kGroupStepsBytes = 64;  // of GroupSteps in bwd_dkdv.cuh
 constexpr int gradient_tile_bytes(const AttentionTile& t) { return t.rows() * (t.columns + kDiagonalPad) * 4; }
 
-constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals) {
+constexpr int staged_bytes(const AttentionTile& t) { return t.columns * (t.head_dim + 4); }  // rows of eight bits as they are, and scales
+
+constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool diagonals, bool eight_bits = false) {
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
     case Pass::Forward:
-    case Pass::ForwardSplit: return stationary + 2 * streamed;                                                     // Q; K, V
+    case Pass::ForwardSplit: return stationary + 2 * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);            // Q; K, V
     case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
     case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
     default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place
@@ -59,13 +63,22 @@ constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool 
 template <int HeadDim, bool HasScoreMod>
 struct Kind {
   static constexpr int head_dim = HeadDim;
-  static constexpr bool has_score_mod = HasScoreMod;
+  static constexpr bool has_score_mod = HasScoreMod, eight_bits = false;
   static constexpr Pass forward = Pass::Forward;
 };
 // The same of the forward that splits keys: one kernel with everything.
 template <int HeadDim>
 struct SplitKind : Kind<HeadDim, true> {
   static constexpr Pass forward = Pass::ForwardSplit;
+};
+// Both for keys and values in eight bits.
+template <int HeadDim>
+struct EightBitKind : Kind<HeadDim, true> {
+  static constexpr bool eight_bits = true;
+};
+template <int HeadDim>
+struct EightBitSplitKind : SplitKind<HeadDim> {
+  static constexpr bool eight_bits = true;
 };
 
 constexpr int kSmemOfEveryGpu = 99 * 1024;  // that a block may have on sm_86, sm_89 and sm_120
@@ -76,6 +89,8 @@ constexpr bool attention_fits(int head_dim, int bytes) {
     if (attention_smem(pass, t, bytes, true) > kSmemOfEveryGpu) return false;
     if (t.threads() < 32 || t.threads() > 256 || t.columns % 16 || (pass != Pass::BwdDkdv && t.columns % 32)) return false;  // 32: dropout
   }
+  for (Pass pass : {Pass::Forward, Pass::ForwardSplit})
+    if (attention_smem(pass, attention_tile(pass, head_dim, bytes, true, true), bytes, false, true) > kSmemOfEveryGpu) return false;
   const AttentionTile dense = attention_tile(Pass::BwdDbias, head_dim, bytes, true);
   return gradient_tile_bytes(dense) <= 2 * dense.rows() * row_bytes(dense, bytes);
 }

@@ -11,7 +11,7 @@
 #include "cuda/attention/block_mask.cuh"
 #include "cuda/attention/recompute.cuh"
 #include "cuda/attention/sink.cuh"
-#include "cuda/attention/sm80/config.h"
+#include "cuda/attention/sm80/key_tiles.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pt::cuda {
@@ -39,7 +39,7 @@ PT_DEVICE bool statistics_from_lse(const AttentionForward& f, const Sequence& s,
 }
 
 template <class T, class K>
-constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, sizeof(T), K::has_score_mod);
+constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, sizeof(T), K::has_score_mod, K::eight_bits);
 template <class T, class K>
 using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
@@ -98,11 +98,8 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
   const Sequence& s = w.s;
   const Tiles& range = w.range;
 
-  const SmemTile<kRow> q{ptx::dynamic_smem()}, k{q.base + BM * kRow}, v{k.base + BN * kRow};
-  const auto copy_keys = [&](int t) {
-    w.template copy_any_keys<T>(p, k, p.k, p.head_dim, t);
-    ptx::cp_async_commit();
-  };
+  const SmemTile<kRow> q{ptx::dynamic_smem()};
+  std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>> keys(f, w, q.base + BM * kRow);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
@@ -110,15 +107,11 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
   const int first = tiles.first(range);
   if (first < range.last) {
     w.template copy_queries<T>(q, p.q, p.head_dim);
-    copy_keys(first);
+    keys.begin(first);
   }
   for (int t = first; t < range.last; t = tiles.leave(t)) {
-    if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
-    if (!K::has_score_mod || f.out.data) {
-      w.template copy_any_keys<T>(p, v, p.v, p.value_dim, t);
-      ptx::cp_async_commit();
-    }
+    const auto after = [&] { return tiles.after(t); };
+    keys.await_keys(t, after);
     float x[NB][4];
     if constexpr (kKeepQ) {
       clear(x);
@@ -126,26 +119,25 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
       for (int step = 0; step < K::head_dim / 16; ++step) {
         if (step >= M::steps(p.head_dim)) continue;
         if (t == first) M::load_a(fragments[step], q, rows.own, step);
-        M::step(x, fragments[step], k, step);
+        M::step(x, fragments[step], keys.k, step);
       }
     } else {
-      M::scores(x, q, rows.own, k, p.head_dim);
+      M::scores(x, q, rows.own, keys.k, p.head_dim);
     }
-    ptx::cp_async_wait<0>();
-    if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
-    if (const int next = tiles.after(t); next < range.last) copy_keys(next);
+    keys.scale_scores(x);
+    keys.await_values(after);
 
     const P at = rows_at.after(w.origin + t * BN);
-    uint32_t columns = kAllColumns;
+    uint32_t columns = kAllColumns, visible = kAllColumns;
     if constexpr (K::has_score_mod) {
       float unused[NB][4];
       const int place = tiles.place(p);
       const bool elementwise = p.hides_pairs() || s.padding_gaps || place >= 0 || w.may_have_gaps(p, t);
-      uint32_t visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
+      visible = visible_in_tile<K, false, NB>(p, s, w.b, at, bounds, elementwise || range.cut(t), place);
       visible = score_mod.apply(x, unused, at, visible, [&] { return place >= 0; });
       if (elementwise) columns = columns_visible_to_warp<NB>(visible);
     } else if (range.cut(t)) {
-      const uint32_t visible = within<NB>(at, bounds);
+      visible = within<NB>(at, bounds);
       each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = visible & bit ? x[n][r] : minus_infinity(); });
     }
 
@@ -154,7 +146,8 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
       const uint32_t keep_mask = score_mod.template keep_mask<NB>(at);
       each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
     }
-    if (!K::has_score_mod || f.out.data) M::product(rows.o, x, v, rows.part, p.value_dim, columns);
+    keys.scale_weights(x, visible);
+    if (!K::has_score_mod || f.out.data) keys.add_values(rows.o, x, rows.part, columns);
   }
 }
 

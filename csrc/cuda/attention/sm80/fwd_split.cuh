@@ -26,9 +26,9 @@ PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const WarpRow
 
 // Blocks of a multiprocessor: as many as their registers let without a spill.
 template <class T, class K>
-constexpr int kSplitBlocks = sizeof(T) == 4      ? 2
-                             : K::head_dim == 64 ? 4
-                                                 : 3;
+constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
+                             : K::head_dim == 64                                     ? 4
+                                                                                     : 3;
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)

@@ -11,6 +11,11 @@ template <class T>
 void sm80_attention_forward_as(const AttentionForward& f, const Sm80Plan& plan, void* stream);
 template <class T>
 void sm80_attention_split_as(const AttentionForward& f, const SplitPlan& plan, void* stream);
+// The same over keys and values in eight bits: fwd_eight_bits_bf16.cu and so on.
+template <class T>
+void sm80_attention_forward_eight_bits_as(const AttentionForward& f, const Sm80Plan& plan, void* stream);
+template <class T>
+void sm80_attention_split_eight_bits_as(const AttentionForward& f, const SplitPlan& plan, void* stream);
 template <class T>
 void sm80_attention_bwd_dq_as(const AttentionBackward& g, const Sm80Plan& plan, void* stream);
 template <class T>

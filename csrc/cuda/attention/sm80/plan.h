@@ -10,10 +10,12 @@
 
 namespace pt::cuda {
 
-// The smallest class that holds both head sizes. f32 has two, of the split forward one, and bwd_dbias has one.
-inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim) {
+// The smallest class that holds both head sizes. f32 has two, of the split forward and over eight bits one, and bwd_dbias has one. Over
+// eight bits a class of 64 would be a kernel more for each of four: small heads take that of 128.
+inline int sm80_class(Pass pass, DType dtype, int head_dim, int value_dim, bool eight_bits = false) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
-  if (pass == Pass::BwdDbias || (pass == Pass::ForwardSplit && dtype == DType::f32)) return 256;
+  if (pass == Pass::BwdDbias || (dtype == DType::f32 && (pass == Pass::ForwardSplit || eight_bits))) return 256;
+  if (eight_bits) return widest <= 128 ? 128 : 256;
   if (dtype == DType::f32) return widest <= 64 ? 64 : 256;
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
@@ -25,20 +27,20 @@ struct Sm80Plan {
   int smem_bytes;
 };
 
-inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals) {
+inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, bool bounds_only, bool diagonals, bool eight_bits = false) {
   Sm80Plan plan{};
-  plan.head_class = sm80_class(pass, dtype, head_dim, value_dim);
+  plan.head_class = sm80_class(pass, dtype, head_dim, value_dim, eight_bits);
   // Kernels without score_mod: forward, for 16 bits; backward, for bf16, where it saves registers.
   const int widest_bounds_only = pass == Pass::Forward ? 256 : pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
   const bool has_bounds_only =
       plan.head_class <= widest_bounds_only && (pass == Pass::Forward ? dtype != DType::f32 : dtype == DType::bf16);
-  plan.has_score_mod = !bounds_only || !has_bounds_only;
-  plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod);
-  plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals);
+  plan.has_score_mod = !bounds_only || !has_bounds_only || eight_bits;
+  plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod, eight_bits);
+  plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals, eight_bits);
   return plan;
 }
 inline Sm80Plan plan_sm80(Pass pass, const AttentionProblem& p, bool diagonals) {
-  return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals);
+  return plan_sm80(pass, p.dtype, p.head_dim, p.value_dim, p.bounds_only() && !p.key_padding.data, diagonals, p.in_eight_bits());
 }
 
 // Whether keys are split over blocks: where the queries of the heads that share a key head are two tiles of rows at most. By shapes alone,
@@ -58,7 +60,7 @@ struct SplitPlan {
 inline SplitPlan plan_split(const AttentionProblem& p) {
   SplitPlan plan;
   if (!splits_keys(p)) return plan;
-  plan.kernel = plan_sm80(Pass::ForwardSplit, p.dtype, p.head_dim, p.value_dim, false, false);
+  plan.kernel = plan_sm80(Pass::ForwardSplit, p.dtype, p.head_dim, p.value_dim, false, false, p.in_eight_bits());
   const AttentionTile& tile = plan.kernel.tile;
   const int before = int(p.key_start % 32);
   plan.row_tiles = (p.group * p.num_queries + tile.rows() - 1) / tile.rows();

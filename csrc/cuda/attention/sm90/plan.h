@@ -47,6 +47,7 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
                                 std::initializer_list<const Out*> outputs) {
   if (p.dtype == DType::f32) return "float32 has no products by warpgroups in true float32";
   if (!sm90_class(p)) return "head sizes to 256";
+  if (p.in_eight_bits()) return "keys and values in eight bits are widened by the portable kernels";
   if (p.pages.table) return "keys in pages, whose rows TMA would have to fetch page by page, are read by the portable kernels";
   if (p.global_keys) return "with global_keys there are two runs of tiles of keys, which the portable kernels walk";
   const auto aligned = [](const void* data, const HeadRows& s) {

@@ -37,8 +37,10 @@ def backend(op: Op, check_values: Callable[[AttentionProblem], None]) -> Backend
     def backward(
         a: AttentionProblem, grads: Sequence[torch.Tensor | None], saved: Any, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        if a.page_table is not None:
-            raise ValueError("attention: page_table has no gradients")
+        if a.page_table is not None or a.key_scale is not None:
+            raise ValueError(
+                f"attention: {'keys in eight bits have' if a.page_table is None else 'page_table has'} no gradients"
+            )
         out, lse = saved
         grad_out, grad_lse = grads
         results, by_name = gradients(op, a, wanted)
@@ -73,8 +75,6 @@ def why_not(a: AttentionProblem) -> str | None:
         return reason
     if a.query.dtype not in DTYPES:
         return f"float32, bfloat16 or float16, got {str(a.query.dtype).removeprefix('torch.')}; the backend reference has it"
-    if a.key_scale is not None:
-        return "its kernels read no keys in eight bits; the backends triton and reference do"
     return why_not_sizes(a) or _why_not_blocks(a)
 
 
@@ -123,20 +123,26 @@ def _plan(a: AttentionProblem) -> dict[str, Any] | None:
     return json.loads(told)
 
 
-def whole_rows(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes: itself, or a copy with zeros behind
-    its columns."""
+def whole_rows(t: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """The tensor with rows that begin at multiples of 16 bytes and are whole multiples of 16 bytes, and of ``multiple`` columns, a power
+    of two: itself, or a copy with zeros behind its columns."""
     per, columns = 16 // t.element_size(), t.shape[-1]
     strided = all(s % per == 0 for n, s in zip(t.shape[:-1], t.stride()) if n > 1)
-    if columns % per == 0 and strided and (t.stride(-1) == 1 or columns == 1) and t.data_ptr() % 16 == 0:
+    whole = max(per, multiple)
+    if columns % whole == 0 and strided and (t.stride(-1) == 1 or columns == 1) and t.data_ptr() % 16 == 0:
         return t
-    padded = t.new_zeros((*t.shape[:-1], -(-columns // per) * per))
+    padded = t.new_zeros((*t.shape[:-1], -(-columns // whole) * whole))
     padded[..., :columns] = t
     return padded
 
 
 def _rows(a: AttentionProblem) -> list[torch.Tensor]:
-    return [whole_rows(t) for t in (a.query, a.key, a.value)]
+    """Query, key and value as kernels read them: in eight bits 16 columns at a time, the query too, whose rows are as long."""
+    return [whole_rows(t, _columns_of_a_piece(a)) for t in (a.query, a.key, a.value)]
+
+
+def _columns_of_a_piece(a: AttentionProblem) -> int:
+    return 1 if a.key_scale is None else 16
 
 
 def _shared(a: AttentionProblem) -> list[Any]:
@@ -149,7 +155,8 @@ def _shared(a: AttentionProblem) -> list[Any]:
     return [
         a.mask, a.bias, None if a.slopes is None else a.slopes.float().contiguous(), diagonals,
         None if a.sinks is None else a.sinks.float().contiguous(), *a.lengths, a.cu_seqlens_q,
-        a.cu_seqlens_k, *blocks, a.page_table, a.dropout_seed, a.lists_mask(_listing()), before, a.align, a.left, a.right, a.global_keys,
+        a.cu_seqlens_k, *blocks, a.page_table, a.key_scale, a.value_scale, a.dropout_seed, a.lists_mask(_listing()), before, a.align,
+        a.left, a.right, a.global_keys,
         a.batch_start, a.head_start, a.query_start, a.key_start, a.num_queries, a.num_keys, a.scale, a.softcap, a.dropout_p,
     ]  # fmt: skip
 
@@ -169,7 +176,9 @@ def _bucket_ranges(buckets: int, bidirectional: bool, max_distance: int, device:
 def _extra_bytes(a: AttentionProblem) -> int:
     """Copies of operands whose rows are not aligned, what splits of the keys leave, in backward three float32 numbers for each row, d_query
     in float32 where blocks add to it, and the lists of a dense mask's blocks."""
-    copies = sum(t.numel() * t.element_size() for t in (a.query, a.key, a.value) if t.shape[-1] * t.element_size() % 16)
+    least = _columns_of_a_piece(a)
+    copied = (t for t in (a.query, a.key, a.value) if t.shape[-1] % max(least, 16 // t.element_size()))
+    copies = sum(t.numel() * t.element_size() for t in copied)
     plan = _plan(a)
     lists = a.lists_bytes(_listing()) if plan and plan["lists_mask"] else 0
     scratch = plan["dq_accum"] + plan["workspace"] if plan else 0

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// How keys and values come to shared memory, tile by tile, for forward:
+//
+//   tiles.begin(first);
+//   for each tile t:  tiles.await_keys(t, after);  x = q . k;  tiles.await_values(after);  o += weights . v
+//
+// after(): the tile behind t, or one that is none. Where a call returns, its tile is there for all threads, and nobody reads the other.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention/score_mod.cuh"
+#include "cuda/attention/sm80/config.h"
+#include "cuda/tile/eight_bits.cuh"
+
+namespace pt::cuda {
+
+// In the dtype of the query: the copy of one runs under the product with the other.
+template <class T, class K, class Work, int Columns>
+struct KeyTiles {
+  static constexpr int kRow = K::head_dim * int(sizeof(T));
+  const AttentionForward& f;
+  const Work& w;
+  SmemTile<kRow> k, v;
+
+  PT_DEVICE KeyTiles(const AttentionForward& f, const Work& w, uint32_t base) : f(f), w(w), k{base}, v{base + Columns * kRow} {}
+
+  PT_DEVICE void begin(int first) const { copy_keys(first); }
+
+  template <class After>
+  PT_DEVICE void await_keys(int t, After) const {
+    if (!PT_FAULT(no_wait_for_keys)) ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_after_keys_have_come)) ptx::syncthreads();  // K is there, and nobody reads V any more
+    if (!K::has_score_mod || f.out.data) {
+      w.template copy_any_keys<T>(f.p, v, f.p.v, f.p.value_dim, t);
+      ptx::cp_async_commit();
+    }
+  }
+  template <class After>
+  PT_DEVICE void await_values(After after) const {
+    ptx::cp_async_wait<0>();
+    if (!PT_FAULT(no_barrier_after_values_have_come)) ptx::syncthreads();  // V is there, and nobody reads K any more
+    if (const int next = after(); next < w.range.last) copy_keys(next);
+  }
+
+  template <int NB>
+  PT_DEVICE void scale_scores(float (&)[NB][4]) const {}
+  template <int NB>
+  PT_DEVICE void scale_weights(float (&)[NB][4], uint32_t) const {}
+
+  template <int DB, int NB>
+  PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
+    Products<T>::product(o, x, v, first, f.p.value_dim, columns);
+  }
+
+ private:
+  PT_DEVICE void copy_keys(int t) const {
+    w.template copy_any_keys<T>(f.p, k, f.p.k, f.p.head_dim, t);
+    ptx::cp_async_commit();
+  }
+};
+
+// In eight bits: copied as they are, and widened to T on their way from there to the tile, each 16 bytes by the thread that copied them. So
+// the copy of a tile runs under all that is done with the one before. Scores are multiplied by the keys' scales, which are zeros where
+// nothing is visible, and weights, before they are rounded, by those of the values. Such a weight may be too small for float16: it is then
+// the sum of two bfloat16, which keep 16 of its bits.
+template <class T, class K, class Work, int Columns>
+struct EightBitKeyTiles {
+  using V = std::conditional_t<std::is_same_v<T, ptx::f16>, ptx::bf16, T>;
+  static constexpr int kRow = K::head_dim * int(sizeof(T));
+  const AttentionForward& f;
+  const Work& w;
+  SmemTile<kRow> k, v;
+  SmemTile<K::head_dim> staged_k, staged_v;
+  uint32_t key_scales, value_scales;
+  float key_scale = 0.0f, value_scale = 0.0f;  // on their way: of the row that is this thread's
+
+  PT_DEVICE EightBitKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
+      : f(f), w(w), k{base}, v{k.base + Columns * kRow}, staged_k{v.base + Columns * kRow}, staged_v{staged_k.base + Columns * K::head_dim},
+        key_scales(staged_v.base + Columns * K::head_dim), value_scales(key_scales + 4 * Columns) {}
+
+  PT_DEVICE void begin(int first) {
+    copy(staged_k, key_scale, f.p.k, f.p.key_scale, f.p.head_dim, first);
+    copy(staged_v, value_scale, f.p.v, f.p.value_scale, f.p.value_dim, first);
+  }
+
+  template <class After>
+  PT_DEVICE void await_keys(int, After after) {
+    widen<T>(staged_k, k, key_scales, key_scale, f.p.head_dim);  // nobody reads K any more
+    copy(staged_k, key_scale, f.p.k, f.p.key_scale, f.p.head_dim, after());
+    if (!PT_FAULT(no_barrier_after_keys_are_widened)) ptx::syncthreads();  // K is there, and nobody reads V any more
+  }
+  template <class After>
+  PT_DEVICE void await_values(After after) {
+    widen<V>(staged_v, v, value_scales, value_scale, f.p.value_dim);
+    copy(staged_v, value_scale, f.p.v, f.p.value_scale, f.p.value_dim, after());
+    if (!PT_FAULT(no_barrier_after_values_are_widened)) ptx::syncthreads();  // V is there, and nobody reads K any more
+  }
+
+  template <int NB>
+  PT_DEVICE void scale_scores(float (&x)[NB][4]) const {
+    times_scales(x, key_scales, kAllBits);
+  }
+  // What a row does not see adds nothing, whatever its scale is.
+  template <int NB>
+  PT_DEVICE void scale_weights(float (&x)[NB][4], uint32_t visible) const {
+    if (!PT_FAULT(value_scales_forgotten)) times_scales(x, value_scales, PT_FAULT(scales_of_hidden_keys_multiplied) ? kAllBits : visible);
+  }
+
+  template <int DB, int NB>
+  PT_DEVICE void add_values(float (&o)[DB][4], float (&x)[NB][4], int first, uint32_t columns) const {
+    Products<V>::product(o, x, v, first, f.p.value_dim, columns);
+    if (std::is_same_v<T, V> || PT_FAULT(weights_of_float16_cut_short)) return;
+    each<NB>([&](int n, int r, uint32_t) { x[n][r] -= ptx::bits_float(ptx::pack_bf16(0.0f, x[n][r]) & 0xffff0000u); });
+    Products<V>::product(o, x, v, first, f.p.value_dim, columns);
+  }
+
+ private:
+  static constexpr uint32_t kAllBits = 0xffffffffu;
+
+  // Starts the copy of a tile's rows, and reads their scales; a group of copies also where there is no such tile.
+  PT_DEVICE void copy(SmemTile<K::head_dim> to, float& scale, const In& rows, const In& scales, int columns, int t) const {
+    if (t < w.range.last) {
+      w.template copy_any_keys<uint8_t>(f.p, to, rows, columns, t);
+      if (const int row = int(threadIdx.x); row < Columns) scale = w.scale_of(f.p, scales, w.origin + t * Columns + row);
+    }
+    ptx::cp_async_commit();
+  }
+  template <class E>
+  PT_DEVICE void widen(SmemTile<K::head_dim> from, SmemTile<kRow> to, uint32_t scales, float scale, int columns) const {
+    if (!PT_FAULT(no_wait_for_eight_bits)) ptx::cp_async_wait<1>();  // but for the other's, which came after
+    widen_rows<E, Columns>(from, to, Products<uint8_t>::chunks(columns), f.p.eight_bits == EightBits::e4m3);
+    if (const int row = int(threadIdx.x); row < Columns) ptx::st_shared_f32(scales + 4 * row, scale);
+  }
+  template <int NB>
+  PT_DEVICE static void times_scales(float (&x)[NB][4], uint32_t scales, uint32_t visible) {
+    PT_UNROLL
+    for (int n = 0; n < NB; ++n) {
+      float two[2];
+      ptx::ld_shared_v2_f32(scales + 4 * (8 * n + 2 * (lane_id() % 4)), two[0], two[1]);
+      PT_UNROLL
+      for (int r = 0; r < 4; ++r) x[n][r] = visible >> (4 * n + r) & 1 ? x[n][r] * two[r % 2] : 0.0f;
+    }
+  }
+};
+
+}  // namespace pt::cuda

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values in eight bits by the backend "cuda", in the emulator. Random problems: test_attention.py; on every
+backend: tests/ops/test_eight_bits.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import eight_bit_problems
+import pytest
+import torch
+from page_problems import BF16, F16, F32, Problem, draw
+
+import pytransformer as pt
+from pytransformer.ops.attention import attention_op
+
+pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
+
+
+@pytest.mark.parametrize("problem", list(eight_bit_problems.problems()), ids=lambda problem: problem.name)
+def test_each_problem(problem: Problem) -> None:
+    assert eight_bit_problems.wrong(problem) == []
+
+
+def inputs(lq: int, dim: int = 64, dtype: torch.dtype = BF16) -> tuple[Any, dict[str, torch.Tensor]]:
+    (k, ks), (v, vs) = (pt.quantize_kv(draw(1, 2, 600, dim, seed=n), torch.int8) for n in (1, 2))
+    return (draw(1, 4, lq, dim).to(dtype), k, v), {"key_scale": ks, "value_scale": vs}
+
+
+@pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("lq", [1, 20])
+def test_on_sm90a_the_portable_kernels_run(lq: int) -> None:
+    args, scales = inputs(lq)
+    before = torch.ops.pytransformer_C.emulator_products()
+    pt.attention(*args, **scales, backend="cuda", strict=True)  # type: ignore[call-overload]
+    assert torch.ops.pytransformer_C.emulator_products() == before
+    (note,) = (n for n in pt.explain("attention", *args, **scales, backend="cuda").notes if n.startswith("cuda:"))
+    told = "of so few queries the keys are split over blocks" if lq == 1 else "keys and values in eight bits are widened by"
+    assert f"forward by the portable kernels: {told}" in note and "d_" not in note
+
+
+@pytest.mark.parametrize(("lq", "dtype"), [(1, F32), (40, BF16)])
+def test_one_scale_is_read_where_it_is(lq: int, dtype: torch.dtype) -> None:
+    """Of a head, and in all, without memory: strides of 0."""
+    args, scales = inputs(lq, dtype=dtype)
+    for shape in ((), (2, 1), (1, 1, 600)):
+        given = {name: draw(*shape, seed=5).abs() * 0.01 for name in scales}
+        whole = {name: t.expand(1, 2, 600).contiguous() for name, t in given.items()}
+        both = [pt.attention(*args, **s, backend="cuda", strict=True) for s in (given, whole)]  # type: ignore[call-overload]
+        assert torch.equal(*both)
+
+
+def test_what_is_copied() -> None:
+    """Rows of 72 numbers are no multiple of 16 bytes: all of them, at every call."""
+    args, scales = inputs(1, dim=72)
+    found, even = (
+        pt.explain("attention", *i[0], **i[1], backend="cuda").extra_bytes["cuda"] for i in ((args, scales), inputs(1))
+    )
+    splits = 4 * 4 * 3 * (72 - 64)
+    assert found == even + 2 * 2 * 600 * 72 + 4 * 72 * 2 + splits
+
+
+def test_backward_is_refused() -> None:
+    args, scales = inputs(1, dtype=F16)
+    a = attention_op.prepare(*args, **scales)[0]
+    out, lse = attention_op(a, "cuda", True)
+    with pytest.raises(ValueError, match="keys in eight bits have no gradients"):
+        attention_op.bwd(out, None, *a, out, lse, [True] + [False] * (len(attention_op.differentiable) - 1), "cuda", True)
