@@ -121,7 +121,7 @@ bench append_kv 45 append_kv "${turns[@]}" B=8,Hq=32,Hkv=8,Lq=1,D=128 --mode fwd
 tests=("${pytest[@]}" "$root/tests/triton")
 # Each case is a compilation or two, some 430 in all: those of the type that models use first, the others behind the benchmarks.
 step test_cases 120 "${tests[@]}" -k "test_case and bfloat16"
-step test_limits 60 "${tests[@]}" -k "graph or programs or addresses"
+step test_limits 60 "${tests[@]}" -k "graph or programs or addresses or eight_bits"
 bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
 bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
 bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \

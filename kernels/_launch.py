@@ -238,3 +238,8 @@ def _key(values: Iterable[Any], tensors: list[torch.Tensor], addresses: list[int
         else:
             yield value
     yield len(addresses)
+
+
+def numbers(t: torch.Tensor) -> torch.Tensor:
+    """Keys or values, or a cache of them, as kernels get them: Triton has no float8_e4m3fn before sm_89, so its bits."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t

@@ -24,11 +24,20 @@ namespace pt::cuda {
 
 using pt::drop_threshold_of;
 using pt::DType;
+using pt::EightBits;
 using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
 
 inline DType dtype_of(const Tensor& t, const char* name) { return pt::dtype_of(t, name, Float64::refused); }
+
+inline EightBits eight_bits_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Char: return EightBits::int8;
+    case ScalarType::Float8_e4m3fn: return EightBits::e4m3;
+    default: return EightBits::none;
+  }
+}
 
 // Bytes from a tensor's first to its last element.
 inline size_t extent_of(const Tensor& t) {

@@ -20,13 +20,13 @@ import triton.language as tl
 from pytransformer.ops._problem.attention import AttentionProblem
 
 from .._lang import kernel, launch
-from .._launch import replayed
+from .._launch import numbers, replayed
 from .blocks import tile_at, walk
 from .bounds import key_bounds, key_origin, key_steps, seen_keys, sequence
 from .decode import alloc_partials, attention_combine, kv_range, owned_queries, packed_tile, partial_row
 from .mask_lists import lists_of
 from .plan import plan_forward
-from .problem import ForwardStrides, at_tile, lower, numbers, rows
+from .problem import ForwardStrides, at_tile, lower, rows
 from .tiles import (
     at_head,
     at_key_head,

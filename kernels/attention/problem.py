@@ -322,11 +322,6 @@ def scales_of(a: AttentionProblem) -> Scales | None:
     return Scales(a.key_scale, a.value_scale, Rows(*strides(a.key_scale)), Rows(*strides(a.value_scale)))
 
 
-def numbers(t: torch.Tensor) -> torch.Tensor:
-    """Keys or values as kernels get them: Triton has no float8_e4m3fn before sm_89, so its bits."""
-    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-
-
 def block_lists(a: AttentionProblem, by_keys: bool = False) -> BlockLists:
     """The lists of a block mask by blocks of queries, or by_keys its transpose."""
     b = a.blocks

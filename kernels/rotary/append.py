@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """append_kv in one launch: the first programs turn queries, the next keys, which go to their places in the cache, the last copy values.
 
-A place outside the cache, or a page outside the pool, is written by nobody.
+A place outside the cache, or a page outside the pool, is written by nobody. Into a cache in eight bits go ``x / s`` rounded to the nearest,
+``s = max(amax |x| / limit, 2^-126)``, of a row rounded to query's dtype first: bit for bit quantize_kv.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._lang import kernel, launch, narrow
-from .._launch import replayed
+from .._launch import numbers, replayed
 from .configs import WARPS, kind_of
 from .fwd import turned_row
 from .rows import Problem, Rows, at, load_row, pairs_of, place, rows_of, store_row, strides, table_strides
@@ -27,6 +28,8 @@ class AppendStrides(NamedTuple):
     out: Rows
     key_cache: Rows
     value_cache: Rows
+    key_scale: Rows | None
+    value_scale: Rows | None
     table: Rows | None
 
 
@@ -45,6 +48,8 @@ class Operands(NamedTuple):
     value: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
     pages: torch.Tensor | None
     positions: torch.Tensor
     cos: torch.Tensor | None
@@ -79,6 +84,44 @@ def cache_rows(POSITIONS, PAGES, b, l, m_r, cache, length):
 
 
 @triton.jit
+def sizes(b):
+    """|b| as integers, which are in order: then Inf, then NaN."""
+    return b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def eight_bits(b, b_scale, dtype: tl.constexpr):
+    """b / b_scale in int8, or float8_e4m3fn as uint8, to the nearest, ties to even; zeros where the scale is NaN. Added to 1.5 * 2^23 a
+    float32 is rounded to a whole number, and to 2^14 to a multiple of 2^-9, the least float8_e4m3fn."""
+    b = tl.div_rn(b, tl.broadcast_to(b_scale[:, None], b.shape))
+    if dtype == tl.int8:
+        bits = (b + 12582912.0).to(tl.int32, bitcast=True)
+    else:
+        size = sizes(b)
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        bits = tl.where(size < 0x3C800000, small, normal) | ((b.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where((b_scale == b_scale)[:, None], bits, 0).to(dtype)
+
+
+@triton.jit
+def as_stored(b_1, b_2, b_rest, SCALE, p_scale, m_r, row_dtype: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
+    """A row in the cache's dtype; in eight bits its scale is written."""
+    b_1, b_2, b_rest = narrow(b_1, row_dtype), narrow(b_2, row_dtype), narrow(b_rest, row_dtype)
+    if SCALE is not None:
+        b_1, b_2, b_rest = b_1.to(tl.float32), b_2.to(tl.float32), b_rest.to(tl.float32)
+        largest = tl.max(tl.maximum(sizes(b_1), sizes(b_2)), 1)
+        if C.BR:
+            largest = tl.maximum(largest, tl.max(sizes(b_rest), 1))
+        limit = tl.full(largest.shape, 127.0 if dtype == tl.int8 else 448.0, tl.float32)
+        b_scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), limit), 1.1754943508222875e-38)
+        b_scale = tl.where(largest < 0x7F800000, b_scale, float("nan"))
+        tl.store(SCALE + p_scale, b_scale, mask=m_r)
+        b_1, b_2, b_rest = eight_bits(b_1, b_scale, dtype), eight_bits(b_2, b_scale, dtype), eight_bits(b_rest, b_scale, dtype)
+    return b_1, b_2, b_rest
+
+
+@triton.jit
 def append_queries(i_tile, o, n, s, p, C: tl.constexpr):
     r = rows_of(i_tile, C)
     m_r = r < p.rows
@@ -101,7 +144,8 @@ def append_keys(i_tile, o, n, s, p, cache, C: tl.constexpr):
     p_x = at(s.key, b, h, l)
     b_1, b_2, b_rest = turned_row(o.key, o.cos, o.sin, o.k_norm, None, p_x, p_table, r, m_r, n.half, n.dim, p, C)
     dtype: tl.constexpr = o.key_cache.dtype.element_ty
-    b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
+    p_scale = at(s.key_scale, first, h, row) if o.key_scale is not None else r
+    b_1, b_2, b_rest = as_stored(b_1, b_2, b_rest, o.key_scale, p_scale, m_r, o.key.dtype.element_ty, dtype, C)
     store_row(o.key_cache, at(s.key_cache, first, h, row), m_r, n.half, n.dim, b_1, b_2, b_rest, C.ROWS, C)
 
 
@@ -113,7 +157,8 @@ def append_values(i_tile, o, n, s, p, cache, C: tl.constexpr):
     first, row, m_r = cache_rows(o.positions, o.pages, b, l, m_r, cache, p.length)
     b_1, b_2, b_rest = load_row(o.value, at(s.value, b, h, l), m_r, n.value_half, n.value_dim, C.ROWS, C)
     dtype: tl.constexpr = o.value_cache.dtype.element_ty  # through float32 and back: no bit is lost
-    b_1, b_2, b_rest = narrow(b_1, dtype), narrow(b_2, dtype), narrow(b_rest, dtype)
+    p_scale = at(s.value_scale, first, h, row) if o.value_scale is not None else r
+    b_1, b_2, b_rest = as_stored(b_1, b_2, b_rest, o.value_scale, p_scale, m_r, o.value.dtype.element_ty, dtype, C)
     p_out = at(s.value_cache, first, h, row)
     store_row(o.value_cache, p_out, m_r, n.value_half, n.value_dim, b_1, b_2, b_rest, C.ROWS, C)
 
@@ -134,6 +179,7 @@ def rotary_append(q_tiles, k_tiles, o, n, s, q, k, cache, C: tl.constexpr, VALUE
 def append(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     page_table: torch.Tensor | None,
     positions: torch.Tensor,
     tables: tuple[torch.Tensor | None, torch.Tensor | None],
@@ -144,9 +190,9 @@ def append(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """Write out and the caches. ``rows``: query, key and value. The last dimension of each tensor is contiguous, the table of pages and
-    the positions wholly."""
-    (query, key, value), (key_cache, value_cache) = rows, caches
+    """Write out, the caches, and in eight bits their ``scales``. ``rows``: query, key and value. The last dimension of each tensor of rows
+    is contiguous, the table of pages and the positions wholly."""
+    (query, key, value), (key_cache, value_cache) = rows, (numbers(t) for t in caches)
     batch, _, length, dim = query.shape
     half, value_dim = pairs_of(query, tables[0]), value.shape[3]
     size = query.element_size()
@@ -155,7 +201,8 @@ def append(
     q_tiles, k_tiles, v_tiles = (-(-p.rows // rows_kind.ROWS) for p, rows_kind in ((q, kind), (k, kind), (k, value_kind)))
     page_size, pages = key_cache.shape[2], 1 if page_table is None else page_table.shape[1]
     cache = Cache(pages * page_size, page_size, pages, key_cache.shape[0])
-    s = AppendStrides(*map(strides, (query, key, value, out, key_cache, value_cache)), table_strides(tables[0]))  # type: ignore[arg-type]
-    o, n = Operands(*rows, *caches, page_table, positions, *tables, *norms, out), Columns(half, dim, value_dim // 2, value_dim)
+    s = AppendStrides(*map(strides, (query, key, value, out, key_cache, value_cache, *scales)), table_strides(tables[0]))  # type: ignore[arg-type]
+    o = Operands(*rows, key_cache, value_cache, *scales, page_table, positions, *tables, *norms, out)
+    n = Columns(half, dim, value_dim // 2, value_dim)
     tiles = q_tiles + k_tiles + v_tiles
     launch(rotary_append, tiles, query.device, q_tiles, k_tiles, o, n, s, q, k, cache, kind, value_kind, warps=WARPS, stages=1)

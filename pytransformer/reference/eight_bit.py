@@ -31,7 +31,8 @@ def quantize_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     rows = x.detach().to(torch.float32)
     largest = rows.abs().amax(-1)
     finite = largest.isfinite()
-    scale = torch.where(finite, (largest / LIMITS[dtype]).clamp(min=LEAST_SCALE), torch.nan)
+    limit = largest.new_full((), LIMITS[dtype])  # by a number CUDA would multiply with its rounded reciprocal
+    scale = torch.where(finite, (largest / limit).clamp(min=LEAST_SCALE), torch.nan)
     parts = torch.where(finite[..., None], rows / scale[..., None], 0.0)
     return (parts.round() if dtype == torch.int8 else parts).to(dtype), scale
 

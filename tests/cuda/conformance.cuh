@@ -66,7 +66,8 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   ptx::st_global_u16(halves, uint16_t(pair >> 32));
   ptx::st_global_u16(halves + 1, ptx::ld_global_u16(reinterpret_cast<const uint16_t*>(in) + t));
   ptx::st_global_v4(out + 1024 + 4 * t, ptx::ld_shared_v4(shared + 16 * (t ^ 1)));
-  ptx::st_global_u32(out + 1536 + t, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + t));
+  auto* bytes = reinterpret_cast<uint8_t*>(out + 1536 + t);
+  for (int i = 0; i < 4; ++i) ptx::st_global_u8(bytes + i, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + (t ^ 37 * i)));
   for (int i = 0; i < 2; ++i)
     ptx::st_global_u32(out + 1664 + 2 * t + i, ptx::float_bits(ptx::ld_shared_f32(shared + 2560 + 8 * (t ^ 3) + 4 * i)));
 }

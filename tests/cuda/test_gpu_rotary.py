@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import append_problems
+import page_problems
 import pytest
 import rotary_problems
 import torch
@@ -22,6 +24,11 @@ def test_every_path() -> None:
     for problem in rotary_problems.problems():
         _, wrong = fuzz_rotary.judge(problem.problem, "cuda", True, "cuda")
         assert not wrong, f"{problem}: {wrong}"
+
+
+@pytest.mark.parametrize("problem", list(append_problems.problems("cuda")), ids=lambda problem: problem.name)
+def test_into_eight_bits(problem: page_problems.Problem) -> None:
+    assert problem.check()
 
 
 def test_random_problems() -> None:

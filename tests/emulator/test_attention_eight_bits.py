@@ -22,8 +22,8 @@ def test_each_problem(problem: Problem) -> None:
     assert eight_bit_problems.wrong(problem) == []
 
 
-def inputs(lq: int, dim: int = 64, dtype: torch.dtype = BF16) -> tuple[Any, dict[str, torch.Tensor]]:
-    (k, ks), (v, vs) = (pt.quantize_kv(draw(1, 2, 600, dim, seed=n), torch.int8) for n in (1, 2))
+def inputs(lq: int, dim: int = 64, dtype: torch.dtype = BF16, keys: int = 600) -> tuple[Any, dict[str, torch.Tensor]]:
+    (k, ks), (v, vs) = (pt.quantize_kv(draw(1, 2, keys, dim, seed=n), torch.int8) for n in (1, 2))
     return (draw(1, 4, lq, dim).to(dtype), k, v), {"key_scale": ks, "value_scale": vs}
 
 
@@ -39,13 +39,13 @@ def test_on_sm90a_the_portable_kernels_run(lq: int) -> None:
     assert f"forward by the portable kernels: {told}" in note and "d_" not in note
 
 
-@pytest.mark.parametrize(("lq", "dtype"), [(1, F32), (40, BF16)])
-def test_one_scale_is_read_where_it_is(lq: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("lq", "keys", "dtype"), [(1, 300, F32), (40, 70, BF16)])
+def test_one_scale_is_read_where_it_is(lq: int, keys: int, dtype: torch.dtype) -> None:
     """Of a head, and in all, without memory: strides of 0."""
-    args, scales = inputs(lq, dtype=dtype)
-    for shape in ((), (2, 1), (1, 1, 600)):
+    args, scales = inputs(lq, dtype=dtype, keys=keys)
+    for shape in ((), (2, 1), (1, 1, keys)):
         given = {name: draw(*shape, seed=5).abs() * 0.01 for name in scales}
-        whole = {name: t.expand(1, 2, 600).contiguous() for name, t in given.items()}
+        whole = {name: t.expand(1, 2, keys).contiguous() for name, t in given.items()}
         both = [pt.attention(*args, **s, backend="cuda", strict=True) for s in (given, whole)]  # type: ignore[call-overload]
         assert torch.equal(*both)
 

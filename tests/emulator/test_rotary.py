@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import append_problems
 import pytest
 import rotary_problems
 import torch
@@ -26,6 +27,11 @@ pytestmark = pytest.mark.usefixtures("emulated", "one_thread")
 def test_every_path(schedule: int) -> None:
     for problem in rotary_problems.problems():
         assert (found := rotary_problems.wrong(problem)) == [], f"{problem}: {found}"
+
+
+@pytest.mark.parametrize("problem", list(append_problems.problems()), ids=lambda problem: problem.name)
+def test_into_eight_bits(problem: Any) -> None:
+    assert append_problems.wrong(problem) == []
 
 
 @pytest.mark.parametrize("count", [FUZZ_CASES, pytest.param(300, marks=pytest.mark.slow)])

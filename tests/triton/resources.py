@@ -32,7 +32,7 @@ from pytransformer.kernels.attention import problem
 from pytransformer.kernels.feed_forward import configs as network_tiles
 from pytransformer.kernels.feed_forward import tiles as network
 from pytransformer.kernels.layer_norm import configs as norm_tiles
-from pytransformer.ops.append_kv import append_kv_op
+from pytransformer.ops.append_kv import KeyValues, append_kv_op
 from pytransformer.ops.attention import attention_op
 from pytransformer.ops.cross_entropy import linear_cross_entropy_op
 from pytransformer.ops.feed_forward import feed_forward_op
@@ -60,10 +60,12 @@ SPILLING = re.compile(
 REFUSED = re.compile(r".* D256 fp32$")  # on sm_120: see WIDE_SHARED in ops/_backends/triton/attention.py
 WIDE = 20000  # columns of rows that are done in blocks
 DROPOUT = {"dropout_p": 0.1, "dropout_seed": 3}
+SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 ROTARY = [
     *((name, dims, torch.bfloat16) for name in ("rotary", "rotary_norm", "append_kv_norm_pages") for dims in (64, 128, 256)),
     *((name, 128, torch.bfloat16) for name in ("rotary_interleaved", "rotary_partial", "append_kv")),
     *((name, 128, torch.float32) for name in ("rotary", "rotary_norm", "append_kv_norm_pages")),
+    *(("append_kv_norm_pages", 128, t, eight) for t in (torch.bfloat16, torch.float32) for eight in (*SHORT,)[2:]),
 ]
 
 
@@ -164,8 +166,8 @@ def _problems() -> Iterator[tuple[Any, ...]]:
         yield f"add_norm N{columns} bf16", norm("layer", torch.bfloat16, columns, **DROPOUT)
     yield "add_norm N4096 fp32", norm("layer", torch.float32, 4096, **DROPOUT)
     yield "add_rms_norm N4096 bf16", norm("rms", torch.bfloat16, 4096)
-    for name, dims, dtype in ROTARY:
-        yield f"{name} D{dims} {'bf16' if dtype == torch.bfloat16 else 'fp32'}", rotary(name, dtype, dims)
+    for name, dims, dtype, *eight in ROTARY:
+        yield f"{' '.join([name, *map(SHORT.get, eight)])} D{dims} {SHORT[dtype]}", rotary(name, dtype, dims, *eight)
     for classes in (200, 1000, 50257):
         yield f"cross_entropy {classes} classes bf16", cross_entropy(torch.bfloat16, classes, label_smoothing=0.1)
     yield "cross_entropy 1000 classes fp32", cross_entropy(torch.float32, 1000)
@@ -226,13 +228,17 @@ def norm(kind: str, dtype: torch.dtype, columns: int, **dropout: Any) -> Callabl
     return run
 
 
-def rotary(name: str, dtype: torch.dtype, head_dim: int) -> Callable[[], Any]:
-    """A shared case."""
+def rotary(name: str, dtype: torch.dtype, head_dim: int, eight: torch.dtype | None = None) -> Callable[[], Any]:
+    """A shared case; ``eight``: into a cache in eight bits."""
 
     def run() -> None:
         found = case(name).resize(D=head_dim)
         op = rotary_op if found.op == "rotary" else append_kv_op
         args, kwargs = found.make("cpu", dtype, seed=0)
+        if eight is not None:
+            stored = [quantize_kv(t, eight) for t in args[3][:2]]
+            cache = KeyValues(*(rows for rows, _ in stored), args[3].page_table, *(scale for _, scale in stored))
+            args = (*args[:3], cache, *args[4:])
         a, _, _ = op.prepare(*args, **kwargs)
         out, *saved = op.backends["triton"].forward(a)
         if not found.forward_only:

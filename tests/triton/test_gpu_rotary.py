@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pytransformer as pt
-from pytransformer.testing import bounds, fuzz_rotary
+from pytransformer.testing import bounds, fuzz_rotary, rotary_eight_bits
 from pytransformer.testing.cuda_graph import check_cuda_graph
 
 pytestmark = [
@@ -23,6 +23,13 @@ def test_random_rotary(number: int) -> None:
     problem = fuzz_rotary.draw(SEED, number)
     _, wrong = fuzz_rotary.judge(problem, "triton", True, "cuda")
     assert not wrong, "\n".join([str(problem), *wrong])
+
+
+@pytest.mark.parametrize("dims, page, turned", [((64, 128), 4, 32), ((34, 5), None, 0)])
+@pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_into_eight_bits(eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        assert rotary_eight_bits.wrong("triton", eight, dtype, dims, page, turned, "cuda") == []
 
 
 def test_rotary_addresses_beyond_32_bits() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from checks import check_found
+from kernel_mutants import mutated
 
 import pytransformer as pt
 from pytransformer.cli.benchmark import check, exact
 from pytransformer.cli.providers import Problem, prepare_ours
+from pytransformer.testing import rotary_eight_bits
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.models import ELEMENT, assert_same_gradient
 
@@ -65,6 +67,13 @@ def test_a_place_outside_is_written_by_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert (store == 5.0).all()
 
 
+@pytest.mark.parametrize("dims, page, turned", [((64, 24), 4, 32), ((34, 5), 1, 10), ((13, 18), None, 0)])
+@pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_into_eight_bits(eight: torch.dtype, dims: tuple[int, int], page: int | None, turned: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        assert rotary_eight_bits.wrong("triton", eight, dtype, dims, page, turned) == []
+
+
 def test_nothing_to_do() -> None:
     for shape in ((0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)):
         x, weight = torch.randn(shape, requires_grad=True), torch.ones(8, requires_grad=True)
@@ -107,3 +116,19 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     check_found("rotary", MUTANTS[name], tmp_path)
+
+
+EIGHT_BITS = {
+    "not_rounded_before": ("append.py", "narrow(b_1, row_dtype), narrow(b_2, row_dtype)", "b_1, b_2"),
+    "the_rest_not_in_the_largest": ("append.py", "tl.maximum(largest, tl.max(sizes(b_rest), 1))", "largest"),
+    "ties_up": ("append.py", "0x7FFFF + ((size >> 20) & 1)", "0x80000"),
+    "subnormals_by_the_other_rule": ("append.py", "size < 0x3C800000", "size < 0"),
+    "a_row_that_is_not_finite_kept": ("append.py", "largest < 0x7F800000", "largest >= 0"),
+    "scales_of_keys_for_values": ("append.py", "o.value_scale, p_scale", "o.key_scale, p_scale"),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_a_fault_in_eight_bits_is_found(name: str, tmp_path: Path) -> None:
+    with mutated("rotary", *EIGHT_BITS[name], tmp_path):
+        assert rotary_eight_bits.wrong("triton", torch.float8_e4m3fn, torch.bfloat16, (34, 25), 4, 10)

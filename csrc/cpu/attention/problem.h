@@ -28,8 +28,7 @@ struct Pages {
   }
 };
 
-// Keys and values in eight bits: row j of a head counts as its scale times its numbers. Strides of scales are 0 where they are shared.
-enum class EightBits : int { none = 0, int8 = 1, e4m3 = 2 };
+// Of keys and values in eight bits: row j of a head counts as its scale times its numbers. Strides are 0 where scales are shared.
 struct RowScales {
   const float* data = nullptr;
   Strides strides;  // b, h, l, as of the rows

@@ -224,13 +224,12 @@ class AttentionEdge {
 
   // Keys and values in eight bits, if they are, and their scales. Rows are of 16 columns or a multiple, so that a piece has 16 of them.
   bool read_eight_bits(const Tensor& key, const Tensor& value, const AttentionArguments& a) {
-    const ScalarType type = key.scalar_type();
-    if (type == ScalarType::Char) p.eight_bits = EightBits::int8;
-    if (type == ScalarType::Float8_e4m3fn) p.eight_bits = EightBits::e4m3;
+    p.eight_bits = eight_bits_of(key);
     STD_TORCH_CHECK(bool(a.key_scale) == p.in_eight_bits() && bool(a.value_scale) == p.in_eight_bits(),
                     "attention: key_scale and value_scale come with keys and values in eight bits");
     if (!p.in_eight_bits()) return false;
-    STD_TORCH_CHECK(!packed_ && value.scalar_type() == type, "attention: in eight bits value has the dtype of key, and nothing is packed");
+    STD_TORCH_CHECK(!packed_ && value.scalar_type() == key.scalar_type(),
+                    "attention: in eight bits value has the dtype of key, and nothing is packed");
     p.k = rows_in_pieces(key, "key", true), p.v = rows_in_pieces(value, "value", true);
     const auto scales = [&](const Tensor& t, const char* name) {
       STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3, "attention: ", name, " must be float32 of 3 dimensions");

@@ -74,10 +74,6 @@ struct Pages {
   bool wide = false;
 };
 
-// What keys and values are stored as: the dtype of the query, or numbers of eight bits, whose rows have a float32 scale each. Products take
-// the numbers as they are; scores and weights are multiplied by the scales.
-enum class EightBits : int { none, int8, e4m3 };
-
 // Which results must be recomputed: kernels that take no care of what hidden rows hold (a weight of zero times NaN is NaN) set a flag
 // where a result is not finite; kernels that do take care then recompute those tiles, and nothing elsewhere. See recompute.cuh.
 struct Recompute {

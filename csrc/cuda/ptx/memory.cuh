@@ -97,6 +97,13 @@ PT_DEVICE void st_global_u16(void* p, uint16_t v) {
   asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 #endif
 }
+PT_DEVICE void st_global_u8(void* p, uint8_t v) {
+#if defined(PT_EMULATE)
+  emu::st_global(p, &v, 1);
+#else
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(uint32_t(v)) : "memory");
+#endif
+}
 
 // ---- global memory shared by blocks
 

@@ -20,31 +20,59 @@ struct ForwardChunk {
   }
 };
 
-// One row, to `out`. The whole warp calls it; `here` false: there is none, or nobody wants it.
+// One row, normalised and turned. The whole warp makes it; `here` false: there is none, or nobody wants it.
 template <class K>
-PT_DEVICE void forward_row(const RotaryProblem& p, const RotaryForward& f, LaneTeam& team, const HeadAt& at, void* out, bool here) {
-  ForwardChunk v;
-  const auto each = [&](auto apply) {
-    each_chunk<K>(p, team, [&](const Chunk& c) {
-      if (!K::whole) v.load<K>(p, f, at, c, here);
+class TurnedRow {
+ public:
+  PT_DEVICE TurnedRow(const RotaryProblem& p, const RotaryForward& f, LaneTeam& team, const HeadAt& at, bool here)
+      : p_(p), f_(f), team_(team), at_(at), here_(here) {
+    if (K::whole) v_.load<K>(p, f, at, Chunk(p, team.rank()), here);
+    if (!f.weight.data) return;
+    float squares = 0.0f;
+    load_each([&](const Chunk&) { each_number([&](int s, int i) { squares = ptx::fma_rn(v_.x[s][i], v_.x[s][i], squares); }); });
+    const float mean = team.sum({squares, 0.0f}).a / float(p.dim);
+    rstd_ = ptx::div_rn(1.0f, PT_FAULT(eps_outside_the_root) ? ptx::sqrt_rn(mean) + p.eps : ptx::sqrt_rn(mean + p.eps));
+    if (here && f.rstd && team.rank() == 0) store_one(f.rstd + at.flat(p, f.x.heads), rstd_);
+  }
+
+  // apply(chunk, its numbers) for the lane's chunks. Of whole rows once, since they are turned where they are; then again().
+  template <class F>
+  PT_DEVICE void each(F apply) {
+    load_each([&](const Chunk& c) {
+      if (f_.weight.data) each_number([&](int s, int i) { v_.x[s][i] = v_.x[s][i] * rstd_ * v_.weight[s][i]; });
+      v_.angles.turn<false>(p_, c, v_.x);
+      apply(c, v_.x);
+    });
+  }
+  template <class F>
+  PT_DEVICE void again(F apply) {
+    static_assert(K::whole);
+    apply(Chunk(p_, team_.rank()), v_.x);
+  }
+
+ private:
+  template <class F>
+  PT_DEVICE void load_each(F apply) {
+    each_chunk<K>(p_, team_, [&](const Chunk& c) {
+      if (!K::whole) v_.load<K>(p_, f_, at_, c, here_);
       apply(c);
     });
-  };
-  if (K::whole) v.load<K>(p, f, at, Chunk(p, team.rank()), here);
-  float rstd = 1.0f;
-  if (f.weight.data) {
-    float squares = 0.0f;
-    each([&](const Chunk&) { each_number([&](int s, int i) { squares = ptx::fma_rn(v.x[s][i], v.x[s][i], squares); }); });
-    const float mean = team.sum({squares, 0.0f}).a / float(p.dim);
-    rstd = ptx::div_rn(1.0f, PT_FAULT(eps_outside_the_root) ? ptx::sqrt_rn(mean) + p.eps : ptx::sqrt_rn(mean + p.eps));
-    if (here && f.rstd && team.rank() == 0) store_one(f.rstd + at.flat(p, f.x.heads), rstd);
   }
-  if (!here) return;
-  each([&](const Chunk& c) {
-    if (f.weight.data) each_number([&](int s, int i) { v.x[s][i] = v.x[s][i] * rstd * v.weight[s][i]; });
-    v.angles.turn<false>(p, c, v.x);
-    store_chunk<K>(v.x, out, p.dtype, c);
-  });
+
+  const RotaryProblem& p_;
+  const RotaryForward& f_;
+  LaneTeam& team_;
+  const HeadAt& at_;
+  bool here_;
+  float rstd_ = 1.0f;
+  ForwardChunk v_;
+};
+
+// To `out`.
+template <class K>
+PT_DEVICE void forward_row(const RotaryProblem& p, const RotaryForward& f, LaneTeam& team, const HeadAt& at, void* out, bool here) {
+  TurnedRow<K> turned(p, f, team, at, here);
+  if (here) turned.each([&](const Chunk& c, const Numbers& x) { store_chunk<K>(x, out, p.dtype, c); });
 }
 
 // The rows of x from a block's first one, each to its place in out.

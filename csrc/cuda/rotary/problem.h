@@ -54,6 +54,8 @@ struct AppendKV {
   Heads value;
   HeadsOut value_cache;
   int value_dim, value_lanes;
+  EightBits eight_bits;  // of both caches; their rows then have scales, float32, with strides as those of rows
+  HeadsOut key_scales, value_scales;
   const int64_t* positions;  // (batch, length)
   const void* table;         // (batch, pages) int64 or int32, or null
   bool table_is_int64;

@@ -31,7 +31,8 @@ class Builder {
   R heads_of(const MaybeTensor& t, const char* name, int64_t columns, bool pages = false) {
     R r;
     if (!t) return r;
-    STD_TORCH_CHECK(t->dim() == 4 && t->size(3) == columns && dtype_of(*t, name) == p.dtype &&
+    STD_TORCH_CHECK(t->dim() == 4 && t->size(3) == columns &&
+                        ((pages && eight_bits_of(*t) != EightBits::none) || dtype_of(*t, name) == p.dtype) &&
                         (pages || (t->size(0) == p.batch && t->size(2) == p.length)),
                     op_, ": ", name, " must have the shape (", p.batch, ", heads, ", p.length, ", ", columns, ") and the dtype of x");
     STD_TORCH_CHECK(t->stride(3) == 1 || columns <= 1, op_, ": the last dimension of ", name, " must be contiguous");
@@ -86,11 +87,12 @@ class Builder {
     return table;
   }
 
-  // Rows that do not begin at multiples of 16 bytes.
+  // Rows that do not begin at multiples of 16 bytes, or in eight bits of 8.
   void see(const Tensor& t, const void* data) {
     if (t.numel() == 0) return;
-    bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= t.size(d) == 1 || t.stride(d) * int64_t(t.element_size()) % 16 == 0;
+    const int64_t piece = t.element_size() == 1 ? 8 : 16;  // eight numbers of eight bits
+    bool aligned = int64_t(reinterpret_cast<uintptr_t>(data)) % piece == 0;
+    for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= t.size(d) == 1 || t.stride(d) * int64_t(t.element_size()) % piece == 0;
     aligned_ &= aligned || PT_FAULT(pieces_of_heads_that_are_not_aligned);
   }
 
@@ -141,6 +143,23 @@ void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeT
   if (dweight) layer_norm_reduce(r, reinterpret_cast<void*>(stream));
 }
 
+// The scales of caches in eight bits.
+void fill_scales(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& key_scale,
+                 const MaybeTensor& value_scale) {
+  f.eight_bits = eight_bits_of(key_cache);
+  const bool wanted = f.eight_bits != EightBits::none;
+  STD_TORCH_CHECK(bool(key_scale) == wanted && bool(value_scale) == wanted && eight_bits_of(value_cache) == f.eight_bits,
+                  "append_kv: key_scale and value_scale come with caches that are both int8, or both float8_e4m3fn");
+  const auto scales = [&](const Tensor& t, const Tensor& cache, const char* name) {
+    STD_TORCH_CHECK(t.dim() == 3 && t.scalar_type() == ScalarType::Float, "append_kv: ", name, " must be float32 of 3 dimensions");
+    for (int d = 0; d < 3; ++d) STD_TORCH_CHECK(t.size(d) == cache.size(d), "append_kv: ", name, " must have a number for each row");
+    HeadsOut out;
+    out.data = write_to(t, name, b.reachable), out.heads = t.size(1), out.strides = {t.stride(0), t.stride(1), t.stride(2), 1};
+    return out;
+  };
+  if (wanted) f.key_scales = scales(*key_scale, key_cache, "key_scale"), f.value_scales = scales(*value_scale, value_cache, "value_scale");
+}
+
 // Where keys go; the caches are checked as the kernels rely on them.
 void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& page_table,
                 const Tensor& positions) {
@@ -169,9 +188,9 @@ void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& 
   f.table = read_from(*page_table, "page_table", b.reachable);
 }
 
-void append_kv_op(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table, Tensor positions,
-                  MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm, MaybeTensor k_norm, Tensor out, bool interleaved, double eps,
-                  double weight_offset, int64_t device, int64_t stream) {
+void append_kv_op(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table,
+                  MaybeTensor key_scale, MaybeTensor value_scale, Tensor positions, MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm,
+                  MaybeTensor k_norm, Tensor out, bool interleaved, double eps, double weight_offset, int64_t device, int64_t stream) {
   // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
   Builder b("append_kv", key, cos, sin, interleaved);
   b.p.eps = float(eps), b.p.weight_offset = float(weight_offset);
@@ -185,6 +204,7 @@ void append_kv_op(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tens
   f.value = b.heads_of<Heads>(value, "value", f.value_dim);
   f.query.weight = b.weight_of(q_norm, "q_norm"), f.key.weight = b.weight_of(k_norm, "k_norm");
   fill_cache(b, f, key_cache, value_cache, page_table, positions);
+  fill_scales(b, f, key_cache, value_cache, key_scale, value_scale);
 
   const DeviceGuard guard(device);
   RotaryPlan plan = b.plan(f.key.x.heads, false, f.value_dim % 8 == 0);
@@ -206,7 +226,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
                  "Tensor(b!)? dweight, bool interleaved, float weight_offset, int device, int stream) -> ()"));
   m.def(
       PT_EDGE_OP("append_kv(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? page_table, "
-                 "Tensor positions, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor(c!) out, bool interleaved, float eps, "
+                 "Tensor(d!)? key_scale, Tensor(e!)? value_scale, Tensor positions, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? "
+                 "k_norm, Tensor(c!) out, bool interleaved, float eps, "
                  "float weight_offset, int device, int stream) -> ()"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

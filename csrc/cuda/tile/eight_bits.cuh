@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of eight bits, int8 and float8_e4m3fn, widened exactly: bf16, f16 and f32 hold them all.
+// Numbers of eight bits, int8 and float8_e4m3fn: widened exactly, since bf16, f16 and f32 hold them all, and rounded to.
 #pragma once
 
+#include "common/dtype.h"
 #include "cuda/tile/matrix_tile.cuh"
 #include "cuda/tile/numbers.cuh"
 
@@ -22,6 +23,24 @@ PT_DEVICE void widen_e4m3(float (&v)[4], uint32_t word) {
     const float x = ptx::bits_float(size << 20 | (PT_FAULT(e4m3_signs_lost) ? 0 : bits & 0x80) << 24) * 0x1p120f;
     v[i] = size == 0x7f ? ptx::bits_float(0x7fffffffu) : x;
   }
+}
+
+// The nearest of either dtype, ties to even, of a number whose size is at most its largest one's. Added to 1.5 * 2^23 a float32 is rounded
+// to a whole number, and to 2^14 to a multiple of 2^-9, the least float8_e4m3fn.
+PT_DEVICE uint32_t to_int8(float x) { return ptx::float_bits(x + 12582912.0f) & 0xff; }
+PT_DEVICE uint32_t to_e4m3(float x) {
+  const uint32_t bits = ptx::float_bits(x), size = bits & 0x7fffffffu;
+  const uint32_t small = ptx::float_bits(ptx::bits_float(size) + 0x1p14f) & 0xff;
+  const uint32_t ties = PT_FAULT(e4m3_ties_up) ? 1 : size >> 20 & 1;
+  const uint32_t normal = ((size + 0x7ffffu + ties) >> 20) - (120u << 3);
+  return (size < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80);
+}
+
+// By what the numbers of a row are divided: its largest size, as the bits of a float32, over the dtype's largest number, and no subnormal
+// one. NaN for a row that is not finite.
+PT_DEVICE float scale_of_row(uint32_t largest, EightBits dtype) {
+  if (largest >= 0x7f800000u) return ptx::bits_float(0x7fc00000u);
+  return fmaxf(ptx::div_rn(ptx::bits_float(largest), dtype == EightBits::e4m3 ? 448.0f : 127.0f), 0x1p-126f);
 }
 
 // Rows of Bytes in shared memory, of numbers of eight bits, widened to rows of E. A thread widens the 16 bytes that it has copied there

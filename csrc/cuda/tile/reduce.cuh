@@ -28,6 +28,14 @@ struct LaneTeam {
       if (d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes)) x = {x.a + ptx::shfl_xor(x.a, d), x.b + ptx::shfl_xor(x.b, d)};
     return x;
   }
+  PT_DEVICE uint32_t max(uint32_t x) {
+    PT_UNROLL
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t other = ptx::shfl_xor_u32(x, d);
+      if (d < (PT_FAULT(the_largest_of_half_a_row) ? lanes / 2 : lanes) && other > x) x = other;
+    }
+    return x;
+  }
 };
 
 // The whole block, at most 32 warps. Two buffers take turns, so one barrier a sum is enough: who writes a buffer again has passed the

@@ -47,8 +47,8 @@ def append_backend(op: Op) -> Backend:
 
     def append(a: Any, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         cuda_library.call(
-            "append_kv", out.device, *rows, a.key_cache, a.value_cache, flat(a.page_table), a.positions.contiguous(), *_tables(a),
-            flat(a.q_norm), flat(a.k_norm), out, a.interleaved, a.eps, a.weight_offset,
+            "append_kv", out.device, *rows, a.key_cache, a.value_cache, flat(a.page_table), a.key_scale, a.value_scale,
+            a.positions.contiguous(), *_tables(a), flat(a.q_norm), flat(a.k_norm), out, a.interleaved, a.eps, a.weight_offset,
         )  # fmt: skip
 
     def why_not(a: Any) -> str | None:

@@ -46,8 +46,8 @@ def append_backend(op: Op) -> Backend:
         from pytransformer.kernels.rotary.append import append as launch
 
         launch(
-            rows, (a.key_cache, a.value_cache), flat(a.page_table), a.positions.contiguous(), _tables(a),
-            (flat(a.q_norm), flat(a.k_norm)), out, interleaved=a.interleaved, eps=a.eps, weight_offset=a.weight_offset,
+            rows, (a.key_cache, a.value_cache), (a.key_scale, a.value_scale), flat(a.page_table), a.positions.contiguous(),
+            _tables(a), (flat(a.q_norm), flat(a.k_norm)), out, interleaved=a.interleaved, eps=a.eps, weight_offset=a.weight_offset,
         )  # fmt: skip
 
     def why_not(a: Any) -> str | None:
@@ -55,8 +55,6 @@ def append_backend(op: Op) -> Backend:
             return reason
         from pytransformer.kernels.rotary.configs import MOST_ROWS
 
-        if a.key_scale is not None:
-            return "its kernels write no caches in eight bits; the backend reference does"
         return gpu.too_much_room(a, MOST_ROWS) or _too_large(query=a.query, value=a.value, key_cache=a.key_cache)
 
     return gpu.append_backend("triton", op, append, why_not, availability.recorded)
