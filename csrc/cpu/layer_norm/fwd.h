@@ -102,7 +102,7 @@ struct NormForwardRow {
     auto* out = row_of<X>(f.out, o, q);
     const auto* x = row_of<X>(f.x, o, q) + 2 * f.x.inner;  // the row that is read next
     const auto* residual = ADD ? row_of<R>(f.residual, o, q) + 2 * f.residual.inner : nullptr;
-    const acc rs = 1 / std::sqrt(m.variance + acc(p.eps));
+    const acc rs = acc(1 / std::sqrt(double(m.variance) + p.eps));  // rounded once: thrice in float took out past its bound
     if (f.mean) static_cast<acc*>(f.mean)[i] = m.mu + m.lo;
     if (f.rstd) static_cast<acc*>(f.rstd)[i] = rs;
     const vec to_unit = set1<vec>(rs), mean = set1<vec>(m.mu), shift = set1<vec>(-m.lo * rs);
