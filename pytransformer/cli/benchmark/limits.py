@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Callable[[], object]] = []
+        self.calls: list[partial[object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == NATIVE and func._schema.is_mutable:
@@ -103,12 +103,17 @@ def _recording(op: str, backend: str, recorder: _Recorder) -> Iterator[None]:
         backends[backend] = declared
 
 
-def kernels_alone(op: str, backend: str, call: Callable[[], object]) -> Callable[[], object] | None:
-    """The native calls of `call`, one of our ops on `backend`, with the tensors that it allocated for them; None where it makes none."""
+def native_calls(op: str, backend: str, call: Callable[[], object]) -> list[partial[object]]:
+    """The native calls of `call`, one of our ops on `backend`, with the tensors that it allocated for them."""
     recorder = _Recorder()
     with _recording(op, backend, recorder):
         call()
-    calls = recorder.calls
+    return recorder.calls
+
+
+def kernels_alone(op: str, backend: str, call: Callable[[], object]) -> Callable[[], object] | None:
+    """`native_calls` once more, one after the other; None where there are none."""
+    calls = native_calls(op, backend, call)
 
     def again() -> None:
         for native in calls:
