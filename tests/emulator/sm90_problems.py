@@ -297,8 +297,8 @@ FORWARD = (
         lambda n: {"attn_mask": some(n(2, 1, 70, 140)), "bias": n(2, 70, 140), "key_lengths": integers(140, 90)},
     ),
     Problem(
-        "f64 mask, odd bias", BF16, (1, 2, 2, 30, 151, 128, 128),
-        lambda n: {"attn_mask": some(n(1, 1, 30, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
+        "f64 mask, odd bias", BF16, (1, 2, 2, 40, 151, 128, 128),
+        lambda n: {"attn_mask": some(n(1, 1, 40, 151)).double(), "bias": n(2, 1, 151).to(BF16)},
     ),
     Problem("transposed bias", F16, (1, 2, 1, 136, 40, 64, 64), lambda n: {"bias": n(2, 40, 136).mT, "window": (90, 90)}),
     Problem("wide, odd bias", BF16, (1, 1, 1, 40, 151, 200, 256), lambda n: {"bias": n(40, 151).to(BF16)}),

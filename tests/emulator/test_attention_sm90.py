@@ -187,21 +187,21 @@ def test_explain_tells_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.zeros(1, 2, 40, 64, dtype=torch.float16)
     taken = pt.explain("attention", query, query, query, backend="cuda").notes[-1]
     assert taken.count("by the kernels for sm_90a") == 3
-    wide = torch.zeros(1, 2, 20, 256, dtype=torch.float16)
+    wide = torch.zeros(1, 2, 40, 256, dtype=torch.float16)
     assert pt.explain("attention", wide, wide, wide, backend="cuda").notes[-1] == taken
     for mask, more in (
-        (torch.ones(20, 20, dtype=torch.bool), ""),
-        (torch.zeros(20, 20), "; d_mask by the kernels for sm_90a"),
-        (torch.zeros(20, 21).bfloat16(), "; d_mask by the kernels for sm_90a"),
+        (torch.ones(40, 20, dtype=torch.bool), ""),
+        (torch.zeros(40, 20), "; d_mask by the kernels for sm_90a"),
+        (torch.zeros(40, 21).bfloat16(), "; d_mask by the kernels for sm_90a"),
         (torch.zeros(2, 1, 24).half(), "; d_mask by the portable kernels: the gradient is a sum over queries or keys"),
     ):
         key = torch.zeros(1, 2, mask.shape[-1], 64, dtype=torch.float16)
         assert pt.explain("attention", query, key, key, attn_mask=mask, backend="cuda").notes[-1] == taken + more
     for mask in (
-        torch.zeros(20, 20, dtype=torch.float64),
-        torch.zeros(20, 1),
-        torch.zeros(20, 20).mT,
-        torch.zeros(401)[1:].view(20, 20),
+        torch.zeros(40, 40, dtype=torch.float64),
+        torch.zeros(40, 1),
+        torch.zeros(40, 40).mT,
+        torch.zeros(1601)[1:].view(40, 40),
     ):
         partly = pt.explain("attention", query, query, query, attn_mask=mask, backend="cuda").notes[-1]
         assert "forward by the kernels for sm_90a; d_query by the portable kernels: the backward kernels copy" in partly
