@@ -47,6 +47,13 @@ class Bias {
   typename T::vec v_[kPanel<T> / T::width];
 };
 
+// Whether tiles of a contiguous (rows, columns) matrix are stored past the caches: it is large, and so aligned that rows can be.
+template <class T>
+INLINE bool streams(const void* out, int64_t rows, int64_t columns) {
+  const int64_t row = columns * int64_t(sizeof(typename T::elem));
+  return rows * row >= kStreamBytes && row % kVecBytes == 0 && reinterpret_cast<intptr_t>(out) % kVecBytes == 0;
+}
+
 // A finished tile, plus a bias, to a matrix.
 template <class T>
 class StoreEpilogue {
@@ -55,9 +62,7 @@ class StoreEpilogue {
 
  public:
   StoreEpilogue(elem* out, int64_t rows, int64_t columns, const void* bias = nullptr)
-      : out_(out), columns_(columns), bias_(bias),
-        streaming_(rows * columns * int64_t(sizeof(elem)) >= kStreamBytes && aligned(columns * int64_t(sizeof(elem))) &&
-                   aligned(reinterpret_cast<intptr_t>(out))) {}
+      : out_(out), columns_(columns), bias_(bias), streaming_(streams<T>(out, rows, columns)) {}
   size_t scratch_bytes() const { return 0; }
   void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
     if (!streaming_) fetch_rows(out_ + m0 * columns_ + n0, columns_, rows, n);
@@ -73,7 +78,6 @@ class StoreEpilogue {
   }
 
  private:
-  static bool aligned(int64_t bytes) { return bytes % kVecBytes == 0; }
   elem* out_;
   int64_t columns_;
   const void* bias_;

@@ -16,23 +16,27 @@ struct HiddenGradient {
   using vec = typename T::vec;
   const FeedForwardProblem& p;
   const FeedForwardBackward& f;
+  const bool streaming;  // h, dpre and dgate leave the caches before the products that read them
 
+  HiddenGradient(const FeedForwardProblem& problem, const FeedForwardBackward& backward)
+      : p(problem), f(backward), streaming(streamed(f.h) && streamed(f.dpre) && (!GATED || streamed(f.dgate))) {}
   size_t scratch_bytes() const { return TileDropout<T>::bytes() + 2 * Arena::bytes_for<acc>(kPanel<T>); }
   void fetch(int64_t m0, int64_t rows, int64_t n0, int64_t n) const {
     const int64_t at = m0 * p.hidden + n0;
     for (const void* read : {f.pre, f.gate})
       if (read) fetch_rows(elements<T>(read) + at, p.hidden, rows, n);
-    for (void* written : {f.h, f.dpre, f.dgate})
+    if (streaming) return;
+    for (const void* written : {f.h, f.dpre, f.dgate})
       if (written && written != f.pre && written != f.gate) fetch_rows(elements<T>(written) + at, p.hidden, rows, n);
   }
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     acc *h = arena.take<acc>(kPanel<T>), *second = arena.take<acc>(kPanel<T>);
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t row = m0 + r, at = row * p.hidden + n0;
-      acc* dh = tiles[0] + r * ld;
-      dropout.apply(row, dh, n);
-      with_activation(p.activation, [&](auto act) {
+    with_activation(p.activation, [&](auto act) {
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = m0 + r, at = row * p.hidden + n0;
+        acc* dh = tiles[0] + r * ld;
+        dropout.apply(row, dh, n);
         for (int64_t j = 0; j < n; j += T::width) {
           const vec pre = T::load(elements<T>(f.pre) + at + j, n - j), d = load(dh + j);
           if constexpr (GATED) {
@@ -43,13 +47,17 @@ struct HiddenGradient {
             store(h + j, a.value), store(dh + j, vec(d * a.slope));
           }
         }
-      });
-      dropout.apply(row, h, n);
-      write_row<T>(elements<T>(f.h) + at, h, n);
-      write_row<T>(elements<T>(f.dpre) + at, dh, n);
-      if constexpr (GATED) write_row<T>(elements<T>(f.dgate) + at, second, n);
-    }
+        dropout.apply(row, h, n);
+        write_row<T>(elements<T>(f.h) + at, h, n, streaming);
+        write_row<T>(elements<T>(f.dpre) + at, dh, n, streaming);
+        if constexpr (GATED) write_row<T>(elements<T>(f.dgate) + at, second, n, streaming);
+      }
+    });
+    if (streaming) stream_fence();
   }
+
+ private:
+  bool streamed(const void* to) const { return streams<T>(to, p.rows, p.hidden); }
 };
 
 // out (m, n) = a^T b of the contiguous matrices a (rows, m) and b (rows, n).
@@ -65,8 +73,8 @@ template <class T, class Visit>
 void backward_products(const FeedForwardProblem& p, const FeedForwardBackward& f, const Visit& visit) {
   const Product<T> dh[1] = {{rows_of<T>(f.dy, p.out, false), rows_of<T>(p.w2, p.hidden, true)}};
   const Matmul<T, 1, false> hidden(dh, p.rows, p.hidden, p.out, p.threads);
-  if (p.gate_weight) visit(hidden, HiddenGradient<T, true>{p, f});
-  else visit(hidden, HiddenGradient<T, false>{p, f});
+  if (p.gate_weight) visit(hidden, HiddenGradient<T, true>(p, f));
+  else visit(hidden, HiddenGradient<T, false>(p, f));
 
   if (f.dx) {
     const StoreEpilogue<T> to_dx(elements<T>(f.dx), p.rows, p.in);
