@@ -162,7 +162,7 @@ class RowBlock {
         A alpha[kRows<T>];
         const int64_t rows = min<int64_t>(kRows<T>, rows_ - g);
         for (int64_t r = 0; r < rows; r++) alpha[r] = keys.lo > all.lo ? A(1) : started_[g] ? alpha_[g + r] : A(0);
-        const Values group{x.V, x.p + g * x.ld, x.ld, x.live, x.d};
+        const Values group{x.V, x.p + g * x.ld, x.ld, x.live, x.d, g == 0};
         together(rows, [&](int64_t r, auto count) {
           direct_output<T, decltype(count)::value>(group, {keys.lo - here.lo, keys.hi - here.lo}, r, alpha, O_ + g * f_.dv, f_.dv);
         });
