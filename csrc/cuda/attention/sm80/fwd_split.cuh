@@ -24,10 +24,16 @@ PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const WarpRow
   store_rows<T>(f.out, w.b, h, rows.o, factor, index, rows.part);
 }
 
-// Blocks of a multiprocessor: as many as their registers let without a spill.
+// Blocks of a multiprocessor: as many as their registers let without a spill. At head size 64 sm_120 takes more than the 128 of four
+// blocks.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kSmallSplitBlocks = 3;
+#else
+constexpr int kSmallSplitBlocks = 4;
+#endif
 template <class T, class K>
 constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
-                             : K::head_dim == 64                                     ? 4
+                             : K::head_dim == 64                                     ? kSmallSplitBlocks
                                                                                      : 3;
 
 template <class T, class K>
