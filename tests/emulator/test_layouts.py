@@ -213,8 +213,9 @@ def test_memory_and_meetings(answers: Answers) -> None:
     mixed = words ^ words.flip(0)
     assert torch.equal(answers["memory"][:512].view(128, 4), mixed)
     assert torch.equal(answers["memory"][1024:1536].view(128, 4), mixed[torch.arange(128) ^ 1])
-    single = words.flatten()[:32, None] >> torch.arange(0, 32, 8) & 0xFF
-    assert torch.equal(answers["memory"][1536:1664], single.flatten())
+    single = (words.flatten()[:32, None] >> torch.arange(0, 32, 8) & 0xFF).flatten()
+    shifted = sum(single[torch.arange(128) ^ 37 * i] << 8 * i for i in range(4))
+    assert torch.equal(answers["memory"][1536:1664], shifted)
     assert torch.equal(answers["memory"][1664:].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
