@@ -75,8 +75,8 @@ struct CrossEntropy {
     Outputs results;
     const Tensor losses = empty(target.sizes(), options);
     results[1] = empty(target.sizes(), options);
-    const int64_t size = target.numel() * weight.size(0);
-    if (needs_gradient && x.scalar_type() != at::kBFloat16 && size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
+    const int64_t size = target.numel() * weight.size(0), least = limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
+    if (needs_gradient && weight.size(1) > least && size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
       c10::DimVector shape(target.sizes());
       shape.push_back(weight.size(0));
       results[2] = empty(shape, options);

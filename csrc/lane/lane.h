@@ -70,7 +70,7 @@ bool plain(PyObject* tensor);  // its Python type too
 void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
 PyObject* fact(const char* name);  // borrowed; the caller has the GIL
 struct Limits {
-  int64_t kept_bytes = 0, held_bytes = 0, few_rows = 0;
+  int64_t kept_bytes = 0, kept_depth = 0, held_bytes = 0, few_rows = 0;
 };
 extern Limits limits;  // those of the facts that are numbers
 

@@ -53,8 +53,8 @@ void connect(PyObject* watchers_, PyObject* traces_, PyObject* backward_, PyObje
   watchers.clear();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers_); i++) watchers.push_back(Py_NewRef(PyTuple_GET_ITEM(watchers_, i)));
   traces = Py_NewRef(traces_), backward = Py_NewRef(backward_), facts = Py_NewRef(facts_);
-  for (auto [name, number] :
-       {std::pair("kept_bytes", &limits.kept_bytes), std::pair("held_bytes", &limits.held_bytes), std::pair("few_rows", &limits.few_rows)})
+  for (auto [name, number] : {std::pair("kept_bytes", &limits.kept_bytes), std::pair("kept_depth", &limits.kept_depth),
+                              std::pair("held_bytes", &limits.held_bytes), std::pair("few_rows", &limits.few_rows)})
     *number = PyLong_AsLongLong(fact(name));
 }
 

@@ -60,7 +60,7 @@ def draw(seed: int, case: int) -> Problem:
     rng = random.Random(f"cross entropy {seed} {case}")
     torch.manual_seed(rng.getrandbits(40))
     dtype, data = rng.choice(DTYPES), rng.choice(("zero_mean", "zero_mean", "positive", "large"))
-    d = rng.choice((1, 2, 3, 7, 16, 17, 31, 48, 64, 65, 96, 130))
+    d = rng.choice((1, 2, 3, 7, 16, 17, 31, 48, 64, 65, 96, 130, 260))
     classes = rng.choice((1, 2, 3, 10, 31, 64, 65, 127, 128, 129, 200, 257, 700))
     lead = tuple(rng.choice((1, 2, 3, 7)) for _ in range(rng.choice((0, 1, 2, 3))))
     if rng.random() < 0.15:

@@ -84,7 +84,7 @@ def test_gradcheck_and_gradgradcheck(op_backend: str) -> None:
 @pytest.mark.unpoisoned
 def test_opcheck_and_compile(op_backend: str) -> None:
     op = OPS["linear_cross_entropy"]
-    x, w, b, target = _inputs(4, dtype=torch.float32)
+    x, w, b, target = _inputs(4, d=130, dtype=torch.float32)  # deep enough that logits are kept
     for save in (True, False):
         a = (x.detach(), w.detach(), target, b.detach(), -100, 0.1, "mean", save)
         torch.library.opcheck(op.fwd, (*a, op_backend, True))
@@ -155,14 +155,15 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("forward", ["cpu", "reference"])
 @pytest.mark.parametrize(
-    "shape", [(20, 96, 2100), (200, 40, 600), (1100, 24, 1300)], ids=["transposed", "one chunk", "chunks"]
+    "shape", [(20, 272, 2100), (200, 264, 600), (1100, 257, 650)], ids=["transposed", "one chunk", "chunks"]
 )
-def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str) -> None:
+def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str, dtype: torch.dtype) -> None:
     """Backward from what the tier's own forward kept: the same bits as from products computed again. From the reference's: nearly."""
     op = OPS["linear_cross_entropy"]
-    x, w, b, target = (t.detach() for t in _large(*shape, torch.float32))
+    x, w, b, target = (t.detach() for t in _large(*shape, dtype))
     gradients = []
     for save in (True, False):
         a = (x, w, target, b, -100, 0.1, "mean", save)
@@ -176,16 +177,15 @@ def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str)
 def test_products_are_kept_where_they_are_few_and_wanted() -> None:
     op = OPS["linear_cross_entropy"]
 
-    def kept(classes: int, dtype: torch.dtype, grad: bool) -> int:
-        x, w, _, target = _inputs(64, classes=classes, dtype=dtype)
+    def kept(classes: int, depth: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> int:
+        x, w = (torch.empty(n, depth, dtype=dtype, requires_grad=True) for n in (64, classes))
         with torch.set_grad_enabled(grad):
-            a, _, _ = op.prepare(x, w, target)
+            a, _, _ = op.prepare(x, w, torch.zeros(64, dtype=torch.int64))
         return op.empty_outputs(a)[2].numel()
 
-    assert kept(1 << 18, torch.float32, True) == 64 << 18  # 64 MB
-    assert (
-        kept((1 << 18) + 1, torch.float32, True) == kept(1 << 18, torch.float32, False) == kept(11, torch.bfloat16, True) == 0
-    )
+    assert kept(1 << 18, 129) == kept(1 << 18, 257, torch.bfloat16) == 64 << 18  # 64 MB
+    assert kept((1 << 18) + 1, 129) == kept(1 << 18, 129, grad=False) == 0
+    assert kept(11, 128) == kept(11, 256, torch.bfloat16) == 0  # shallow: sooner computed again
 
 
 PEAK = """

@@ -210,10 +210,19 @@ def test_large_hidden_layers_by_parts_of_rows_and_beyond_the_held_scratch() -> N
         same_in_both(pt.feed_forward, (x, w1, None, w2, None), (x, w1, w2), recompute=True)
 
 
-@pytest.mark.parametrize("classes", [500, 40_000])  # whose logits are kept for backward, and are not
-def test_cross_entropy_keeps_what_python_keeps(classes: int) -> None:
-    x, w = torch.randn(500, 4, requires_grad=True), torch.randn(classes, 4, requires_grad=True)
-    target = torch.randint(0, classes, (500,))
+@pytest.mark.parametrize(
+    "dtype, rows, classes, depth, keeps",
+    [
+        (torch.float32, 500, 500, 129, True),
+        (torch.float32, 500, 500, 128, False),  # shallow
+        (torch.float32, 420, 40_000, 129, False),  # more than 64 MB
+        (torch.bfloat16, 500, 500, 257, True),
+        (torch.bfloat16, 500, 500, 256, False),
+    ],
+)
+def test_cross_entropy_keeps_what_python_keeps(dtype: torch.dtype, rows: int, classes: int, depth: int, keeps: bool) -> None:
+    x, w = (torch.randn(n, depth, dtype=dtype, requires_grad=True) for n in (rows, classes))
+    target = torch.randint(0, classes, (rows,))
 
     def largest_kept() -> int:
         kept: list[Tensor] = []
@@ -224,7 +233,7 @@ def test_cross_entropy_keeps_what_python_keeps(classes: int) -> None:
     sizes = [largest_kept()]
     with lane.off():
         sizes.append(largest_kept())
-    assert sizes[0] == sizes[1] == (500 * classes if classes == 500 else max(x.numel(), w.numel()))
+    assert sizes[0] == sizes[1] == (rows * classes if keeps else max(x.numel(), w.numel()))
     for reduction in ("mean", "sum", "none"):
         same_in_both(pt.linear_cross_entropy, (x, w, target), (x, w), reduction=reduction)
     ignored = torch.full_like(target, -100)
