@@ -44,19 +44,30 @@ INLINE vf exp_minus_half_square(vf x) {
   return exp2v<5>(z) * fma(correction, set1<vf>(float(kLn2)), set1<vf>(1.f));
 }
 
+// P[0] x^(N - 1) + ... + P[N - 1]
+template <int N>
+INLINE vf polynomial(const float (&P)[N], vf x) {
+  vf p = set1<vf>(P[0]);
+  UNROLL for (int i = 1; i < N; i++) p = fma(p, x, set1<vf>(P[i]));
+  return p;
+}
+
 // x Phi(x), Phi the normal distribution function, and its derivative Phi(x) + x phi(x). The upper tail is
 // Q(t) = exp(-t^2 / 2) u P(u), u = 1 / (1 + 0.3 t), P a polynomial fitted to Mills' ratio on [0, 14.5] with relative error 3.5e-9.
-// Phi(x) = Q(-x) for x < 0, so that gelu keeps its relative accuracy (2 eps) where erf would cancel.
+// Phi(x) = Q(-x) for x < 0, so that gelu keeps its relative accuracy (2 eps) where erf would cancel. HALF, of results rounded to 16 bits:
+// 2.4e-5, of which P has 1.6e-5, and the rounding of t^2 5e-6 at 13. That takes half the time, which had been 7 % of a step of
+// 1024 x 512 x 2048 in bfloat16.
+template <bool HALF>
 INLINE ValueSlope<vf> gelu(vf x) {
   constexpr float P[] = {-0.0206235521f, 0.112436063f,  -0.228214651f, 0.191785926f, -0.0794246359f,
                          0.0961574379f,  0.0783894444f, 0.110235468f,  0.119571809f, 0.11968669f};
-  const vf t = vmin(set1<vf>(20.f), vabs(x)), e = exp_minus_half_square(t);
-  const vf u = set1<vf>(1.f) / fma(set1<vf>(0.3f), t, set1<vf>(1.f));
-  vf p = set1<vf>(P[0]);
-  UNROLL for (int i = 1; i < 10; i++) p = fma(p, u, set1<vf>(P[i]));
-  const vf q = e * (p * u), cdf = x < 0 ? q : 1 - q;
+  constexpr float R[] = {-0.0731040463f, 0.204289377f, -0.00389137212f, 0.13740705f, 0.11537759f, 0.119929418f};
+  const vf t = vmin(set1<vf>(20.f), vabs(x)), u = set1<vf>(1.f) / fma(set1<vf>(0.3f), t, set1<vf>(1.f));
+  const vf e = HALF ? exp2v<4>(vf(t * t * set1<vf>(float(-0.5 * kLog2e)))) : exp_minus_half_square(t);
+  const vf q = e * ((HALF ? polynomial(R, u) : polynomial(P, u)) * u), cdf = x < 0 ? q : 1 - q;
   return {x * cdf, fma(x, e * set1<vf>(0.3989422804014327f), cdf)};
 }
+template <bool>
 INLINE ValueSlope<vd> gelu(vd x) {
   ValueSlope<vd> r;
   for (int i = 0; i < kWidth<vd>; i++) {
@@ -91,12 +102,13 @@ INLINE ValueSlope<V> relu(V x) {
   return {vmax(V{}, x), x > 0 ? set1<V>(1) : V{}};
 }
 
-// f(function from V to ValueSlope<V>), chosen once for a whole row.
-template <class F>
+// f(function from V to ValueSlope<V>), for the traits T of the results; chosen once for a whole row.
+template <class T, class F>
 INLINE void with_activation(Activation a, const F& f) {
+  constexpr bool half = sizeof(typename T::elem) == 2;
   switch (a) {
     case Activation::relu: return f([](auto x) { return relu(x); });
-    case Activation::gelu: return f([](auto x) { return gelu(x); });
+    case Activation::gelu: return f([](auto x) { return gelu<half>(x); });
     case Activation::gelu_tanh: return f([](auto x) { return gelu_tanh(x); });
     case Activation::silu: return f([](auto x) { return silu(x); });
   }

@@ -32,7 +32,7 @@ struct HiddenGradient {
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     acc *h = arena.take<acc>(kPanel<T>), *second = arena.take<acc>(kPanel<T>);
-    with_activation(p.activation, [&](auto act) {
+    with_activation<T>(p.activation, [&](auto act) {
       for (int64_t r = 0; r < rows; r++) {
         const int64_t row = m0 + r, at = row * p.hidden + n0;
         acc* dh = tiles[0] + r * ld;

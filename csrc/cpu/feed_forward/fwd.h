@@ -56,7 +56,7 @@ struct HiddenEpilogue {
   void operator()(acc* const* tiles, int64_t ld, int64_t m0, int64_t rows, int64_t n0, int64_t n, Arena& arena) const {
     TileDropout<T> dropout(p, n0, arena);
     const Bias<T> b1(p.b1, n0, n), bg(p.gate_bias, n0, n);
-    with_activation(p.activation, [&](auto act) {
+    with_activation<T>(p.activation, [&](auto act) {
       for (int64_t r = 0; r < rows; r++) {
         const int64_t row = first_row + m0 + r, at = row * p.hidden + n0;
         acc *pre = tiles[0] + r * ld, *gate = GATED ? tiles[GATED] + r * ld : nullptr;

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `feed_forward`: its matrix products written out, and `F.linear` with PyTorch's activations."""
+"""Peers of `feed_forward`: its matrix products written out, and `F.linear` with PyTorch's activations.
+
+Where ours keeps nothing but x for backward (``recompute``), they are checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pytransformer.cli.benchmark.rows import Row
 from pytransformer.cli.providers import NAIVE, TORCH, Outputs, Prepared, Problem, Provider, compiled
@@ -41,12 +45,17 @@ def _prepare(problem: Problem, linear: Linear, activations: dict[str, Activation
     x, w1, b1, w2, b2 = (named[name] for name in ("x", "w1", "b1", "w2", "b2"))
     gate_weight, gate_bias = named.get("gate_weight"), named.get("gate_bias")
 
-    def forward() -> Outputs:
+    def network(x: torch.Tensor) -> torch.Tensor:
         hidden = linear(x, w1, b1)
         hidden = act(hidden) if gate_weight is None else act(linear(x, gate_weight, gate_bias)) * hidden
-        return (linear(F.dropout(hidden, dropout) if dropout else hidden, w2, b2),)
+        return linear(F.dropout(hidden, dropout) if dropout else hidden, w2, b2)
 
-    return Prepared(label, forward, own_dropout=dropout > 0)
+    def recomputing() -> Outputs:  # as ours, which keeps x alone for backward
+        return (checkpoint(network, x, use_reentrant=False, preserve_rng_state=dropout > 0),)
+
+    if named.get("recompute"):
+        return Prepared(f"{label}; checkpointed", recomputing, own_dropout=dropout > 0)
+    return Prepared(label, lambda: (network(x),), own_dropout=dropout > 0)
 
 
 def prepare_naive(problem: Problem) -> Prepared:
