@@ -70,7 +70,7 @@ NAMES = {
     "bench/tools/census.py": "attention's kernels, the only ones under a limit",
     "bench/tools/curves.py": "attention beside convolution and recurrence",
     "bench/tools/inspect_kernels.py": "kernels of products and of masks bear no op's name",
-    "bench/tools/performance.py": "aims for named cases, some called as their op",
+    "bench/tools/performance_aims.py": "aims for named cases, some called as their op",
     "bench/tools/tokens.py": "positions of a model",
     "pytransformer/cli/providers/flex.py": "FlexAttention",
     "pytransformer/ops/_core/lane.py": "the entries that csrc/lane has",

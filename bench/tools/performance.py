@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance.md and README's table of speed, from committed results only.
+"""docs/performance*.md and README's table of speed, from committed results only.
 
-    python bench/tools/performance.py            # print the document
-    python bench/tools/performance.py --write    # write docs/performance.md and README's table
-    python bench/tools/performance.py --run      # make performance: run everything first (about 25 minutes on two cores), then write
+    python bench/tools/performance.py                        # print the documents
+    python bench/tools/performance.py --write                # write them and README's table
+    python bench/tools/performance.py --run [--machine NAME] # make performance: run everything first (about 25 minutes on two cores)
 
 All figures are PyTorch's time over ours in one interleaved run: 2 is twice as fast, and below 1 we are slower.
 """
@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pytransformer.cli.benchmark import report
 
 sys.path.append(str(Path(__file__).parent))
+from performance_aims import GRID, aims  # beside this file
 from speed_pairs import (
     OURS,
     Pair,
@@ -35,88 +36,27 @@ from speed_pairs import (
     span,
     table,
     times,
-)  # beside this file
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "bench" / "results" / "intel-xeon-amx-2-cores"
-DOCUMENT, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+RESULTS, DOCS, README = ROOT / "bench" / "results", ROOT / "docs", ROOT / "README.md"
+# The folders of results and their documents; README shows them side by side.
+MACHINES = {"amd-epyc-zen5-2-cores": "performance.md", "intel-xeon-amx-2-cores": "performance-amx.md"}
 START, END = "<!-- performance: start, written by bench/tools/performance.py -->", "<!-- performance: end -->"
 AVX2 = "isa-avx2"
-# What fills the folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
+# What fills a folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
 COMMANDS = (
     "-m pytransformer bench --suite aims --out .",
     f"-m pytransformer bench --suite isa --isa avx2 --no-plots --no-memory --providers cpu,torch --out {AVX2}",
     "-m pytransformer bench models --layers 2 --seconds 1.5 --out .",
     "{tools}/step_time.py --out step-time.json",
 )
-GRID, MISSING = ("full", "causal"), "Not in the committed results."
+PICTURES = ("speed*.png", "memory*.png", "accuracy.png", "roofline.png")  # of the suite, as many as it has lengths
+MISSING = "Not in the committed results."
 SHORTEST = 512  # keys, in the tables of plain attention
 
 
-class Aim(NamedTuple):
-    """A promise: cases, dtypes and what is compared (fwd, bwd, fwd+bwd), and the smallest ratio."""
-
-    what: str
-    cases: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    mode: str
-    min_ratio: float
-    shortest: int = 0  # key length from which on it counts
-
-
-BOTH = ("float32", "bfloat16")
-AIMS = (
-    Aim("attention bf16, forward, L >= 1024", GRID, ("bfloat16",), "fwd", 4.3, 1024),
-    Aim("attention bf16, backward, L >= 1024", GRID, ("bfloat16",), "bwd", 2.7, 1024),
-    Aim("attention fp32, forward", GRID, ("float32",), "fwd", 2.3, 512),
-    Aim("attention fp32, backward", GRID, ("float32",), "bwd", 2.3, 512),
-    Aim("key padding, forward + backward", ("key_padding",), BOTH, "fwd+bwd", 4.0),
-    Aim("bias with its gradient", ("bias",), BOTH, "fwd+bwd", 6.0),
-    Aim("dropout", ("dropout",), BOTH, "fwd+bwd", 6.0),
-    Aim("window", ("window",), BOTH, "fwd+bwd", 4.0),
-    Aim("add_norm, forward", ("add_norm",), BOTH, "fwd", 2.0),
-    Aim("feed_forward fp32, forward", ("feed_forward_gelu", "feed_forward_relu"), ("float32",), "fwd", 2.0),
-    Aim("feed_forward bf16, forward", ("feed_forward_gelu", "feed_forward_relu"), ("bfloat16",), "fwd", 1.05),
-)
-
-# (what, cases, dtypes, the peak it is held against, the share of it that is the aim); forward only
-SHARES = (
-    ("attention bf16, forward, L >= 1024, of a matrix product's rate", GRID, ("bfloat16",), "tflops", 0.8),
-    ("attention fp32, forward, L >= 1024, of a matrix product's rate", GRID, ("float32",), "tflops", 0.85),
-    ("decoding, of read bandwidth", ("decode",), BOTH, "read_gbps", 0.8),
-    ("add_norm, forward, of `copy_` into a reused output", ("add_norm",), BOTH, "warm_gbps", 0.9),
-)
-
-
 # ---- sections
-
-
-def aims(document: Row, found: list[Pair], avx2: Row | None) -> str:
-    rows, peaks = [], document.get("peaks") or {}
-    for aim in AIMS:
-        values = [
-            ratio_of(modes, aim.mode)
-            for (_, case, shape, dtype, _), modes in by_mode(found).items()
-            if case in aim.cases and dtype in aim.dtypes and dict(shape).get("Lk", aim.shortest) >= aim.shortest
-        ]
-        known = [v for v in values if v is not None]
-        met = f"{sum(v >= aim.min_ratio for v in known)} of {len(known)}"
-        rows.append([aim.what, f"{aim.min_ratio:g}", span(known), met if known else "–"])
-    held = [p.ratio for p in pairs(avx2) if p.ratio is not None] if avx2 else []
-    met = f"{sum(v >= 0.9 for v in held)} of {len(held)}" if held else "–"
-    rows.append(["every op held to AVX2, PyTorch too", "0.9", span(held), met])
-    for what, names, dtypes, key, min_share in SHARES:
-        shares = []
-        for p in found:
-            o, whole = p.ours, peaks.get(key)
-            whole = whole.get(o["dtype"]) if isinstance(whole, dict) else whole
-            long = o["case"] not in GRID or o["shape"]["Lk"] >= 1024
-            if o["case"] in names and o["dtype"] in dtypes and o["mode"] == "fwd" and whole and long:
-                shares.append(o["tflops" if key == "tflops" else "gbps"] / whole)
-        known = f"{min(shares):.0%} to {max(shares):.0%}" if shares else "–"
-        met = f"{sum(s >= min_share for s in shares)} of {len(shares)}" if shares else "–"
-        rows.append([what, f"{min_share:.0%}", known, met])
-    return table(("what", "aim", "measured, least to most", "aim met by"), rows)
 
 
 def peaks(document: Row) -> str:
@@ -264,8 +204,8 @@ def images(folder: Path, names: Iterable[str], base: Path) -> str:
     return "\n\n".join(f"![{name.removesuffix('.png').replace('_', ' ')}]({path}/{name})" for name in there)
 
 
-def text(folder: Path = FOLDER) -> str:
-    """docs/performance.md."""
+def text(folder: Path) -> str:
+    """The document of one machine."""
     document = load(folder, "results.json")
     found = pairs(document)
     attention = [p for p in found if "Lk" in p.ours["shape"] and p.ours["case"] not in GRID and p.ours["case"] != "decode"]
@@ -280,11 +220,12 @@ def text(folder: Path = FOLDER) -> str:
         "Written by `bench/tools/performance.py` from committed results alone; [benchmarks.md](benchmarks.md) says how they are measured "
         "and with which commands. Unless a column says otherwise a figure is **PyTorch's time over ours** in one interleaved run: 2 is "
         "twice as fast; below 1, in bold, we are slower. Every contender was first checked against float64. GPUs: not yet run on one.",
+        _others(folder.name),
         f"CPU: {report.environment_text(document['environment'])} Command: `{document['environment']['command']}`.",
         "## Aims and what was reached", aims(document, found, load(folder, f"{AVX2}/results.json")),
         "## Where we lose", losses(found),
-        "## What the machine can do", peaks(document), images(folder, ["roofline.png"], DOCUMENT.parent),
-        "## Attention, plain", grid(document, [p for p in found if p not in short]), images(folder, curves, DOCUMENT.parent),
+        "## What the machine can do", peaks(document), images(folder, ["roofline.png"], DOCS),
+        "## Attention, plain", grid(document, [p for p in found if p not in short]), images(folder, curves, DOCS),
         "## Attention: masks, biases, dropout, short sequences", cases(attention + short),
         "## Decoding: one token over a long cache", bandwidth(document, decode, "read_gbps", "of read bandwidth"),
         "## Norms", bandwidth(document, norms, "warm_gbps", "of `copy_`"),
@@ -300,6 +241,11 @@ def text(folder: Path = FOLDER) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _others(machine: str) -> str:
+    links = [f"[{name}]({page})" for name, page in MACHINES.items() if name != machine]
+    return f"Other machines: {', '.join(links)}."
+
+
 def _regimes(document: Row) -> str:
     rows = report.regime_rows(document["rows"])
     return report.markdown_table(report.REGIME_COLUMNS, rows, report.REGIME_COLUMNS[5:]) if rows else MISSING
@@ -308,35 +254,51 @@ def _regimes(document: Row) -> str:
 # ---- README
 
 
-def summary(folder: Path = FOLDER) -> str:
-    """README's part: a line for each group of cases, and what is slower."""
-    document = load(folder, "results.json")
-    found = pairs(document)
-    groups: dict[str, list[Pair]] = {}
-    for pair in found:
-        groups.setdefault(_group(pair.ours), []).append(pair)
-    rows = []
-    for name, members in groups.items():
-        of = {m: [p.ratio for p in members if p.ours["mode"] == m] for m in ("fwd", "fwd+bwd")}
-        slower = sum(p.ratio is not None and p.ratio < 0.995 for p in members)
-        rows.append([name, span(of["fwd"]), span(of["fwd+bwd"]), f"{slower} of {len(members)}"])
-    for row in (load(folder, "step-time.json") or {"rows": {}})["rows"].items():
-        if row[0] == "torch":
-            rows.append(
-                ["a training step of a small translator, against torch.nn.Transformer", "–", times(row[1]["ratio"]), "–"]
-            )
-    where = document["environment"]
-    base = folder.relative_to(ROOT)
-    curves = [n for n in ("speed_by_l_bf16_fwd.png", "speed_by_l_f32_fwd_bwd.png") if (folder / n).exists()]
+def summary(folders: Sequence[Path]) -> str:
+    """README's part: a line for each group of cases, and what is slower, on each machine."""
+    machines, heads, lines = [], [], {}
+    for place, folder in enumerate(folders):
+        document = load(folder, "results.json")
+        where = document["environment"]
+        machines.append(
+            f"{where['isa']}: {where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date'][:10]}"
+        )
+        heads += [f"{where['isa']}: forward", "with backward", "slower in"]
+        for group, cells in _groups(folder, document).items():
+            lines.setdefault(group, [["–"] * 3 for _ in folders])[place] = cells
+    base = folders[0].relative_to(ROOT)
+    curves = [n for n in ("speed_by_l_bf16_fwd.png", "speed_by_l_f32_fwd_bwd.png") if (folders[0] / n).exists()]
     plots = "\n\n".join(f"![{n.removesuffix('.png').replace('_', ' ')}]({base}/{n})" for n in [*curves, "speed.png"])
+    pages = ", ".join(f"[docs/{MACHINES[f.name]}](docs/{MACHINES[f.name]})" for f in folders if f.name in MACHINES)
     return "\n\n".join([
-        f"PyTorch's time over ours, least to most, in one interleaved run on {where['cores']} cores of an {where['cpu']} "
-        f"({where['isa']}), torch {where['torch']}; below 1, in bold, we are slower:",
-        table(("", "forward", "forward + backward", "slower in"), rows),
-        "Each case, where we lose, peaks, models and decoding: [docs/performance.md](docs/performance.md); "
+        f"PyTorch's time over ours, least to most, each machine in one interleaved run; below 1, in bold, we are slower. "
+        f"{'; '.join(machines)}. MKL refuses AVX-512 to AMD's processors: PyTorch's float32 products take twice the time there.",
+        table(("", *heads), [[name, *(c for cells in row for c in cells)] for name, row in lines.items()]),
+        f"Each case, where we lose, peaks, models and decoding: {pages}; "
         "what a call costs: [docs/call-cost.md](docs/call-cost.md).",
         plots,
     ])  # fmt: skip
+
+
+def _groups(folder: Path, document: Row) -> dict[str, list[str]]:
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs(document):
+        groups.setdefault(_group(pair.ours), []).append(pair)
+    rows = {}
+    for name, members in groups.items():
+        if all(p.ratio is None for p in members):  # PyTorch has no such op
+            continue
+        of = {m: [p.ratio for p in members if p.ours["mode"] == m] for m in ("fwd", "fwd+bwd")}
+        slower = sum(p.ratio is not None and p.ratio < 0.995 for p in members)
+        rows[name] = [span(of["fwd"]), span(of["fwd+bwd"]), f"{slower} of {len(members)}"]
+    steps = (load(folder, "step-time.json") or {"rows": {}})["rows"]
+    if "torch" in steps:
+        rows["a training step of a small translator, against torch.nn.Transformer"] = [
+            "–",
+            times(steps["torch"]["ratio"]),
+            "–",
+        ]
+    return rows
 
 
 def _group(row: Row) -> str:
@@ -348,13 +310,13 @@ def _group(row: Row) -> str:
     return f"attention, {'full and causal' if row['case'] in GRID else 'masks, biases, dropout'}, {dtype}"
 
 
-def readme(old: str, folder: Path = FOLDER) -> str:
+def readme(old: str) -> str:
     before, rest = old.split(START)
-    return f"{before}{START}\n{summary(folder)}\n{END}{rest.split(END)[1]}"
+    return f"{before}{START}\n{summary([RESULTS / name for name in MACHINES])}\n{END}{rest.split(END)[1]}"
 
 
-def run_all() -> None:
-    """Every command, in a folder of its own, whose files then replace those of FOLDER."""
+def run_all(folder: Path) -> None:
+    """Every command, in a folder of its own, whose files then replace those of `folder`."""
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as made:
         for command in COMMANDS:
@@ -363,23 +325,28 @@ def run_all() -> None:
             done = subprocess.run([sys.executable, *words], cwd=made, env=environment)
             if done.returncode > 1:  # 1: one of ours was wrong, which the document tells
                 raise SystemExit(f"exit code {done.returncode}: {command}")
-        for path in FOLDER.glob("*.png"):
+        for path in (path for pattern in PICTURES for path in folder.glob(pattern)):
             path.unlink()
-        shutil.copytree(made, FOLDER, dirs_exist_ok=True)
+        shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run everything first")
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md and README's table")
+    parser.add_argument(
+        "--machine", choices=MACHINES, default=next(iter(MACHINES)), help="whose results --run replaces (%(default)s)"
+    )
+    parser.add_argument("--write", action="store_true", help="write the documents and README's table")
     options = parser.parse_args()
     if options.run:
-        run_all()
+        run_all(RESULTS / options.machine)
+    for name, page in MACHINES.items():
+        if options.run or options.write:
+            (DOCS / page).write_text(text(RESULTS / name))
+        else:
+            print(text(RESULTS / name))
     if options.run or options.write:
-        DOCUMENT.write_text(text())
         README.write_text(readme(README.read_text()))
-    else:
-        print(text())
 
 
 if __name__ == "__main__":

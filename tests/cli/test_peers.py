@@ -10,9 +10,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytransformer.cli import OK, USAGE, build_parser, main, providers
-from pytransformer.cli.benchmark import command, curves, memory, plan, report
+from pytransformer.cli.benchmark import command, curves, memory, peaks, plan, report
 from pytransformer.cli.benchmark.runner import Options, Runner
 
 pytestmark = [pytest.mark.unpoisoned, pytest.mark.usefixtures("one_thread")]
@@ -148,3 +149,16 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
         "install", "test_cuda_portable", "test_cuda_decode", "attention_portable", "decode",
     ]  # fmt: skip
     assert len(steps) == 5 + 5
+
+
+def test_the_products_peak_is_the_best_of_pytorchs_and_ours() -> None:
+    rates = {"mm": 2.0, "ours": 1.0}
+
+    def fastest(call) -> float:
+        return 1 / rates["mm" if call.func is torch.mm else "ours"]
+
+    assert peaks._product("cpu", torch.float32, fastest) == 2.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
+    rates["ours"] = 3.0
+    assert peaks._product("cpu", torch.float32, fastest) == 3.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
+    x, w = torch.randn(3, 70), torch.randn(5, 70)
+    torch.testing.assert_close(peaks.own_product(x, w, None), x @ w.t())

@@ -342,8 +342,8 @@ def test_the_suite_from_the_command_line_to_the_document(tool, tmp_path: Path, m
     performance = tool("performance")
     monkeypatch.setattr(performance, "ROOT", tmp_path)
     monkeypatch.setattr(performance, "SHORTEST", 512 // 32)
-    monkeypatch.setattr(performance, "DOCUMENT", tmp_path / "docs" / "performance.md")
+    monkeypatch.setattr(performance, "DOCS", tmp_path / "docs")
     text = performance.text(folder)
     assert "L = 16 | L = 32 | L = 64 | L = 128 |" in text and "![roofline](../bench/results/here/roofline.png)" in text
     assert "decode cold" not in text and "| decode |" in text and "fwd cold" in text
-    assert "speed_by_l.png" in text and "attention, decoding, bf16" in performance.summary(folder)
+    assert "speed_by_l.png" in text and "attention, decoding, bf16" in performance.summary([folder])

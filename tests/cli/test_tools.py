@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_performance_document_is_made_of_the_committed_results(tool) -> None:
     performance = tool("performance")
     again = "run: python bench/tools/performance.py --write"
-    assert performance.text() == performance.DOCUMENT.read_text(), again
+    for name, page in performance.MACHINES.items():
+        assert performance.text(performance.RESULTS / name) == (performance.DOCS / page).read_text(), again
     old = performance.README.read_text()
     assert performance.readme(old) == old, again
 
@@ -35,7 +36,7 @@ def test_every_committed_results_file_fits_its_schema() -> None:
 
 
 def test_a_report_is_made_of_committed_results(tool, tmp_path: Path) -> None:
-    (folder,) = (ROOT / "bench" / "results").glob("*/isa-avx2")
+    folder = next((ROOT / "bench" / "results").glob("*/isa-avx2"))
     tool("redraw").main([str(folder), "--out", str(tmp_path)])
     assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
     rows = json.loads((folder / "results.json").read_text())["rows"]
@@ -66,9 +67,12 @@ def test_backward_is_the_difference_and_losses_are_told(tool) -> None:
     (modes,) = performance.by_mode(found).values()
     assert [performance.ratio_of(modes, mode) for mode in ("fwd", "bwd", "fwd+bwd")] == [5.0, 3.0, 11 / 3]
     told = performance.aims({}, found, None)
-    assert "| attention bf16, forward, L >= 1024 | 4.3 | 5.00 | 1 of 1 |" in told
-    assert "| attention bf16, backward, L >= 1024 | 2.7 | 3.00 | 1 of 1 |" in told
-    assert "| key padding, forward + backward | 4 | – | – |" in told, "what was not measured is not claimed"
+    assert "| attention, every case, over PyTorch | 1 | 3.67 | 4.33 | 5.00 | 2 of 2 |" in told
+    assert "| decoding, of read bandwidth | 85% | – | – | – | – |" in told, "what was not measured is not claimed"
+    rates = _rows({"fwd": 1.0}, {"fwd": 5.0}, tflops=0.8)
+    for isa, aim in (("avx512_bf16", "90% | 80% | 80% | 80% | 0 of 1"), ("amx_bf16", "75% | 80% | 80% | 80% | 1 of 1")):
+        document = {"peaks": {"tflops": {"bfloat16": 1.0}}, "environment": {"isa": isa}}
+        assert f"matrix product's rate | {aim} |" in performance.aims(document, performance.pairs({"rows": rates}), None)
     assert performance.losses(found) == "0 of 2 measurements are slower than PyTorch's own."
     slow = performance.pairs({"rows": _rows({"fwd": 2.0}, {"fwd": 1.0})})
     assert performance.losses(slow).startswith("1 of 1 measurements are slower") and "**0.50**" in performance.losses(slow)
@@ -79,10 +83,10 @@ def test_what_was_not_run_is_told_as_missing(tool, tmp_path: Path) -> None:
     performance = tool("performance")
     folder = performance.ROOT / "bench" / "results"  # a path below the root, where links start
     lone = tmp_path / "results.json"
-    lone.write_text((performance.FOLDER / "results.json").read_text())
+    lone.write_text((performance.RESULTS / next(iter(performance.MACHINES)) / "results.json").read_text())
     shown = [performance.models(None), performance.held(None), performance.step(None)]
     assert shown == [performance.MISSING] * 3
-    assert performance.images(folder, ["none.png"], performance.DOCUMENT.parent) == ""
+    assert performance.images(folder, ["none.png"], performance.DOCS) == ""
 
 
 def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
@@ -97,18 +101,18 @@ def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
         out.mkdir(exist_ok=True) if out.suffix == "" else out.write_text("{}")
         return SimpleNamespace(returncode=1)
 
-    (tmp_path / "old.png").touch()
-    monkeypatch.setattr(performance, "FOLDER", tmp_path)
+    (tmp_path / "speed_by_old.png").touch()
+    (tmp_path / "patterns.png").touch()  # another tool's
     monkeypatch.setattr(performance.subprocess, "run", run)
-    performance.run_all()
-    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json"}, "and no old picture"
+    performance.run_all(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"isa-avx2", "step-time.json", "patterns.png"}, "and no old picture"
     for words in ran:
         assert words[0] == "-m" or Path(words[0]).is_file()
         if words[0] == "-m":
             assert words[:3] == ["-m", "pytransformer", "bench"]
     monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
     with pytest.raises(SystemExit, match="exit code 2"):
-        performance.run_all()
+        performance.run_all(tmp_path)
 
 
 # ---- golden
