@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python bench/tools/layer_norm_copy.py [--shape 8192x1024 2048x768] [--dtype float32 bfloat16] [--rounds 30]
 
 For each op and direction, in each round, one after the other: `copy_`, the native calls alone, writing into tensors that an earlier call
-allocated, and the whole public call with fresh outputs. The copy reads and writes together as many bytes as the kernel's tensors have,
-each read or written once. CPU time of this thread where there is one thread, else the wall's; minima. The aim: 90 % of the copy's rate for
-the kernels. What the call takes beyond them is dispatch and, above all, fresh pages.
+allocated, and the whole public call with fresh outputs. The copy is of the op's dtype and reads and writes together as many bytes as the
+kernel's tensors have, each read or written once. CPU time of this thread where there is one thread, else the wall's; minima. The aim:
+90 % of the copy's rate for the kernels. What the call takes beyond them is dispatch and, above all, fresh pages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(op: str, rows: int, columns: int, dtype: torch.dtype, rounds: int) -
     }
     for direction, (kernels, whole) in directions.items():
         size = tensor_bytes(kernels)
-        source = torch.randn(size // 8)
+        source = torch.randn(size // 2 // dtype.itemsize).to(dtype)
         target = torch.empty_like(source)
 
         def alone(kernels: list[Any] = kernels) -> None:

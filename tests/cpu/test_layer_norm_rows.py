@@ -29,6 +29,45 @@ def test_large_results_are_those_of_their_parts(dtype: torch.dtype, kind: str) -
             assert torch.equal(got, torch.cat(pieces))
 
 
+@pytest.mark.parametrize(
+    "dtype, stream, kind",
+    (
+        (torch.float32, torch.float32, "layer"),
+        (torch.float32, torch.float16, "rms"),
+        (torch.bfloat16, torch.bfloat16, "rms"),
+        (torch.bfloat16, torch.float32, "layer"),
+        (torch.float16, torch.float16, "layer"),
+    ),
+)
+def test_large_gradients_are_those_of_their_parts(dtype: torch.dtype, stream: torch.dtype, kind: str) -> None:
+    """Gradients of 12 MB and more are stored past the caches too. Dropout of a half scales by two: that rounds nothing."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(to: torch.dtype) -> torch.Tensor:
+        return torch.randn(6528, 1024, generator=generator).to(to)
+
+    tensors = [normal(dtype), normal(stream), normal(dtype), normal(stream)]
+    weight = torch.randn(1024, generator=generator)
+
+    def gradients(
+        x: torch.Tensor, residual: torch.Tensor, *upstream: torch.Tensor, p: float = 0.0
+    ) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+        return torch.autograd.grad(pt.add_norm(*leaves, weight, kind=kind, dropout_p=p, dropout_seed=7), leaves, upstream)
+
+    with pt.use_backend(add_norm="cpu"):
+        whole = gradients(*tensors)
+        for got, pieces in zip(whole, zip(*(gradients(*part) for part in zip(*(t.split(700) for t in tensors))))):
+            assert torch.equal(got, torch.cat(pieces))
+        kept = pt.add_norm(torch.ones(6528, 1024), None, None, dropout_p=0.5, dropout_seed=7)[1] != 0
+        h = torch.where(kept, 2 * tensors[0], 0).float() + tensors[1].float()  # x where dropout has been
+        x = gradients(torch.zeros_like(tensors[0]), h.to(stream), *tensors[2:])
+        dropped = gradients(*tensors, p=0.5)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal numbers, doubled, have no bit more
+    assert torch.equal(dropped[1], x[1])
+    torch.testing.assert_close(dropped[0], torch.where(kept, 2 * x[0], 0), rtol=0, atol=least)
+
+
 @pytest.mark.parametrize("columns", (1, 2, 3, 5, 64, 1000))
 @pytest.mark.parametrize("first", (0.0, 1e3, -1e6))
 def test_a_row_may_begin_far_from_its_mean(columns: int, first: float) -> None:

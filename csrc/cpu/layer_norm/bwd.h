@@ -12,7 +12,7 @@
 namespace pt {
 namespace PT_ISA {
 
-template <class X, class R, bool DROP, bool PARAMETERS>
+template <class X, class R, bool DROP, bool PARAMETERS, bool STREAM>
 struct NormBackwardRow {
   using acc = typename X::acc;
   using vec = typename X::vec;
@@ -38,8 +38,8 @@ struct NormBackwardRow {
           if (w) g = g * A::load(w + j, lanes);
           store(xhat + j, x);
           if (d_residual_out) fetch<false>(d_residual_out, j, slot);
-          if (dresidual) fetch<true>(dresidual, j, slot);
-          if (dx) fetch<true>(dx, j, slot);
+          if (!STREAM && dresidual) fetch<true>(dresidual, j, slot);
+          if (!STREAM && dx) fetch<true>(dx, j, slot);
           sum_x.add(slot, x);
           sum_g.add(slot, g);
           sum_gx.add_product(slot, g, x);
@@ -58,17 +58,19 @@ struct NormBackwardRow {
       const vec g = w ? dy * A::load(w + j, lanes) : dy;
       vec dh = rs * (g - set1<vec>(mean_g) - x * set1<vec>(mean_gx));
       if (d_residual_out) dh = dh + R::load(d_residual_out + j, lanes);
-      if (dresidual) R::store(dresidual + j, lanes, dh);
+      if (dresidual) put<R, STREAM>(dresidual + j, lanes, dh);
       if constexpr (DROP) dh = select(keep.at(j), dh * set1<vec>(scale), vec{});
-      if (dx) X::store(dx + j, lanes, dh);
+      if (dx) put<X, STREAM>(dx + j, lanes, dh);
     });
   }
 };
 
-template <class X, class R, bool DROP, bool PARAMETERS>
+template <class X, class R, bool DROP, bool PARAMETERS, bool STREAM = false>
 void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   using acc = typename X::acc;
   const NormPlan<X, PARAMETERS> plan(p);
+  if constexpr (!STREAM && kVecBytes > 16)
+    if (plan.template streams<X, R>(f.dx, f.dresidual)) return layer_norm_backward_rows<X, R, DROP, PARAMETERS, true>(p, f);
   const int64_t n = p.columns, padded = plan.padded, blocks = plan.blocks;
   acc *dweight = nullptr, *dbias = nullptr;
   if constexpr (PARAMETERS) {
@@ -83,7 +85,7 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
     acc *dw = PARAMETERS ? dweight + block * padded : nullptr, *db = PARAMETERS ? dbias + block * padded : nullptr;
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
-    const NormBackwardRow<X, R, DROP, PARAMETERS> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
+    const NormBackwardRow<X, R, DROP, PARAMETERS, STREAM> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
     for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
       const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i + p.row_start);
@@ -91,6 +93,7 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
           f.mean ? static_cast<const acc*>(f.mean)[i] : acc(0), static_cast<const acc*>(f.rstd)[i], keep,
           f.dx.data ? row_of<X>(f.dx, o, q) : nullptr, f.dresidual.data ? row_of<R>(f.dresidual, o, q) : nullptr);
     }
+    if constexpr (STREAM) stream_fence();
   });
   if constexpr (PARAMETERS) {
     constexpr int64_t kStep = 1024;
