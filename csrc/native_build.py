@@ -23,6 +23,7 @@ PYTRANSFORMER_BINDINGS         1 (default) | 0: leave ``_C`` and ``_lane`` out, 
 PYTRANSFORMER_MANYLINUX        2_28: link so that the libraries load with that glibc and libstdc++; see manylinux.py
 PYTRANSFORMER_TORCH            directory of the torch package to build against (default: the one this Python imports)
 PYTRANSFORMER_BUILD_SANITIZE   address,undefined | thread | ...: passed to -fsanitize, in a build directory of its own
+PYTRANSFORMER_SOFTWARE_TILES   1: the set amx_bf16 with its tiles in plain C++, for tests on CPUs without AMX; never in a wheel
 DEBUG                          1: -O1 -g instead of -O3
 CXX, CXXFLAGS, LDFLAGS         as usual; MAX_JOBS: compile jobs at once (default: one per core)
 =============================  ===================================================================================================
@@ -91,6 +92,7 @@ class Plan:
     why_not_cuda: str | None = None
     why_not_lane: str | None = None
     why_not_isa: dict[str, str] = field(default_factory=dict)
+    tiles_in_software: bool = False
     cuda: dict[str, object] = field(default_factory=dict)  # a CUDA library's architectures, and nvcc's version
 
     @property
@@ -123,7 +125,7 @@ class Plan:
             "platform": sysconfig.get_platform(),
             "manylinux": _platform(),
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}
-            | {"isas_not_built": self.why_not_isa},
+            | {"isas_not_built": self.why_not_isa, "tiles_in_software": self.tiles_in_software},
             "cuda": {"built": self.why_not_cuda is None, "reason": self.why_not_cuda} | self.cuda,
             "lane": {"built": self.why_not_lane is None, "reason": self.why_not_lane}
             | (lane_build.stamp(self.torch) if self.torch and self.why_not_lane is None else {}),
@@ -139,6 +141,15 @@ def _platform() -> str | None:
         return manylinux.platform()
     except ValueError as error:
         raise BuildError(str(error)) from None
+
+
+def _tiles_in_software() -> list[str]:
+    """The flag of csrc/cpu/core/tiles_in_software.h where it is asked for, which nothing that is published may have."""
+    if switch("PYTRANSFORMER_SOFTWARE_TILES") != "1":
+        return []
+    if _platform():
+        raise BuildError("PYTRANSFORMER_SOFTWARE_TILES=1 is for tests here, and PYTRANSFORMER_MANYLINUX is set: unset one")
+    return ["-DPT_TILES_IN_SOFTWARE"]
 
 
 def _why_not_cuda(plan: Plan) -> str | None:
@@ -207,7 +218,7 @@ def _usable(plan: Plan) -> list[str]:
     main = '#include <cstdio>\n#include "cpu/core/isa.h"\nint main() {\n  for (pt::Isa isa : pt::built_isas())\n'
     main += "    if (pt::runs_here(isa)) std::puts(pt::isa_name(isa));\n}\n"
     sources = ["-I", str(CSRC), str(CSRC / "cpu" / "core" / "isa.cpp"), "-x", "c++", "-"]
-    command = [*plan.compiler, *COMMON_FLAGS, _isa_macro(plan), *sources]
+    command = [*plan.compiler, *plan.flags, _isa_macro(plan), *sources]
     try:
         subprocess.run([*command, "-o", str(program)], input=main, text=True, check=True)
         return subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
@@ -228,11 +239,12 @@ def make_plan(version: str) -> Plan:
     sanitize = os.environ.get("PYTRANSFORMER_BUILD_SANITIZE", "")
     debug = os.environ.get("DEBUG", "0") not in ("", "0")
     kind = "-".join(filter(None, ["sanitize", *sanitize.split(",")])) if sanitize else "debug" if debug else "release"
+    tiles = _tiles_in_software()
     sanitizer = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"] if sanitize else []
     optimise = ["-O1", "-g"] if debug or sanitize else ["-O3", "-DNDEBUG"]
 
-    plan = Plan(version, ROOT / "build" / f"native-{kind}")
-    plan.flags = [*COMMON_FLAGS, *optimise, *sanitizer, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    plan = Plan(version, ROOT / "build" / f"native-{kind}{'-software-tiles' if tiles else ''}", tiles_in_software=bool(tiles))
+    plan.flags = [*COMMON_FLAGS, *optimise, *sanitizer, *tiles, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     plan.link_flags = [*sanitizer, *shlex.split(os.environ.get("LDFLAGS", ""))]
     compiler = find_compiler()
     plan.why_not_cpu = _why_not_cpu(plan, compiler)
@@ -369,6 +381,7 @@ def describe(plan: Plan) -> str:
         lines = [
             f"CPU kernels: {', '.join(isa.name for isa in plan.isas)}, against torch {torch_version(plan.torch)}{skipped}"
         ]
+        lines += ["the tiles of amx_bf16 are software: for tests, slow"] if plan.tiles_in_software else []
         lines += [f"C++ lane of eager calls: not built: {plan.why_not_lane}"] if plan.why_not_lane else []
         lines += [f"_C (build information): not built: {plan.why_not_bindings}"] if plan.why_not_bindings else []
     else:

@@ -51,7 +51,7 @@ OPS = ("ops", "test_fuzz*.py")
 ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 NO_REFERENCE = ("-k", "not reference")  # which has no instruction sets
-SANITIZE, BENCH = "sanitize", "bench"
+SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 # Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
 # A covering array of strength 1, and of 2 in (PyTorch's set, threads). Planted faults and slow tests are of the parts above.
@@ -85,6 +85,14 @@ FULL_PARTS = (
     *SETTINGS,
     Part("python-lane", "ops without the C++ lane", 0, ("ops",), WITHOUT_LANE, ("-k", "cpu or not reference")),
     Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
+    Part(
+        TILES,
+        "cpu, amx_bf16 with software tiles",
+        0,
+        (*OPS, "cpu/test_attention*.py"),
+        ((ISA_VARIABLE, "amx_bf16"),),
+        NO_REFERENCE,
+    ),
     Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
     Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
     Part("triton-3.9", "triton 3.9", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_9"),

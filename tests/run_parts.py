@@ -48,6 +48,7 @@ from parts import (  # noqa: E402
     REST,
     SAMPLES,
     SANITIZE,
+    TILES,
     Part,
 )
 
@@ -175,15 +176,20 @@ def test(part: Part, full: bool) -> Result:
     return Result(part, spent.seconds, problem, *counts(report))
 
 
+def second_copy(name: str, *options: tuple[str, str]) -> tuple[Path, str | None]:
+    """The package in a folder of build/, with native code of its own, and what went wrong."""
+    copy = ROOT / "build" / name
+    build = [PYTEST[0], "setup.py", "-q", "build", "--build-lib", str(copy)]
+    code, _ = timed(build, None, (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_LANE", "0"), *options))
+    return copy, f"building: exit code {code}" if code else None
+
+
 def test_sanitized(part: Part) -> Result:
     """The ops with the library of a second copy of the package, built with GCC's sanitizers."""
-    copy = ROOT / "build" / "sanitized"
-    options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"))
-    options += (("PYTRANSFORMER_CPU_ISAS", "native"), ("PYTRANSFORMER_LANE", "0"), ("CXX", "g++"))
-    build = [str(ROOT / ".venv" / "bin" / "python"), "setup.py", "-q", "build", "--build-lib", str(copy)]
-    code, spent = timed(build, None, options)
-    if code:
-        return Result(part, spent.seconds, f"building: exit code {code}")
+    options = (("PYTRANSFORMER_BUILD_SANITIZE", "address,undefined"), ("PYTRANSFORMER_BINDINGS", "0"), ("CXX", "g++"))
+    copy, problem = second_copy("sanitized", *options)
+    if problem:
+        return Result(part, 0.0, problem)
     names = ("libasan.so", "libstdc++.so")
     libraries = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
     environment = (
@@ -193,6 +199,14 @@ def test_sanitized(part: Part) -> Result:
         ("PYTHONPATH", str(copy)),
     )
     return test(part._replace(environment=environment), True)
+
+
+def test_on_software_tiles(part: Part) -> Result:
+    """The ops on the set amx_bf16 of a second copy of the package, whose tiles are plain C++, where this CPU has all but the tiles."""
+    copy, problem = second_copy("software-tiles", ("PYTRANSFORMER_SOFTWARE_TILES", "1"), ("PYTRANSFORMER_CUDA", "0"))
+    if problem:
+        return Result(part, 0.0, problem)
+    return test_with_instruction_set(part._replace(environment=(*part.environment, ("PYTHONPATH", str(copy)))))
 
 
 def test_with_other_packages(part: Part) -> Result:
@@ -236,13 +250,16 @@ def skipped(part: Part, reason: str) -> Result:
 def test_with_instruction_set(part: Part) -> Result:
     """The part with the kernels of one instruction set, where this CPU has it."""
     ask = "import pytransformer._C as C; print(*C.usable_isas())"
-    usable = subprocess.check_output([PYTEST[0], "-c", ask], cwd=ROOT, text=True).split()
+    where = os.environ | {"PYTHONSAFEPATH": "1"} | dict(part.environment)
+    usable = subprocess.check_output([PYTEST[0], "-c", ask], cwd=ROOT, env=where, text=True).split()
     if dict(part.environment)[ISA_VARIABLE] not in usable:
         return skipped(part, f"this CPU and build run {', '.join(usable)}")
     return test(part, True)
 
 
 def run(part: Part, full: bool) -> Result:
+    if part.name == TILES:
+        return test_on_software_tiles(part)
     if ISA_VARIABLE in dict(part.environment):
         return test_with_instruction_set(part)
     if part.name == BENCH:

@@ -144,6 +144,7 @@ def native() -> dict[str, Any]:
         "isas_built": module.built_isas() if module else built.get("isas", []),
         "isas_usable": module.usable_isas() if module else [],
         "isas_not_built": built.get("isas_not_built", {}),
+        "note": machine.SOFTWARE_TILES if built.get("tiles_in_software") else None,
         "lane": "Python" if lane.why_not() else "C++",
         "lane_why_not": lane.why_not(),
         "compiler": info.get("compiler"),
@@ -303,6 +304,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         ("costs", native_["costs"]), ("in use", native_["isa"]), ("asked for", native_["isa_asked_for"]),
         ("built for", native_["isas_built"]), ("runs here", native_["isas_usable"]),
         ("not built", [f"{name}: {why}" for name, why in native_["isas_not_built"].items()]),
+        ("note", native_["note"]),
         ("compiler", native_["compiler"]),
         ("eager calls", lane_told(native_["lane_why_not"])),
     ])  # fmt: skip

@@ -11,6 +11,8 @@ from typing import Any
 
 from pytransformer.ops._core.verdict_file import cpu_name as cpu_name
 
+SOFTWARE_TILES = "tiles in software (a test build, slow: PYTRANSFORMER_SOFTWARE_TILES=1)"
+
 
 def cpu_features() -> dict[str, bool]:
     """Features that matter to the kernels -> whether this CPU has them; as the system names them without _C."""
@@ -53,11 +55,13 @@ def introspection() -> tuple[Any, str | None]:
 
 
 def active_isa() -> str | None:
-    """The instruction set whose CPU kernels are in use; None without native kernels."""
+    """The instruction set whose CPU kernels are in use, and whether its tiles are software; None without native kernels."""
     module, _ = introspection()
     if module is None:
         return None
     try:
-        return module.default_isa()
+        isa: str = module.default_isa()
+        software = isa.startswith("amx") and module.build_info()["cpu"].get("tiles_in_software")
+        return f"{isa}, {SOFTWARE_TILES}" if software else isa
     except RuntimeError:  # PYTRANSFORMER_CPU_ISA names one that cannot run; doctor says which
         return None

@@ -5,6 +5,10 @@
 
 #include "cpu/core/traits.h"
 
+#if defined(PT_TILES_IN_SOFTWARE)
+#include "cpu/core/tiles_in_software.h"
+#endif
+
 namespace pt {
 namespace PT_ISA {
 

@@ -88,12 +88,15 @@ bool have(std::initializer_list<const char*> names) {
 
 // One entry per set the build may name: what its compiler flags let the compiler use.
 namespace requires_features {
-[[maybe_unused]] bool amx_bf16() {
-  return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}) &&
-         tiles_permitted();
-}
 [[maybe_unused]] bool avx512_bf16() {
   return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"});
+}
+[[maybe_unused]] bool amx_bf16() {
+#if defined(PT_TILES_IN_SOFTWARE)
+  return avx512_bf16();
+#else
+  return avx512_bf16() && have({"amx_tile", "amx_bf16"}) && tiles_permitted();
+#endif
 }
 [[maybe_unused]] bool avx512() { return have({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl"}); }
 [[maybe_unused]] bool avx2() { return have({"avx2", "fma", "f16c", "bmi2"}); }

@@ -182,6 +182,8 @@ int main() {
       {"float32, one query, split keys", DType::f32, 2, 4, 1, 1, 1500, 32, 32, plain},
       {"bfloat16, dropout, causal, window", DType::bf16, 2, 2, 2, 130, 140, 32, 24,
        [](AttentionProblem& p) { plain(p), p.drop_threshold = 20000, p.align = Align::top_left, p.left = 50; }},
+      {"bfloat16, plain, many keys", DType::bf16, 1, 4, 2, 150, 530, 72, 40, plain},
+      {"bfloat16, every term", DType::bf16, 2, 4, 2, 70, 90, 24, 40, [](AttentionProblem& p) { no_limits(p), p.softcap = 3; }},
       {"float16, mask, sinks", DType::f16, 1, 4, 2, 40, 66, 16, 16,
        [](AttentionProblem& p) { no_limits(p), p.bias.data = p.slopes = p.table = nullptr; }},
       {"float64, every term", DType::f64, 1, 2, 1, 33, 41, 12, 12, [](AttentionProblem& p) { no_limits(p), p.drop_threshold = 9000; }},

@@ -80,6 +80,7 @@ int main() {
       {"float32, bias, smoothing", DType::f32, 70, 33, 210, 0.1, true, false},
       {"float32, product kept", DType::f32, 30, 20, 700, 0, false, true},
       {"bfloat16, many classes", DType::bf16, 21, 24, 1100, 0, true, false},
+      {"bfloat16, smoothing, product kept", DType::bf16, 70, 72, 300, 0.1, true, true},
       {"float16, smoothing", DType::f16, 40, 17, 90, 0.2, false, false},
       {"float64", DType::f64, 9, 12, 65, 0.1, true, false},
   };

@@ -129,6 +129,7 @@ int main() {
       {"silu, gated, dropout, float32", DType::f32, Activation::silu, 60, 33, 90, 40, true, 20000},
       {"relu, few rows, wide, float32", DType::f32, Activation::relu, 5, 60, 700, 30, false, 0},
       {"gelu_tanh, gated, bfloat16", DType::bf16, Activation::gelu_tanh, 70, 24, 90, 40, true, 0},
+      {"gelu, dropout, bfloat16", DType::bf16, Activation::gelu, 130, 72, 200, 48, false, 20000},
       {"gelu, float16", DType::f16, Activation::gelu, 40, 24, 70, 33, false, 0},
       {"gelu, float64", DType::f64, Activation::gelu, 20, 17, 30, 9, false, 9000},
   };
