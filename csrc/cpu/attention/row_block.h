@@ -80,8 +80,6 @@ class RowBlock {
     }
   }
 
-  Range keys() const { return keys_; }  // that any row sees; empty if hi <= lo
-
   // Keys [k0, k0 + n), n <= ld, k0 on a panel.
   void tile(const PackedKeys<T>& kv, int64_t k0, int64_t n) {
     const auto scores = [&] {  // a panel of K stays in L1 over all rows
@@ -90,8 +88,9 @@ class RowBlock {
           if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
           const int64_t rows = min<int64_t>(kRows<T>, rows_ - r);
           for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, min<int64_t>(kPanel<T>, n - j));
-          pick<T>(rows, kPanel<T>, kStore)(f_.du, Q_ + r * f_.du, f_.du, 1, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_,
-                                           nullptr);
+          for (int64_t u = 0, piece = f_.score_piece(); u < f_.du; u += piece)
+            pick<T>(rows, kPanel<T>, u ? kAdd : kStore)(min(piece, f_.du - u), Q_ + r * f_.du + u, f_.du, 1,
+                                                        kv.k + (k0 - kv.first + j) * f_.du + u * kPanel<T>, S_ + r * ld_ + j, ld_, nullptr);
         }
       v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, kv.k_scale, kv.v_scale, k0 - kv.first);
     };
