@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,35 @@ def test_the_whole_run_fills_the_folder_with_what_the_document_reads(
     monkeypatch.setattr(performance.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
     with pytest.raises(SystemExit, match="exit code 2"):
         performance.run_all(tmp_path)
+
+
+# ---- attention_phases
+
+
+def test_the_phases_page_is_made_of_the_committed_run(tool) -> None:
+    phases = tool("attention_phases")
+    document, page = json.loads(phases.COMMITTED.read_text()), phases.PAGE.read_text()
+    assert phases.written(document, page) == page, "run: python bench/tools/attention_phases.py --write"
+    header = (ROOT / "csrc" / "cpu" / "core" / "phases.h").read_text()
+    (names,) = re.findall(r"enum class Phase : int \{ (.*), count \};", header)
+    assert tuple(names.split(", ")) == phases.PHASES
+    assert {name for part in phases.DIRECTIONS.values() for name in part} == set(phases.PHASES)
+
+
+@pytest.mark.slow
+def test_every_phase_is_noted(tmp_path: Path) -> None:
+    """On the generic set; the tool itself refuses wrong results and phases without a note."""
+    out = tmp_path / "phases.json"
+    script = ROOT / "bench" / "tools" / "attention_phases.py"
+    options = ["--isa", "generic", "--lengths", "256", "--dims", "64", "--threads", "1", "--rounds", "3", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(out.read_text())
+    assert document["isa"] == "generic" and [row["dtype"] for row in document["rows"]] == ["bfloat16", "float32"]
+    for row in document["rows"]:
+        for direction in ("forward", "backward"):
+            shares, products = row[direction]["shares"], row[direction]["rates"]
+            assert 0.7 < sum(shares.values()) <= 1.0001 and sum(shares[phase] for phase in products) > 0.5, shares
 
 
 # ---- golden

@@ -46,9 +46,9 @@ class AttentionBackward {
           if (t % blocks < it.blocks(z)) f(QueryRows<T>(p, g, z, it, t % blocks));
         });
       };
-      each_block([](const QueryRows<T>& r) { r.pack(); });
+      each_block([](const QueryRows<T>& r) { PT_PHASE(pack) r.pack(); });
       for_each_task(class_count * plan.splits, p.threads, [&](int64_t t) { task(first_run[t / plan.splits], t % plan.splits); });
-      if (z.dq) each_block([](const QueryRows<T>& r) { r.write(); });
+      if (z.dq) each_block([](const QueryRows<T>& r) { PT_PHASE(results) r.write(); });
       for (int t = 0; t < 2; t++)
         if (sums_rows(dense(t))) add_row_sums(t);
       add_terms();
@@ -189,7 +189,7 @@ class AttentionBackward {
     if (sequence.keys().lo >= k0 + k.n) k.n = 0;
     const bool all = !mark_live_keys<T>(p, sequence, run.kv_head, k0, size, w.live);
     const uint8_t* live = all ? nullptr : w.live;
-    if (k.n > 0) {
+    PT_PHASE(pack) if (k.n > 0) {
       const elem *K = at(p.k, p.ks, run, row), *V = at(p.v, p.vs, run, row);
       for (int64_t j = 0; j < k.n; j += kPanel<T>) {
         pack_transposed<T>(K + j * p.ks.l, p.ks.l, k.n - j, p.D, w.Kt + j * z.du, live ? live + j : nullptr, kPanel<T>, z.du);
@@ -200,8 +200,8 @@ class AttentionBackward {
     move_carry<false>(run, k);
     for (int64_t i = run.first; i < run.end && k.n > 0; i++) item_block(items[i], scores, k, split, w);
     if (!run.ends) return move_carry<true>(run, k);
-    if (z.dk) write_keys(at(g.dk, g.dks, run, row), g.dks.l, k.dK, z.dw, size, live, p.D, p.scale);
-    if (z.dv) write_keys(at(g.dv, g.dvs, run, row), g.dvs.l, k.dV, z.dvw, size, live, p.Dv, z.keep_scale);
+    if (z.dk) PT_PHASE(results) write_keys(at(g.dk, g.dks, run, row), g.dks.l, k.dK, z.dw, size, live, p.D, p.scale);
+    if (z.dv) PT_PHASE(results) write_keys(at(g.dv, g.dvs, run, row), g.dvs.l, k.dV, z.dvw, size, live, p.Dv, z.keep_scale);
   }
 
   void item_block(const Item<T>& it, const Scores<T>& scores, const KeyBlock<T>& k, int64_t split, const Work& w) {

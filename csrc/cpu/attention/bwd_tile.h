@@ -13,6 +13,7 @@
 #include "cpu/attention/scores.h"
 #include "cpu/core/arena.h"
 #include "cpu/core/gemm.h"
+#include "cpu/core/phases.h"
 #include "cpu/core/philox.h"
 
 namespace pt {
@@ -85,17 +86,19 @@ class BackwardTile {
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
            TileTerms<T>* terms) {
     if (!find_visible(scores, h, q, k)) return false;
-    score_products(scores, h, q, k);
+    PT_PHASE(scores) score_products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
     const bool general = q.extreme || !scores.plain();
     if (general && z.table) scores.diagonals(h, q.q0, q.rows, k.k0, k.n, diagonals);
     const Context c{scores, h, q, k, keep, terms};
-    if (z.dropout) general ? pointwise<true, true>(c) : pointwise<false, true>(c);
-    else general ? pointwise<true, false>(c) : pointwise<false, false>(c);
+    PT_PHASE(softmax) {
+      if (z.dropout) general ? pointwise<true, true>(c) : pointwise<false, true>(c);
+      else general ? pointwise<true, false>(c) : pointwise<false, false>(c);
+    }
     if (terms) terms->end();
-    if (z.dv) key_product(q, Ps, q.Gs, z.dvw, k.dV);
-    if (z.dk) key_product(q, dSs, q.Qs, z.dw, k.dK);
-    if (z.dq) query_product(q, k, dQ, first);
+    if (z.dv) PT_PHASE(dv) key_product(q, Ps, q.Gs, z.dvw, k.dV);
+    if (z.dk) PT_PHASE(dk) key_product(q, dSs, q.Qs, z.dw, k.dK);
+    if (z.dq) PT_PHASE(dq) query_product(q, k, dQ, first);
     return true;
   }
 

@@ -144,7 +144,7 @@ class Forward {
     const int64_t k0 = (t - u.packs) * kPackKeys, ld = padded_keys(*u.s);
     const Range seen = u.s->keys();
     const int64_t lo = max(k0, seen.lo / kPanel<T> * kPanel<T>), hi = min(min(k0 + kPackKeys, ld), round_up(seen.hi, kPanel<T>));
-    if (lo < hi) f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u), scales(u));
+    if (lo < hi) PT_PHASE(pack) f_.pack(*u.s, u.h0 / f_.group, lo, hi - lo, 0, ld, packed_k(u), packed_v(u), scales(u));
   }
 
   void attend(int64_t t) const {
@@ -158,7 +158,7 @@ class Forward {
       RowBlock<T> block(f_, s, u.h0 + i / blocks(s), 1, q0, nq, ld);
       const PackedKeys<T> shared = keys_of(packed_k(u), packed_v(u), 0, padded_keys(s), scales(u));
       block.pieces(0, s.Lk, [&](int64_t k0, int64_t n) { block.tile(shared, k0, n); });
-      block.finish();
+      PT_PHASE(results) block.finish();
       return;
     }
     if (i == 0) clear_padding(u);
@@ -172,12 +172,12 @@ class Forward {
       if (u.heads * s.rows <= kDirectRows) {
         block.direct_tile(hkv, k0, n);
       } else {
-        f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V, scales);
+        PT_PHASE(pack) f_.pack(s, hkv, k0, round_up(n, kPanel<T>), k0, ld, K, V, scales);
         block.tile(keys_of(K, V, k0, ld, scales), k0, n);
       }
     });
     if (u.splits > 1) block.partial(partials(u) + i * RowBlock<T>::partial_size(f_, u.heads * s.rows));
-    else block.finish();
+    else PT_PHASE(results) block.finish();
   }
 
   // Output 0 and lse -inf in the query rows behind the last valid one.

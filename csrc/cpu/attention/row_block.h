@@ -10,6 +10,7 @@
 #include "cpu/attention/forward_shape.h"
 #include "cpu/attention/softmax_row.h"
 #include "cpu/core/arena.h"
+#include "cpu/core/phases.h"
 #include "cpu/core/philox.h"
 
 namespace pt {
@@ -237,10 +238,10 @@ class RowBlock {
       k0 = met.lo, n = met.size();
     }
     if (n <= 0 || !reach(k0, n)) return;
-    scores();
-    for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
+    PT_PHASE(scores) scores();
+    PT_PHASE(softmax) for (int64_t r = 0; r < rows_; r += T::width) softmax(r, k0, n);
     if (p_.drop_threshold == 65536) return;
-    output();
+    PT_PHASE(output) output();
     for (int64_t r = 0; r < rows_; r += kRows<T>) started_[r] |= reach_[r].size() > 0;
   }
 
@@ -345,11 +346,10 @@ class RowBlock {
         if (v_scale_) UNROLL for (int i = 0; i < 2; i++) p[i] = p[i] * load(v_scale_ + j + i * T::width);
       T::store_pair(to + j, p[0], p[1]);
     };
-    constexpr auto yes = std::true_type();
     int64_t j = g.lo;
-    for (; j < valid.lo && j < g.hi; j += 2 * T::width) two(j, yes);
+    for (; j < valid.lo && j < g.hi; j += 2 * T::width) two(j, std::true_type());
     for (; j + 2 * T::width <= valid.hi; j += 2 * T::width) two(j, std::false_type());
-    for (; j < g.hi; j += 2 * T::width) two(j, yes);
+    for (; j < g.hi; j += 2 * T::width) two(j, std::true_type());
     return s0 + s1;
   }
 
