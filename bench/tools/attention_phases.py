@@ -6,16 +6,18 @@
 
 The kernels of csrc/cpu/attention are compiled once more with PT_PHASES (csrc/cpu/core/phases.h), for that set alone, and run with the real
 schedule on torch's own threads: a phase is what its statement takes, with the caches as the phases before it leave them. Each round
-multiplies matrices of 1024 x 1024 with torch on one thread and then runs each direction; of every phase, call and product the fastest
-round counts. A visit that another process interrupted counts as the median one. Scores and dP are products of one loop in the backward,
-and alike where v is as wide as q: one phase. Results are compared with the reference first. "rest" is what no phase has (the set-up of
-blocks), of one thread's processor time; on several threads it is left out, since what passes there depends on who else computes.
+multiplies matrices of 1024 x 1024 on one thread, with torch and with our own product, whose better is the rate, and then runs each
+direction; of every phase, call and product the fastest round counts. A visit that another process interrupted counts as the median one.
+Scores and dP are products of one loop in the backward, and alike where v is as wide as q: one phase. Results are compared with the
+reference first. "rest" is what no phase has (the set-up of blocks), of one thread's processor time; on several threads it is left out,
+since what passes there depends on who else computes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ import torch
 import pytransformer as pt
 from pytransformer.cli import machine
 from pytransformer.cli.benchmark import results
+from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as own_product
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -120,12 +123,15 @@ class Problem:
 
 
 def product(dtype: torch.dtype, size: int = 1024) -> float:
-    """FLOP/s of torch's matrix product on one thread, once."""
+    """FLOP/s of a matrix product on one thread, once: torch's or our own, whichever is faster."""
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     torch.set_num_threads(1)
-    start = time.thread_time()
-    a @ b
-    return 2.0 * size**3 / (time.thread_time() - start)
+    times = []
+    for multiply in (torch.mm, functools.partial(own_product, bias=None)):
+        start = time.thread_time()
+        multiply(a, b)
+        times.append(time.thread_time() - start)
+    return 2.0 * size**3 / min(times)
 
 
 def measure(problem: Problem, dtype: torch.dtype, threads: int, rounds: int) -> dict[str, Any]:

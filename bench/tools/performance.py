@@ -223,6 +223,8 @@ def text(folder: Path) -> str:
         _others(folder.name),
         f"CPU: {report.environment_text(document['environment'])} Command: `{document['environment']['command']}`.",
         "## Aims and what was reached", aims(document, found, load(folder, f"{AVX2}/results.json")),
+        "What limits them: attention's [phases](ops/attention-cpu.md), the norms' kernels [beside a copy](ops/layer_norm.md#cpu-kernel), "
+        "decoding [by shape](ops/attention-pages.md), feed_forward's [products](ops/feed_forward.md#cpu-kernel).",
         "## Where we lose", losses(found),
         "## What the machine can do", peaks(document), images(folder, ["roofline.png"], DOCS),
         "## Attention, plain", grid(document, [p for p in found if p not in short]), images(folder, curves, DOCS),
