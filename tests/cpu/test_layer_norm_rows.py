@@ -94,3 +94,17 @@ def test_a_dropped_nan_at_the_beginning_of_a_row_is_gone() -> None:
         normed, total = pt.add_norm(x, None, weight, dropout_p=0.5, dropout_seed=7)
     assert (~kept[:, 0]).any() and kept[:, 0].any()
     assert torch.equal(normed.isfinite().all(-1), ~kept[:, 0]) and torch.equal(total[:, 0].isnan(), kept[:, 0])
+
+
+@pytest.mark.parametrize("deviations", (0.0, 0.12, 0.95, 1.0, 1.9, 30.0))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_one_look_leaves_the_statistics_as_good(dtype: torch.dtype, deviations: float) -> None:
+    """The mean and rstd that backward gets are float32's, on both sides of the limit of one look, as far as a mean of that size can be."""
+    x = (torch.randn(2048, 1024, generator=torch.Generator().manual_seed(6)) + deviations).to(dtype)
+    pt.layer_norm(x[:1], (1024,), backend="cpu")  # loads the library
+    out, mean, rstd = torch.empty_like(x), torch.empty(2048), torch.empty(2048)
+    torch.ops.pytransformer_C.layer_norm_fwd(x, None, None, None, None, out, None, mean, rstd, 1, 1024, 0, 1e-5, 0.0, False)
+    h, eps = x.double(), torch.finfo(torch.float32).eps
+    exact = (h.var(-1, correction=0) + 1e-5).rsqrt()
+    assert ((mean - h.mean(-1)).abs() <= 2 * eps * h.abs().mean(-1)).all()
+    assert ((rstd - exact).abs() <= 4 * eps * exact).all()

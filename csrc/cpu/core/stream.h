@@ -65,6 +65,15 @@ INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) 
   return v;
 }
 
+// Stores a whole vector past the caches and to `near`, which is aligned, and returns it as T::load would read it back.
+template <class T>
+INLINE typename T::vec put_twice(typename T::elem* far, typename T::elem* near, typename T::vec v) {
+  T::store(near, T::width, v);
+  if constexpr (sizeof(typename T::elem) < sizeof(typename T::acc)) stream_half(far, near);
+  else stream(far, (vi32)v);
+  return T::load(near);
+}
+
 // out[0, n) = row[0, n), aligned and padded to whole vectors, converted. streaming: out is a multiple of kVecBytes.
 template <class T>
 INLINE void write_row(typename T::elem* out, const typename T::acc* row, int64_t n, bool streaming = false) {
