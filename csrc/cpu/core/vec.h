@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
