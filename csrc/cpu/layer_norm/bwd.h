@@ -18,49 +18,74 @@ struct NormBackwardRow {
   using vec = typename X::vec;
   using A = Acc<X>;
   const NormProblem& p;
-  acc* xhat;                   // scratch, one row
-  acc *dweight, *dbias;        // this block's sums
-  acc scale;                   // of kept elements
-  int64_t next_h, next_d_out;  // how far the next row is
+  const NormBackward& f;
+  acc *dweight, *dbias;  // this block's sums
+  acc scale;             // of kept elements
+  int64_t ahead;         // how many rows are asked for before they are read
 
-  // h: what was normalized; d_residual_out, dx, dresidual may be null.
-  void operator()(const typename X::elem* d_out, const typename R::elem* h, const typename R::elem* d_residual_out, acc mean, acc rstd,
-                  const ColumnKeep& keep, typename X::elem* dx, typename R::elem* dresidual) const {
-    const int64_t n = p.columns;
-    const acc* w = static_cast<const acc*>(p.weight);
-    const vec rs = set1<vec>(rstd);
+  // A row, and what the first look at it found: xhat is h rstd - middle - shift. Gradients may be null.
+  struct Row {
+    const typename X::elem* d_out;
+    const typename R::elem *h, *d_residual_out;
+    typename X::elem* dx;
+    typename R::elem* dresidual;
+    acc rstd, middle, shift, mean_g, mean_gx;
+  };
+
+  INLINE Row look(int64_t i) const {
+    const int64_t o = p.outer == 1 ? 0 : i / p.inner, q = i - o * p.inner, n = p.columns;
+    Row r{row_of<X>(f.d_out, o, q),
+          row_of<R>(f.h, o, q),
+          f.d_residual_out.data ? row_of<R>(f.d_residual_out, o, q) : nullptr,
+          f.dx.data ? row_of<X>(f.dx, o, q) : nullptr,
+          f.dresidual.data ? row_of<R>(f.dresidual, o, q) : nullptr,
+          static_cast<const acc*>(f.rstd)[i],
+          0,
+          0,
+          0,
+          0};
+    if (f.mean) r.middle = static_cast<const acc*>(f.mean)[i] * r.rstd;
     RowSum<vec> sum_x, sum_g, sum_gx;
     columns<X::width>(
         n,
-        [&](int64_t j, int slot, auto lanes) {
-          const vec x = in_row((R::load(h + j, lanes) - set1<vec>(mean)) * rs, lanes);
-          vec g = X::load(d_out + j, lanes);
+        [=, &sum_x, &sum_g, &sum_gx, w = static_cast<const acc*>(p.weight)](int64_t j, int slot, auto lanes) {
+          const vec x = in_row(fma(R::load(r.h + j, lanes), set1<vec>(r.rstd), set1<vec>(-r.middle)), lanes);
+          vec g = X::load(r.d_out + j, lanes);
           if (w) g = g * A::load(w + j, lanes);
-          store(xhat + j, x);
-          if (d_residual_out) fetch<false>(d_residual_out, j, slot);
-          if (!STREAM && dresidual) fetch<true>(dresidual, j, slot);
-          if (!STREAM && dx) fetch<true>(dx, j, slot);
+          if (!STREAM && r.dresidual) fetch<true>(r.dresidual, j, slot);
+          if (!STREAM && r.dx) fetch<true>(r.dx, j, slot);
           sum_x.add(slot, x);
           sum_g.add(slot, g);
           sum_gx.add_product(slot, g, x);
         },
         sum_x, sum_g, sum_gx);
-    const acc shift = p.rms ? 0 : sum_x.total() / acc(n), mean_g = p.rms ? 0 : sum_g.total() / acc(n);
-    const acc mean_gx = sum_gx.total() / acc(n) - shift * mean_g;
-    columns<X::width>(n, [&](int64_t j, int slot, auto lanes) {
-      fetch<false>(h + next_h, j, slot);
-      fetch<false>(d_out + next_d_out, j, slot);
-      const vec x = load(xhat + j) - set1<vec>(shift), dy = X::load(d_out + j, lanes);
+    if (!p.rms) r.shift = sum_x.total() / acc(n), r.mean_g = sum_g.total() / acc(n);
+    r.mean_gx = sum_gx.total() / acc(n) - r.shift * r.mean_g;
+    return r;
+  }
+
+  INLINE void write(const Row& r, const ColumnKeep& keep) const {
+    // Memory is asked for in good time. A branch in the loop costs more than to ask for a line twice.
+    const auto *h = r.h + ahead * f.h.inner, *residual = r.d_residual_out ? r.d_residual_out + ahead * f.d_residual_out.inner : h;
+    const auto* d_out = r.d_out + ahead * f.d_out.inner;
+    columns<X::width>(p.columns, [=, &keep, w = static_cast<const acc*>(p.weight), dweight = dweight, dbias = dbias, scale = scale](
+                                     int64_t j, int slot, auto lanes) {
+      fetch<false>(h, j, slot);
+      fetch<false>(d_out, j, slot);
+      fetch<false>(residual, j, slot);
+      const vec x = fma(R::load(r.h + j, lanes), set1<vec>(r.rstd), set1<vec>(-r.middle)) - set1<vec>(r.shift);
+      const vec dy = X::load(r.d_out + j, lanes);
       if constexpr (PARAMETERS) {
         store(dweight + j, fma(dy, x, load(dweight + j)));
         store(dbias + j, load(dbias + j) + dy);
       }
       const vec g = w ? dy * A::load(w + j, lanes) : dy;
-      vec dh = rs * (g - set1<vec>(mean_g) - x * set1<vec>(mean_gx));
-      if (d_residual_out) dh = dh + R::load(d_residual_out + j, lanes);
-      if (dresidual) put<R, STREAM>(dresidual + j, lanes, dh);
+      vec dh = fma(g, set1<vec>(r.rstd), set1<vec>(-r.rstd * r.mean_g));
+      dh = fma(x, set1<vec>(-r.rstd * r.mean_gx), dh);
+      if (r.d_residual_out) dh = dh + R::load(r.d_residual_out + j, lanes);
+      if (r.dresidual) put<R, STREAM>(r.dresidual + j, lanes, dh);
       if constexpr (DROP) dh = select(keep.at(j), dh * set1<vec>(scale), vec{});
-      if (dx) put<X, STREAM>(dx + j, lanes, dh);
+      if (r.dx) put<X, STREAM>(r.dx + j, lanes, dh);
     });
   }
 };
@@ -80,18 +105,15 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
   }
   for_each_task(blocks, p.threads, [&](int64_t block) {
     local_arena.reset(plan.scratch.local);
-    acc* xhat = local_arena.take<acc>(padded);
     ColumnKeep keep(p.seed, p.drop_threshold, kTagAddNorm, 0, n, local_arena);
     acc *dw = PARAMETERS ? dweight + block * padded : nullptr, *db = PARAMETERS ? dbias + block * padded : nullptr;
     if constexpr (PARAMETERS)
       for (int64_t j = 0; j < padded; j++) dw[j] = db[j] = 0;
-    const NormBackwardRow<X, R, DROP, PARAMETERS, STREAM> row{p, xhat, dw, db, acc(keep_scale(p.drop_threshold)), f.h.inner, f.d_out.inner};
+    const NormBackwardRow<X, R, DROP, PARAMETERS, STREAM> row{
+        p, f, dw, db, acc(keep_scale(p.drop_threshold)), rows_ahead(n * (sizeof(typename X::elem) + sizeof(typename R::elem)))};
     for (int64_t i = block * plan.per_block, end = min(plan.rows, i + plan.per_block); i < end; i++) {
-      const int64_t o = i / p.inner, q = i - o * p.inner;
       if constexpr (DROP) keep.row(i + p.row_start);
-      row(row_of<X>(f.d_out, o, q), row_of<R>(f.h, o, q), f.d_residual_out.data ? row_of<R>(f.d_residual_out, o, q) : nullptr,
-          f.mean ? static_cast<const acc*>(f.mean)[i] : acc(0), static_cast<const acc*>(f.rstd)[i], keep,
-          f.dx.data ? row_of<X>(f.dx, o, q) : nullptr, f.dresidual.data ? row_of<R>(f.dresidual, o, q) : nullptr);
+      row.write(row.look(i), keep);
     }
     if constexpr (STREAM) stream_fence();
   });
