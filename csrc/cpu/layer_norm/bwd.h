@@ -23,13 +23,22 @@ struct NormBackwardRow {
   acc scale;             // of kept elements
   int64_t ahead;         // how many rows are asked for before they are read
 
-  // A row, and what the first look at it found: xhat is h rstd - middle - shift. Gradients may be null.
+  // A row, and what the first look at it found: xhat is (h - mean) rstd - shift. Gradients may be null.
   struct Row {
     const typename X::elem* d_out;
     const typename R::elem *h, *d_residual_out;
     typename X::elem* dx;
     typename R::elem* dresidual;
-    acc rstd, middle, shift, mean_g, mean_gx;
+    acc rstd, mean, shift, mean_g, mean_gx;
+
+    // xhat + shift. An fma is off by the same amount in the whole row, which shift takes out; a product rounded by itself is not.
+    INLINE vec unshifted(vec h) const {
+#if defined(__FMA__)
+      return fma(h, set1<vec>(rstd), set1<vec>(-mean * rstd));
+#else
+      return (h - set1<vec>(mean)) * set1<vec>(rstd);
+#endif
+    }
   };
 
   INLINE Row look(int64_t i) const {
@@ -44,12 +53,12 @@ struct NormBackwardRow {
           0,
           0,
           0};
-    if (f.mean) r.middle = static_cast<const acc*>(f.mean)[i] * r.rstd;
+    if (f.mean) r.mean = static_cast<const acc*>(f.mean)[i];
     RowSum<vec> sum_x, sum_g, sum_gx;
     columns<X::width>(
         n,
         [=, &sum_x, &sum_g, &sum_gx, w = static_cast<const acc*>(p.weight)](int64_t j, int slot, auto lanes) {
-          const vec x = in_row(fma(R::load(r.h + j, lanes), set1<vec>(r.rstd), set1<vec>(-r.middle)), lanes);
+          const vec x = in_row(r.unshifted(R::load(r.h + j, lanes)), lanes);
           vec g = X::load(r.d_out + j, lanes);
           if (w) g = g * A::load(w + j, lanes);
           if (!STREAM && r.dresidual) fetch<true>(r.dresidual, j, slot);
@@ -73,7 +82,7 @@ struct NormBackwardRow {
       fetch<false>(h, j, slot);
       fetch<false>(d_out, j, slot);
       fetch<false>(residual, j, slot);
-      const vec x = fma(R::load(r.h + j, lanes), set1<vec>(r.rstd), set1<vec>(-r.middle)) - set1<vec>(r.shift);
+      const vec x = r.unshifted(R::load(r.h + j, lanes)) - set1<vec>(r.shift);
       const vec dy = X::load(r.d_out + j, lanes);
       if constexpr (PARAMETERS) {
         store(dweight + j, fma(dy, x, load(dweight + j)));
