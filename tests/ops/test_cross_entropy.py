@@ -158,7 +158,9 @@ def test_equal_bits_over_runs_and_threads(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("forward", ["cpu", "reference"])
 @pytest.mark.parametrize(
-    "shape", [(20, 272, 2100), (200, 264, 600), (1100, 257, 650)], ids=["transposed", "one chunk", "chunks"]
+    "shape",
+    [(20, 272, 2100), (200, 264, 600), (1100, 257, 650), (520, 264, 2064)],
+    ids=["transposed", "one chunk", "chunks", "past the caches"],
 )
 def test_kept_products_change_nothing(shape: tuple[int, int, int], forward: str, dtype: torch.dtype) -> None:
     """Backward from what the tier's own forward kept: the same bits as from products computed again. From the reference's: nearly."""

@@ -15,8 +15,8 @@ constexpr int64_t kLeastChunk = 192, kMostChunk = 1024;  // rows of such a chunk
 // Of a block of dz, and of the weights that belong to it, about. Threads wait for one another after each of a block's products: half of
 // this took 1.06 times as long in bfloat16 on two threads.
 constexpr int64_t kBlockBytes = int64_t(4) << 20;
-constexpr int64_t kLeastBlock = 512;                     // classes of a block of backward
-constexpr int64_t kSumBytes = int64_t(8) << 20;          // of float sums of dx for 16-bit dtypes, kept at a time
+constexpr int64_t kLeastBlock = 512;             // classes of a block of backward
+constexpr int64_t kSumBytes = int64_t(8) << 20;  // of float sums of dx for 16-bit dtypes, kept at a time
 
 // Rows that pass the classes together: enough to make packing the weights cheap, so few that what is kept for them is small.
 INLINE int64_t chunk_rows(const CrossEntropyProblem& p) {
