@@ -40,8 +40,13 @@ from speed_pairs import (
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS, README = ROOT / "bench" / "results", ROOT / "docs", ROOT / "README.md"
-# The folders of results and their documents; README shows them side by side.
-MACHINES = {"amd-epyc-zen5-2-cores": "performance.md", "intel-xeon-amx-2-cores": "performance-amx.md"}
+# The folders of results and their documents; README shows the first of each instruction set side by side.
+MACHINES = {
+    "amd-epyc-zen5-2-cores": "performance.md",
+    "intel-xeon-amx-2-cores": "performance-amx.md",
+    "amd-epyc-zen4-2-cores": "performance-zen4.md",
+}
+IN_README = ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores")
 START, END = "<!-- performance: start, written by bench/tools/performance.py -->", "<!-- performance: end -->"
 AVX2 = "isa-avx2"
 # What fills a folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
@@ -314,7 +319,7 @@ def _group(row: Row) -> str:
 
 def readme(old: str) -> str:
     before, rest = old.split(START)
-    return f"{before}{START}\n{summary([RESULTS / name for name in MACHINES])}\n{END}{rest.split(END)[1]}"
+    return f"{before}{START}\n{summary([RESULTS / name for name in IN_README])}\n{END}{rest.split(END)[1]}"
 
 
 def run_all(folder: Path) -> None:
