@@ -40,7 +40,7 @@ from speed_pairs import (
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS, README = ROOT / "bench" / "results", ROOT / "docs", ROOT / "README.md"
-# The folders of results and their documents; README shows the first of each instruction set side by side.
+# The folders of results and their documents; README shows some of them side by side, one for each instruction set.
 MACHINES = {
     "amd-epyc-zen5-2-cores": "performance.md",
     "intel-xeon-amx-2-cores": "performance-amx.md",
@@ -190,8 +190,8 @@ def losses(found: list[Pair]) -> str:
     told = f"{len(lost)} of {len(found)} measurements are slower than PyTorch's own"
     if not lost:
         return f"{told}."
-    rows = [[p.where, times(p.ratio), *([report.limit_text(p.ours)] if limited(lost) else [])] for p in lost]
-    return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours", *limited(lost)), rows)
+    rows = [[p.where, times(p.ratio), str(p.ours["samples"]), *([report.limit_text(p.ours)] if limited(lost) else [])] for p in lost]
+    return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours", "samples", *limited(lost)), rows)
 
 
 def refused(document: Row) -> str:
