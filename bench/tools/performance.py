@@ -190,7 +190,10 @@ def losses(found: list[Pair]) -> str:
     told = f"{len(lost)} of {len(found)} measurements are slower than PyTorch's own"
     if not lost:
         return f"{told}."
-    rows = [[p.where, times(p.ratio), str(p.ours["samples"]), *([report.limit_text(p.ours)] if limited(lost) else [])] for p in lost]
+    rows = [
+        [p.where, times(p.ratio), str(p.ours["samples"]), *([report.limit_text(p.ours)] if limited(lost) else [])]
+        for p in lost
+    ]
     return f"{told}, the worst first:\n\n" + table(("what", "PyTorch / ours", "samples", *limited(lost)), rows)
 
 
