@@ -126,6 +126,15 @@ def test_the_clock_loses_its_patience_with_the_slow(monkeypatch: pytest.MonkeyPa
     assert timings["slow"].samples == 2 < clock.MIN_ROUNDS <= timings["fast"].samples
 
 
+@pytest.mark.usefixtures("watch")
+def test_one_sample_is_enough_of_a_long_call_that_is_many_times_slower() -> None:
+    seconds = {"hopeless": 0.4, "slow": 0.2, "fast": 0.06, "short": 0.004, "many times": 0.04}
+    timings = clock.interleaved({name: _sleeper(seconds[name]) for name in ("hopeless", "slow", "fast")}, min_time=0.0)
+    assert timings["hopeless"].samples == 1 and timings["slow"].samples == timings["fast"].samples == clock.MIN_ROUNDS
+    timings = clock.interleaved({name: _sleeper(seconds[name]) for name in ("short", "many times")}, min_time=0.0)
+    assert timings["many times"].samples >= clock.MIN_ROUNDS, "a short call costs nobody's time"
+
+
 def test_quantile_interpolates():
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.5) == 3.0
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.2) == pytest.approx(1.8)

@@ -154,11 +154,18 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
 def test_the_products_peak_is_the_best_of_pytorchs_and_ours() -> None:
     rates = {"mm": 2.0, "ours": 1.0}
 
+    asked = []
+
     def fastest(call) -> float:
-        return 1 / rates["mm" if call.func is torch.mm else "ours"]
+        asked.append("mm" if call.func is torch.mm else "ours")
+        return 1 / rates[asked[-1]]
 
     assert peaks._product("cpu", torch.float32, fastest) == 2.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
     rates["ours"] = 3.0
     assert peaks._product("cpu", torch.float32, fastest) == 3.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
+    assert asked == ["mm", "ours"] * 4
+    rates["ours"] = 11.0
+    assert peaks._product("cpu", torch.float32, fastest) == 11.0 * 2 * max(peaks.SIZES) ** 3 / 1e12
+    assert asked[8:] == ["mm", "ours", "ours"], "who is five times slower at one size is not waited for at the next"
     x, w = torch.randn(3, 70), torch.randn(5, 70)
     torch.testing.assert_close(peaks.own_product(x, w, None), x @ w.t())

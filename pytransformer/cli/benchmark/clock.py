@@ -33,6 +33,7 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_COLD_ROUNDS = 20  # emptying the caches takes longer than most calls
 FLUSH_BYTES = 256 << 20
 PATIENCE = 20.0  # seconds after which a contender has been timed enough, however few its samples
+HOPELESS = 5.0  # times the fastest: one sample says enough of calls that are long. PyTorch's bf16 products without AVX-512 are 100 times
 REST_SECONDS, BURSTS = 0.1, 5  # before each call of a burst; how many
 
 
@@ -125,22 +126,26 @@ def interleaved(
     cold: bool = False,
 ) -> dict[str, Timing]:
     """Times all contenders; each is called for about `min_time` seconds in all, and in at least `min_rounds`
-    samples, unless these take longer than PATIENCE (PyTorch's bf16 products held to AVX2: half a minute a call).
+    samples, unless these take longer than PATIENCE, or one call does than HOPELESS times the fastest contender's (PyTorch's bf16
+    products held to AVX2: half a minute a call).
 
     The order changes from round to round (it rotates, and every other round runs backwards), because a
     contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
     """
     clock = _clock(device, cold)
     settles = device == "cpu" and not cold
-    repeats, untimed, least, rounds = {}, {}, {}, min_rounds
+    repeats, untimed, least, rounds, warm = {}, {}, {}, min_rounds, {}
     for name, contender in contenders.items():
         with contender.context():
-            seconds = _warmed_up(clock, contender.call)
+            seconds = warm[name] = _warmed_up(clock, contender.call)
         repeats[name] = max(1, round(SAMPLE_SECONDS / seconds))
         untimed[name] = int(settles and seconds < SLOW_SECONDS)
         short = settles and seconds < SHORT_SECONDS and min_rounds >= MIN_ROUNDS
         least[name] = max(min_rounds, SHORT_ROUNDS) if short else min_rounds
         rounds = max(rounds, least[name], math.ceil(min_time / (seconds * (repeats[name] + untimed[name]))))
+    for name, seconds in warm.items():
+        if seconds > max(SLOW_SECONDS, HOPELESS * min(warm.values())):
+            least[name] = 1
     rounds = min(rounds, MAX_COLD_ROUNDS if cold else MAX_ROUNDS)
     # The slowest contender needs the fewest rounds to fill its time; it need not take part in all of them.
     names = list(contenders)
