@@ -52,6 +52,7 @@ template <class T, bool STREAM, class Lanes>
 INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) {
   constexpr bool rounds = sizeof(typename T::elem) < sizeof(typename T::acc);
   if constexpr (!STREAM) {
+    if constexpr (std::is_same_v<typename T::elem, bf16> && !std::is_integral_v<Lanes>) return from_float_and_back(p, v);
     T::store(p, lanes, v);
     if constexpr (rounds) return T::load(p, lanes);
   } else if constexpr (rounds) {
@@ -68,10 +69,10 @@ INLINE typename T::vec put(typename T::elem* p, Lanes lanes, typename T::vec v) 
 // Stores a whole vector past the caches and to `near`, which is aligned, and returns it as T::load would read it back.
 template <class T>
 INLINE typename T::vec put_twice(typename T::elem* far, typename T::elem* near, typename T::vec v) {
-  T::store(near, T::width, v);
+  v = put<T, false>(near, std::integral_constant<int64_t, T::width>(), v);
   if constexpr (sizeof(typename T::elem) < sizeof(typename T::acc)) stream_half(far, near);
   else stream(far, (vi32)v);
-  return T::load(near);
+  return v;
 }
 
 // out[0, n) = row[0, n), aligned and padded to whole vectors, converted. streaming: out is a multiple of kVecBytes.

@@ -92,9 +92,13 @@ struct NormBackwardRow {
       vec dh = fma(g, set1<vec>(r.rstd), set1<vec>(-r.rstd * r.mean_g));
       dh = fma(x, set1<vec>(-r.rstd * r.mean_gx), dh);
       if (r.d_residual_out) dh = dh + R::load(r.d_residual_out + j, lanes);
-      if (r.dresidual) put<R, STREAM>(r.dresidual + j, lanes, dh);
-      if constexpr (DROP) dh = select(keep.at(j), dh * set1<vec>(scale), vec{});
-      if (r.dx) put<X, STREAM>(r.dx + j, lanes, dh);
+      const auto store = [=, &keep] {
+        if (r.dresidual) put<R, STREAM>(r.dresidual + j, lanes, dh);
+        const vec kept = DROP ? select(keep.at(j), dh * set1<vec>(scale), vec{}) : dh;
+        if (r.dx) put<X, STREAM>(r.dx + j, lanes, kept);
+      };
+      if constexpr (kLateStores<typename X::elem>) return store;
+      else store();
     });
   }
 };

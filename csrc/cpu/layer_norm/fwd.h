@@ -126,7 +126,9 @@ struct NormForwardRow {
         if constexpr (ADD) fetch<false>(residual, j, slot);
         vec d = R::load(h + j, lanes);
         if constexpr (!kHalf) d = d - mean;
-        put<X, STREAM>(out + j, lanes, parameters(fma(d, to_unit, shift), j, lanes));
+        const auto store = [=, y = parameters(fma(d, to_unit, shift), j, lanes)] { put<X, STREAM>(out + j, lanes, y); };
+        if constexpr (kLateStores<typename X::elem>) return store;
+        else store();
       });
     };
     using A = Acc<X>;

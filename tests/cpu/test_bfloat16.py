@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the CPU kernels round to bfloat16 and widen it: bit for bit as PyTorch does, NaN for NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pytransformer as pt
+
+
+def every_bfloat16() -> torch.Tensor:
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def stored_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """x + residual as the kernel keeps it in residual_out: added in float32, rounded to bfloat16."""
+    weight = torch.ones(x.shape[-1])
+    return pt.add_norm(x, residual, weight, backend="cpu", strict=True)[1]
+
+
+@pytest.mark.parametrize("columns", [256, 250])  # whole vectors, and a rest
+def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
+    x = every_bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0, 7, 8, 9, 15, 16, 17, 30):  # of the exponents: 8 is halfway, 9 and more decide beside it
+        step = torch.where(torch.rand(x.shape, generator=generator) < 0.5, -1.0, 1.0) * 2.0**-shift
+        odd = 1 + torch.randint(0, 128, x.shape, generator=generator) / 128
+        for factor in (step, step * odd):
+            residual = (x.float() * factor).bfloat16()
+            n = x.numel() // columns * columns
+            a, b = x[:n].view(-1, columns), residual[:n].view(-1, columns)
+            got, want = stored_sum(a, b), (a.float() + b.float()).bfloat16()
+            assert torch.equal(got.isnan(), want.isnan())
+            both = ~want.isnan()
+            assert torch.equal(got.view(torch.int16)[both], want.view(torch.int16)[both]), (shift, columns)
+
+
+def test_a_nan_of_any_payload_stays_one() -> None:
+    x = every_bfloat16()
+    x = x[x.isnan()]
+    x = x[: x.numel() // 2 * 2].view(2, -1)
+    assert stored_sum(x, torch.zeros_like(x)).isnan().all()
+    # a float whose payload is in the bits that bfloat16 has not
+    residual = (torch.full((4, 24), 0x7F800001, dtype=torch.int32) + torch.arange(24, dtype=torch.int32) * 0x5555).view(torch.float32)
+    x = torch.zeros(4, 24).bfloat16()
+    assert pt.add_norm(x, residual, torch.ones(24), backend="cpu", strict=True)[0].isnan().all()
