@@ -186,43 +186,52 @@ class BackwardTile {
     }
     const vec scale = set1<vec>(acc(GENERAL ? kLog2e : z.scale * kLog2e)), none = set1<vec>(-kInfinity<acc>);
     const vec keep_scale = set1<vec>(acc(z.keep_scale));
-    const auto step = [&](int64_t c, auto masked) {
-      vec p[n][n], ds[n][n];
-      UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < n; j++) {
+    const auto step = [&](int64_t c, auto vectors, auto masked) {
+      constexpr int w = decltype(vectors)::value;  // of a row
+      vec p[n * w], ds[n * w];
+      UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < w; j++) {
+        const vec t = load(S + (r + i) * z.BK + c + j * T::width);
+        p[i * w + j] = GENERAL ? fma(vmin(vec{}, t - m[i]), scale, -l[i]) : fma(t, scale, -m[i]);
+      }
+      exp2_each<T::exp_degree, true>(p);
+      UNROLL for (int i = 0; i < n; i++) UNROLL for (int j = 0; j < w; j++) {
         const int64_t at = c + j * T::width, e = (r + i) * z.BK + at;
-        const vec t = load(S + e), d = load(dP + e);
-        vec w = exp2v<T::exp_degree>(GENERAL ? fma(vmin(vec{}, t - m[i]), scale, -l[i]) : fma(t, scale, -m[i])), g;
+        const vec d = load(dP + e);
+        vec weight = p[i * w + j], g;
         mask on = mask_n<vec>(T::width);
         if constexpr (decltype(masked)::value) on = mask_range<vec>(lo[r + i] - at, hi[r + i] - at);
-        if constexpr (GENERAL) on &= to_mask(t != none);
+        if constexpr (GENERAL) on &= to_mask(load(S + e) != none);
         if constexpr (DROPOUT) {
           const mask keep = x.keep ? bits_at(bits + i * KeepBits::words(z.BK), x.keep->offset() + at) : mask(0);
-          g = w * fma(select(keep, d, vec{}), keep_scale, -delta[i]);
-          w = select(mask(keep & on), w, vec{});
+          g = weight * fma(select(keep, d, vec{}), keep_scale, -delta[i]);
+          weight = select(mask(keep & on), weight, vec{});
         } else {
-          g = w * (d - delta[i]);
-          if constexpr (GENERAL || decltype(masked)::value) w = select(on, w, vec{});
+          g = weight * (d - delta[i]);
+          if constexpr (GENERAL || decltype(masked)::value) weight = select(on, weight, vec{});
         }
         if constexpr (GENERAL || decltype(masked)::value) g = select(on, g, vec{});
         if (kPairs && x.terms) store(dP + e, g);
         if constexpr (GENERAL)
           if (kPairs && z.softcap) g = select(on, vec(g * load(factor + i * z.BK + at)), vec{});  // no factor where no key is
-        p[i][j] = w, ds[i][j] = g;
+        p[i * w + j] = weight, ds[i * w + j] = g;
       }
       if constexpr (kPairs) {
-        store_units(r, c, T::pair(p[0][0], p[0][1]), T::pair(p[1][0], p[1][1]), Ps);
+        store_units(r, c, T::pair(p[0], p[1]), T::pair(p[2], p[3]), Ps);
         if (!z.ds) return;
-        const auto d0 = T::pair(ds[0][0], ds[0][1]), d1 = T::pair(ds[1][0], ds[1][1]);
+        const auto d0 = T::pair(ds[0], ds[1]), d1 = T::pair(ds[2], ds[3]);
         store_units(r, c, d0, d1, dSs);
         put(dS + r * z.BK + c, d0), put(dS + (r + 1) * z.BK + c, d1);
       } else {
-        store(S + r * z.BK + c, p[0][0]), store(dP + r * z.BK + c, ds[0][0]);
+        UNROLL for (int j = 0; j < w; j++) store(S + r * z.BK + c + j * T::width, p[j]), store(dP + r * z.BK + c + j * T::width, ds[j]);
       }
     };
+    constexpr std::integral_constant<int, n> one;
+    constexpr std::integral_constant<int, kPairs ? n : 4> more;
     int64_t c = c0;
-    for (; c < from && c < c1; c += kStep) step(c, std::true_type());
-    for (; c + kStep <= to; c += kStep) step(c, std::false_type());
-    for (; c < c1; c += kStep) step(c, std::true_type());
+    for (; c < from && c < c1; c += kStep) step(c, one, std::true_type());
+    for (; c + more * T::width <= to; c += more * T::width) step(c, more, std::false_type());
+    for (; c + kStep <= to; c += kStep) step(c, one, std::false_type());
+    for (; c < c1; c += kStep) step(c, one, std::true_type());
     for (int64_t i = r; x.terms && i < min(r + n, q.rows); i++) x.terms->row(i, dP + i * z.BK, c0, c1);
     if constexpr (GENERAL && !kPairs)
       for (c = c0; z.softcap && c < c1; c += T::width) {

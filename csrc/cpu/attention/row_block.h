@@ -332,25 +332,29 @@ class RowBlock {
     opnd* to = P_ + r * ld_;
     const Range g = reach_[r];
     const vec vm = set1<vec>(m), vc = set1<vec>(c_);
-    vec s0{}, s1{};
-    const auto two = [&](int64_t j, auto masked) {
-      vec p[2];
-      UNROLL for (int i = 0; i < 2; i++) {
-        p[i] = exp2v<5>(vec((load(s + j + i * T::width) - vm) * vc));
-        if constexpr (decltype(masked)::value)
+    vec sums[2] = {};
+    constexpr int pair = 2 * T::width, side = kVecBytes == 64 ? 2 : 4;  // vectors, a multiple of two
+    const auto some = [&](int64_t j, auto count, auto masked) {
+      constexpr int n = decltype(count)::value;
+      vec p[n];
+      UNROLL for (int i = 0; i < n; i++) p[i] = (load(s + j + i * T::width) - vm) * vc;
+      exp2_each<5, true>(p);
+      if constexpr (decltype(masked)::value)
+        UNROLL for (int i = 0; i < n; i++)
           p[i] = select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
-      }
-      s0 = s0 + p[0], s1 = s1 + p[1];
-      if constexpr (Drop) UNROLL for (int i = 0; i < 2; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
+      UNROLL for (int i = 0; i < n; i++) sums[i % 2] = sums[i % 2] + p[i];
+      if constexpr (Drop) UNROLL for (int i = 0; i < n; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
       if constexpr (sizeof(A) == 4)
-        if (v_scale_) UNROLL for (int i = 0; i < 2; i++) p[i] = p[i] * load(v_scale_ + j + i * T::width);
-      T::store_pair(to + j, p[0], p[1]);
+        if (v_scale_) UNROLL for (int i = 0; i < n; i++) p[i] = p[i] * load(v_scale_ + j + i * T::width);
+      UNROLL for (int i = 0; i < n; i += 2) T::store_pair(to + j + i * T::width, p[i], p[i + 1]);
     };
+    constexpr std::integral_constant<int, 2> two;
     int64_t j = g.lo;
-    for (; j < valid.lo && j < g.hi; j += 2 * T::width) two(j, std::true_type());
-    for (; j + 2 * T::width <= valid.hi; j += 2 * T::width) two(j, std::false_type());
-    for (; j < g.hi; j += 2 * T::width) two(j, std::true_type());
-    return s0 + s1;
+    for (; j < valid.lo && j < g.hi; j += pair) some(j, two, std::true_type());
+    for (; j + side * T::width <= valid.hi; j += side * T::width) some(j, std::integral_constant<int, side>(), std::false_type());
+    for (; j + pair <= valid.hi; j += pair) some(j, two, std::false_type());
+    for (; j < g.hi; j += pair) some(j, two, std::true_type());
+    return sums[0] + sums[1];
   }
 
   vec modify(int64_t r, int64_t k0, int64_t n, Range g) {

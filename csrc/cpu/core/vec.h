@@ -288,54 +288,66 @@ constexpr auto op_add = [](auto a, auto b) { return a + b; };
 constexpr auto op_max = [](auto a, auto b) { return vmax(a, b); };
 
 // ---- 2^x: relative error 2.9e-6 (degree 4), 1.8e-7 (degree 5, rounding included), 2e-16 (double); exact at 0; 0 at -inf; NaN stays NaN
-// degree is a hint for float; double always uses its own polynomial.
+// degree is a hint for float; double always uses its own polynomial: Taylor's to degree 13 on [-1/2, 1/2], whose rest is below 5e-18.
+template <class A, int DEGREE>
+struct Exp2Polynomial;
+template <>
+struct Exp2Polynomial<float, 4> {
+  static constexpr float c[] = {0.009582852944731712f, 0.055906426161527634f, 0.24024099111557007f, 0.6931241750717163f, 1.0f};
+};
+template <>
+struct Exp2Polynomial<float, 5> {
+  static constexpr float c[] = {0.001326472731307149f, 0.009671512991189957f, 0.05550733581185341f,
+                                0.24022242426872253f,  0.6931470036506653f,   1.0f};
+};
 template <int DEGREE>
-INLINE vf exp2_poly(vf f) {
-  static_assert(DEGREE == 4 || DEGREE == 5, "two accuracies");
-  const auto c = [](float x) { return set1<vf>(x); };
-  vf p;
-  if constexpr (DEGREE == 4) {
-    p = fma(c(0.009582852944731712f), f, c(0.055906426161527634f));
-    p = fma(p, f, c(0.24024099111557007f));
-    p = fma(p, f, c(0.6931241750717163f));
-  } else {
-    p = fma(c(0.001326472731307149f), f, c(0.009671512991189957f));
-    p = fma(p, f, c(0.05550733581185341f));
-    p = fma(p, f, c(0.24022242426872253f));
-    p = fma(p, f, c(0.6931470036506653f));
-  }
-  return fma(p, f, c(1.0f));
+struct Exp2Polynomial<double, DEGREE> {
+  static constexpr double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11, 4.4455382718708116e-10, 7.0549116208011233e-09,
+                                 1.0178086009239699e-07, 1.3215486790144309e-06, 1.5252733804059840e-05, 1.5403530393381609e-04,
+                                 1.3333558146428443e-03, 9.6181291076284771e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
+                                 6.9314718055994531e-01, 1.0};
+};
+template <int DEGREE, int N, class V>
+INLINE void exp2_polynomial(const V (&f)[N], V (&p)[N]) {
+  constexpr auto& c = Exp2Polynomial<scalar_of<V>, DEGREE>::c;
+  UNROLL for (int i = 0; i < N; i++) p[i] = set1<V>(c[0]);
+  UNROLL for (int k = 1; k < int(sizeof(c) / sizeof(*c)); k++) UNROLL for (int i = 0; i < N; i++) p[i] = fma(p[i], f[i], set1<V>(c[k]));
 }
-template <int>
-INLINE vd exp2_poly(vd f) {  // Taylor to degree 13 on [-1/2, 1/2]: the rest is below 5e-18
-  constexpr double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11,
-                          4.4455382718708116e-10, 7.0549116208011233e-09,
-                          1.0178086009239699e-07, 1.3215486790144309e-06,
-                          1.5252733804059840e-05, 1.5403530393381609e-04,
-                          1.3333558146428443e-03, 9.6181291076284771e-03,
-                          5.5504108664821580e-02, 2.4022650695910071e-01,
-                          6.9314718055994531e-01, 1.0};
-  vd p = set1<vd>(c[0]);
-  UNROLL for (int i = 1; i < 14; i++) p = fma(p, f, set1<vd>(c[i]));
-  return p;
+
+// x = 2^x of N vectors, side by side: of one it is a chain of 50 cycles, and a processor looks ahead over two or three of them. NEGATIVE:
+// no x is above 1, or what comes of it is not used.
+template <int DEGREE, bool NEGATIVE, int N, class V>
+INLINE void exp2_each(V (&x)[N]) {
+  using A = scalar_of<V>;
+  using L = Lanes<A>;
+  V f[N], p[N];
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) {
+    V n[N];
+    UNROLL for (int i = 0; i < N; i++) n[i] = (V)_mm512_roundscale_ps((__m512)x[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    UNROLL for (int i = 0; i < N; i++) f[i] = x[i] - n[i];
+    exp2_polynomial<DEGREE>(f, p);
+    UNROLL for (int i = 0; i < N; i++) x[i] = (V)_mm512_scalef_ps((__m512)p[i], (__m512)n[i]);
+    return;
+  }
+#endif
+  using I = ivec_of<V>;
+  constexpr A lowest = sizeof(A) == 4 ? -127 : -1023, top = 1 - lowest;  // the exponents of 0 and of infinity
+  // Adding it rounds to an integer in the low bits, and biases that as an exponent is.
+  const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)) - lowest);
+  V t[N];
+  UNROLL for (int i = 0; i < N; i++) x[i] = vmax(set1<V>(lowest), x[i]);
+  if constexpr (!NEGATIVE) UNROLL for (int i = 0; i < N; i++) x[i] = vmin(set1<V>(top), x[i]);
+  UNROLL for (int i = 0; i < N; i++) t[i] = x[i] + magic;
+  UNROLL for (int i = 0; i < N; i++) f[i] = x[i] - (t[i] - magic);
+  exp2_polynomial<DEGREE>(f, p);
+  UNROLL for (int i = 0; i < N; i++) x[i] = p[i] * (V)((I)t[i] << L::mantissa);
 }
 template <int DEGREE, class V>
 INLINE V exp2v(V x) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<scalar_of<V>, float>) {
-    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return (V)_mm512_scalef_ps((__m512)exp2_poly<DEGREE>(vf(x - (V)n)), n);
-  }
-#endif
-  using A = scalar_of<V>;
-  using I = ivec_of<V>;
-  using L = Lanes<A>;
-  constexpr A lowest = sizeof(A) == 4 ? -126 : -1022, top = 2 - lowest;  // results below 2^lowest are 0
-  const V magic = set1<V>(A(3) * A(uint64_t(1) << (L::mantissa - 1)));   // adding it rounds to an integer in the low bits
-  const V y = vmin(set1<V>(top), vmax(set1<V>(lowest), x)), t = y + magic, n = t - magic;
-  const I e = ((I)t - (I)magic + typename L::word(1 - lowest)) << L::mantissa;
-  const V r = exp2_poly<DEGREE>(V(y - n)) * (V)e;
-  return x < lowest ? V{} : r;
+  V one[1] = {x};
+  exp2_each<DEGREE, false>(one);
+  return one[0];
 }
 
 }  // namespace PT_ISA
