@@ -45,8 +45,9 @@ MACHINES = {
     "amd-epyc-zen5-2-cores": "performance.md",
     "intel-xeon-amx-2-cores": "performance-amx.md",
     "amd-epyc-zen4-2-cores": "performance-zen4.md",
+    "amd-epyc-zen2-2-cores": "performance-zen2.md",
 }
-IN_README = ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores")
+IN_README = ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores", "amd-epyc-zen2-2-cores")
 START, END = "<!-- performance: start, written by bench/tools/performance.py -->", "<!-- performance: end -->"
 AVX2 = "isa-avx2"
 # What fills a folder, in order; run in a folder that is copied there at the end: a run's record of its commit stays clean.
@@ -282,7 +283,8 @@ def summary(folders: Sequence[Path]) -> str:
     pages = ", ".join(f"[docs/{MACHINES[f.name]}](docs/{MACHINES[f.name]})" for f in folders if f.name in MACHINES)
     return "\n\n".join([
         f"PyTorch's time over ours, least to most, each machine in one interleaved run; below 1, in bold, we are slower. "
-        f"{'; '.join(machines)}. MKL refuses AVX-512 to AMD's processors: PyTorch's float32 products take twice the time there.",
+        f"{'; '.join(machines)}. MKL refuses AVX-512 to AMD's processors: PyTorch's float32 products take twice the time there. "
+        "Without AVX-512 PyTorch has no fast product of bfloat16.",
         table(("", *heads), [[name, *(c for cells in row for c in cells)] for name, row in lines.items()]),
         f"Each case, where we lose, peaks, models and decoding: {pages}; "
         "what a call costs: [docs/call-cost.md](docs/call-cost.md).",

@@ -135,18 +135,36 @@ def test_one_sample_is_enough_of_a_long_call_that_is_many_times_slower() -> None
     assert timings["many times"].samples >= clock.MIN_ROUNDS, "a short call costs nobody's time"
 
 
+@pytest.mark.usefixtures("watch")
+def test_short_calls_get_their_samples_when_the_time_is_gone() -> None:
+    called = {"slow": 0.06, "brief": 0.02, "short": 0.004}
+
+    def samples(patient: bool | None) -> dict[str, int]:
+        contenders = {name: _sleeper(seconds) for name, seconds in called.items()}
+        timings = clock.interleaved(contenders, min_time=0.0, min_rounds=1, patient=patient)
+        return {name: timing.samples for name, timing in timings.items()}
+
+    assert samples(True) == {"slow": 1, "brief": clock.MIN_ROUNDS, "short": clock.SHORT_ROUNDS}
+    assert samples(None) == samples(False) == dict.fromkeys(called, 1), "--quick keeps its minute"
+
+
 def test_quantile_interpolates():
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.5) == 3.0
     assert clock.quantile([1.0, 2.0, 3.0, 4.0, 5.0], 0.2) == pytest.approx(1.8)
     assert clock.quantile([7.0], 0.8) == 7.0
 
 
-def test_when_the_time_is_gone_every_step_still_runs_once():
+@pytest.mark.parametrize("rounds", [3, clock.MIN_ROUNDS])
+def test_when_the_time_is_gone_every_step_still_runs(rounds: int):
+    """Of --quick once, of a suite with the samples of short calls."""
+
     def run(name: str, size: int) -> runner.Runner:
-        late = runner.Runner(runner.Options(min_time=10.0), memory.MemoryProbe())
+        late = runner.Runner(runner.Options(min_time=10.0, min_rounds=rounds), memory.MemoryProbe())
         step = plan.Step(plan.resized(plan.case(name, "small"), {"D": size}), torch.float32, "fwd")
         late.run(step, seconds=0.0)
-        assert all(row["samples"] <= 2 and row["peak_bytes"] is None for row in late.rows)
+        samples = [row["samples"] for row in late.rows]
+        assert max(samples) <= 2 if rounds < clock.MIN_ROUNDS else max(samples) == clock.SHORT_ROUNDS
+        assert all(row["peak_bytes"] is None for row in late.rows)
         return late
 
     # No fused backend takes a head size of 1000: the reference is all there is.

@@ -42,6 +42,8 @@ def test_a_nan_of_any_payload_stays_one() -> None:
     x = x[: x.numel() // 2 * 2].view(2, -1)
     assert stored_sum(x, torch.zeros_like(x)).isnan().all()
     # a float whose payload is in the bits that bfloat16 has not
-    residual = (torch.full((4, 24), 0x7F800001, dtype=torch.int32) + torch.arange(24, dtype=torch.int32) * 0x5555).view(torch.float32)
+    residual = (torch.full((4, 24), 0x7F800001, dtype=torch.int32) + torch.arange(24, dtype=torch.int32) * 0x5555).view(
+        torch.float32
+    )
     x = torch.zeros(4, 24).bfloat16()
     assert pt.add_norm(x, residual, torch.ones(24), backend="cpu", strict=True)[0].isnan().all()

@@ -340,8 +340,8 @@ class RowBlock {
       UNROLL for (int i = 0; i < n; i++) p[i] = (load(s + j + i * T::width) - vm) * vc;
       exp2_each<5, true>(p);
       if constexpr (decltype(masked)::value)
-        UNROLL for (int i = 0; i < n; i++)
-          p[i] = select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
+        UNROLL for (int i = 0; i < n; i++) p[i] =
+            select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
       UNROLL for (int i = 0; i < n; i++) sums[i % 2] = sums[i % 2] + p[i];
       if constexpr (Drop) UNROLL for (int i = 0; i < n; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
       if constexpr (sizeof(A) == 4)

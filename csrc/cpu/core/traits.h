@@ -30,22 +30,20 @@ INLINE void narrow(void* p, vi32 v) {
 // the first lane's into its lower 8 bytes, the second's into its upper ones. Of Zen 2's four vector ports one shifts: instead of shifts
 // they save bf16 norms an eighth of their time. And what rounding takes. Weak, since GCC 12 makes a constant that it knows anew for each
 // vector where registers are few, through a general one; these it reads as operands.
-constexpr int two_words(int low, int high) {  // of a shuffle; -1: zero
-  return ((low < 0 ? 0x80 : 2 * low) * 0x101 + (low < 0 ? 0 : 0x100)) | ((high < 0 ? 0x80 : 2 * high) * 0x101 + (high < 0 ? 0 : 0x100)) << 16;
-}
+constexpr int word_bytes(int word) { return word < 0 ? 0x8080 : 0x100 + 0x202 * word; }  // of a shuffle; -1: zeros
+constexpr int two_words(int low, int high) { return int(unsigned(word_bytes(low)) | unsigned(word_bytes(high)) << 16); }
 struct Bf16Constants {
   vi32 to_floats, to_words, tie, half, quiet, upper;
 };
 extern const Bf16Constants kBf16 __attribute__((weak));
-const Bf16Constants kBf16 = {
-    {two_words(-1, 0), two_words(-1, 1), two_words(-1, 2), two_words(-1, 3),  //
-     two_words(-1, 4), two_words(-1, 5), two_words(-1, 6), two_words(-1, 7)},
-    {two_words(1, 3), two_words(5, 7), two_words(-1, -1), two_words(-1, -1),  //
-     two_words(-1, -1), two_words(-1, -1), two_words(1, 3), two_words(5, 7)},
-    vi32{} + 0x1ffff,
-    vi32{} + 0x8000,
-    vi32{} + 0x400000,
-    vi32{} + -0x10000};
+const Bf16Constants kBf16 = {{two_words(-1, 0), two_words(-1, 1), two_words(-1, 2), two_words(-1, 3), two_words(-1, 4), two_words(-1, 5),
+                              two_words(-1, 6), two_words(-1, 7)},
+                             {two_words(1, 3), two_words(5, 7), two_words(-1, -1), two_words(-1, -1), two_words(-1, -1), two_words(-1, -1),
+                              two_words(1, 3), two_words(5, 7)},
+                             vi32{} + 0x1ffff,
+                             vi32{} + 0x8000,
+                             vi32{} + 0x400000,
+                             vi32{} + -0x10000};
 #endif
 
 INLINE vf to_float(const bf16* p) {

@@ -124,24 +124,29 @@ def interleaved(
     min_rounds: int = MIN_ROUNDS,
     device: str = "cpu",
     cold: bool = False,
+    patient: bool | None = None,
 ) -> dict[str, Timing]:
     """Times all contenders; each is called for about `min_time` seconds in all, and in at least `min_rounds`
     samples, unless these take longer than PATIENCE, or one call does than HOPELESS times the fastest contender's (PyTorch's bf16
     products held to AVX2: half a minute a call).
+
+    Where the clock is `patient`, by default unless `min_rounds` asks for less than MIN_ROUNDS, calls of the CPU under SLOW_SECONDS get
+    MIN_ROUNDS samples all the same, and those under SHORT_SECONDS SHORT_ROUNDS: they cost a fraction of a second.
 
     The order changes from round to round (it rotates, and every other round runs backwards), because a
     contender that always follows the same neighbour inherits that neighbour's caches and clock frequency.
     """
     clock = _clock(device, cold)
     settles = device == "cpu" and not cold
+    patient = min_rounds >= MIN_ROUNDS if patient is None else patient
     repeats, untimed, least, rounds, warm = {}, {}, {}, min_rounds, {}
     for name, contender in contenders.items():
         with contender.context():
             seconds = warm[name] = _warmed_up(clock, contender.call)
         repeats[name] = max(1, round(SAMPLE_SECONDS / seconds))
         untimed[name] = int(settles and seconds < SLOW_SECONDS)
-        short = settles and seconds < SHORT_SECONDS and min_rounds >= MIN_ROUNDS
-        least[name] = max(min_rounds, SHORT_ROUNDS) if short else min_rounds
+        enough = SHORT_ROUNDS if seconds < SHORT_SECONDS else MIN_ROUNDS if seconds < SLOW_SECONDS else 1
+        least[name] = max(min_rounds, enough) if settles and patient else min_rounds
         rounds = max(rounds, least[name], math.ceil(min_time / (seconds * (repeats[name] + untimed[name]))))
     for name, seconds in warm.items():
         if seconds > max(SLOW_SECONDS, HOPELESS * min(warm.values())):

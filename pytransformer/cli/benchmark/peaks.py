@@ -21,7 +21,7 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 SIZES = (1024, 2048)
 WARM_BYTES = 8192 * 1024 * 4
-HOPELESS = 5.0  # times slower at one size: not asked at the next. Without AVX-512 torch's bf16 product of 2048 takes a minute a call
+HOPELESS = 5.0  # times slower at one size: not asked at the next; torch's bf16 product of 2048 takes a minute without AVX-512
 COPY_BYTES = (1 << 16, 1 << 19, 1 << 22)  # of smaller buffers
 Fastest = Callable[[Callable[[], object]], float]
 
@@ -48,7 +48,9 @@ def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
         products: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b, out=out)}
         if device == "cpu":
             products["ours"] = partial(own_product, a, b, None)
-        rates |= {who: 2 * n**3 / fastest(call) / 1e12 for who, call in products.items() if rates.get(who, best) * HOPELESS >= best}
+        rates |= {
+            who: 2 * n**3 / fastest(call) / 1e12 for who, call in products.items() if rates.get(who, best) * HOPELESS >= best
+        }
         best = max(best, *rates.values())
     return best
 

@@ -78,12 +78,15 @@ class Runner:
         alone = {ALONE + name: c for name in contenders if limited and (c := self._alone(step, name, contenders[name]))}
         min_time, min_rounds, with_memory = self.options.min_time, self.options.min_rounds, self.options.memory
         if seconds is not None:
-            # A machine so busy that the time is gone still sees every op, once each and without the memory.
+            # When the time is gone every op is still seen, long calls once each, and without the memory.
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
             left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
             min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
         device, cold = self.options.device, step.cold or self.options.cold
-        timings = clock.interleaved(contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold)
+        patient = self.options.min_rounds >= clock.MIN_ROUNDS
+        timings = clock.interleaved(
+            contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold, patient=patient
+        )
         long = 0.0 if late else step.sustained or self.options.sustained
         regimes = {name: clock.regimes(contender, long, device) for name, contender in contenders.items()} if long else {}
         kernels = {name: self._kernel_ms(step, name, contender) for name, contender in contenders.items()}
