@@ -324,8 +324,7 @@ class RowBlock {
     store(l_ + r0, fma(load(l_ + r0), alpha, reduce_rows(sums, op_add)));
   }
 
-  // p = exp(s - m) of one row, its sum, and what dropout leaves of it in P. The sum makes lse, which is exact to float32 for any dtype:
-  // hence the degree.
+  // p = exp(s - m) of one row, its sum, and what dropout leaves of it in P. The sum makes lse, exact to float32 for any dtype: degree 5.
   template <bool Drop>
   INLINE vec exponentials(int64_t r, Range valid, A m) {
     const A* s = S_ + r * ld_;
@@ -339,9 +338,7 @@ class RowBlock {
       vec p[n];
       UNROLL for (int i = 0; i < n; i++) p[i] = (load(s + j + i * T::width) - vm) * vc;
       exp2_each<5, true>(p);
-      if constexpr (decltype(masked)::value)
-        UNROLL for (int i = 0; i < n; i++) p[i] =
-            select(mask_range<vec>(valid.lo - j - i * T::width, valid.hi - j - i * T::width), p[i], vec{});
+      if constexpr (masked) UNROLL for (int i = 0; i < n; i++) p[i] = select(lanes_in<T>(valid, j + i * T::width), p[i], vec{});
       UNROLL for (int i = 0; i < n; i++) sums[i % 2] = sums[i % 2] + p[i];
       if constexpr (Drop) UNROLL for (int i = 0; i < n; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
       if constexpr (sizeof(A) == 4)

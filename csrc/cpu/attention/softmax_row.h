@@ -7,13 +7,19 @@
 namespace pt {
 namespace PT_ISA {
 
+// Those of the lanes for keys from j on that are in v.
+template <class T>
+INLINE mask lanes_in(Range v, int64_t j) {
+  return mask_range<typename T::vec>(v.lo - j, v.hi - j);
+}
+
 // Lanes whose maximum is that of s[v.lo, v.hi).
 template <class T>
 INLINE typename T::vec row_maximum(const typename T::acc* s, Range v) {
   using vec = typename T::vec;
   vec x0 = set1<vec>(-kInfinity<typename T::acc>), x1 = x0;
   int64_t j = v.lo / T::width * T::width;
-  const auto masked = [&] { x0 = select(mask_range<vec>(v.lo - j, v.hi - j), vmax(x0, load(s + j)), x0), j += T::width; };
+  const auto masked = [&] { x0 = select(lanes_in<T>(v, j), vmax(x0, load(s + j)), x0), j += T::width; };
   if (j < v.lo) masked();
   for (; j + 2 * T::width <= v.hi; j += 2 * T::width) x0 = vmax(x0, load(s + j)), x1 = vmax(x1, load(s + j + T::width));
   while (j < v.hi) masked();
