@@ -21,7 +21,6 @@ from pytransformer.ops._backends.cpu.feed_forward import linear_of_few_rows as o
 
 SIZES = (1024, 2048)
 WARM_BYTES = 8192 * 1024 * 4
-HOPELESS = 5.0  # times slower at one size: not asked at the next; torch's bf16 product of 2048 takes a minute without AVX-512
 COPY_BYTES = (1 << 16, 1 << 19, 1 << 22)  # of smaller buffers
 Fastest = Callable[[Callable[[], object]], float]
 
@@ -42,15 +41,15 @@ def measure(device: str, dtypes: list[torch.dtype], seconds: float) -> dict[str,
 
 
 def _product(device: str, dtype: torch.dtype, fastest: Fastest) -> float:
+    """FLOP/s of the best; who is hopeless at one size is not asked at the next: torch's of bf16 takes a minute there without AVX-512."""
     best, rates = 0.0, dict[str, float]()
     for n in SIZES:
         a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
         products: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b, out=out)}
         if device == "cpu":
             products["ours"] = partial(own_product, a, b, None)
-        rates |= {
-            who: 2 * n**3 / fastest(call) / 1e12 for who, call in products.items() if rates.get(who, best) * HOPELESS >= best
-        }
+        asked = {who: call for who, call in products.items() if rates.get(who, best) * clock.HOPELESS >= best}
+        rates |= {who: 2 * n**3 / fastest(call) / 1e12 for who, call in asked.items()}
         best = max(best, *rates.values())
     return best
 
