@@ -33,12 +33,14 @@ template <class V>
 INLINE V swap_neighbours(V v) {
   return swap_(v, 1, std::make_integer_sequence<int, kWidth<V>>());
 }
-// -1 in the even lanes, 1 in the odd ones
-template <class V>
-INLINE V alternating() {
-  V v;
-  UNROLL for (int i = 0; i < kWidth<V>; i++) v[i] = scalar_of<V>(2 * (i % 2) - 1);
-  return v;
+// The sign bits of every second lane, from lane FIRST on. Flipping them is no product: a product with -1 the compiler may fuse into a sum
+// instead of the one that should be (GCC 12 did so with AVX2, and the last bit differed from the GPU kernels').
+template <class V, int FIRST>
+INLINE ivec_of<V> every_second_sign() {
+  using word = typename Lanes<scalar_of<V>>::word;
+  ivec_of<V> bits{};
+  UNROLL for (int i = FIRST; i < kWidth<V>; i += 2) bits[i] = word(uint64_t(1) << (8 * sizeof(word) - 1));
+  return bits;
 }
 
 // The table's row of one position.
@@ -57,12 +59,12 @@ INLINE void turn_row(const RotaryProblem& p, const Angles<X>& angles, const From
   using vec = typename X::vec;
   const auto *cos = angles.cos, *sin = angles.sin;
   if (p.interleaved) {
-    const vec sign = alternating<vec>();
+    const auto signs = every_second_sign<vec, (SIGN < 0)>();
     each_vector<X::width>(0, p.turned, [&](int64_t j, auto lanes) {
       const vec y = from(j, lanes), c = A::load(cos + j, lanes), s = A::load(sin + j, lanes);
       // Forward the pair's other number meets this one's sine, backward its own.
-      const vec other = SIGN > 0 ? swap_neighbours(y) * s * sign : swap_neighbours(vec(y * s)) * -sign;
-      put(j, lanes, fma(y, c, other));
+      const vec other = SIGN > 0 ? swap_neighbours(y) * s : swap_neighbours(vec(y * s));
+      put(j, lanes, fma(y, c, (vec)((ivec_of<vec>)other ^ signs)));
     });
   } else {
     const int64_t half = p.turned / 2;
