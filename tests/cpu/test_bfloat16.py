@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the CPU kernels round to bfloat16 and widen it: bit for bit as PyTorch does, NaN for NaN."""
+"""How the CPU kernels round to bfloat16 and widen it: bit for bit as PyTorch does, NaN for NaN.
+
+Numbers below the smallest normal one may be zeros: the instruction that rounds to bfloat16 (VCVTNEPS2BF16) neither takes nor makes them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import pytest
 import torch
 
 import pytransformer as pt
+
+TINY = torch.finfo(torch.bfloat16).tiny
 
 
 def every_bfloat16() -> torch.Tensor:
@@ -32,8 +37,13 @@ def test_sums_are_rounded_to_nearest_even(columns: int) -> None:
             a, b = x[:n].view(-1, columns), residual[:n].view(-1, columns)
             got, want = stored_sum(a, b), (a.float() + b.float()).bfloat16()
             assert torch.equal(got.isnan(), want.isnan())
-            both = ~want.isnan()
-            assert torch.equal(got.view(torch.int16)[both], want.view(torch.int16)[both]), (shift, columns)
+            normal = ~want.isnan()
+            for t in (a, b, want):
+                normal &= (t == 0) | (t.abs() >= TINY)
+            assert normal.sum() > 0.9 * n
+            assert torch.equal(got.view(torch.int16)[normal], want.view(torch.int16)[normal]), (shift, columns)
+            rest = ~normal & ~want.isnan()
+            assert ((got - want)[rest].abs() <= 2 * TINY + want[rest].abs() / 256).all()
 
 
 def test_a_nan_of_any_payload_stays_one() -> None:
