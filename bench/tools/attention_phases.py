@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 COMMITTED = tuple(
     ROOT / "bench" / "results" / machine / "attention_phases.json"
-    for machine in ("amd-epyc-zen5-2-cores", "amd-epyc-zen2-2-cores")
+    for machine in ("amd-epyc-zen5-2-cores", "intel-xeon-amx-2-cores", "amd-epyc-zen2-2-cores")
 )
 PAGE = ROOT / "docs" / "ops" / "attention-cpu.md"
 START, END = "<!-- phases: start, written by bench/tools/attention_phases.py --write -->", "<!-- phases: end -->"

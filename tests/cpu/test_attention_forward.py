@@ -250,6 +250,19 @@ def test_extreme_and_dead_rows(dtype: torch.dtype, isa: str) -> None:
     assert bool(found["lse"][0, 0, 7] <= 0.999 * torch.finfo(torch.float32).min)
 
 
+@pytest.mark.parametrize("ramp", [1.0, 20.0, 400.0])  # from the first key to the last, of a row's scores: powers of e
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_rise_and_fall_along_the_keys(dtype: torch.dtype, ramp: float) -> None:
+    """The maximum of the first keys is not that of the row: weights past 2^8 of it are begun again, those past 2^128 would be infinite."""
+    t = draw(1, 2, 2, 40, 1300, 64, 64, dtype)
+    rise = torch.linspace(0, ramp, 1300).view(1, 1, -1)
+    rise[..., 700] = 1.5 * ramp  # in the middle of a tile
+    t["query"][..., 0] = torch.where(torch.arange(40) % 3 == 0, -8.0, 8.0)
+    t["key"][..., 0] = rise.to(dtype)
+    for keywords in ({}, {"causal": "bottom_right"}, {"dropout_p": 0.3, "dropout_seed": 7}):
+        check(t, **keywords)
+
+
 def test_zero_sizes_and_many_heads(isa: str) -> None:
     for sizes in ((0, 2, 1, 3, 4, 8, 8), (2, 2, 1, 0, 4, 8, 8)):
         t = draw(*sizes, torch.float32)

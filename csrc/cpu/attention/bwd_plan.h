@@ -36,11 +36,11 @@ struct BackwardPlan {
   static constexpr int64_t kTasks = 16;  // of one sequence
 
   const AttentionProblem& p;
-  int64_t item_rows, group, splits;
+  int64_t most_keys, item_rows, group, splits;  // most_keys: of a block
   bool share_batch, share_heads;
 
-  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t item_rows)
-      : p(p), item_rows(item_rows), group(p.Hkv ? p.Hq / p.Hkv : 1) {
+  BackwardPlan(const AttentionProblem& p, const AttentionGrads& g, int64_t most_keys, int64_t item_rows)
+      : p(p), most_keys(most_keys), item_rows(item_rows), group(p.Hkv ? p.Hq / p.Hkv : 1) {
     const auto shared = [](const DenseGrad& d, int64_t stride, int64_t size) {
       return d.data && d.stride.d != 0 && stride == 0 && size > 1;
     };
@@ -51,7 +51,10 @@ struct BackwardPlan {
 
   int64_t queries(int64_t b) const { return p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.Lq; }
   int64_t keys(int64_t b) const { return p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : p.Lk; }
-  int64_t parts(int64_t b, int64_t block_k) const { return clamp<int64_t>(ceil_div(keys(b), block_k), 1, splits); }
+  // Keys of a block: few where there are few, so that threads end together.
+  int64_t block_keys(int64_t b) const { return keys(b) > 2 * most_keys ? most_keys : min<int64_t>(most_keys, 192); }
+  int64_t key_blocks(int64_t b) const { return ceil_div(keys(b), block_keys(b)); }
+  int64_t parts(int64_t b) const { return clamp<int64_t>(key_blocks(b), 1, splits); }
 
   // A head without queries has one empty item, so that its dK and dV are written.
   bool done(const ItemId& i) const { return i.b >= p.B || p.Hq == 0; }

@@ -29,7 +29,7 @@ struct Item : ItemId {
   double* sink;                       // [block]
 
   Item() = default;
-  Item(const ItemId& id, const BackwardPlan& plan, int64_t block_k) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b, block_k)) {}
+  Item(const ItemId& id, const BackwardPlan& plan) : ItemId(id), rows(plan.rows(id)), parts(plan.parts(id.b)) {}
 
   int64_t blocks(const BackwardSizes& z) const { return ceil_div(rows, z.BQ); }
   int64_t block_rows(const BackwardSizes& z, int64_t i) const { return min(z.BQ, rows - i * z.BQ); }

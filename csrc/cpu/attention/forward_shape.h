@@ -9,6 +9,14 @@
 namespace pt {
 namespace PT_ISA {
 
+constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
+// From a row of scores to the next, in numbers: whole vectors of weights, and no multiple of 2 KB. Of 96 rows 2 KB apart, 48 share one of
+// the first cache's sets, and to store them took AMX twice as long.
+template <class T>
+INLINE constexpr int64_t row_of_keys(int64_t keys) {
+  return keys + T::pack * T::width;
+}
+
 // Packed K and V of keys first .. first + ld - 1: k[key panel][unit][key], v[column panel][key / pack][column]
 template <class T>
 struct PackedKeys {

@@ -4,6 +4,7 @@
 //   S = Q K^T      P = exp(S - m)      l = alpha l + sum P      O = alpha O + drop(P) V      alpha = exp(m_before - m)
 //
 // A sink is one more term of l, added at the end: once, however the keys were split, and a row that saw nothing is still known by l = 0.
+// m is the maximum of S, or near it: see first_maximum().
 #pragma once
 
 #include "cpu/attention/direct.h"
@@ -16,8 +17,6 @@
 namespace pt {
 namespace PT_ISA {
 
-constexpr int64_t kBlockKeys = 512;  // keys of a tile: a multiple of every kPanel
-
 template <class T>
 class RowBlock {
  public:
@@ -27,46 +26,49 @@ class RowBlock {
   using packed = typename T::packed;
 
   // Queries [q0, q0 + nq) of heads [h0, h0 + heads), head by head. Memory comes from local_arena, whose reset() the caller has done.
-  RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0, int64_t nq, int64_t ld)
-      : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq), rows_(heads * nq), ld_(ld), plain_(scores_.plain()) {
+  RowBlock(const ForwardShape<T>& shape, const Sequence& s, int64_t h0, int64_t heads, int64_t q0, int64_t nq, int64_t keys)
+      : f_(shape), p_(shape.p), s_(s), scores_(shape.p, s), h0_(h0), q0_(q0), nq_(nq), rows_(heads * nq), keys_(keys),
+        ld_(row_of_keys<T>(keys)), plain_(scores_.plain()) {
     c_ = A(plain_ ? p_.scale * kLog2e : kLog2e);
     const int64_t padded = round_up(rows_, T::width);
-    Q_ = local_arena.take<packed>(rows_ * f_.du), S_ = local_arena.take<A>(rows_ * ld);
-    P_ = T::pack == 1 ? reinterpret_cast<opnd*>(S_) : local_arena.take<opnd>(rows_ * ld);
+    Q_ = local_arena.take<packed>(rows_ * f_.du), S_ = local_arena.take<A>(rows_ * ld_);
+    P_ = T::pack == 1 ? reinterpret_cast<opnd*>(S_) : local_arena.take<opnd>(rows_ * ld_);
     O_ = local_arena.take<A>(rows_ * f_.dv);
     m_ = local_arena.take<A>(padded), l_ = local_arena.take<A>(padded), alpha_ = local_arena.take<A>(padded);
     seen_ = local_arena.take<Range>(padded), reach_ = local_arena.take<Range>(padded);
     started_ = local_arena.take<uint8_t>(padded);
-    if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, ld));
-    if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(ld)), table_ = local_arena.take<char>(KeepBits::table_bytes(ld));
+    if (p_.table) diagonals_ = local_arena.take<A>(Scores<T>::diagonal_size(nq, keys));
+    if (dropping()) keep_ = local_arena.take<uint32_t>(KeepBits::words(keys)), table_ = local_arena.take<char>(KeepBits::table_bytes(keys));
     if (skips(p_)) live_ = local_arena.take<uint8_t>(live_bytes(s.Lk));
     const int64_t valid = clamp<int64_t>(s.rows - q0, 0, nq);
     for (int64_t g = 0; g < heads; g++)
       copy_rows<T>(f_.at(p_.q, p_.qs, s.b, h0 + g, s.q_first + q0), p_.qs.l, valid, nq, p_.D, Q_ + g * nq * f_.du, nullptr, f_.du);
-    keys_ = {s.Lk, 0};
+    span_ = {s.Lk, 0};
     TileTrim trim(p_, s.b);
     for (int64_t r = 0; r < padded; r++) {
       m_[r] = -kInfinity<A>, l_[r] = 0, started_[r] = 0;
       seen_[r] = r < rows_ && r % nq < valid ? trim(h0 + r / nq, query(r), s.visible(query(r))) : Range{0, 0};
-      if (seen_[r].size() > 0) keys_ = {min(keys_.lo, seen_[r].lo), max(keys_.hi, seen_[r].hi)};
+      if (seen_[r].size() > 0) span_ = {min(span_.lo, seen_[r].lo), max(span_.hi, seen_[r].hi)};
     }
     if (live_) mark_live_tiles();
   }
-  static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t ld) {
+  static size_t bytes(const ForwardShape<T>& f, int64_t rows, int64_t keys) {
     const int64_t padded = round_up(rows, T::width);
-    return Arena::bytes_for<packed>(rows * f.du) + 2 * Arena::bytes_for<A>(rows * ld) + Arena::bytes_for<A>(rows * f.dv) +
-           3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) + Arena::bytes_for<uint8_t>(padded) +
-           Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, ld)) + Arena::bytes_for<uint32_t>(KeepBits::words(ld)) +
-           Arena::bytes_for<char>(KeepBits::table_bytes(ld)) + (skips(f.p) ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
+    const int64_t scores = rows * row_of_keys<T>(keys);
+    return Arena::bytes_for<packed>(rows * f.du) + Arena::bytes_for<A>(scores) + (T::pack == 1 ? 0 : Arena::bytes_for<opnd>(scores)) +
+           Arena::bytes_for<A>(rows * f.dv) + 3 * Arena::bytes_for<A>(padded) + 2 * Arena::bytes_for<Range>(padded) +
+           Arena::bytes_for<uint8_t>(padded) + Arena::bytes_for<A>(Scores<T>::diagonal_size(rows, keys)) +
+           Arena::bytes_for<uint32_t>(KeepBits::words(keys)) + Arena::bytes_for<char>(KeepBits::table_bytes(keys)) +
+           (skips(f.p) ? Arena::bytes_for<uint8_t>(live_bytes(f.p.Lk)) : 0);
   }
 
-  // f(k0, n): the keys of [from, end) that any row sees, in pieces of up to ld, each from a panel on; without those that the mask hides
+  // f(k0, n): the keys of [from, end) that any row sees, in pieces of up to `keys`, each from a panel on; without those that the mask hides
   // from every row by whole tiles.
   template <class F>
   INLINE void pieces(int64_t from, int64_t end, const F& f) const {
-    from = max(from, keys_.lo / kPanel<T> * kPanel<T>), end = min(end, keys_.hi);
+    from = max(from, span_.lo / kPanel<T> * kPanel<T>), end = min(end, span_.hi);
     while (from < end) {
-      int64_t stop = min(end, from + ld_);
+      int64_t stop = min(end, from + keys_);
       if (live_) {
         if (!live_[from / kLiveKeys]) {
           from = (from / kLiveKeys + 1) * kLiveKeys;
@@ -81,7 +83,7 @@ class RowBlock {
     }
   }
 
-  // Keys [k0, k0 + n), n <= ld, k0 on a panel.
+  // Keys [k0, k0 + n), n <= keys, k0 on a panel.
   void tile(const PackedKeys<T>& kv, int64_t k0, int64_t n) {
     const auto scores = [&] {  // a panel of K stays in L1 over all rows
       for (int64_t j = 0; j < n; j += kPanel<T>)
@@ -275,11 +277,12 @@ class RowBlock {
   // the front. False: none at all.
   bool reach(int64_t k0, int64_t n) {
     bool any = false;
+    const bool trims = scores_.trims();
     for (int64_t r = 0; r < rows_; r += kRows<T>) {
       Range g{n, 0};
       for (int64_t i = r; i < min<int64_t>(r + kRows<T>, rows_); i++) {
         Range s{max(seen_[i].lo, k0), min(seen_[i].hi, k0 + n)};
-        if (s.size() > 0) s = scores_.trim(h0_ + i / nq_, query(i), s);
+        if (trims && s.size() > 0) s = scores_.trim(h0_ + i / nq_, query(i), s);
         s = {s.lo - k0, s.hi - k0};
         if (s.size() > 0) g = {min(g.lo, s.lo), max(g.hi, s.hi)};
       }
@@ -302,56 +305,52 @@ class RowBlock {
       const Range g = reach_[r];
       valid[i] = plain_ ? Range{max(seen_[r].lo - k0, g.lo), min(seen_[r].hi - k0, g.hi)} : g;
       if (g.size() == 0) continue;
-      row_max[i] = plain_ ? row_maximum<T>(S_ + r * ld_, valid[i]) : modify(r, k0, n, g);
+      row_max[i] = plain_ ? first_maximum(r, valid[i]) : modify(r, k0, n, g);
     }
-    const vec m_old = load(m_ + r0), m_new = vmax(m_old, reduce_rows(row_max, op_max));
-    store(m_ + r0, m_new);
-    const vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // nothing seen yet: any number serves
-    const vec alpha = exp2v<5>(vec((m_old - m) * c_));
-    store(alpha_ + r0, alpha);
-    vec sums[T::width];
-    for (int64_t i = 0; i < T::width; i++) {
-      sums[i] = vec{};
-      if (i >= nr || reach_[r0 + i].size() == 0) continue;
+    const vec m_old = load(m_ + r0);
+    vec m_new = vmax(m_old, reduce_rows(row_max, op_max));
+    vec m = m_new == -kInfinity<A> ? vec{} : m_new;  // nothing seen yet: any number serves
+    vec sums[T::width], tops[T::width];
+    const auto weigh = [&](int64_t i) {
+      WeightRow<T> row{S_ + (r0 + i) * ld_, P_ + (r0 + i) * ld_, reach_[r0 + i], valid[i], c_, nullptr, 0, v_scale_};
       if (dropping()) {
         prepare_bits(r0 + i, k0, n);
         bits_.row(uint32_t(uint64_t(query(r0 + i) + p_.query_start)), keep_);
-        sums[i] = exponentials<true>(r0 + i, valid[i], m[i]);
-      } else {
-        sums[i] = exponentials<false>(r0 + i, valid[i], m[i]);
+        row.keep = keep_, row.first_bit = bits_.offset();
+      }
+      sums[i] = row.weights(m[i], &tops[i]);
+    };
+    for (int64_t i = 0; i < T::width; i++) {
+      sums[i] = vec{}, tops[i] = set1<vec>(-kInfinity<A>);
+      if (i < nr && reach_[r0 + i].size() > 0) weigh(i);
+    }
+    if constexpr (kLags) {
+      const vec top = reduce_rows(tops, op_max);
+      for (mask grown = plain_ ? to_mask((top - m) * c_ > A(kMostAbove)) : mask(0); grown; grown &= grown - 1) {
+        const int i = __builtin_ctz(grown);
+        m[i] = m_new[i] = top[i];
+        weigh(i);
       }
     }
+    store(m_ + r0, m_new);
+    const vec alpha = exp2v<5>(vec((m_old - m) * c_));
+    store(alpha_ + r0, alpha);
     store(l_ + r0, fma(load(l_ + r0), alpha, reduce_rows(sums, op_add)));
   }
 
-  // p = exp(s - m) of one row, its sum, and what dropout leaves of it in P. The sum makes lse, exact to float32 for any dtype: degree 5.
-  template <bool Drop>
-  INLINE vec exponentials(int64_t r, Range valid, A m) {
+  // Weights are relative to any number near the maximum of their row, and where they are not written over the scores, to find the maximum
+  // first is not worth its time: m is that of the first keys, until a score is found that is larger by 8 powers of two. A pass of maxima
+  // took a tenth of a softmax on AMX, and to multiply O by alpha = 1 is not needed then.
+  static constexpr bool kLags = T::pack > 1;
+  static constexpr int64_t kFirstKeys = 64, kMostAbove = 8;
+  vec first_maximum(int64_t r, Range valid) const {
     const A* s = S_ + r * ld_;
-    opnd* to = P_ + r * ld_;
-    const Range g = reach_[r];
-    const vec vm = set1<vec>(m), vc = set1<vec>(c_);
-    vec sums[2] = {};
-    constexpr int pair = 2 * T::width, side = kVecBytes == 64 ? 2 : 4;  // vectors, a multiple of two
-    const auto some = [&](int64_t j, auto count, auto masked) {
-      constexpr int n = decltype(count)::value;
-      vec p[n];
-      UNROLL for (int i = 0; i < n; i++) p[i] = (load(s + j + i * T::width) - vm) * vc;
-      exp2_each<5, true>(p);
-      if constexpr (masked) UNROLL for (int i = 0; i < n; i++) p[i] = select(lanes_in<T>(valid, j + i * T::width), p[i], vec{});
-      UNROLL for (int i = 0; i < n; i++) sums[i % 2] = sums[i % 2] + p[i];
-      if constexpr (Drop) UNROLL for (int i = 0; i < n; i++) p[i] = select(bits_at(keep_, bits_.offset() + j + i * T::width), p[i], vec{});
-      if constexpr (sizeof(A) == 4)
-        if (v_scale_) UNROLL for (int i = 0; i < n; i++) p[i] = p[i] * load(v_scale_ + j + i * T::width);
-      UNROLL for (int i = 0; i < n; i += 2) T::store_pair(to + j + i * T::width, p[i], p[i + 1]);
-    };
-    constexpr std::integral_constant<int, 2> two;
-    int64_t j = g.lo;
-    for (; j < valid.lo && j < g.hi; j += pair) some(j, two, std::true_type());
-    for (; j + side * T::width <= valid.hi; j += side * T::width) some(j, std::integral_constant<int, side>(), std::false_type());
-    for (; j + pair <= valid.hi; j += pair) some(j, two, std::false_type());
-    for (; j < g.hi; j += pair) some(j, two, std::true_type());
-    return sums[0] + sums[1];
+    if constexpr (kLags) {
+      if (m_[r] > -kInfinity<A>) return set1<vec>(-kInfinity<A>);
+      const vec some = row_maximum<T>(s, {valid.lo, min(valid.hi, valid.lo + kFirstKeys)});
+      if (to_mask(some != -kInfinity<A>)) return some;
+    }
+    return row_maximum<T>(s, valid);
   }
 
   vec modify(int64_t r, int64_t k0, int64_t n, Range g) {
@@ -381,13 +380,13 @@ class RowBlock {
   const AttentionProblem& p_;
   const Sequence& s_;
   const Scores<T> scores_;
-  const int64_t h0_, q0_, nq_, rows_, ld_;
+  const int64_t h0_, q0_, nq_, rows_, keys_, ld_;
   const bool plain_;
   A c_;  // exponents are (s - m) * c: log2(e), times the scale where scores are raw products
   packed* Q_;
   A *S_, *O_, *m_, *l_, *alpha_, *diagonals_ = nullptr;
   opnd* P_;
-  Range *seen_, *reach_, keys_;
+  Range *seen_, *reach_, span_;         // span_: the keys that any row sees
   uint8_t *started_, *live_ = nullptr;  // per first row of a group: O holds something; see mark_live_tiles()
   const float* v_scale_ = nullptr;      // of the tile's keys in eight bits
   KeepBits bits_;

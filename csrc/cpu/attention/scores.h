@@ -58,6 +58,7 @@ class Scores {
 
   // Of the keys `range` of query i, those between the first and the last that its interval, or the block mask, or a dense mask's tiles
   // show.
+  bool trims() const { return p_.tiles.data || s_.has_gaps(); }
   INLINE Range trim(int64_t h, int64_t i, Range range) const {
     range = s_.outside_gap(i, range);
     return p_.tiles.data ? MaskRow<A>(p_, s_.b, h, i).trim(range) : range;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/attention/sequence.h"
+#include "cpu/core/philox.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -25,6 +26,58 @@ INLINE typename T::vec row_maximum(const typename T::acc* s, Range v) {
   while (j < v.hi) masked();
   return vmax(x0, x1);
 }
+
+// A row of scores of a tile, and where its weights go.
+template <class T>
+struct WeightRow {
+  using A = typename T::acc;
+  using vec = typename T::vec;
+
+  const A* s;
+  typename T::opnd* p;
+  Range reach, valid;    // keys that are written, from a whole number of steps on; those that count: the others become 0
+  A c;                   // weights are 2^((s - m) c)
+  const uint32_t* keep;  // bits of what dropout leaves, the tile's first at first_bit; null: no dropout
+  int64_t first_bit;
+  const float* v_scale;  // of the tile's keys in eight bits, by which weights are multiplied once they are summed; or null
+
+  // Returns their sum lane by lane. It makes lse, exact to float32 for any dtype: degree 5. *top: the largest scores, of pairs alone.
+  INLINE vec weights(A m, vec* top) const { return keep ? pass<true>(m, top) : pass<false>(m, top); }
+
+ private:
+  template <bool DROP>
+  INLINE vec pass(A m, vec* top) const {
+    constexpr bool tops = T::pack > 1;
+    const vec vm = set1<vec>(m), vc = set1<vec>(c), none = set1<vec>(-kInfinity<A>);
+    vec sums[2] = {}, largest[2] = {none, none};
+    constexpr int pair = 2 * T::width, side = 4;  // vectors, a multiple of two
+    const auto some = [&](int64_t j, auto count, auto masked) {
+      constexpr int n = decltype(count)::value;
+      vec x[n];
+      mask lanes[n];
+      UNROLL for (int i = 0; i < n; i++) x[i] = load(s + j + i * T::width);
+      if constexpr (masked) UNROLL for (int i = 0; i < n; i++) lanes[i] = lanes_in<T>(valid, j + i * T::width);
+      if constexpr (tops)
+        UNROLL for (int i = 0; i < n; i++) largest[i % 2] = vmax(largest[i % 2], masked ? select(lanes[i], x[i], none) : x[i]);
+      UNROLL for (int i = 0; i < n; i++) x[i] = (x[i] - vm) * vc;
+      exp2_each<5, !tops>(x);
+      if constexpr (masked) UNROLL for (int i = 0; i < n; i++) x[i] = select(lanes[i], x[i], vec{});
+      UNROLL for (int i = 0; i < n; i++) sums[i % 2] = sums[i % 2] + x[i];
+      if constexpr (DROP) UNROLL for (int i = 0; i < n; i++) x[i] = select(bits_at(keep, first_bit + j + i * T::width), x[i], vec{});
+      if constexpr (sizeof(A) == 4)
+        if (v_scale) UNROLL for (int i = 0; i < n; i++) x[i] = x[i] * load(v_scale + j + i * T::width);
+      UNROLL for (int i = 0; i < n; i += 2) T::store_pair(p + j + i * T::width, x[i], x[i + 1]);
+    };
+    constexpr std::integral_constant<int, 2> two;
+    int64_t j = reach.lo;
+    for (; j < valid.lo && j < reach.hi; j += pair) some(j, two, std::true_type());
+    for (; j + side * T::width <= valid.hi; j += side * T::width) some(j, std::integral_constant<int, side>(), std::false_type());
+    for (; j + pair <= valid.hi; j += pair) some(j, two, std::false_type());
+    for (; j < reach.hi; j += pair) some(j, two, std::true_type());
+    *top = vmax(largest[0], largest[1]);
+    return sums[0] + sums[1];
+  }
+};
 
 // Keys in eight bits: each row's scores in `reach` times the scale of their key. Scales begin `first` before the tile, and go to whole
 // vectors; null: none. Returns those of the values, by which weights are to be multiplied.

@@ -19,7 +19,7 @@ template <class T>
 constexpr int kRows = kMR;  // rows of a call
 #if defined(__AMX_BF16__)
 template <>
-constexpr int kRows<Bf16Tile> = kTile;
+constexpr int kRows<Bf16Tile> = 2 * kTile;
 #endif
 
 // Units along k that a step of the micro-kernel takes. A tile's operands should be padded with zeros to whole steps (round_units): the rest
@@ -79,13 +79,19 @@ using KernelFn = void (*)(int64_t, const typename T::packed*, int64_t, int64_t, 
 
 #if defined(__AMX_BF16__)
 template <int MR, int NV, int MODE>
-void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c, int64_t ldc,
-                     const float* alpha) {
+__attribute__((noinline)) void kernel_on_tiles(int64_t k, const uint32_t* a, int64_t a_row, int64_t a_k, const uint32_t* b, float* c,
+                                               int64_t ldc, const float* alpha) {
+  if constexpr (MR > kTile && MR < 2 * kTile) {
+    kernel_on_tiles<kTile, NV, MODE>(k, a, a_row, a_k, b, c, ldc, alpha);
+    return kernel_on_tiles<MR - kTile, NV, MODE>(k, a + kTile * a_row, a_row, a_k, b, c + kTile * ldc, ldc, alpha + kTile);
+  }
   if (a_k == 1) {
     if constexpr (MODE == kScaleAdd)
       for (int r = 0; r < MR; r++)
-        for (int j = 0; j < 16 * NV; j += 16) store(c + r * ldc + j, load(c + r * ldc + j) * alpha[r]);
-    return tile_kernel<MR, NV, MODE == kStore>(k, a, a_row, b, c, ldc);
+        for (int j = 0; j < 16 * NV && alpha[r] != 1; j += 16) store(c + r * ldc + j, load(c + r * ldc + j) * alpha[r]);
+    if constexpr (MR == 2 * kTile) tile_pair_kernel<NV, MODE == kStore>(k, a, a_row, b, c, ldc);
+    else tile_kernel<MR, NV, MODE == kStore>(k, a, a_row, b, c, ldc);
+    return;
   }
   // a tile of A is rows of neighbours along k: any other order goes to vectors
   constexpr int whole = MR / kMR * kMR;

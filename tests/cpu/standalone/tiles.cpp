@@ -144,17 +144,17 @@ int micro_kernel(Random& random, int rows, int columns, int units, Mode mode, bo
     for (int k = 0; k < units; k++) a[r * a_row + k * a_k] = pair(random.tame(), random.tame());
   const auto aligned = [](auto* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64 / 4; };
   Words b_memory(units * columns + 16);
-  std::vector<float> c_memory(17 * ldc + 16, kMark), alpha(16);
+  std::vector<float> c_memory((kRows<Bf16> + 1) * ldc + 16, kMark), alpha(kRows<Bf16>);
   uint32_t* const b = aligned(b_memory.data());
   float* const c = aligned(c_memory.data());
   for (int i = 0; i < units * columns; i++) b[i] = pair(random.tame(), random.tame());
   for (float& x : alpha) x = random.tame();
   for (int r = 0; r < rows; r++)
     for (int j = 0; j < columns; j++) c[r * ldc + j] = mode == kStore ? NAN : random.tame();
-  const std::vector<float> before(c, c + 17 * ldc);
+  const std::vector<float> before(c, c + (kRows<Bf16> + 1) * ldc);
   pick<Bf16>(rows, columns, mode)(units, a.data(), a_row, a_k, b, c, ldc, alpha.data());
   int wrong = 0;
-  for (int r = 0; r < 17; r++)
+  for (int r = 0; r <= kRows<Bf16>; r++)
     for (int j = 0; j < 64; j++) {
       const float was = before[r * ldc + j], got = c[r * ldc + j];
       if (r >= rows || j >= columns) {
