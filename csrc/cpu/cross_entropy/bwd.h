@@ -48,12 +48,12 @@ template <class T>
 void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* product, int64_t rows, int64_t columns) {
   using acc = typename T::acc;
   const int64_t panels = ceil_div(columns, kPanel<T>), stride = epilogue.p.classes;
-  for_each_task(panels * ceil_div(rows, kPart), epilogue.p.threads, [&](int64_t task) {
+  for_each_task(panels * ceil_div(rows, kPart<T>), epilogue.p.threads, [&](int64_t task) {
     const FlushSubnormals flush;
-    const int64_t m = task / panels * kPart, n = task % panels * kPanel<T>;
-    const int64_t count = min(kPart, rows - m), width = min<int64_t>(kPanel<T>, columns - n);
-    local_arena.reset(Arena::bytes_for<acc>(kPart * kPanel<T>));
-    acc* tile = local_arena.take<acc>(kPart * kPanel<T>);
+    const int64_t m = task / panels * kPart<T>, n = task % panels * kPanel<T>;
+    const int64_t count = min(kPart<T>, rows - m), width = min<int64_t>(kPanel<T>, columns - n);
+    local_arena.reset(Arena::bytes_for<acc>(kPart<T> * kPanel<T>));
+    acc* tile = local_arena.take<acc>(kPart<T> * kPanel<T>);
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < width; j += T::width)
         store(tile + r * kPanel<T> + j, VectorOf<T>::load(product + (m + r) * stride + n + j, width - j));
