@@ -100,17 +100,23 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p) {
     edges(p.classes, ForwardPlan<T>::kStep, [&](int64_t n) { measure(logits_product<T>(p, 0, rows, 0, n)); });
   });
   s.setup = Arena::bytes_for<uint8_t>(p.rows + 2 * T::pack);
-  const int64_t at_once = Backward::rows_at_once(p);
-  const bool split = p.rows > at_once;
-  for (const Backward& plan : {Backward(p, min(p.rows, at_once), true, !split), Backward(p, p.rows, !split, true)}) {
+  // As cross_entropy_backward() calls cross_entropy_gradients(): the last rows of a split may take larger blocks of classes than the
+  // others.
+  const auto gradients = [&](int64_t count, bool want_dx, bool want_rest) {
+    const Backward plan(p, count, want_dx, want_rest);
     s.own = max(s.own, plan.arena_bytes);
-    edges(p.rows, plan.step, [&](int64_t rows) {
+    edges(count, plan.step, [&](int64_t rows) {
       edges(p.classes, plan.block, [&](int64_t n) {
-        measure(logits_product<T>(p, 0, rows, 0, n)), measure(dx_product<T>(p, nullptr, rows, 0, n));
-        measure(dweight_product<T>(p, nullptr, &live, 0, rows, n)), s.include(ColumnSumsPlan<T>(rows, n).scratch);
+        measure(logits_product<T>(p, 0, rows, 0, n));
+        if (want_dx) measure(dx_product<T>(p, nullptr, rows, 0, n));
+        if (want_rest) measure(dweight_product<T>(p, nullptr, &live, 0, rows, n)), s.include(ColumnSumsPlan<T>(rows, n).scratch);
       });
     });
-  }
+  };
+  const int64_t at_once = Backward::rows_at_once(p);
+  const bool split = p.rows > at_once;
+  edges(p.rows, at_once, [&](int64_t count) { gradients(count, true, !split); });
+  if (split) gradients(p.rows, false, true);
   return s;
 }
 
