@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -52,8 +53,21 @@ def test_bfloat16(name: str):
     assert out.loss.dtype == torch.float32 and out.loss.isfinite()
 
 
+def torch_convolves_bfloat16() -> bool:
+    """False where PyTorch's own Conv2d returns memory it has not written: 2.13 does so on AMX, with oneDNN's kernels for it."""
+    for power in range(6, 18):
+        torch.full((1 << power,), math.nan)  # what the next tensors of such sizes find
+    with torch.no_grad():
+        out = torch.nn.functional.conv2d(torch.randn(3, 16, 16, 4).bfloat16(), torch.randn(16, 16, 3, 3).bfloat16(), stride=2)
+    return bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_training_step_under_autocast(name: str):
+    if name.startswith("Conformer") and not torch_convolves_bfloat16():
+        pytest.skip(
+            "PyTorch's Conv2d in bfloat16 is wrong on this CPU (oneDNN for AMX): ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 avoids it"
+        )
     model = build(name).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**inputs(name)).loss
