@@ -91,6 +91,21 @@ def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
     assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 
 
+def test_threads_of_processes_that_share_the_cores_give_way(run_parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def timed(command, limit, environment=()):
+        return 0, seen.update({part.name: dict(environment)}) or run_parts.Spent(1.0)
+
+    monkeypatch.setattr(run_parts, "timed", timed)
+    for part in run_parts.PARTS:
+        run_parts.test(part, False)
+    assert {name for name, given in seen.items() if given.get("OMP_WAIT_POLICY") == "passive"} == {
+        part.name for part in run_parts.PARTS if part.jobs == 2
+    }
+    assert seen["triton"]["TRITON_INTERPRET"] == "1"
+
+
 def test_counts_tell_why_tests_were_skipped(run_parts: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     skipped = "".join(f'<testcase name="t{i}"><skipped message="no GPU"/></testcase>' for i in range(2))
