@@ -57,8 +57,17 @@ class ConvolutionSubsampling(nn.Module):
         if x.shape[1] < self.WINDOW:
             raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}")
         x = nn.functional.relu(self.first(x[:, None]))
-        x = nn.functional.relu(self.second(x))  # (B, d_model, L', F')
+        x = nn.functional.relu(self._second(x))  # (B, d_model, L', F')
         return self.out(x.transpose(1, 2).flatten(2))
+
+    def _second(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] >= 5:
+            return self.second(x)
+        # One column of results, whose features are channels of a convolution over time. As a Conv2d in bfloat16 it returns unwritten memory
+        # on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows; docs/measured-facts-amx.md).
+        columns = x[..., :3].transpose(2, 3).flatten(1, 2)
+        weight = self.second.weight.transpose(2, 3).flatten(1, 2)
+        return nn.functional.conv1d(columns, weight, self.second.bias, stride=2)[..., None]
 
 
 class ConvolutionModule(nn.Module):
