@@ -203,7 +203,7 @@ class QueryRows {
       pack_transposed<T>(k + j * p.ks.l, p.ks.l, n, p.D, Kt, all ? nullptr : live, panel, z.du);
       for (int64_t r = 0; r < x.rows; r += kRows<T>) {
         const int64_t rows = min<int64_t>(kRows<T>, x.rows - r);
-        pick<T>(rows, panel, kStore)(z.du, x.Q + r * z.du, z.du, 1, Kt, S, panel, nullptr);
+        score_products<T>(rows, z.du, x.Q + r * z.du, Kt, S, panel);
         if (z.table) scores.diagonals(it.h, x.q0 + r, rows, j, n, diagonals);
         for (int64_t e = 0; e < rows; e++) {
           if (!wanted[r + e]) continue;

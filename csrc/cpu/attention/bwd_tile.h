@@ -86,7 +86,7 @@ class BackwardTile {
   bool run(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k, const KeepBits* keep, acc* dQ, bool first,
            TileTerms<T>* terms) {
     if (!find_visible(scores, h, q, k)) return false;
-    PT_PHASE(scores) score_products(scores, h, q, k);
+    PT_PHASE(scores) products(scores, h, q, k);
     if (terms) terms->begin(q.q0, q.rows, k.k0, k.n);
     const bool general = q.extreme || !scores.plain();
     if (general && z.table) scores.diagonals(h, q.q0, q.rows, k.k0, k.n, diagonals);
@@ -131,7 +131,7 @@ class BackwardTile {
   }
 
   // S = Q K^T and dP = dO V^T; a panel of keys stays in the first cache over all rows.
-  void score_products(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
+  void products(const Scores<T>& scores, int64_t h, const QueryBlock<T>& q, const KeyBlock<T>& k) {
     constexpr int64_t panel = kPanel<T>;
     const bool plain = scores.plain();
     for (int64_t j = clo / panel * panel; j < chi; j += panel)
@@ -139,9 +139,8 @@ class BackwardTile {
         if (glo[g] >= j + panel || ghi[g] <= j) continue;
         const int64_t rows = min(kGroup, q.rows - r);
         for (int64_t i = r; i < r + rows && !plain; i++) scores.fetch(h, q.q0 + i, k.k0 + j, min(panel, k.n - j));
-        const auto f = pick<T>(rows, panel, kStore);
-        f(z.du, q.Q + r * z.du, z.du, 1, k.Kt + j * z.du, S + r * z.BK + j, z.BK, nullptr);
-        if (z.ds) f(z.dvu, q.G + r * z.dvu, z.dvu, 1, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK, nullptr);
+        score_products<T>(rows, z.du, q.Q + r * z.du, k.Kt + j * z.du, S + r * z.BK + j, z.BK);
+        if (z.ds) score_products<T>(rows, z.dvu, q.G + r * z.dvu, k.Vt + j * z.dvu, dP + r * z.BK + j, z.BK);
       }
   }
 

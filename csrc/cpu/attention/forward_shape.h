@@ -77,10 +77,6 @@ struct ForwardShape {
     f(ListedRows<E>{list});
   }
 
-  // Units of a head that one sum of a score runs over. Of 256 float products in a row, one in 6,000 random problems left its bound (c 2.7
-  // of 2): the error grows as the length. Up to 128 none did, and a second visit to the tile costs 1 %.
-  int64_t score_piece() const { return T::pack > 1 || du <= 128 ? du : 96; }
-
   int64_t k_units(int64_t ld) const { return ld * du; }
   int64_t v_units(int64_t ld) const { return ld / T::pack * dv; }
 

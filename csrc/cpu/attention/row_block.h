@@ -91,9 +91,7 @@ class RowBlock {
           if (reach_[r].lo >= j + kPanel<T> || reach_[r].hi <= j) continue;
           const int64_t rows = min<int64_t>(kRows<T>, rows_ - r);
           for (int64_t i = r; i < r + rows && !plain_; i++) scores_.fetch(h0_ + i / nq_, query(i), k0 + j, min<int64_t>(kPanel<T>, n - j));
-          for (int64_t u = 0, piece = f_.score_piece(); u < f_.du; u += piece)
-            pick<T>(rows, kPanel<T>, u ? kAdd : kStore)(min(piece, f_.du - u), Q_ + r * f_.du + u, f_.du, 1,
-                                                        kv.k + (k0 - kv.first + j) * f_.du + u * kPanel<T>, S_ + r * ld_ + j, ld_, nullptr);
+          score_products<T>(rows, f_.du, Q_ + r * f_.du, kv.k + (k0 - kv.first + j) * f_.du, S_ + r * ld_ + j, ld_);
         }
       v_scale_ = scale_rows<T>(S_, ld_, rows_, reach_, kv.k_scale, kv.v_scale, k0 - kv.first);
     };

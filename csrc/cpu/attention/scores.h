@@ -14,6 +14,17 @@
 namespace pt {
 namespace PT_ISA {
 
+// Scores, or dP, of rows of A, each `units` long, and a panel of keys. A sum runs over equal parts of a head, of at most 64 units: its
+// error grows as its length. With data not around zero, of 96 float products in a row one random problem in 60,000 left its bound (c 8.04
+// of 8), of 256 one in 6,000.
+template <class T>
+INLINE void score_products(int64_t rows, int64_t units, const typename T::packed* a, const typename T::packed* b, typename T::acc* sums,
+                           int64_t ld) {
+  const int64_t piece = T::pack > 1 ? units : ceil_div(units, max<int64_t>(1, ceil_div(units, 64)));
+  for (int64_t u = 0; u < units; u += piece)
+    pick<T>(rows, kPanel<T>, u ? kAdd : kStore)(min(piece, units - u), a + u, units, 1, b + u * kPanel<T>, sums, ld, nullptr);
+}
+
 // ---- tanh, for the softcap: t = tanh(y) and slope = 1 - t^2, each to a few roundings
 INLINE void tanh_and_slope(vf y, vf* t, vf* slope) {
   const vf a = vabs(y), e = exp2v<5>(vf(vmin(set1<vf>(20.f), a) * float(2 * kLog2e)));
