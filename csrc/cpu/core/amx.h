@@ -115,10 +115,10 @@ INLINE void tile_kernel(int64_t k, const uint32_t* a, int64_t a_row, const uint3
 // B take five. B, which often comes from the second cache, is loaded half as often.
 template <int COLUMNS>
 INLINE void tile_pair_step(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t ldb) {
-  _tile_loadd(4, a, a_row * 4);
+  _tile_stream_loadd(4, a, a_row * 4);
   _tile_loadd(6, b, ldb * 4);
   _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(5, a + kTile * a_row, a_row * 4);
+  _tile_stream_loadd(5, a + kTile * a_row, a_row * 4);
   _tile_dpbf16ps(1, 5, 6);
   if constexpr (COLUMNS == 2) {
     _tile_loadd(7, b + 16, ldb * 4);

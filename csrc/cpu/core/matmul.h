@@ -12,7 +12,7 @@
 #pragma once
 
 #include "cpu/core/arena.h"
-#include "cpu/core/gemm.h"
+#include "cpu/core/matmul_sizes.h"
 #include "cpu/core/pack.h"
 #include "cpu/core/parallel.h"
 #include "cpu/core/scratch.h"
@@ -23,35 +23,6 @@ namespace PT_ISA {
 inline thread_local Arena packed_arena;    // of each worker: packed rows of A
 inline thread_local Arena sums_arena;      // of the calling thread: tiles between slices of k
 inline thread_local Arena epilogue_arena;  // of each worker: the scratch of one call of an epilogue
-
-// One operand. A: element (m, k) at data[m * stride + k], along_k: data[k * stride + m].
-//              B: element (k, n) at data[n * stride + k], along_k: data[k * stride + n].
-template <class T>
-struct Operand {
-  const typename T::elem* data;
-  int64_t stride;
-  bool along_k;                   // rows of the matrix run along k
-  const uint8_t* live = nullptr;  // of B along_k: rows to be read; the others count as zeros. Null: all
-};
-template <class T>
-struct Product {
-  Operand<T> a, b;
-};
-
-constexpr int64_t kTileRows = 192;  // rows of a tile that accumulates while k passes
-// Rows of a call of the epilogue: they and their results stay in L1. Tiles multiply 32 rows at once: 48 were 2 to 4 % slower.
-template <class T>
-constexpr int64_t kPart = kUnitStep<T> > 1 ? 64 : 48;
-// Units of a panel that pass the tile's rows together. Tiles take 32 KB, which stay in L1; vectors take so much time that L2 serves them,
-// and gain by visiting their sums less often. (512 would be another 1 to 2 % of a product in float32, but sums of 512 in a row leave 4 eps,
-// and of 256 one in 6,000 random feed_forwards left the 2 eps of a gradient.)
-template <class T>
-constexpr int64_t kDepth = kUnitStep<T> > 1 ? 128 : 192;
-constexpr int64_t kCachedBytes = int64_t(5) << 18;  // of A, in a core's L2 while panels pass
-constexpr int64_t kPackedUnits = int64_t(4) << 20;  // of B packed at a time, about: 16 MB of floats or pairs
-constexpr int64_t kSliceUnits = 2048;               // of k at a time: 144 rows of A, and a panel, stay in L2
-constexpr int64_t kSums = int64_t(2) << 20;         // sums kept between slices, about
-constexpr int64_t kPackedDepth = 512;               // packed elements along k of a task that packs
 
 // Asks for the cache lines of n columns of some rows of a matrix. The empty statement counts as an effect: a function that does nothing
 // but ask has none for GCC 12, which then drops every call of it. All of this was missing from the library; reading pre as it came
@@ -69,6 +40,8 @@ class Matmul {
   using packed = typename T::packed;
   static constexpr int kTiles = SUM ? 1 : PRODUCTS;
   static constexpr int64_t kWide = kPanel<T>;
+  // Columns of B packed together. Tiles take two of them at once: 32 columns lie side by side, which stay in L1 while rows pass.
+  static constexpr int64_t kStrip = kUnitStep<T> > 1 ? 2 * T::width : kWide;
 
  public:
   // M x K times K x N. SUM: the products are added into one tile; else each has its own.
@@ -140,7 +113,7 @@ class Matmul {
   }
   size_t tile_bytes(const Groups& g, int64_t cols) const { return tile_bytes(g.share_panels, panel_width(cols), g.units); }
   size_t tile_bytes(bool packed_b, int64_t w, int64_t units) const {
-    return kTiles * Arena::bytes_for<acc>(kTileRows * kWide) + (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
+    return kTiles * Arena::bytes_for<acc>(kTileRows<T> * kWide) + (transposed_ ? kTiles * Arena::bytes_for<acc>(kWide * kWide) : 0) +
            (packed_b ? 0 : PRODUCTS * Arena::bytes_for<packed>(w * units));
   }
   // Rows of packed A are an odd number of cache lines long, or nearly.
@@ -159,13 +132,14 @@ class Matmul {
   }
   static constexpr int64_t kSlice = kSliceUnits * T::pack;
   // Rows of sums are padded to whole tiles, which transpose_tile reads.
-  int64_t sums_size(int64_t columns) const { return round_up(M_, kTileRows) * columns; }
+  int64_t sums_size(int64_t columns) const { return round_up(M_, kTileRows<T>) * columns; }
 
   // Whether an operand's rows can be read where they lie.
   static bool in_place(const Operand<T>& a) {
     return std::is_same_v<typename T::elem, typename T::opnd> && !a.along_k && a.stride % T::pack == 0;
   }
   static int64_t panel_width(int64_t cols) { return min(kWide, round_up(cols, T::width)); }
+  static int64_t strip_width(int64_t cols) { return min(kStrip, round_up(cols, T::width)); }
 
   // Rows of A that a task takes: what fits the cache, and so few that there are tasks for all threads.
   int64_t group_rows(int64_t units, int64_t panels) const {
@@ -231,20 +205,20 @@ class Matmul {
     local_arena.reset(tile_bytes(s.b[0], w, s.units));
     acc *own[kTiles], *turned[kTiles];
     for (int t = 0; t < kTiles; t++) {
-      own[t] = local_arena.take<acc>(kTileRows * kWide);
+      own[t] = local_arena.take<acc>(kTileRows<T> * kWide);
       turned[t] = transposed_ ? local_arena.take<acc>(kWide * kWide) : nullptr;
     }
     const packed* b[PRODUCTS];
     for (int i = 0; i < PRODUCTS; i++) {
       packed* ready = s.b[i] ? s.b[i] + n * s.units : local_arena.take<packed>(w * s.units);
-      if (!s.b[i]) pack_panel(p_[i].b, s.n0 + n, cols, s.k0, s.depth, ready);
+      if (!s.b[i]) pack_panel(p_[i].b, s.n0 + n, cols, s.k0, s.depth, ready, s.units, 0);
       b[i] = ready;
     }
     const bool last_slice = s.k0 + s.depth == K_;
-    for (int64_t m0 = begin; m0 < end; m0 += kTileRows) {
-      const int64_t rows = min(kTileRows, end - m0);
+    for (int64_t m0 = begin; m0 < end; m0 += kTileRows<T>) {
+      const int64_t rows = min(kTileRows<T>, end - m0);
       acc* tiles[kTiles];
-      for (int t = 0; t < kTiles; t++) tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows) + m0 * kWide : own[t];
+      for (int t = 0; t < kTiles; t++) tiles[t] = s.sums ? s.sums[t] + n * round_up(M_, kTileRows<T>) + m0 * kWide : own[t];
       for (int i = 0; i < PRODUCTS; i++)
         for (int64_t u = 0; u < s.units; u += kDepth<T>) {
           const bool last = last_slice && i + 1 == PRODUCTS && u + kDepth<T> >= s.units, done = last && !transposed_;
@@ -253,11 +227,11 @@ class Matmul {
           for (int64_t r = 0; r < rows; r += kPart<T>) {
             const int64_t part = min(kPart<T>, rows - r);
             const auto ahead = [&](int64_t row, int64_t count) {
-              if (first) fetch_ahead(s, i, n, u, r + row, count, rows);
+              if (kUnitStep<T> == 1 && first) fetch_ahead(s, i, n, u, r + row, count, rows);
               if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
               else if (last) epilogue.fetch(s.n0 + n + row * cols / part, (row + count) * cols / part - row * cols / part, m0 + r, part);
             };
-            multiply(p_[i].a, s, i, m0 + r, part, u, b[i] + u * w, w, tiles[SUM ? 0 : i] + r * kWide, mode, ahead);
+            multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode, ahead);
             if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
           }
         }
@@ -278,8 +252,9 @@ class Matmul {
   }
 
   // Asks for what a thread will read of B next, a share of it before each group of rows of a task's first tile. It comes from the
-  // last-level cache or from memory: waiting for it was a tenth of the time. Where B is packed, that is the panel's next piece, and at its
-  // end the start of the panel that this thread probably takes next; else that panel, to be packed.
+  // last-level cache or from memory: waiting for it was a tenth of the time. (Of tiles' asking was: the processor fetches ahead by itself.)
+  // Where B is packed, that is the panel's next piece, and at its end the start of the panel that this thread probably takes next; else
+  // that panel, to be packed.
   INLINE void fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
     const int64_t next = n + s.panel_step, depth = min(kDepth<T>, s.units - u);
     if (s.b[0]) {
@@ -304,10 +279,14 @@ class Matmul {
     const packed* ready = s.a[product];
     const int64_t row = ready ? s.a_row : a.stride / T::pack, depth = min(kDepth<T>, s.units - u);
     const packed* base = (ready ? ready - s.a_first * row : reinterpret_cast<const packed*>(a.data + s.k0)) + m0 * row + u;
-    for (int64_t r = 0; r < rows; r += kRows<T>) {
-      const int64_t count = min<int64_t>(kRows<T>, rows - r);
-      ahead(r, count);
-      pick<T>(count, w, mode)(depth, base + r * row, row, 1, b, tile + r * kWide, kWide, nullptr);
+    for (int64_t j = 0; j < w; j += kStrip) {
+      const int64_t width = min(kStrip, w - j);
+      const packed* strip = b + j * s.units + u * width;
+      for (int64_t r = 0; r < rows; r += kRows<T>) {
+        const int64_t count = min<int64_t>(kRows<T>, rows - r);
+        if (!j) ahead(r, count);
+        pick<T>(count, width, mode)(depth, base + r * row, row, 1, strip, tile + r * kWide + j, kWide, nullptr);
+      }
     }
   }
 
@@ -322,10 +301,15 @@ class Matmul {
       }
   }
 
-  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, packed* dst) {
+  // `depth` of k from k0 on, of columns [n, n + cols), to a panel whose strips are `units` long, from unit u of each on.
+  static void pack_panel(const Operand<T>& b, int64_t n, int64_t cols, int64_t k0, int64_t depth, packed* panel, int64_t units, int64_t u) {
     const uint8_t* live = b.live ? b.live + k0 : nullptr;
-    if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), cols, 0, dst, live);
-    else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, cols, depth, dst, nullptr, panel_width(cols));
+    for (int64_t j = 0; j < cols; j += kStrip, n += kStrip) {
+      const int64_t count = min(kStrip, cols - j);
+      packed* dst = panel + j * units + u * strip_width(count);
+      if (b.along_k) pack_rows<T>(b.data + k0 * b.stride + n, b.stride, depth, round_up(depth, T::pack), count, 0, dst, live);
+      else pack_transposed<T>(b.data + n * b.stride + k0, b.stride, count, depth, dst, nullptr, strip_width(count));
+    }
   }
 
   // A task packs a long piece of one panel where k runs along the rows of memory, else a short one of several panels: either way it reads
@@ -340,7 +324,7 @@ class Matmul {
       const int64_t first = task / parts % groups * wide;
       for (int64_t panel = first; panel < min(panels, first + wide); panel++) {
         const int64_t n = panel * kWide, cols = min(kWide, s.cols - n);
-        pack_panel(p_[i].b, s.n0 + n, cols, s.k0 + k, depth, s.b[i] + n * s.units + u * panel_width(cols));
+        pack_panel(p_[i].b, s.n0 + n, cols, s.k0 + k, depth, s.b[i] + n * s.units, s.units, u);
       }
     });
   }

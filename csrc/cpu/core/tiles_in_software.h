@@ -109,12 +109,14 @@ inline thread_local SoftwareTiles software_tiles;
 
 // The intrinsics are macros of immintrin.h, as tiles are named in the instruction.
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(from) software_tiles.load_config(from)
 #define _tile_release() software_tiles.release()
 #define _tile_loadd(tile, from, stride) software_tiles.load(tile, from, stride)
+#define _tile_stream_loadd(tile, from, stride) software_tiles.load(tile, from, stride)
 #define _tile_stored(tile, to, stride) software_tiles.store(tile, to, stride)
 #define _tile_zero(tile) software_tiles.zero(tile)
 #define _tile_dpbf16ps(to, a, b) software_tiles.dot_bf16(to, a, b)
