@@ -15,6 +15,21 @@ from .layer_norm import LayerNorm
 from .relative import RelativeMultiHeadAttention
 
 
+class _SecondConvolution(nn.Conv2d):
+    """3 x 3 of stride 2. One column of results is a convolution over time, whose channels are the features too.
+
+    As a Conv2d in bfloat16 it returns unwritten memory on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows;
+    docs/measured-facts-amx.md).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] >= 5:
+            return super().forward(x)
+        columns = x[..., :3].transpose(2, 3).flatten(1, 2)
+        weight = self.weight.transpose(2, 3).flatten(1, 2)
+        return nn.functional.conv1d(columns, weight, self.bias, stride=2)[..., None]
+
+
 class ConvolutionSubsampling(nn.Module):
     """A quarter of the frames: two 3 x 3 convolutions of stride 2 with ReLU over (time, feature), then a linear map to d_model.
 
@@ -33,7 +48,7 @@ class ConvolutionSubsampling(nn.Module):
         if input_dim < self.WINDOW:
             raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} features a frame, got {input_dim}")
         self.first = nn.Conv2d(1, d_model, 3, stride=2)
-        self.second = nn.Conv2d(d_model, d_model, 3, stride=2)
+        self.second = _SecondConvolution(d_model, d_model, 3, stride=2)
         self.out = nn.Linear(d_model * self.frames(input_dim), d_model)
 
     @classmethod
@@ -57,17 +72,8 @@ class ConvolutionSubsampling(nn.Module):
         if x.shape[1] < self.WINDOW:
             raise ValueError(f"ConvolutionSubsampling: wanted at least {self.WINDOW} frames, got {x.shape[1]}")
         x = nn.functional.relu(self.first(x[:, None]))
-        x = nn.functional.relu(self._second(x))  # (B, d_model, L', F')
+        x = nn.functional.relu(self.second(x))  # (B, d_model, L', F')
         return self.out(x.transpose(1, 2).flatten(2))
-
-    def _second(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[-1] >= 5:
-            return self.second(x)
-        # One column of results, whose features are channels of a convolution over time. As a Conv2d in bfloat16 it returns unwritten memory
-        # on CPUs with AMX (torch 2.13.0: stride 2, one column, several rows; docs/measured-facts-amx.md).
-        columns = x[..., :3].transpose(2, 3).flatten(1, 2)
-        weight = self.second.weight.transpose(2, 3).flatten(1, 2)
-        return nn.functional.conv1d(columns, weight, self.second.bias, stride=2)[..., None]
 
 
 class ConvolutionModule(nn.Module):
