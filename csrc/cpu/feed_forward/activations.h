@@ -27,7 +27,12 @@ INLINE vf fma_by_name(vf a, vf b, vf c) {
 #endif
 
 // exp(-x^2 / 2) of 0 <= x <= 20. x^2 is carried in two floats: its rounding alone would cost 5e-6 at x = 13.
-INLINE vf exp_minus_half_square(vf x) {
+#if defined(__FMA__)
+INLINE
+#else  // GCC 12 for aarch64 without vectors fails on it inline (an internal error)
+inline __attribute__((noinline))
+#endif
+vf exp_minus_half_square(vf x) {
   constexpr double k = -0.5 * kLog2e;
 #if defined(__FMA__)
   constexpr float high = float(k), low = float(k - double(high));
