@@ -91,8 +91,9 @@ def test_a_budget_is_of_the_part_s_own_time(run_parts, monkeypatch) -> None:
     assert run_parts.over_budget(second, run_parts.Spent(0.9, 0.9), False) is None
 
 
-def test_threads_of_processes_that_share_the_cores_give_way(run_parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_processes_that_share_the_cores_give_way(run_parts, tmp_path, monkeypatch) -> None:
     seen = {}
+    monkeypatch.setattr(run_parts, "RESULTS", tmp_path)  # whose reports a part removes before it writes its own
 
     def timed(command, limit, environment=()):
         return 0, seen.update({part.name: dict(environment)}) or run_parts.Spent(1.0)

@@ -15,8 +15,8 @@ namespace pt {
 namespace PT_ISA {
 
 // Scores, or dP, of rows of A, each `units` long, and a panel of keys. A sum runs over equal parts of a head, of at most 64 units: its
-// error grows as its length. With data not around zero, of 96 float products in a row one random problem in 60,000 left its bound (c 8.04
-// of 8), of 256 one in 6,000.
+// error grows as its length. With data not around zero, random problems left their bounds by 96 float products in a row (c 8.04 of 8) and
+// by 256 (2.7 of 2). Pieces cost 1 to 2 % with D 80 to 256.
 template <class T>
 INLINE void score_products(int64_t rows, int64_t units, const typename T::packed* a, const typename T::packed* b, typename T::acc* sums,
                            int64_t ld) {

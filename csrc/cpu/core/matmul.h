@@ -252,7 +252,7 @@ class Matmul {
   }
 
   // Asks for what a thread will read of B next, a share of it before each group of rows of a task's first tile. It comes from the
-  // last-level cache or from memory: waiting for it was a tenth of the time. (Of tiles' asking was: the processor fetches ahead by itself.)
+  // last-level cache or from memory: waiting for it was a tenth of the time. (On tiles asking took a tenth instead: they do not.)
   // Where B is packed, that is the panel's next piece, and at its end the start of the panel that this thread probably takes next; else
   // that panel, to be packed.
   INLINE void fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
