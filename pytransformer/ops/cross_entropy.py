@@ -32,11 +32,11 @@ KEPT_DEPTH = (
 def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
     shape = a.target.shape if a.reduction == "none" else ()
-    kept = (*a.target.shape, a.weight.shape[0]) if _keeps(a) else (0,)
+    kept = (*a.target.shape, a.weight.shape[0]) if keeps(a) else (0,)
     return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in (shape, a.target.shape, kept))
 
 
-def _keeps(a: Any) -> bool:
+def keeps(a: Any) -> bool:
     """Whether forward leaves x weightᵀ for backward: on the CPU only, the others' backward computes it again."""
     if not a.save or a.x.device.type != "cpu":
         return False
@@ -57,7 +57,7 @@ linear_cross_entropy_op = Op(
     differentiable=("x", "weight", "bias"),
     saved=("lse", "product"),
     empty_outputs=_empty,
-    flops=(_flops, lambda a: (2 if _keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
+    flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
     order=ORDER,
     stem="cross_entropy",
 )
@@ -168,7 +168,7 @@ def check_values(a: Any) -> None:
 
 def _reference(a: Any) -> tuple[torch.Tensor, ...]:
     loss, lse, product = cross_entropy_forward(a)
-    return loss, lse, product if _keeps(a) else product.new_zeros(0)
+    return loss, lse, product if keeps(a) else product.new_zeros(0)
 
 
 def _reference_bytes(a: Any) -> int:
@@ -179,4 +179,4 @@ def _reference_bytes(a: Any) -> int:
 linear_cross_entropy_op.add_reference(_reference, extra_bytes=_reference_bytes, check_values=check_values)
 linear_cross_entropy_op.backend(triton.backend(linear_cross_entropy_op, check_values))
 linear_cross_entropy_op.backend(cuda.backend(linear_cross_entropy_op, check_values))
-linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values))
+linear_cross_entropy_op.backend(cpu.backend(linear_cross_entropy_op, check_values, keeps))

@@ -130,8 +130,8 @@ def test_many_rows_pass_through_in_parts() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "d", "hidden"),
-    [(20, 96, 320), (200, 1200, 96), (40, 2200, 128), (1100, 64, 1024), (4200, 16, 512)],
-    ids=["transposed", "groups", "sliced", "streamed gradient", "streamed"],
+    [(20, 96, 320), (200, 1200, 96), (40, 2200, 128), (1100, 64, 1024), (4200, 16, 512), (2100, 1200, 2048)],
+    ids=["transposed", "groups", "sliced", "streamed gradient", "streamed", "sums of some columns"],
 )
 def test_every_way_through_the_products(rows: int, d: int, hidden: int, dtype: torch.dtype) -> None:
     """Few rows (products formed transposed), long sums, and results past the caches: within rounding of float64, and no bit

@@ -130,7 +130,7 @@ class Matmul {
       if (p.a.along_k || !in_place(p.b) || K_ % T::pack) return false;
     return M_ * (2 * N_ + K_) < N_ * K_;
   }
-  static constexpr int64_t kSlice = kSliceUnits * T::pack;
+  static constexpr int64_t kSlice = kSliceUnits<T> * T::pack;
   // Rows of sums are padded to whole tiles, which transpose_tile reads.
   int64_t sums_size(int64_t columns) const { return round_up(M_, kTileRows<T>) * columns; }
 

@@ -52,7 +52,7 @@ void logit_gradients(const LogitGradient<T>& epilogue, const typename T::acc* pr
     const FlushSubnormals flush;
     const int64_t m = task / panels * kPart<T>, n = task % panels * kPanel<T>;
     const int64_t count = min(kPart<T>, rows - m), width = min<int64_t>(kPanel<T>, columns - n);
-    local_arena.reset(Arena::bytes_for<acc>(kPart<T> * kPanel<T>));
+    local_arena.reset(kept_tile_bytes<T>());
     acc* tile = local_arena.take<acc>(kPart<T> * kPanel<T>);
     for (int64_t r = 0; r < count; r++)
       for (int64_t j = 0; j < width; j += T::width)

@@ -60,13 +60,13 @@ void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor t
   PT_SELECT(cross_entropy_kernels).backward(p, f);
 }
 
-// What forward and backward hold beside tensors. x: of its dtype.
-int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes) {
+// What forward and backward hold beside tensors. x: of its dtype. kept: forward leaves the product for backward.
+int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes, bool kept) {
   STD_TORCH_CHECK(rows > 0 && depth > 0 && classes > 0, kOp, ": nothing to multiply");
   pt::CrossEntropyProblem p{};
   p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
   p.rows = rows, p.depth = depth, p.classes = classes, p.threads = pt::pool_threads();
-  return PT_SELECT(cross_entropy_kernels).scratch_bytes(p);
+  return PT_SELECT(cross_entropy_kernels).scratch_bytes(p, kept);
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
       "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
       "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
-  m.def("linear_cross_entropy_scratch(Tensor x, int rows, int depth, int classes) -> int");
+  m.def("linear_cross_entropy_scratch(Tensor x, int rows, int depth, int classes, bool kept) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, CPU, m) {
   m.impl("linear_cross_entropy_fwd", TORCH_BOX(&linear_cross_entropy_fwd));

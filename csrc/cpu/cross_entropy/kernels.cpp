@@ -25,12 +25,12 @@ void backward(const CrossEntropyProblem& p, const CrossEntropyBackward& f) {
   }
 }
 
-int64_t scratch_bytes(const CrossEntropyProblem& p) {
+int64_t scratch_bytes(const CrossEntropyProblem& p, bool kept) {
   switch (p.dtype) {
-    case DType::f32: return cross_entropy_scratch<Float<float>>(p).bytes(p.threads);
-    case DType::bf16: return cross_entropy_scratch<Bf16>(p).bytes(p.threads);
-    case DType::f16: return cross_entropy_scratch<Float<f16>>(p).bytes(p.threads);
-    case DType::f64: return cross_entropy_scratch<Double>(p).bytes(p.threads);
+    case DType::f32: return cross_entropy_scratch<Float<float>>(p, kept).bytes(p.threads);
+    case DType::bf16: return cross_entropy_scratch<Bf16>(p, kept).bytes(p.threads);
+    case DType::f16: return cross_entropy_scratch<Float<f16>>(p, kept).bytes(p.threads);
+    case DType::f64: return cross_entropy_scratch<Double>(p, kept).bytes(p.threads);
   }
   return 0;
 }

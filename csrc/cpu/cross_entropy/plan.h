@@ -43,6 +43,12 @@ Matmul<T, 1, false> dweight_product(const CrossEntropyProblem& p, const typename
   return {by_row, n, p.depth, rows, p.threads};
 }
 
+// A tile of kept logits, as a product would hand it to the epilogue.
+template <class T>
+size_t kept_tile_bytes() {
+  return Arena::bytes_for<typename T::acc>(kPart<T> * kPanel<T>);
+}
+
 // What the rows of a chunk know after some of the classes: arrays of `size` numbers, a multiple of the vector.
 template <class T>
 struct RowSums {
@@ -87,9 +93,9 @@ struct BackwardPlan {
   }
 };
 
-// What forward and backward take with all gradients, of the sizes alone.
+// What forward and backward take with all gradients, of the sizes alone. kept: backward reads the logits that forward left.
 template <class T>
-Scratch cross_entropy_scratch(const CrossEntropyProblem& p) {
+Scratch cross_entropy_scratch(const CrossEntropyProblem& p, bool kept) {
   using Backward = BackwardPlan<T>;
   const uint8_t live = 1;  // that rows are told apart changes a product's form
   Scratch s;
@@ -107,7 +113,8 @@ Scratch cross_entropy_scratch(const CrossEntropyProblem& p) {
     s.own = max(s.own, plan.arena_bytes);
     edges(count, plan.step, [&](int64_t rows) {
       edges(p.classes, plan.block, [&](int64_t n) {
-        measure(logits_product<T>(p, 0, rows, 0, n));
+        if (kept) s.local = max(s.local, kept_tile_bytes<T>());
+        else measure(logits_product<T>(p, 0, rows, 0, n));
         if (want_dx) measure(dx_product<T>(p, nullptr, rows, 0, n));
         if (want_rest) measure(dweight_product<T>(p, nullptr, &live, 0, rows, n)), s.include(ColumnSumsPlan<T>(rows, n).scratch);
       });

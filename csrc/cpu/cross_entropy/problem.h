@@ -38,7 +38,7 @@ struct CrossEntropyBackward {
 struct CrossEntropyKernels {
   void (*forward)(const CrossEntropyProblem&, const CrossEntropyForward&);
   void (*backward)(const CrossEntropyProblem&, const CrossEntropyBackward&);
-  int64_t (*scratch_bytes)(const CrossEntropyProblem&);  // of both, with all gradients; of the sizes alone
+  int64_t (*scratch_bytes)(const CrossEntropyProblem&, bool kept);  // of both, with all gradients; of the sizes alone
 };
 
 }  // namespace pt

@@ -12,7 +12,9 @@ from ..._core import native
 from ..._core.registry import WRONG_DEVICE, Backend, Op
 
 
-def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
+def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], bool]) -> Backend:
+    """keeps(a): whether forward leaves x weightᵀ for backward."""
+
     def why_not(a: Any) -> str | None:
         if a.x.device.type != "cpu":
             return f"{WRONG_DEVICE}the CPU, and x is on {a.x.device}"
@@ -65,16 +67,15 @@ def backend(op: Op, check_values: Callable[[Any], None]) -> Backend:
                 t.copy_(target.view(t.shape))
         return [results[n] for n in op.differentiable]
 
-    return Backend("cpu", forward, backward, why_not, _extra_bytes)
+    def extra_bytes(a: Any) -> int:
+        """What the kernels hold, and the losses of all rows."""
+        if a.x.numel() == 0:
+            return 0
+        rows, (classes, depth) = a.target.numel(), a.weight.shape
+        held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(a.x, rows, depth, classes, keeps(a))
+        return held + rows * (8 if a.x.dtype == torch.float64 else 4)
 
-
-def _extra_bytes(a: Any) -> int:
-    """What the kernels hold, and the losses of all rows."""
-    if a.x.numel() == 0:
-        return 0
-    rows, (classes, depth) = a.target.numel(), a.weight.shape
-    held = torch.ops.pytransformer_C.linear_cross_entropy_scratch.default(a.x, rows, depth, classes)
-    return held + rows * (8 if a.x.dtype == torch.float64 else 4)
+    return Backend("cpu", forward, backward, why_not, extra_bytes)
 
 
 def _kept(product: torch.Tensor) -> torch.Tensor | None:
