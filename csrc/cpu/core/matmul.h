@@ -88,7 +88,7 @@ class Matmul {
     int64_t depth, columns;
   };
   Steps steps() const {
-    const bool sliced = K_ > kSlice;
+    const bool sliced = K_ > kUncutUnits<T> * T::pack;
     const int64_t depth = sliced ? kSlice : K_;
     int64_t columns = kPackedUnits * T::pack / max<int64_t>(1, depth * PRODUCTS);
     if (sliced) columns = min(columns, kSums / (M_ * kTiles));

@@ -35,9 +35,12 @@ constexpr int64_t kDepth = kUnitStep<T> > 1 ? 128 : 192;
 constexpr int64_t kCachedBytes = int64_t(5) << 18;  // of A, in a core's L2 while panels pass
 constexpr int64_t kPackedUnits = int64_t(4) << 20;  // of B packed at a time, about: 16 MB of floats or pairs
 // Units of k at a time. Vectors take whole pieces of a panel: 240 rows of A and a panel of 288 KB stay in L2, where 144 and 512 KB made
-// float32 products 2 to 4 % slower (1024 deep: one piece in six is short). Tiles: 144 rows.
+// float32 products 2 to 4 % slower (1024 deep: one piece in six is short). Tiles: 144 rows. Up to a third more stays in one slice: a
+// short one visits all sums for little.
 template <class T>
 constexpr int64_t kSliceUnits = kUnitStep<T> > 1 ? 2048 : 6 * kDepth<T>;
+template <class T>
+constexpr int64_t kUncutUnits = kUnitStep<T> > 1 ? 2048 : 8 * kDepth<T>;
 constexpr int64_t kSums = int64_t(4) << 20;  // sums kept between slices, about: A is packed anew for every so many columns
 constexpr int64_t kPackedDepth = 512;        // packed elements along k of a task that packs
 
