@@ -8,7 +8,7 @@ import torch
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
-from pytransformer.testing import fuzz_layer_norm
+from pytransformer.testing import bounds, fuzz_layer_norm
 from pytransformer.testing.cases import cases
 from pytransformer.testing.fuzz import fuzz, fuzzers
 from pytransformer.testing.kits import ops
@@ -45,3 +45,11 @@ def test_every_feature_is_drawn(stem: str) -> None:
 def test_gradients_of_norms_come_at_every_stride() -> None:
     drawn = [fuzz_layer_norm.draw(0, case) for case in range(500)]
     assert {"rows_first", "step", "offset", "expanded"} <= {p.layouts.get("grad_out") for p in drawn}
+
+
+def test_a_float16_result_beyond_its_range_is_infinite() -> None:
+    """Where the unit of rounding is bfloat16's, whose range is wider: -inf for -128,156 is right, and for -60,000 it is not."""
+    exact = torch.tensor([-128_156.0, -60_000.0], dtype=torch.float64)
+    ours = torch.full((2,), -torch.inf, dtype=torch.float16)
+    beyond, within = bounds.coefficients(ours, exact, exact.abs(), 0.0, torch.bfloat16).tolist()
+    assert beyond == 0 and within > 2

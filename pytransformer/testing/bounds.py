@@ -73,10 +73,11 @@ def coefficients(ours: Tensor, exact: Tensor, S: Tensor, floor: Tensor | float, 
     """Per element, the least c for which the bound holds; inf where S is 0 and the element is not exact, or a
     NaN."""
     finfo = torch.finfo(dtype)
-    ours = ours.cpu().double()
     # A backend saturates in base 2 or rounds to infinity where the exact result leaves its dtype: the same
-    # thing to us.
-    top = finfo.max if dtype == torch.float16 else finfo.max * LN2
+    # thing to us. A float16 result leaves it early even where its unit is bfloat16's.
+    half = torch.float16 in (ours.dtype, dtype)
+    top = torch.finfo(torch.float16).max if half else finfo.max * LN2
+    ours = ours.cpu().double()
     error = (ours.clamp(-top, top) - exact.clamp(-top, top)).abs()
     error = torch.where(ours.isinf() & (ours == exact), 0.0, error)
     excess = (error - floor).clamp(min=0.0)
