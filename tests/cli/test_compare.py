@@ -101,6 +101,19 @@ def test_what_did_not_change_tells_the_noise() -> None:
     assert compare.noise(old, old) == 1.0 == compare.noise(document(row("cpu", 1.0)), document(row("cpu", 3.0)))
 
 
+def test_a_peer_that_changed_alone_is_no_change_of_ours() -> None:
+    others = [row(name, 3.0, case=case) for case in ("causal", "window") for name in ("torch", "naive")]
+    old = document(row("cpu", 1.0), row("naive", 8.0), *others)
+    for theirs in (2.0, 32.0):
+        assert compare.compare(old, document(row("cpu", 1.05), row("naive", theirs), *others)) == []
+    for ours, kind in ((4.0, "slower"), (0.25, "faster")):
+        (change,) = compare.compare(old, document(row("cpu", ours), row("naive", 8.0), *others))
+        assert change.kind == kind
+    elsewhere = document(row("cpu", 1.0), row("naive", 2.0), *others)
+    elsewhere["environment"] = ENVIRONMENT | {"device_name": "Another"}
+    assert [c.kind for c in compare.compare(old, elsewhere)] == ["slower"], "times of two devices say nothing"
+
+
 def test_several_runs_are_taken_together() -> None:
     runs = [document(row("cpu", ms), row("torch", 2.0)) for ms in (0.9, 1.0, 1.6)]
     together = compare.merged(runs)

@@ -10,7 +10,8 @@ to be read.
 
 How far two runs differ when nothing changed is taken from the code that did not change: naive code and the other peers, whose times
 relative to PyTorch's should be the same in both. What 19 of 20 of their rows stay within is the noise of this pair of runs, and
-our rows have to leave it too.
+our rows have to leave it too. A peer may be the one that changed: naive code's time doubles with the pages that the allocator happens to
+hold. So on one device a row also has to leave it by its own time, relative to the median of all peers' times.
 
 A and B may be folders of several runs each, best taken in turns (bench/tools/ab.py): then the median counts, and the intervals are as
 wide as all runs together. What one run cannot know, how far a process differs from the next, is in them.
@@ -25,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from pytransformer.cli import OK, WRONG, UsageError
@@ -57,7 +58,7 @@ class Change:
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) -> list[Change]:
     """The changes of our own backends from one results document to another, the worst first."""
     before, after = (_by_key(document) for document in (old, new))
-    threshold = max(threshold, noise(old, new) - 1)
+    threshold, pace = max(threshold, noise(old, new) - 1), drift(old, new)
     line_ups = {results.step_key(row) for row in new["rows"]}
     refused = {
         (e["op"], e["case"], e["dtype"], e["mode"], e["backend"]): e
@@ -69,7 +70,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = 0.1) ->
         if row["backend"] in PEERS:
             continue
         if key in after:
-            changes += _changed(row, after[key], _yardsticks(before, after, key), threshold)
+            changes += _changed(row, after[key], _yardsticks(before, after, key), pace, threshold)
             continue
         entry = refused.get((row["op"], row["case"], row["dtype"], row["mode"], row["backend"]))
         if entry is not None:
@@ -91,6 +92,17 @@ def noise(old: dict[str, Any], new: dict[str, Any]) -> float:
     return clock.quantile(sorted(factors), 0.95)
 
 
+def drift(old: dict[str, Any], new: dict[str, Any]) -> float | None:
+    """How much longer the peers took in the second run, by the median row; None on another device, where each op has its own answer, or
+    without peers."""
+    before, after = (_by_key(document) for document in (old, new))
+    times = [
+        after[key]["median_ms"] / row["median_ms"] for key, row in before.items() if row["backend"] in PEERS and key in after
+    ]
+    same = old["environment"]["device_name"] == new["environment"]["device_name"]
+    return median_low(times) if same and times else None
+
+
 def _by_key(document: dict[str, Any]) -> Rows:
     return {results.row_key(row): row for row in document["rows"]}
 
@@ -103,7 +115,7 @@ def _yardsticks(
     return next(((before[k], after[k]) for k in line_ups if k in before and k in after), None)
 
 
-def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, threshold: float) -> list[Change]:
+def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, pace: float | None, threshold: float) -> list[Change]:
     whose = {TORCH: "PyTorch's", NAIVE: "naive code's"}[peers[0]["backend"]] if peers else ""
     of, unit = (f"of {whose} time", "") if peers else ("", " ms")
     (old_low, was, old_high), (new_low, now, new_high) = (
@@ -111,11 +123,12 @@ def _changed(old: Row, new: Row, peers: tuple[Row, Row] | None, threshold: float
     )
     detail = f"{report.figure(was)}{unit} before, {report.figure(now)}{unit} now {of}".rstrip()
     changes = []
+    own = now / was if pace is None else new["median_ms"] / old["median_ms"] / pace
     if not _judged(old, new, peers):
         pass
-    elif now > was * (1 + threshold) and new_low > old_high:
+    elif min(now / was, own) > 1 + threshold and new_low > old_high:
         changes.append(Change("slower", new, now / was, detail))
-    elif was > now * (1 + threshold) and new_high < old_low:
+    elif max(now / was, own) < 1 / (1 + threshold) and new_high < old_low:
         changes.append(Change("faster", new, now / was, detail))
     used = [row["bound_used"] for row in (old, new)]
     if None not in used and used[1] > max(ERROR_GROWTH * used[0], LEAST_ERROR):
