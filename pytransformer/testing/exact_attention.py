@@ -13,7 +13,7 @@ import torch
 from ..ops._core.registry import OPS
 from ..ops.block_mask import BlockMask
 from ..reference.attention import visible_parts
-from ..reference.eight_bit import dequantize_kv
+from ..reference.eight_bit import LEAST_SCALE, LIMITS, dequantize_kv
 from . import oracle
 
 # Pairs of query and key, over all heads, that are compared of a problem that can be compared in part: a second's worth.
@@ -47,9 +47,20 @@ def some_rows(named: Mapping[str, Any], grads: list[torch.Tensor] | None, rows: 
     return oracle.solve(query[..., rows, :], key, value, *(g[..., rows, :] for g in grads or []), attn_mask=mask, **terms)
 
 
+def eight_bit_floor(answer: oracle.Solution, dtype: torch.dtype, keys: int, dropout_p: float) -> oracle.Solution:
+    """The answer on the numbers that eight bits stand for, with what underflow may take besides: kernels multiply a weight by the scale
+    of its value, and a product below the least normal float32 may be zero, though its row goes up to 448 (127) times as far."""
+    out = answer.results["out"]
+    lost = LIMITS[dtype] * LEAST_SCALE * keys / max(1 - dropout_p, 2.0**-16)
+    return dataclasses.replace(
+        answer, results={**answer.results, "out": dataclasses.replace(out, floor=out.floor + lost * (out.S > 0))}
+    )
+
+
 def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:
     """Of `attention`; pages are gathered, and eight bits are the numbers that they stand for."""
-    if named.get("key_scale") is not None:
+    eight = named["key"].dtype if named.get("key_scale") is not None else None
+    if eight is not None:
         scales = {n: named[f"{n}_scale"].expand(named[n].shape[:3]) for n in ("key", "value")}
         named = {**named, **{n: dequantize_kv(named[n], scale, torch.float64) for n, scale in scales.items()}}
         del named["key_scale"], named["value_scale"]
@@ -57,7 +68,8 @@ def padded(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
         rows = {n: named[n][table.long()].transpose(1, 2).flatten(2, 3) for n in ("key", "value")}
         named = {**named, **rows}
         del named["page_table"]
-    return oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
+    answer = oracle.solve(**{**named, **dict(zip(("grad_out", "grad_lse"), grads or []))})
+    return answer if eight is None else eight_bit_floor(answer, eight, named["key"].shape[2], named.get("dropout_p", 0.0))
 
 
 def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle.Solution:

@@ -14,6 +14,7 @@ from ..reference.eight_bit import dequantize_kv, quantize_kv
 from . import bounds, oracle
 from .attention_problem import Problem, in_blocks
 from .draw_attention import draw
+from .exact_attention import eight_bit_floor
 from .guarded import place
 from .pages import in_pages, widened
 from .poison import StrayWrite, poisoned
@@ -235,7 +236,9 @@ def examine(
                 checks, wrong = checks + more[0], wrong + [f"in pages: {text}" for text in more[1]]
             if problem.eight_bits and backend not in TAKE_NO_EIGHT_BITS:
                 eight = in_eight_bits(problem)
-                more = judge(eight, eight.solve(), run_in_eight_bits(problem, backend), backend)
+                keys, p = eight.tensors["key"].shape[2], eight.keywords.get("dropout_p", 0.0)
+                exact = eight_bit_floor(eight.solve(), problem.eight_bits, keys, p)
+                more = judge(eight, exact, run_in_eight_bits(problem, backend), backend)
                 checks, wrong = checks + more[0], wrong + [f"in {problem.eight_bits}: {text}" for text in more[1]]
             if repeat and (different := bounds.other_bits(first.results, run(problem, backend).results)):
                 wrong.append(f"two runs differ in {', '.join(different)}")

@@ -13,7 +13,7 @@ import torch
 import pytransformer as pt
 from pytransformer.ops._core.registry import trace
 from pytransformer.ops.attention import attention_op
-from pytransformer.testing import bounds, oracle
+from pytransformer.testing import bounds, exact_attention, oracle
 from pytransformer.testing.pages import in_pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,6 +132,20 @@ def test_against_float64(backend: str, dtype: torch.dtype, query_dtype: torch.dt
     options: dict[str, Any] = {"key_lengths": lengths, "causal": "bottom_right", "sinks": draw(4, seed=9)}
     found = attend(backend, query, k, v, **options, **scales)
     check(found, query, exact(k, scales["key_scale"]), exact(v, scales["value_scale"]), **options)
+
+
+@pytest.mark.parametrize("size", [2e-36, 1e-30])
+def test_products_of_weights_and_scales_below_the_normal_numbers(backend: str, size: float) -> None:
+    """They may be lost (docs/cache-8bit.md): by no more than the floor, which hides nothing larger."""
+    query, key, value = qkv(20, 300)
+    for dtype in EIGHT:
+        k, v, scales = both(key, value.abs() * size, dtype)
+        found = attend(backend, query, k, v, **scales)
+        answer = exact_attention.padded({"query": query, "key": k, "value": v, **scales}, None)
+        wrong = [str(c) for c in bounds.check(answer, {"out": found}, query.dtype, "zero_mean") if not c.ok]
+        assert not wrong, "\n".join(wrong)
+    [nothing] = bounds.check(answer, {"out": torch.zeros_like(found)}, query.dtype, "zero_mean")
+    assert nothing.ok == (size < 1e-34), "zeros are no answer where values are 1e-30"
 
 
 @pytest.mark.parametrize("dim", [1, 8, 13, 64, 100, 128, 256])
