@@ -38,9 +38,14 @@ INLINE constexpr int64_t round_units(int64_t d) {
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = alpha[row] * C + AB
 
-template <class Dot, int MR, int NV, int MODE>
-void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b, typename Dot::acc* c,
-            int64_t ldc, const typename Dot::acc* alpha) {
+// Steps along k of a turn of the loop, whose own additions compete with the products for ports: four where it counts.
+template <int MR>
+constexpr int kTurn = MR == kMR && kVecBytes == 64 ? 4 : 1;
+
+// AHEAD: asks for a cache line with each turn, from `lines` on.
+template <class Dot, int MR, int NV, int MODE, bool AHEAD>
+INLINE void kernel_steps(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b,
+                         typename Dot::acc* c, int64_t ldc, const typename Dot::acc* alpha, const char* lines) {
   using vec = typename Dot::vec;
   using uvec = typename Dot::uvec;
   constexpr int width = kWidth<vec>;
@@ -54,11 +59,12 @@ void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k
       UNROLL for (int j = 0; j < NV; j++) acc[r][j] = Dot::dot(acc[r][j], av, bv[j]);
     }
   };
-  // Four steps a turn where it counts: the loop's own additions compete with the products for ports.
-  constexpr int turn = MR == kMR && kVecBytes == 64 ? 4 : 1;
+  constexpr int turn = kTurn<MR>;
   const auto steps = [&](auto along_k) {
-    for (; k >= turn; k -= turn, a += turn * along_k, b += turn * width * NV)
+    for (; k >= turn; k -= turn, a += turn * along_k, b += turn * width * NV) {
+      if constexpr (AHEAD) __builtin_prefetch(lines, 0, 2), lines += 64;
       UNROLL for (int u = 0; u < turn; u++) step(a + u * along_k, u);
+    }
     for (; k > 0; k--, a += along_k, b += width * NV) step(a, 0);
   };
   if (a_k == 1) steps(std::integral_constant<int64_t, 1>());
@@ -71,6 +77,17 @@ void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k
       store(p, acc[r][j]);
     }
   }
+}
+template <class Dot, int MR, int NV, int MODE>
+void kernel(int64_t k, const typename Dot::packed* a, int64_t a_row, int64_t a_k, const typename Dot::packed* b, typename Dot::acc* c,
+            int64_t ldc, const typename Dot::acc* alpha) {
+  kernel_steps<Dot, MR, NV, MODE, false>(k, a, a_row, a_k, b, c, ldc, alpha, nullptr);
+}
+// A whole tile, with asking for k / kTurn lines; a_k is 1.
+template <class T, int MODE>
+void kernel_asking(int64_t k, const typename T::packed* a, int64_t a_row, const typename T::packed* b, typename T::acc* c, int64_t ldc,
+                   const char* lines) {
+  kernel_steps<typename T::Dot, kMR, kNV, MODE, true>(k, a, a_row, 1, b, c, ldc, nullptr, lines);
 }
 
 template <class T>

@@ -227,9 +227,10 @@ class Matmul {
           for (int64_t r = 0; r < rows; r += kPart<T>) {
             const int64_t part = min(kPart<T>, rows - r);
             const auto ahead = [&](int64_t row, int64_t count) {
-              if (kUnitStep<T> == 1 && first) fetch_ahead(s, i, n, u, r + row, count, rows);
+              const char* lines = kUnitStep<T> == 1 && first ? fetch_ahead(s, i, n, u, r + row, count, rows) : nullptr;
               if (done) epilogue.fetch(m0 + r + row, count, s.n0 + n, cols);
               else if (last) epilogue.fetch(s.n0 + n + row * cols / part, (row + count) * cols / part - row * cols / part, m0 + r, part);
+              return lines;
             };
             multiply(p_[i].a, s, i, m0 + r, part, u, b[i], w, tiles[SUM ? 0 : i] + r * kWide, mode, ahead);
             if (done) finish(tiles, r, m0 + r, part, s.n0 + n, cols, epilogue);
@@ -254,14 +255,20 @@ class Matmul {
   // Asks for what a thread will read of B next, a share of it before each group of rows of a task's first tile. It comes from the
   // last-level cache or from memory: waiting for it was a tenth of the time. (On tiles asking took a tenth instead: they do not.)
   // Where B is packed, that is the panel's next piece, and at its end the start of the panel that this thread probably takes next; else
-  // that panel, to be packed.
-  INLINE void fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
+  // that panel, to be packed. Returns lines for the micro-kernel to ask for, one with each of its turns, where they are enough: a product
+  // then takes 0.98 of the time that it does with all of them before it.
+  INLINE const char* fetch_ahead(const Slice& s, int product, int64_t n, int64_t u, int64_t row, int64_t count, int64_t rows) const {
     const int64_t next = n + s.panel_step, depth = min(kDepth<T>, s.units - u);
     if (s.b[0]) {
       const bool last = u + kDepth<T> >= s.units;
-      if (last && next >= s.cols) return;
-      const int64_t from = row * (kDepth<T> * kWide) / rows, to = (row + count) * (kDepth<T> * kWide) / rows;
-      fetch_rows(s.b[product] + (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n)) + from, 0, 1, to - from);
+      if (last && next >= s.cols) return nullptr;
+      const packed* piece = s.b[product] + (last ? next * s.units : n * s.units + (u + depth) * panel_width(s.cols - n));
+      constexpr int64_t all = kDepth<T> * kWide;
+      const int64_t by_call = depth / kTurn<kMR> * (64 / int64_t(sizeof(packed)));
+      if (kTurn<kMR> > 1 && rows / kMR * by_call >= all)
+        return row / kMR * by_call < all ? reinterpret_cast<const char*>(piece + row / kMR * by_call) : nullptr;
+      const int64_t from = row * all / rows, to = (row + count) * all / rows;
+      fetch_rows(piece + from, 0, 1, to - from);
     } else if (next < s.cols) {
       const Operand<T>& b = p_[product].b;
       const int64_t k = s.k0 + u * T::pack, runs = b.along_k ? min(depth * T::pack, s.depth - u * T::pack) : min(kWide, s.cols - next);
@@ -269,10 +276,11 @@ class Matmul {
       if (b.along_k) fetch_rows(b.data + (k + from) * b.stride + s.n0 + next, b.stride, to - from, kWide);
       else fetch_rows(b.data + (s.n0 + next + from) * b.stride + k, b.stride, to - from, depth * T::pack);
     }
+    return nullptr;
   }
 
   // tile (+)= rows of A x one panel, over up to kDepth packed elements from u on. Tiles have the row stride kWide whatever the panel's
-  // width. ahead(row, count) comes before the products of each group of rows, counted from m0.
+  // width. ahead(row, count) comes before the products of each group of rows, counted from m0, and may return lines to be asked for.
   template <class Ahead>
   INLINE void multiply(const Operand<T>& a, const Slice& s, int product, int64_t m0, int64_t rows, int64_t u, const packed* b, int64_t w,
                        acc* tile, Mode mode, const Ahead& ahead) const {
@@ -284,7 +292,13 @@ class Matmul {
       const packed* strip = b + j * s.units + u * width;
       for (int64_t r = 0; r < rows; r += kRows<T>) {
         const int64_t count = min<int64_t>(kRows<T>, rows - r);
-        if (!j) ahead(r, count);
+        const char* lines = j ? nullptr : ahead(r, count);
+        if constexpr (kUnitStep<T> == 1 && kTurn<kMR> > 1)
+          if (lines && count == kMR && width == kWide) {
+            const auto asking = mode == kStore ? kernel_asking<T, kStore> : kernel_asking<T, kAdd>;
+            asking(depth, base + r * row, row, strip, tile + r * kWide + j, kWide, lines);
+            continue;
+          }
         pick<T>(count, width, mode)(depth, base + r * row, row, 1, strip, tile + r * kWide + j, kWide, nullptr);
       }
     }

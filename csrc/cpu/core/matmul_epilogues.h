@@ -74,7 +74,6 @@ class StoreEpilogue {
       if (bias_) update_row<T>(row, n, [&](int64_t j, typename T::vec v) { return v + b.at(j); });
       write_row<T>(out_ + (m0 + r) * columns_ + n0, row, n, streaming_);
     }
-    if (streaming_) stream_fence();
   }
 
  private:

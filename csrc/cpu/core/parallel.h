@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/core/gemm.h"
+#include "cpu/core/stream.h"
 
 namespace pt {
 
@@ -15,14 +16,14 @@ int pool_threads();
 
 namespace PT_ISA {
 
-// f(task) for task in [0, n), taken in rising order by up to `threads` threads.
+// f(task) for task in [0, n), taken in rising order by up to `threads` threads. What they stream is visible to all when it returns.
 template <class F>
 void for_each_task(int64_t n, int threads, const F& f) {
   if (n <= 0) return;
   if (n == 1 || threads <= 1) {
     const WorkerState state;
     for (int64_t i = 0; i < n; i++) f(i);
-    return;
+    return stream_fence();
   }
   struct Queue {
     const F& f;
@@ -34,6 +35,7 @@ void for_each_task(int64_t n, int threads, const F& f) {
         const WorkerState state;
         Queue& q = *static_cast<Queue*>(p);
         for (int64_t i; (i = __atomic_fetch_add(&q.next, 1, __ATOMIC_RELAXED)) < q.n;) q.f(i);
+        stream_fence();
       },
       &queue);
 }

@@ -12,7 +12,8 @@ namespace PT_ISA {
 
 constexpr int64_t kStreamBytes = int64_t(4) << 20;  // results from this size on leave the caches before anyone reads them
 
-// One vector's bytes to an address that is a multiple of kVecBytes. They may become visible late: StreamFence before others read.
+// One vector's bytes to an address that is a multiple of kVecBytes. They may become visible late: for_each_task waits for
+// those of a thread when its tasks are done. (After each tile of a product that took 1 % of it.)
 INLINE void stream(void* p, vi32 v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);

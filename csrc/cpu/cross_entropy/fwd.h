@@ -91,7 +91,6 @@ struct LogitEpilogue {
       VectorOf<T>::store(at[1] + r0, count - r0, reduce_rows(sum, op_add));
       if constexpr (!PLAIN) VectorOf<T>::store(at[2] + r0, count - r0, reduce_rows(plain, op_add));
     }
-    if (streaming) stream_fence();
   }
   int64_t panels_rows() const { return round_up(rows, T::width); }
 };

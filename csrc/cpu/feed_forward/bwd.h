@@ -53,7 +53,6 @@ struct HiddenGradient {
         if constexpr (GATED) write_row<T>(elements<T>(f.dgate) + at, second, n, streaming);
       }
     });
-    if (streaming) stream_fence();
   }
 
  private:

@@ -128,7 +128,6 @@ void layer_norm_backward_rows(const NormProblem& p, const NormBackward& f) {
       if constexpr (DROP) keep.row(i + p.row_start);
       row.write(row.look(i), keep);
     }
-    if constexpr (STREAM) stream_fence();
   });
   if constexpr (PARAMETERS) {
     constexpr int64_t kStep = 1024;

@@ -162,7 +162,6 @@ void layer_norm_forward_rows(const NormProblem& p, const NormForward& f) {
       if (!moments[i & 1].settled) row.look_again(i, cached[i & 1], moments[i & 1]);
     }
     row.write(end - 1, cached[(end - 1) & 1], moments[(end - 1) & 1]);
-    if constexpr (STREAM) stream_fence();
   });
 }
 
