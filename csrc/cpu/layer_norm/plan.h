@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/core/column_dropout.h"
+#include "cpu/core/pages.h"
 #include "cpu/core/scratch.h"
 #include "cpu/core/stream.h"
 #include "cpu/layer_norm/problem.h"
@@ -41,12 +42,13 @@ struct NormPlan {
     }
   }
 
-  // Whether what is written is more than the next op would find in the caches, and lies so that it can be streamed. Data may be null.
+  // Whether what is written is more than the next op would find in the caches, lies so that it can be streamed, and has been written to
+  // before. Data may be null.
   template <class T, class U>
   bool streams(const RowsOut& one, const RowsOut& other) const {
     const auto bytes = [&](const RowsOut& t) { return t.data ? rows * columns * size_of(t.dtype) : 0; };
     return bytes(one) + bytes(other) >= kStreamedNorm && (!one.data || streamable<T>(one, columns)) &&
-           (!other.data || streamable<U>(other, columns));
+           (!other.data || streamable<U>(other, columns)) && !untouched(one.data, bytes(one)) && !untouched(other.data, bytes(other));
   }
 };
 
