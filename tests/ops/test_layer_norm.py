@@ -91,12 +91,12 @@ def test_memory_used_before_gets_the_bits_of_fresh_memory(op: str) -> None:
     x, r, w = torch.randn(8192, 1024), torch.randn(8192, 1024), torch.randn(1024)
     results: list[torch.Tensor] = []
 
-    def call() -> None:
-        results.extend(
-            pt.add_norm(x, r, w, backend="cpu") if op == "add_norm" else [pt.layer_norm(x, (1024,), w, backend="cpu")]
-        )
+    def on(backend: str) -> list[torch.Tensor]:
+        if op == "add_norm":
+            return [*pt.add_norm(x, r, w, backend=backend)]
+        return [pt.layer_norm(x, (1024,), w, backend=backend)]
 
-    (again,) = native_calls(op, "cpu", call)
+    (again,) = native_calls(op, "cpu", lambda: results.extend(on("cpu")))
     first = [t.clone() for t in results]
     for t in results:
         t.fill_(torch.nan)
