@@ -147,6 +147,21 @@ def steps_of(x, stride):
 
 
 @triton.jit
+def apart_from_products(b_mask, C: tl.constexpr):
+    """Bytes that decide which elements of a product's operand are 0, as integers that the compiler does not follow back to their load.
+
+    Triton 3.6 lays out the operands of mma.sync for the narrowest load they come from, and twice as wide if they come through tl.join, as
+    those of the dropout mask do: with bytes, 4 threads of 8 numbers (kWidth 8) share out K, though there be only 16. Then two threads
+    have what the others have: on an H100 d_key and d_value of 16-bit masked attention with dropout were wrong. A maximum over an axis of
+    one, which no layout is carried through, leaves kWidth 4. Source: triton-lang/triton#10645, #11691.
+    """
+    x = b_mask.to(tl.int32)
+    if C.DROPOUT and C.BM < 32:  # K is BM or BN, and BN is at least 32
+        x = tl.max(tl.expand_dims(x, -1), -1)
+    return x
+
+
+@triton.jit
 def not_negative(x, like):
     """Whether the number x is 0 or more, as the mask of a load of pointers `like`. The interpreter of Triton 3.9 spreads what a number's
     comparison gives as integers, which loads refuse: there, spread the number."""

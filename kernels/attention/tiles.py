@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._lang import FLOAT_MAX, LN2, LOG2E, dot, from_start, keep_tile, narrow, steps_of, tanh
+from .._lang import FLOAT_MAX, LN2, LOG2E, apart_from_products, dot, from_start, keep_tile, narrow, steps_of, tanh
 from .blocks import block_pairs
 
 
@@ -144,7 +144,8 @@ def key_mask(j, i_b, i_h, m_j, p, C: tl.constexpr):
     """m_j without the keys that the mask hides from every query."""
     if C.KEY_MASK:
         p_mask = at_head(p.mask.data, p.mask, i_b, i_h)
-        return m_j & (tl.load(p_mask + steps_of(j.to(tl.int64), p.mask.key), mask=m_j, other=0) != 0)
+        b_mask = tl.load(p_mask + steps_of(j.to(tl.int64), p.mask.key), mask=m_j, other=0)
+        return m_j & (apart_from_products(b_mask, C) != 0)
     return m_j
 
 
@@ -163,7 +164,7 @@ def dense_score_mod(s, m_s, i, j, i_b, i_h, dense, C: tl.constexpr):
     p_tile = p_head + of_queries(i.to(tl.int64), C) * dense.query + steps_of(of_keys(j.to(tl.int64), C), dense.key)
     b_mod = tl.load(p_tile, mask=m_s, other=0)
     if dense.data.dtype.element_ty == tl.uint8:
-        return s, m_s & (b_mod != 0)
+        return s, m_s & (apart_from_products(b_mod, C) != 0)
     b_mod = b_mod.to(tl.float32)
     return s + b_mod, m_s & (b_mod != float("-inf"))
 

@@ -303,8 +303,9 @@ def committed() -> dict[str, Any]:
 
 
 def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Resources by "sm_… problem kernel", and hot kernels on Hopper that do without its matrix instruction."""
-    table, slow = {}, []
+    """Resources by "sm_… problem kernel", and what is wrong with a kernel: on Hopper a hot one does without its matrix
+    instruction, or operands are repeated."""
+    table, wrong = {}, []
     for capability in architectures:
         for name, run, kernels in problems():
             if capability == 120 and REFUSED.match(name):
@@ -313,9 +314,18 @@ def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, d
                 key = f"sm_{capability} {name} {kernel.removeprefix('attention_').removeprefix('feed_forward_')}"
                 table[key] = resources(binary)
                 if not table[key].pop("wgmma") and WGMMA.match(key):
-                    slow.append(f"{key}: no wgmma")
+                    wrong.append(f"{key}: no wgmma")
+                wrong += [f"{key}: {operand}" for operand in repeated(binary)]
                 print(f"{key:45} {table[key]}", flush=True)
-    return table, slow
+    return table, wrong
+
+
+def repeated(kernel: Any) -> list[str]:
+    """Operands of mma.sync with less K than 4 threads of kWidth numbers take: threads repeat each other's, and Triton 3.6 multiplies
+    them all the same. See apart_from_products in kernels/_lang.py."""
+    operand = r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<{opIdx = 0, parent = #\w+, kWidth = (\d+)}>> \*"
+    found = {(int(k), int(width)) for k, width in re.findall(operand, kernel.asm["ttgir"])}
+    return [f"kWidth {width} of a product over {k}" for k, width in sorted(found) if k < 4 * width]
 
 
 def unused() -> list[str]:
@@ -373,7 +383,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="problems in whose name this pattern is found")
     options = parser.parse_args()
-    table, slow = measure(tuple(options.arch), options.only)
+    table, wrong = measure(tuple(options.arch), options.only)
     recorded = committed()
     names = tuple(f"{name} " for name, *_ in problems() if re.search(options.only, name))
     expected = {}
@@ -381,7 +391,7 @@ def main() -> int:
         architecture, _, rest = key.partition(" ")
         if int(architecture.removeprefix("sm_")) in options.arch and (not options.only or rest.startswith(names)):
             expected[key] = used
-    wrong = faults(table) + slow + unused()
+    wrong += faults(table) + unused()
     if options.write:
         rest = {k: v for k, v in recorded.get("kernels", {}).items() if k not in expected}
         kernels = dict(sorted((rest | table).items()))

@@ -22,7 +22,7 @@ TABLE = SCRIPT.with_suffix(".json")
 
 # In every run: a problem of each kind of kernel.
 SOME = (
-    r"^(full|t5_bias|dropout|blocks|mask lists) D64 bf16|^(causal|bias|decode causal) D128 bf16"
+    r"^(full|t5_bias|dropout|everything|blocks|mask lists) D64 bf16|^(causal|bias|decode causal) D128 bf16"
     r"|^feed_forward (relu|silu gated) 100 rows bf16"
     r"|^add_norm N(1024|20000) bf16|^cross_entropy 1000 classes bf16"
 )
