@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ._core.autograd import unwatched
+
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
 NEEDS_LENGTH = ("dynamic", "llama3", "yarn")
 
@@ -89,19 +91,19 @@ class RotaryPositions:
     ) -> torch.Tensor:
         """(dims / 2,) radians per position. ``length``: of the sequence, which dynamic scaling goes by.
 
-        In float32 the numbers are those of transformers' ROPE_INIT_FUNCTIONS: what a checkpoint was trained with.
+        In float32 the numbers are those of transformers' ROPE_INIT_FUNCTIONS on a CPU: what a checkpoint was trained with. They are made
+        there for every device, for a GPU's pow may differ in the last bit, which at position 100,000 turns a pair by another 0.01 radians.
         """
+        where = torch.device("cpu" if device is None else device)
         base, scaling = self.base, self.scaling
         if scaling is not None and scaling.kind == "dynamic":
             assert scaling.original_length is not None
             ratio = max(length or 0, scaling.original_length) / scaling.original_length
             base = base * (scaling.factor * ratio - (scaling.factor - 1)) ** (self.dims / (self.dims - 2))
-        powers = base ** (torch.arange(0, self.dims, 2, device=device).to(dtype) / self.dims)
-        if scaling is None or scaling.kind == "dynamic":
-            return 1.0 / powers
-        if scaling.kind == "linear":
-            return 1.0 / powers / scaling.factor
-        return (_llama3 if scaling.kind == "llama3" else _yarn)(powers, self, scaling)
+        found = _computed(self, base, dtype)
+        if where.type == "cpu" or torch.compiler.is_compiling() or not unwatched(found, (found,)):
+            return found.to(where)
+        return _kept(self, base, dtype, where)
 
     def tables(
         self, positions: torch.Tensor, *, dtype: torch.dtype = torch.float32, length: int | None = None
@@ -130,6 +132,23 @@ class RotaryPositions:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
         return cls(int(head * share), float(base), _scaling(found, config), interleaved)
+
+
+def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> torch.Tensor:
+    """The frequencies with this base, on the CPU."""
+    scaling = positions.scaling
+    powers = base ** (torch.arange(0, positions.dims, 2, device="cpu").to(dtype) / positions.dims)
+    if scaling is None or scaling.kind == "dynamic":
+        return 1.0 / powers
+    if scaling.kind == "linear":
+        return 1.0 / powers / scaling.factor
+    return (_llama3 if scaling.kind == "llama3" else _yarn)(powers, positions, scaling)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(positions: RotaryPositions, base: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same on a GPU: copied once, since a copy waits and may not be captured in a graph."""
+    return _computed(positions, base, dtype).to(device)
 
 
 @functools.lru_cache(maxsize=64)
