@@ -181,6 +181,23 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def divided(a, b):
+    """a / b to the nearest, of a block by a number or a block: `/` of float32 is div.full on NVIDIA's GPUs, off by up to two units."""
+    return tl.div_rn(a, tl.zeros_like(a) + b)
+
+
+@triton.jit
+def rsqrt(x):
+    """1 / sqrt(x) of float32, within 0.51 of a unit: two roundings would be a whole one. A step of Newton's method, whose residual
+    1 - x y^2 keeps the rounding error of x y."""
+    y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+    root = x * y
+    residual = tl.fma(-root, y, 1.0) - tl.fma(x, y, -root) * y
+    better = tl.fma(0.5 * residual, y, y)
+    return tl.where(better == better, better, y)  # of 0 and infinity
+
+
+@triton.jit
 def tanh(x):
     """To 2e-7 relative: the odd polynomial x + x^3 P(x^2) below 0.6 (fitted for this), 1 - 2 / (1 + e^2x) above."""
     z = x * x

@@ -70,8 +70,9 @@ def backward(
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
 ) -> None:
-    """Write those of dx (rows, d), d_weight and d_bias (both float32, zeros before) that are given, of the op's arguments with x
-    (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target is ignored."""
+    """Write those of dx (rows, d), d_weight and d_bias (float32, d_bias zeros before, d_weight too if there are no rows) that are given,
+    of the op's arguments with x (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target
+    is ignored."""
     (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
     config, bias_tile = (tile(kernel, classes, device) for kernel in ("backward", "bias"))
     p, kind = describe(a, config, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)
@@ -107,7 +108,7 @@ def backward(
             dx[part] = torch.where(valid[part], dx_part[:n] * (g[part] / kind.SCALE)[:, None], 0.0)
         if d_weight is not None:
             x = torch.where(valid[part], x * share[part, None], 0.0).to(x.dtype)  # an ignored row may hold NaN
-            if dw_part is None:
+            if dw_part is None or part.start == 0:
                 float_gemm(dz[:n].t(), x, d_weight)
             else:
                 for some in chunks(classes, len(dw_part)):

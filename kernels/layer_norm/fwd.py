@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import kernel, launch, narrow
+from .._lang import divided, kernel, launch, narrow, rsqrt
 from .._launch import replayed
 from .configs import tile
 from .rows import Dropout, Rows, at, describe, dropped, inside, load_vector, mean_of, rows_of, strides
@@ -57,7 +57,7 @@ def store_normed(OUT, WEIGHT, BIAS, b_xhat, s, r, j0, m, columns, p, C: tl.const
 def merge(b_n, b_mean, b_m2, n, mean, m2):
     """Number, mean and sum of squared deviations [ROWS] of the two parts together."""
     delta = mean - b_mean
-    share = n / (b_n + n)
+    share = tl.div_rn(n, b_n + n)
     return b_n + n, b_mean + delta * share, b_m2 + m2 + delta * delta * (b_n * share)
 
 
@@ -103,7 +103,7 @@ def layer_norm_forward(X, RESIDUAL, WEIGHT, BIAS, OUT, RESIDUAL_OUT, MEAN, RSTD,
             b_mean = mean_of(b_h, columns)
             b_h = tl.where(m, b_h - b_mean[:, None], 0.0)
         b_m2 = tl.sum(b_h * b_h, 1)
-    b_rstd = 1.0 / tl.sqrt_rn(b_m2 / columns + p.eps)
+    b_rstd = rsqrt(divided(b_m2, columns) + p.eps)
     if MEAN is not None:
         tl.store(MEAN + r, b_shift + b_mean, mask=m_r)
     tl.store(RSTD + r, b_rstd, mask=m_r)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._lang import kernel, launch, narrow
+from .._lang import divided, kernel, launch, narrow, rsqrt
 from .._launch import replayed
 from .configs import WARPS, kind_of
 from .rows import (
@@ -27,7 +27,7 @@ from .rows import (
     rows_of,
     store_row,
     strides,
-    sum_of_row,
+    sum_of_squares,
     table_strides,
 )
 
@@ -44,7 +44,7 @@ def turned_row(X, COS, SIN, WEIGHT, RSTD, p_x, p_table, r, m_r, half, dim, p, C:
     """(out_1, out_2, out_rest) of rows in float32; writes RSTD if it is there."""
     b_1, b_2, b_rest = load_row(X, p_x, m_r, half, dim, C.ROWS, C)
     if WEIGHT is not None:
-        b_rstd = 1.0 / tl.sqrt_rn(sum_of_row(b_1 * b_1, b_2 * b_2, b_rest * b_rest, C) / dim + p.eps)
+        b_rstd = rsqrt(divided(sum_of_squares(b_1, b_2, b_rest, C), dim) + p.eps)
         if RSTD is not None:
             tl.store(RSTD + r, b_rstd, mask=m_r)
         w_1, w_2, w_rest = load_weight(WEIGHT, half, dim, p, C)
@@ -55,8 +55,8 @@ def turned_row(X, COS, SIN, WEIGHT, RSTD, p_x, p_table, r, m_r, half, dim, p, C:
         c_1, c_2 = load_pairs(COS, p_table, m_r, half, C.ROWS, C)
         s_1, s_2 = load_pairs(SIN, p_table, m_r, half, C.ROWS, C)
         y_1 = b_1
-        b_1 = y_1 * c_1 - b_2 * s_1
-        b_2 = b_2 * c_2 + y_1 * s_2
+        b_1 = tl.fma(y_1, c_1, -(b_2 * s_1))
+        b_2 = tl.fma(b_2, c_2, y_1 * s_2)
     return b_1, b_2, b_rest
 
 

@@ -131,3 +131,11 @@ def sum_of_row(b_1, b_2, b_rest, C: tl.constexpr):
     if C.BR:
         b_sum += tl.sum(b_rest, 1)
     return b_sum
+
+
+@triton.jit
+def sum_of_squares(b_1, b_2, b_rest, C: tl.constexpr):
+    """[ROWS] in float32, summed in float64, whose squares are exact: the order of the sum, which follows from how what a kernel stores is
+    laid out, and contractions change no bit. So a row is the same in a cache of any dtype."""
+    b_1, b_2, b_rest = b_1.to(tl.float64), b_2.to(tl.float64), b_rest.to(tl.float64)
+    return sum_of_row(b_1 * b_1, b_2 * b_2, b_rest * b_rest, C).to(tl.float32)

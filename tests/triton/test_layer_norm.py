@@ -131,15 +131,15 @@ def test_reasons() -> None:
 
 # Faults that norms have had, each in a line of our kernels: (file, the line, what it becomes).
 MUTANTS = {
-    "eps_ignored": ("fwd.py", "b_m2 / columns + p.eps", "b_m2 / columns"),
-    "mean_counts_padding": ("rows.py", "tl.sum(b, 1) / columns", "tl.sum(b, 1) / b.shape[1]"),
+    "eps_ignored": ("fwd.py", "divided(b_m2, columns) + p.eps", "divided(b_m2, columns)"),
+    "mean_counts_padding": ("rows.py", "divided(tl.sum(b, 1), columns)", "tl.sum(b, 1) / b.shape[1]"),
     "padding_in_the_variance": (
         "fwd.py",
         "            b_h = tl.where(m, b_h - b_shift[:, None], 0.0)\n            b_mean",
         "            b_h -= b_shift[:, None]\n            b_mean",
     ),
     "blocks_merged_without_distance": ("fwd.py", "b_m2 + m2 + delta * delta * (b_n * share)", "b_m2 + m2"),
-    "blocks_merged_by_half": ("fwd.py", "share = n / (b_n + n)", "share = 0.5"),
+    "blocks_merged_by_half": ("fwd.py", "share = tl.div_rn(n, b_n + n)", "share = 0.5"),
     "norm_of_the_unrounded_sum": ("fwd.py", "        b_h = stored.to(tl.float32)\n", ""),
     "weight_after_bias": ("fwd.py", "b_xhat += load_vector(BIAS", "b_xhat *= load_vector(BIAS"),
     "dropout_shifted_by_a_row": ("rows.py", "(r & 0xFFFFFFFF)", "((r + 1) & 0xFFFFFFFF)"),

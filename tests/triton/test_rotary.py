@@ -92,9 +92,9 @@ def test_reasons() -> None:
 
 # Faults of kernels like these, each in a line of ours: (file, the line, what it becomes).
 MUTANTS = {
-    "eps_ignored": ("fwd.py", "/ dim + p.eps)", "/ dim)"),
-    "turned_the_other_way": ("fwd.py", "y_1 * c_1 - b_2 * s_1", "y_1 * c_1 + b_2 * s_1"),
-    "second_half_of_tables": ("fwd.py", "b_2 * c_2 + y_1 * s_2", "b_2 * c_1 + y_1 * s_1"),
+    "eps_ignored": ("fwd.py", ", dim) + p.eps)", ", dim))"),
+    "turned_the_other_way": ("fwd.py", "-(b_2 * s_1)", "b_2 * s_1"),
+    "second_half_of_tables": ("fwd.py", "b_2, c_2, y_1 * s_2", "b_2, c_1, y_1 * s_1"),
     "one_head_for_all": ("rows.py", "b * s.b + h * s.h + l * s.l", "b * s.b + l * s.l"),
     "rest_not_in_the_norm": ("rows.py", "        b_sum += tl.sum(b_rest, 1)\n", "        b_sum += 0.0\n"),
     "rest_at_the_pairs": ("rows.py", "return 2 * half + tl.arange", "return half + tl.arange"),
