@@ -84,7 +84,7 @@ def _backward(
         bias_partials = None if d_bias is None else torch.empty(bias_parts(step), classes, device=device)
         width = -(-d // WIDTH) * WIDTH
         dx_part = None if dx is None else torch.empty(step, width, device=device)
-        total = d_weight if d_weight is None or d == width else d_weight.new_zeros(classes, width)
+        total = d_weight if d_weight is None or d == width else d_weight.new_empty(classes, width)
         valid = (a.target != a.ignore_index)[:, None]
         for part in chunks(rows, step):
             n = len(g[part])
@@ -100,11 +100,12 @@ def _backward(
             if dx is not None:
                 assert to is not None and dx_part is not None
                 _gemm(to[:, :classes], weight, dx_part[:n])
-                dx[part] = torch.where(valid[part], dx_part[:n, :d] * unscale, 0.0)
+                product = dx_part[:n, :d]
+                dx[part] = torch.where(valid[part], product if scale is None else product * unscale, 0.0)
             if d_weight is not None:
                 assert to is not None and total is not None
                 clean = operand(torch.where(valid[part], x[part], 0.0))  # an ignored row may hold NaN
-                _gemm(to[:, :classes].t(), clean, total, add=True)
+                _gemm(to[:, :classes].t(), clean, total, add=part.start > 0)
         if d_weight is not None and (scale is not None or total is not d_weight):
             assert total is not None
             torch.mul(total[:, :d], unscale, out=d_weight)
@@ -113,12 +114,11 @@ def _backward(
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
-    """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers."""
+    """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers. Sums go by our own
+    kernel: on an H100 cuBLAS was 7 % faster and the addition behind it took 36 % of the product's time, and a buffer of out's size."""
     columns = b.shape[1]
-    if not use_cublas(len(out), columns, a.shape[1]):
+    if add or not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
-    elif add:
-        out[:, :columns] += float_gemm(a, b, out.new_empty(len(out), columns))
     else:
         float_gemm(a, b, out[:, :columns])
 

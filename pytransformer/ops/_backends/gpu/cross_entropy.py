@@ -21,8 +21,8 @@ class Kernels(NamedTuple):
     """What a backend has of its own, called with the op's arguments, of which x is (rows, d) and target (rows,).
 
     forward(a, losses, lse): write the loss and lse of every row, (rows,) float32.
-    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight and d_bias (both float32, zeros before) that are
-    given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored.
+    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32, zeros before if there are no rows) and
+    d_bias (float32, zeros before) that are given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored.
     """
 
     forward: Callable[..., None]
@@ -66,7 +66,8 @@ def backend(
         g = torch.where(a.target != a.ignore_index, grad, 0.0).reshape(-1)
         dx, d_weight, d_bias = results
         rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
-        sums = [None if r is None else torch.zeros(r.shape, device=r.device) for r in (d_weight, d_bias)]
+        empty = torch.empty if g.numel() else torch.zeros  # the first rows write d_weight
+        sums = [None if r is None else of(r.shape, device=r.device) for r, of in ((d_weight, empty), (d_bias, torch.zeros))]
         with as_written(a.x.device):
             load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
         for result, found in zip(results, (rows, *sums)):
