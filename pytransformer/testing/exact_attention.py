@@ -82,7 +82,7 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
 
     def pad(rows: torch.Tensor, side: int) -> torch.Tensor:
         starts, lengths, longest = spans[side]
-        padded = rows.new_zeros(len(starts), rows.shape[1], longest, rows.shape[2])
+        padded = rows.new_zeros(len(starts), rows.shape[1], longest, *rows.shape[2:])
         for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             padded[b, :, :length] = rows[start : start + length].detach().transpose(0, 1)
         return padded
@@ -91,13 +91,16 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
         lengths = spans[side][1]
         return torch.cat([padded[b, :, :length].transpose(0, 1) for b, length in enumerate(lengths)])
 
-    sides = {"out": 0, "query": 0, "key": 1, "value": 1}
+    # Packed, lse is (heads, rows): the other tensors have the rows first.
+    upstream = [pad(g if g.dim() == 3 else g.t(), 0) for g in grads or []]
+    sides = {"out": 0, "lse": 0, "query": 0, "key": 1, "value": 1}
     solution = oracle.solve(
-        pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *(pad(g, 0) for g in grads or []),
+        pad(qkv[0], 0), pad(qkv[1], 1), pad(qkv[2], 1), *upstream,
         query_lengths=cu_q.diff(), key_lengths=cu_k.diff(), **named,
     )  # fmt: skip
     results = dict(solution.results)
     for name, side in sides.items():
         if (r := results.get(name)) is not None:
-            results[name] = dataclasses.replace(r, value=pack(r.value, side), S=pack(r.S, side), floor=pack(r.floor, side))
+            parts = {part: pack(getattr(r, part), side) for part in ("value", "S", "floor")}
+            results[name] = dataclasses.replace(r, **({n: t.t() for n, t in parts.items()} if name == "lse" else parts))
     return dataclasses.replace(solution, results=results)

@@ -12,11 +12,13 @@ import torch
 import pytransformer as pt
 from pytransformer.ops.attention import attention_op
 from pytransformer.reference.philox import keep_mask
-from pytransformer.testing import bounds, fuzz_attention, oracle
+from pytransformer.testing import bounds, fuzz_attention
 from pytransformer.testing.attention_problem import Problem
+from pytransformer.testing.case import named
 from pytransformer.testing.cases import Case, cases, leaves
 from pytransformer.testing.cuda_graph import check_cuda_graph
 from pytransformer.testing.draw_attention import draw
+from pytransformer.testing.kits import kit_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,15 +49,11 @@ def _check(case: Case, dtype: torch.dtype) -> None:
     for first, second in zip(*runs):
         assert torch.equal(first, second), "two runs differ"
     results = dict(zip(("out", "lse", *inputs), map(_cpu, runs[0])))
-    if case.op == "attention":
-        exact = oracle.solve(*map(_cpu, args), _cpu(grad_out), _cpu(grad_lse), **{k: _cpu(v) for k, v in kwargs.items()})
-        checks = bounds.check(exact, results, dtype, "zero_mean")
-        assert all(c.ok for c in checks), "\n".join(map(str, checks))
-    else:
-        out, lse = op(*args, **kwargs, return_lse=True, backend="reference")
-        want = [out, lse, *torch.autograd.grad([out, lse], list(inputs.values()), [grad_out, grad_lse])]
-        for (name, ours), theirs in zip(results.items(), want):
-            assert bounds.relative_error(ours, _cpu(theirs)) < 4 * torch.finfo(dtype).eps, name
+    given = {n: _cpu(x) for n, x in named(case.op, args, kwargs).items()}
+    with torch.no_grad():
+        exact = kit_of(case.op).solve(case.op, given, [_cpu(grad_out), _cpu(grad_lse)])
+    checks = bounds.check(exact, results, dtype, "zero_mean")
+    assert all(c.ok for c in checks), "\n".join(map(str, checks))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
