@@ -57,4 +57,7 @@ PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
   return ptx::smem_descriptor(address, panel_bytes, stride, ptx::SmemLayout::Swizzle128);
 }
 
+// The same so many bytes further on: no address carries into what lies above it.
+PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
 }  // namespace pt::cuda

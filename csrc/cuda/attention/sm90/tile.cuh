@@ -87,14 +87,13 @@ template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
   const int own = PT_FAULT(the_other_consumers_rows) ? 1 - consumer() : consumer();
-  const uint32_t a = a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0), b = b_ring.buffer(b_use);
+  const uint64_t a = swizzled(a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0)), b = swizzled(b_ring.buffer(b_use));
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < D / 16; ++i) {
     const uint32_t panel = PT_FAULT(the_second_panel_of_rows) ? 0 : i / 4 * RingA::kPanelBytes;
     const uint32_t step = i % 4 * (PT_FAULT(a_step_of_a_product_too_short) ? 16 : 32);
-    ptx::wgmma_ss<T, 2 * R, false>(x, swizzled(a + panel + i % 4 * 32), swizzled(b + i / 4 * RingB::kPanelBytes + step),
-                                   accumulate || i > 0);
+    ptx::wgmma_ss<T, 2 * R, false>(x, further(a, panel + i % 4 * 32), further(b, i / 4 * RingB::kPanelBytes + step), accumulate || i > 0);
   }
   ptx::wgmma_commit();
 }
@@ -104,11 +103,10 @@ template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
   if (!PT_FAULT(no_fence_before_weights_are_multiplied)) ptx::wgmma_fence();
+  const uint64_t b = swizzled(b_ring.buffer(b_use), PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes);
   PT_UNROLL
-  for (int i = 0; i < S; ++i) {
-    const uint32_t rows = b_ring.buffer(b_use) + i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom;
-    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], swizzled(rows, PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes), true);
-  }
+  for (int i = 0; i < S; ++i)
+    ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom), true);
   ptx::wgmma_commit();
 }
 
