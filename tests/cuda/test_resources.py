@@ -47,6 +47,10 @@ def test_no_register_of_a_product_is_touched_in_flight(resources: ModuleType, ta
     assert resources.hazards() == []
 
 
+def test_the_softmax_runs_under_a_product(resources: ModuleType, table: dict) -> None:
+    assert resources.serial() == []
+
+
 SASS = """
  /*0000*/ @P0 BRA 0x00c0 ; /* */
  /*0010*/ USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;

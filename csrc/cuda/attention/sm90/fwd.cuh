@@ -180,6 +180,7 @@ struct Sm90ForwardBlock {
       float s[BN / 2], o[D / 2];
       uint32_t weights[BN / 16][4];
       Rows rows;
+      bool more = false;  // tiles of keys
       [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
@@ -227,9 +228,14 @@ struct Sm90ForwardBlock {
             });
         pack_weights<T>(weights, s);
       };
+      // Those of the next tile, before the wait for products that the softmax runs under: without a branch in between ptxas moves the
+      // softmax behind that wait.
+      const auto await_next_keys = [&](int n) {
+        if (more && !PT_FAULT(keys_not_awaited)) k.consumer_wait(n);
+      };
       if (sees_keys(w)) {
         int t = w.range.last - 1, first = w.origin + t * BN, place = -1;
-        bool more = t > w.range.first;
+        more = t > w.range.first;
         if (!PT_FAULT(queries_not_awaited)) q.consumer_wait(tile_iter);
         go_to(stream_iter, w, first, place, more);
         k.consumer_wait(stream_iter);
@@ -241,12 +247,12 @@ struct Sm90ForwardBlock {
         consumer_release_warpgroup(k, stream_iter);
         if (!more) consumer_release_warpgroup(q, tile_iter);
         weigh(first);
+        await_next_keys(stream_iter + 1);
         pack(first);
         for (; more; ++stream_iter) {
           clear(first);
           first -= BN, --t, more = t > w.range.first;
           go_to(stream_iter + 1, w, first, place, more);
-          if (!PT_FAULT(keys_not_awaited)) k.consumer_wait(stream_iter + 1);
           scheduler_barrier_sync();
           multiply_rows<T, D>(s, own(q), tile_iter, k, stream_iter + 1, false);
           if (!PT_FAULT(values_not_awaited)) v.consumer_wait(stream_iter);
@@ -257,6 +263,7 @@ struct Sm90ForwardBlock {
           consumer_release_warpgroup(k, stream_iter + 1);
           if (PT_FAULT(queries_released_in_every_stream_iter) || !more) consumer_release_warpgroup(q, tile_iter);
           weigh(first);
+          await_next_keys(stream_iter + 2);
           if (PT_FAULT(weights_written_under_their_product)) pack(first);
           if (PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
           ptx::wgmma_wait<0>();
