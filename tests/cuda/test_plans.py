@@ -158,11 +158,18 @@ def test_how_blocks_share_d_query() -> None:
 
 @needs_bindings
 def test_how_tiles_are_shared() -> None:
-    """Equal tiles by persistent blocks, head by head; others by blocks of their own, in sections of heads that L2 holds."""
-    full, causal, long = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, num_keys=65536)
-    assert (full["tiles"], full["section"], full["blocks"]) == (32, 1, 132)
-    assert (causal["tiles"], causal["section"], causal["blocks"]) == (32, 15, 32 * 32)  # 2 MB of keys and values a head
-    assert long["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
+    """Equal tiles, or pairs, by persistent blocks, head by head; others by blocks of their own, in sections of heads that L2 holds."""
+    full, causal, window = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, left_window=True)
+    assert (full["tiles"], full["section"], full["blocks"], full["paired"]) == (32, 1, 132, False)
+    assert (causal["tiles"], causal["section"], causal["blocks"], causal["paired"]) == (32, 1, 132, True)
+    assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (32, 15, 32 * 32, False)  # 2 MB a head
+    assert sm90_plan("bwd_dq", even=False, num_keys=65536)["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
+    # Pairs: an even number of tiles, and hardly a block without one in the last round.
+    for changed in ({"num_queries": 4000}, {"heads": 16 + 4, "key_heads": 4}):
+        assert sm90_plan(even=False, **changed)["paired"]
+    for changed in ({"num_queries": 3960}, {"heads": 18, "key_heads": 18}, {"heads": 4, "key_heads": 4}, {"padded": True}):
+        assert not sm90_plan(even=False, **changed)["paired"]
+    assert not sm90_plan("bwd_dq", even=False)["paired"] and not sm90_plan("bwd_dkdv", even=False)["paired"]
     assert sm90_plan("bwd_dkdv", even=False, key_heads=4)["blocks"] == 32 * 8
     assert sm90_plan(num_queries=100, heads=2, key_heads=1)["blocks"] == 4
     assert sm90_plan("bwd_dkdv", head_dim=256)["blocks"] == sm90_plan("bwd_dq", bounds_only=False)["blocks"] == 132

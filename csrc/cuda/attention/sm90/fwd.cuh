@@ -57,7 +57,7 @@ struct Sm90ForwardBlock {
     if (threadIdx.x != 0) return;
     const AttentionProblem& p = args.f.p;
     int stream_iter = 0, tile_iter = 0;
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile_or_pair(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
       const auto load = [&](int t, bool first) {
@@ -172,7 +172,7 @@ struct Sm90ForwardBlock {
     const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
     int stream_iter = 0, tile_iter = 0;
     if (!PT_FAULT(the_first_turn_not_passed) && consumer() == 1) scheduler_barrier_arrive();
-    for_each_tile(args.order, [&](int n) {
+    for_each_tile_or_pair(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // not kept: a register
       const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);

@@ -15,6 +15,7 @@ namespace pt::cuda {
 // the most keys, to the first.
 struct TileOrder {
   int tiles, heads, section;  // heads: of all sequences
+  bool paired = false;        // a head's first and last tile, the next two, and so on go to one block each; tiles are an even number
 };
 // Number n of the order: sections of heads, in a section from the last tile to the first, and for each its heads.
 constexpr TilePlace place_of(const TileOrder& order, int n) {
@@ -25,6 +26,12 @@ constexpr TilePlace place_of(const TileOrder& order, int n) {
 constexpr bool covers_each_tile_once(const TileOrder& order) {
   return each_once(order.heads * order.tiles, [&](int n) { return place_of(order, n).head * order.tiles + place_of(order, n).tile; });
 }
+// The number of what blocks take as the i-th, where tiles are paired.
+constexpr int number_in_pairs(const TileOrder& order, int i) {
+  const int pairs = order.tiles / 2, head = i / 2 / pairs, pair = i / 2 % pairs;
+  return head * order.tiles + (i % 2 ? order.tiles - 1 - pair : pair);
+}
+static_assert(each_once(3 * 6, [](int i) { return number_in_pairs({6, 3, 1, true}, i); }));
 static_assert(covers_each_tile_once({3, 7, 1}) && covers_each_tile_once({3, 7, 3}) && covers_each_tile_once({2, 5, 5}));
 
 struct Sm90Plan {
@@ -71,18 +78,31 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
   return nullptr;
 }
 
-// Tiles that take equally long go to persistent blocks, which load the next tile's operands while they finish this one; others to blocks
-// of their own, which start in order as others end.
-inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors) {
+// Whether causality alone bounds the keys of a tile, and none of its diagonals ends at the last key: with each tile it sees as many more.
+inline bool rises_evenly(const AttentionProblem& p) {
+  const int64_t first = p.query_start - p.key_start, bottom_right = int64_t(p.num_keys) - p.num_queries;
+  const int64_t seen = p.bottom_right ? bottom_right : first;  // keys before the first query's own
+  return p.causal && !p.prefix_lengths && seen >= 0 && seen <= bottom_right;
+}
+
+// Tiles that take equally long go to persistent blocks, which load the next tile's operands while they finish this one; so do pairs that
+// take equally long together, where those are as good as a multiple of the blocks. Others go to blocks of their own, which start in order
+// as others end.
+inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors,
+                        bool may_pair = false) {
   constexpr int64_t kSectionBytes = 32 << 20;
-  const bool even = !p.blocks.queries.offsets && !p.causal && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths &&
-                    !p.query_lengths && !p.cu_keys && !p.key_padding.data;
+  const bool unmasked = !p.blocks.queries.offsets && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths &&
+                        !p.cu_keys && !p.key_padding.data;
+  const bool even = unmasked && !p.causal;
+  const int64_t pairs = tiles / 2 * heads, rounds = (pairs + multiprocessors - 1) / multiprocessors;
+  const bool paired =
+      may_pair && unmasked && rises_evenly(p) && tiles % 2 == 0 && pairs > multiprocessors && 10 * pairs >= 9 * rounds * multiprocessors;
   const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
-  const int64_t section = even ? 1 : kSectionBytes / bytes;
+  const int64_t section = even || paired ? 1 : kSectionBytes / bytes;
   // So that the number of a block's next tile has 31 bits, where there is none too.
   if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
-  plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads)};
-  plan.blocks = even && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
+  plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads), paired};
+  plan.blocks = (even || paired) && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
 }
 
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
@@ -95,7 +115,7 @@ inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
   const int rows = plan.tile.rows();
-  order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors);
+  order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors, true);
   return plan;
 }
 

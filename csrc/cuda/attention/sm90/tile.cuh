@@ -25,6 +25,16 @@ PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
       f(n);
   else f(int(blockIdx.x));
 }
+// The same where tiles may be paired.
+template <class F>
+PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
+  const int step = order.paired ? 2 : 1;
+  for (int i = int(blockIdx.x) * step; i < order.tiles * order.heads;) {
+    f(order.paired ? number_in_pairs(order, i) : i);
+    ++i;
+    if (i % step == 0) i += (ptx::grid_size() - (PT_FAULT(the_tiles_of_another_block) ? 0 : 1)) * step;
+  }
+}
 
 // `visible` of a tensor's rows is what must be kept of what TMA loads: beyond the tensor there are zeros anyway. `end`: whether visible.hi
 // is the tensor's end.
