@@ -78,6 +78,15 @@ inline const char* sm90_why_not(const AttentionProblem& p, std::initializer_list
   return nullptr;
 }
 
+// So many heads at a time as L2 has the keys and values of. Sections are of equal size: a small one at the end would begin its longest
+// tiles when others have nothing left to do.
+inline int section_of(const AttentionProblem& p, int64_t heads, int sharing) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  const int64_t fit = kSectionBytes * sharing / (int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2);
+  const int64_t most = fit < 1 ? 1 : fit < heads ? fit : heads, sections = (heads + most - 1) / most;
+  return int((heads + sections - 1) / sections);
+}
+
 // Whether causality alone bounds the keys of a tile, and none of its diagonals ends at the last key: with each tile it sees as many more.
 inline bool rises_evenly(const AttentionProblem& p) {
   const int64_t first = p.query_start - p.key_start, bottom_right = int64_t(p.num_keys) - p.num_queries;
@@ -90,18 +99,15 @@ inline bool rises_evenly(const AttentionProblem& p) {
 // as others end.
 inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles, int64_t heads, int sharing, int multiprocessors,
                         bool may_pair = false) {
-  constexpr int64_t kSectionBytes = 32 << 20;
   const bool unmasked = !p.blocks.queries.offsets && p.left == kUnbounded && p.right == kUnbounded && !p.key_lengths && !p.query_lengths &&
                         !p.cu_keys && !p.key_padding.data;
   const bool even = unmasked && !p.causal;
   const int64_t pairs = tiles / 2 * heads, rounds = (pairs + multiprocessors - 1) / multiprocessors;
   const bool paired =
       may_pair && unmasked && rises_evenly(p) && tiles % 2 == 0 && pairs > multiprocessors && 10 * pairs >= 9 * rounds * multiprocessors;
-  const int64_t bytes = int64_t(p.num_keys) * (p.head_dim + p.value_dim) * 2 / sharing + 1;  // of a head's keys and values
-  const int64_t section = even || paired ? 1 : kSectionBytes / bytes;
   // So that the number of a block's next tile has 31 bits, where there is none too.
   if (tiles * heads >= int64_t(1) << 30) plan.why_not = "more than 2^30 tiles";
-  plan.order = {int(tiles), int(heads), int(section < 1 ? 1 : section < heads ? section : heads), paired};
+  plan.order = {int(tiles), int(heads), even || paired ? 1 : section_of(p, heads, sharing), paired};
   plan.blocks = (even || paired) && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
 }
 
