@@ -227,7 +227,7 @@ __global__ void descriptors(const uint32_t* in, uint32_t* out) {
 
 // A tile of 64 x 64 from A fragments by stmatrix, swizzled by hand; then shared memory as it is.
 __global__ void __launch_bounds__(128, 1) store_matrices(const uint16_t* a, uint32_t* out) {
-  const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem());
+  const uint32_t tile = ptx::uniform(cuda::align_to_atom(ptx::dynamic_smem()));
   const int warp = thread() / 32, lane = thread() % 32;
   for (int k = 0; k < 4; ++k) {
     uint32_t fragment[4];

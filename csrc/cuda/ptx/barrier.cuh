@@ -26,6 +26,15 @@ PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 #endif
 }
+// A number that all lanes have, so that the compiler knows it, and what is made of it is computed once for a warp. The products'
+// descriptors are read from such registers.
+PT_DEVICE uint32_t uniform(uint32_t value) {
+#if defined(PT_EMULATE)
+  return value;
+#else
+  return __shfl_sync(0xffffffffu, value, 0);
+#endif
+}
 PT_DEVICE float shfl_xor(float value, int lane_mask) { return bits_float(shfl_xor_u32(float_bits(value), lane_mask)); }
 
 // ---- barriers of the block

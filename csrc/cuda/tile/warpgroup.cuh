@@ -56,6 +56,8 @@ PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
   const uint32_t stride = PT_FAULT(groups_of_eight_closer_together) ? kSwizzleAtom / 2 : kSwizzleAtom;
   return ptx::smem_descriptor(address, panel_bytes, stride, ptx::SmemLayout::Swizzle128);
 }
+// The same so many bytes further on, in the same block's shared memory.
+PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16); }
 
 // The same so many bytes further on: no address carries into what lies above it.
 PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }

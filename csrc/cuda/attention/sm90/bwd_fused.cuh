@@ -113,13 +113,15 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void multiply_part(float (&x)[kPart / 128], int stream_iter, const RingOwn& k) const {
     static_assert(conforms(product_of_tiles(64, true, true)));
     if (!PT_FAULT(ds_of_the_other_consumer_not_awaited)) ptx::bar_sync(kStored, 128 * kConsumers);
-    const uint32_t a = gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
-                       (!PT_FAULT(the_first_queries_twice) && D == 64 ? consumer() * RingGradients::kPanelBytes : 0);
-    const uint32_t b = k.buffer(0) + (PT_FAULT(the_first_columns_twice) || D == 64 ? 0 : consumer() * RingOwn::kPanelBytes);
+    const uint64_t a =
+        swizzled(ptx::uniform(gradients.buffer(PT_FAULT(ds_in_one_buffer) ? 0 : stream_iter) +
+                              (!PT_FAULT(the_first_queries_twice) && D == 64 ? consumer() * RingGradients::kPanelBytes : 0)));
+    const uint64_t b =
+        swizzled(ptx::uniform(k.buffer(0) + (PT_FAULT(the_first_columns_twice) || D == 64 ? 0 : consumer() * RingOwn::kPanelBytes)));
     ptx::wgmma_fence();
     PT_UNROLL
     for (int i = 0; i < BM / 16; ++i)
-      ptx::wgmma_ss<T, 64, true, true>(x, swizzled(a + i * 2 * kSwizzleAtom), swizzled(b + i * 2 * kSwizzleAtom), i > 0);
+      ptx::wgmma_ss<T, 64, true, true>(x, further(a, i * 2 * kSwizzleAtom), further(b, i * 2 * kSwizzleAtom), i > 0);
     ptx::wgmma_commit();
   }
 

@@ -91,13 +91,20 @@ PT_DEVICE bool one_segment(const int64_t* segments, int first, int size, int64_t
 
 // ---- products
 
+// The address of an operand of a product of so many columns. Kernels of wide heads have no registers for it.
+template <int Columns>
+PT_DEVICE uint32_t uniform(uint32_t address) {
+  return Columns > 128 ? address : ptx::uniform(address);
+}
+
 // x (+)= A B^T; A is this consumer's 64 rows of a tile, or all of a tile of 64, B a tile of N rows, both K-major: a step of 16 columns is
 // 32 bytes inside the swizzle's rows.
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
   const int own = PT_FAULT(the_other_consumers_rows) ? 1 - consumer() : consumer();
-  const uint64_t a = swizzled(a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0)), b = swizzled(b_ring.buffer(b_use));
+  const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0))),
+                 b = swizzled(uniform<D>(b_ring.buffer(b_use)));
   ptx::wgmma_fence();
   PT_UNROLL
   for (int i = 0; i < D / 16; ++i) {
@@ -113,7 +120,7 @@ template <class T, class RingB, int R, int S>
 PT_DEVICE void multiply_weights(float (&x)[R], const uint32_t (&weights)[S][4], const RingB& b_ring, int b_use) {
   static_assert(conforms(product_of_weights(2 * R, RingB::kPanelBytes)));
   if (!PT_FAULT(no_fence_before_weights_are_multiplied)) ptx::wgmma_fence();
-  const uint64_t b = swizzled(b_ring.buffer(b_use), PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes);
+  const uint64_t b = swizzled(uniform<2 * R>(b_ring.buffer(b_use)), PT_FAULT(the_second_panel_of_columns) ? 0 : RingB::kPanelBytes);
   PT_UNROLL
   for (int i = 0; i < S; ++i)
     ptx::wgmma_rs<T, 2 * R, true>(x, weights[i], further(b, i * (PT_FAULT(half_the_rows_of_values) ? 1 : 2) * kSwizzleAtom), true);
