@@ -105,7 +105,7 @@ pt::cuda::BackwardRequest attention_request(py::dict facts) {
   d.b = request.g, d.data = kPlanned, d.key = 1;
   const int sizes[4] = {p.sequences, p.heads, take<bool>(facts, "summed", false) ? 1 : p.num_queries, p.num_keys};
   for (int i = 0; i < 4; ++i) d.sizes[i] = sizes[i];
-  request.deterministic = false;
+  request.deterministic = take<bool>(facts, "deterministic", false);
   if (facts.size()) throw py::type_error("unknown: " + py::cast<std::string>(py::str(facts)));
   return request;
 }

@@ -59,7 +59,7 @@ void advance_reduction(size_t index) {
     r.read = true;
     r.due = block->random.one_in(4) ? ~0ull : block->tick + block->random() % 2000;
   } else {
-    for (size_t i = 0; i < r.value.size(); ++i) r.dst[i] += r.value[i];
+    for (size_t i = 0; i < r.value.size(); ++i) r.dst[i] = r.adds ? r.dst[i] + r.value[i] : r.value[i];
     block->reductions.erase(block->reductions.begin() + index);
   }
   wake(block->bulk_waiters);
@@ -129,7 +129,7 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t addr) {
   start_copy({map, dst, bytes, index, {}, 0}, "bulk load");
 }
 
-void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
+static void start_reduction(float* dst, uint32_t src, uint32_t bytes, bool adds) {
   preempt();
   if (src % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(dst) % 16) fail("bulk reduction: addresses and size must be multiples of 16");
   check_range(src, bytes, "bulk reduction");
@@ -153,7 +153,7 @@ void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
   }
   const uint64_t dice = block->random() % 4;
   block->reductions.push_back(
-      {dst, src, bytes, block->current, me.bulk_issued, dice ? block->tick + block->random() % 2000 : ~0ull, false, {}});
+      {dst, src, bytes, block->current, me.bulk_issued, dice ? block->tick + block->random() % 2000 : ~0ull, adds, false, {}});
   me.bulk_reading.push_back({me.bulk_issued++, src, bytes});
   const uint64_t number = ++block->bulk_issued;
   me.bulk_in_block.push_back(number);
@@ -163,6 +163,9 @@ void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
     fail("bulk reduction is not ordered after one to the same place by another block");
   last->second = {block->number, number};
 }
+
+void bulk_store(void* dst, uint32_t src, uint32_t bytes) { start_reduction(static_cast<float*>(dst), src, bytes, false); }
+void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) { start_reduction(dst, src, bytes, true); }
 
 void bulk_commit() {
   preempt();

@@ -101,6 +101,7 @@ void cp_async_commit();
 void cp_async_wait(int pending_groups);
 void tma_load(uint32_t dst, const TensorMap& map, uint32_t bar, int rank, const int32_t* coord);
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);
+void bulk_store(void* dst, uint32_t src, uint32_t bytes);
 void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending_groups, bool only_read);

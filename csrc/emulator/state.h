@@ -151,12 +151,12 @@ struct Copy {
   uint64_t due;
 };
 
-struct Reduction {  // shared to global memory
+struct Reduction {  // shared to global memory, or a copy
   float* dst;
   uint32_t src, bytes;
   int thread;
   uint64_t number, due;
-  bool read = false;
+  bool adds, read = false;
   std::vector<float> value;  // what it has read
 };
 

@@ -266,8 +266,8 @@ __global__ void __launch_bounds__(128, 1) add_up(const float* in, float* out) {
   }
 }
 
-// Blocks take turns in order of their tickets: out[i] = out[i] * 3 + ticket, half of it by a bulk reduction. state[0] hands out tickets,
-// state[1] counts turns.
+// Blocks take turns in order of their tickets: out[i] = out[i] * 3 + ticket, half of it by a bulk reduction; the first stores out[i] * 2.
+// state[0] hands out tickets, state[1] counts turns.
 __global__ void __launch_bounds__(128, 1) take_turns(uint32_t* state, float* out) {
   const uint32_t tile = cuda::align_to_atom(ptx::dynamic_smem());
   if (thread() != 0) return;
@@ -276,7 +276,8 @@ __global__ void __launch_bounds__(128, 1) take_turns(uint32_t* state, float* out
   for (int i = 0; i < 4; ++i)  // volatile: not from a cache that another block's additions bypass
     ptx::st_shared_u32(tile + 4 * i, ptx::float_bits(ptx::fma_rn(2.0f, static_cast<volatile float*>(out)[i], float(ticket))));
   ptx::fence_proxy_async();
-  ptx::bulk_reduce_add_f32(out, tile, 16);
+  if (ticket == 0) ptx::bulk_store(out, tile, 16);
+  else ptx::bulk_reduce_add_f32(out, tile, 16);
   ptx::bulk_commit();
   ptx::bulk_wait<0>();
   ptx::release_add_u32(state + 1, 1);

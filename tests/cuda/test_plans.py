@@ -130,11 +130,13 @@ def sm90_plan(direction: str = "forward", **changed: Any) -> dict[str, Any]:
         ("bwd_dkdv", {"head_dim": 256, "value_dim": 256, "bounds_only": False}, None),
         ("bwd_fused", {"even": False, "key_heads": 4}, None),
         ("bwd_fused", {"head_dim": 64, "value_dim": 64, "dtype": "float16"}, None),
-        ("bwd_fused", {"bounds_only": False}, "passes that add in order"),
-        ("bwd_fused", {"elementwise_mask": True}, "passes that add in order"),
+        ("bwd_fused", {"bounds_only": False}, "only in the two passes"),
+        ("bwd_fused", {"elementwise_mask": True}, "only in the two passes"),
         ("bwd_dkdv", {"head_dim": 192}, None),
         ("bwd_fused", {"head_dim": 64}, None),
         ("bwd_fused", {"head_dim": 64, "value_dim": 192}, "no room for the sums"),
+        ("bwd_fused", {"deterministic": True, "num_keys": 1024}, None),
+        ("bwd_fused", {"deterministic": True, "num_keys": 1023}, "of few keys"),
         ("bwd_dbias", {"adds": "rows"}, None),
         ("bwd_dbias", {"adds": "two biases", "bounds_only": False, "head_dim": 64, "value_dim": 256}, None),
         ("bwd_dbias", {"adds": "elements", "summed": True}, "a sum over queries or keys"),
@@ -154,6 +156,8 @@ def test_how_blocks_share_d_query() -> None:
     assert sm90_plan("bwd_fused", num_queries=65, head_dim=40)["dq_accum"] == 2 * 16 * 128 * 128
     assert sm90_plan("bwd_fused", bounds_only=False)["dq_accum"] == sm90_plan("bwd_dkdv")["dq_accum"] == 0
     assert sm90_plan("bwd_fused", key_heads=2)["blocks"] == 2 * 2 * 32 and sm90_plan("bwd_dkdv")["blocks"] == 132
+    # In order, blocks that begin at the same time are of many heads.
+    assert sm90_plan("bwd_fused")["section"] == 1 and sm90_plan("bwd_fused", deterministic=True)["section"] == 16
 
 
 @needs_bindings

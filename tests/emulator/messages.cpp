@@ -211,6 +211,9 @@ void async_proxy() {
   expect("a bulk reduction without a fence", {"bulk reduction", "without a later fence.proxy.async"}, 32, [&] { add(false, true, false); });
   expect("the source of a bulk reduction reused", {"not ordered after a bulk operation"}, 32, [&] { add(true, false, true); });
   expect("a bulk reduction not waited for", {"thread 0 ended without waiting"}, 32, [&] { add(true, false, false); });
+  expect("a bulk store not waited for", {"thread 0 ended without waiting"}, 32, [&] {
+    if (threadIdx.x == 0) st_shared_v4_f32(shared(), 0, 0, 0, 0), fence_proxy_async(), bulk_store(out, shared(), 16), bulk_commit();
+  });
   options.ordered_reductions = true;
   expect("reductions by several blocks in no order", {"not ordered after one to the same place"}, 32, [&] { add(true, true, false); },
          {3, 1, 1});

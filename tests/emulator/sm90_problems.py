@@ -342,10 +342,37 @@ FUSED = (
                    "deterministic": False, "scale": 32.0},
     ),
 )  # fmt: skip
+# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the first key, or of a later one.
+IN_ORDER = (
+    Problem("many keys in order, grouped", BF16, (1, 2, 1, 200, 1060, 128, 128), lambda n: {}),
+    Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64), lambda n: {"causal": "bottom_right"}),
+    Problem(
+        "many keys in order, lengths and window", BF16, (2, 1, 1, 300, 1100, 96, 96),
+        lambda n: {"query_lengths": integers(300, 170), "key_lengths": integers(1090, 450), "window": (140, 30),
+                   "causal": "bottom_right"},
+    ),
+    Problem(
+        "many keys in order, prefix", BF16, (2, 1, 1, 270, 1030, 64, 64),
+        lambda n: {"causal": "top_left", "prefix_lengths": integers(400, 10)},
+    ),
+    Problem(
+        "many keys in order, padding", F16, (3, 1, 1, 150, 1030, 128, 128),
+        lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0), holes=n(3, 1, 1, 1030))},
+    ),
+)  # fmt: skip
 
 
 def problems() -> Iterator[Problem]:
-    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *DENSE, *FUSED)
+    yield from (*BOTH_WAYS, *WIDE, *UNLIKE, *TERMS, *PADDING, *PADDED_LOOKUPS, *LOOKUPS, *FORWARD, *DENSE, *FUSED, *IN_ORDER)
+
+
+def gradients(problem: Problem, schedule: int) -> list[torch.Tensor]:
+    """Of the first three arguments, with threads and blocks in another order."""
+    tensors, keywords = arguments(problem)
+    torch.ops.pytransformer_C.emulator_schedule(schedule)
+    inputs = [t.detach().requires_grad_() for t in tensors[:3]]
+    out = pt.attention(*inputs, **keywords, backend="cuda")
+    return list(torch.autograd.grad(out.float().square().sum(), inputs))
 
 
 def wrong(problem: Problem) -> list[str]:
@@ -363,6 +390,10 @@ def wrong(problem: Problem) -> list[str]:
     if problem in (*PADDING, *PADDED_LOOKUPS):
         found += attention_problems.wrong(problem, poisoned=False)
     products.append(torch.ops.pytransformer_C.emulator_products())
+    if problem in IN_ORDER and not found:
+        first, *others = (gradients(problem, schedule) for schedule in range(1, 5))
+        if not all(torch.equal(a, b) for other in others for a, b in zip(first, other)):
+            found.append("bits that differ from run to run")
     for told in "; ".join(pt.explain("attention", *args, **keywords, backend="cuda").notes).split("; "):  # nothing without _C
         left = ("d_query", "d_key") if problem in FORWARD else ()
         if "portable" in told and "the gradient is a sum" not in told and not told.startswith(left):

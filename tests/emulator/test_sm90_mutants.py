@@ -327,6 +327,10 @@ FAULTS = (
     Fault("keys_that_are_not_there_weigh_something", "one key, unordered"),
     Fault("tiles_not_visited_all_round", "many keys, unordered"),
     Fault("added_to_another_tile", "full, unordered"),
+    Fault("blocks_numbered_by_the_grid", "many keys in order, grouped", DEADLOCK),
+    Fault("turns_from_the_first_key_on", "many keys in order, padding", DEADLOCK),
+    Fault("a_turn_not_awaited", "many keys in order, grouped"),
+    Fault("a_turn_ended_before_it_has_added", "many keys in order, grouped"),
     Fault("dq_accum_of_other_queries", "grouped, unordered"),
     Fault("the_scale_of_d_query_unordered", "full, unordered"),
 )  # fmt: skip

@@ -81,8 +81,8 @@ const float* recompute_row_stats(AttentionEdge& e, const AttentionPreprocess& r,
 // d_query, d_key and d_value, those that are wanted, and partial sums.
 void run_passes(AttentionEdge& e, AttentionBackward& g, const BackwardPlan& plan, const Tensor& lse, void* stream) {
   if (plan.is_fused()) {
-    g.dq_accum = e.zeros_like(lse, "dq_accum", plan.dq_accum);
-    attention_backward_fused(g, plan, stream);
+    g.dq_accum = plan.turns ? e.floats_like(lse, "dq_accum", plan.dq_accum) : e.zeros_like(lse, "dq_accum", plan.dq_accum);
+    attention_backward_fused(g, plan, plan.turns ? e.zero_words_like(lse, "turns", plan.turns) : nullptr, stream);
     return;
   }
   if (g.dq.data || g.slope_partials || g.diagonal_partials) {

@@ -83,10 +83,10 @@ void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, v
       [&](auto t) { sm80_attention_bwd_dkdv_as<decltype(t)>(g, plan.sm80, stream); });
 }
 
-void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, void* stream) {
+void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns, void* stream) {
   AttentionBackward with_tiles = g;
   with_tiles.dq_accum_tiles = plan.dq_accum_tiles;
-  sm90_attention_backward_fused(with_tiles, plan.fused, stream);
+  sm90_attention_backward_fused(with_tiles, plan.fused, turns, stream);
 }
 
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream) {

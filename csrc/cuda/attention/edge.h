@@ -164,6 +164,9 @@ class AttentionEdge {
   // of the same stream only.
   float* floats_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, false); }
   float* zeros_like(const Tensor& like, const char* name, int64_t n) { return scratch<float>(like, name, {n}, ScalarType::Float, true); }
+  uint32_t* zero_words_like(const Tensor& like, const char* name, int64_t n) {
+    return scratch<uint32_t>(like, name, {n}, ScalarType::Int, true);
+  }
   uint32_t* words_like(const Tensor& like, const char* name, int64_t n) {
     return scratch<uint32_t>(like, name, {n}, ScalarType::Int, false);
   }

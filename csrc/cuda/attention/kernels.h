@@ -15,8 +15,9 @@ void attention_forward(const AttentionForward& f, const PassPlan& plan, void* st
 void attention_backward_preprocess(const AttentionPreprocess& r, void* stream);
 void attention_backward_dq(const AttentionBackward& g, const PassPlan& plan, void* stream);
 void attention_backward_dkdv(const AttentionBackward& g, const PassPlan& plan, void* stream);
-// d_query, d_key and d_value at once, the first added across blocks in any order: to g.dq_accum, of as many zeros as the plan says.
-void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, void* stream);
+// d_query, d_key and d_value at once, the first added across blocks: to g.dq_accum, of as many numbers as the plan says. In order, by
+// `turns`, as many zeros as the plan says; or, if that is null, in any order, and then the numbers are zeros.
+void attention_backward_fused(const AttentionBackward& g, const BackwardPlan& plan, uint32_t* turns, void* stream);
 void attention_backward_dbias(const AttentionDbias& f, const PassPlan& plan, void* stream);
 void attention_backward_dsinks(const AttentionDsinks& f, void* stream);
 void attention_backward_reduce_partials(const AttentionReducePartials& f, void* stream);

@@ -39,6 +39,7 @@ struct BackwardRequest {
 struct BackwardPlan {
   Sm90Plan fused;                            // why_not null: its kernel makes d_query, d_key and d_value at once
   int64_t dq_accum = 0, dq_accum_tiles = 0;  // float32 numbers to which its blocks add d_query; tiles of a head
+  int64_t turns = 0;                         // words by which they add in order; 0: in any order
   PassPlan dq, dkdv, dbias[2];
   int partial_tiles = 0;  // tiles of queries, each with partial sums for slopes and diagonals
 
@@ -88,11 +89,11 @@ inline PassPlan plan_attention_dbias(const AttentionDbias& f, const Gpu& gpu) {
 inline BackwardPlan plan_attention_backward(const BackwardRequest& request, const Gpu& gpu) {
   const AttentionBackward& g = request.g;
   BackwardPlan plan{};
-  if (request.deterministic) plan.fused.why_not = "it adds d_query in any order";
-  else plan.fused = on_sm90(gpu, [&](int n) { return plan_sm90_fused(g, n); });
+  plan.fused = on_sm90(gpu, [&](int n) { return plan_sm90_fused(g, request.deterministic, n); });
   if (plan.is_fused()) {
     plan.dq_accum = sm90_dq_accum_size(g.p, plan.fused.head_class);
     plan.dq_accum_tiles = sm90_dq_accum_tiles(g.p, plan.fused.head_class);
+    if (request.deterministic) plan.turns = 1 + plan.dq_accum / (64 * 64);
   }
   plan.dq = plan_backward_pass(g, Pass::BwdDq, request.diagonals, gpu);
   plan.dkdv = plan_backward_pass(g, Pass::BwdDkdv, false, gpu);

@@ -95,6 +95,15 @@ PT_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t
 #endif
 }
 
+// "Data Movement and Conversion Instructions: cp.async.bulk", global[i] = shared[i].
+PT_DEVICE void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+#if defined(PT_EMULATE)
+  emu::bulk_store(dst, src, bytes);
+#else
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+#endif
+}
+
 // "Data Movement and Conversion Instructions: cp.reduce.async.bulk". global[i] += shared[i], each element atomically, in no order.
 PT_DEVICE void bulk_reduce_add_f32(float* dst, uint32_t src, uint32_t bytes) {
 #if defined(PT_EMULATE)

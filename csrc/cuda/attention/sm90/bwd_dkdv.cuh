@@ -29,6 +29,7 @@ struct Sm90BwdDkdvBlock {
   RingStream d_out;
   uint32_t row_stats;
   MaskLoader mask_loader{};
+  uint32_t ticket = 0;  // where the block's number is, if it took one
 
   // A tile of keys as consumers see it.
   struct Work : KeyTile<BM, BN> {
@@ -77,6 +78,8 @@ struct Sm90BwdDkdvBlock {
     d_out.init(1, 4 * kConsumers, "d_out_full", "d_out_empty");
   }
 
+  PT_DEVICE int block_number() const { return K::in_order ? int(ptx::ld_shared_u32(ticket)) : int(blockIdx.x); }
+
   PT_DEVICE void produce() const {
     if (threadIdx.x == 0) load_tiles();
     if (threadIdx.x / 32 == 1) load_row_stats();
@@ -97,7 +100,7 @@ struct Sm90BwdDkdvBlock {
   PT_DEVICE void load_tiles() const {
     const AttentionProblem& p = args.g.p;
     int stream_iter = 0, tile_iter = 0;
-    for_each_tile<kPersists>(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, block_number(), [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b;
       bool first = true;
@@ -116,7 +119,7 @@ struct Sm90BwdDkdvBlock {
     const AttentionBackward& g = args.g;
     const AttentionProblem& p = g.p;
     int stream_iter = 0;
-    for_each_tile<kPersists>(args.order, [&](int n) {
+    for_each_tile<kPersists>(args.order, block_number(), [&](int n) {
       const Work w(p, args.order, n);
       w.for_each_stream_iter(p, [&](int h, int t) {
         if (!PT_FAULT(row_stats_written_while_they_are_read)) q.producer_acquire(stream_iter);

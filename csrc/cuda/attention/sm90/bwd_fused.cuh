@@ -2,8 +2,9 @@
 // Attention backward on sm_90a in five GEMMs instead of seven: bwd_dkdv, of whose dS each block also makes its keys' part of
 // d_query, and adds it to a float32 copy. After FlashAttention-3 (Shah et al., 2024) and its bulk reductions.
 //
-// Blocks add in any order, so the last bits of d_query differ from run to run: for deterministic=False. d_key and d_value are sums of one
-// block.
+// d_key and d_value are sums of one block. To a tile of d_query blocks add in the order of their keys, the first of them storing: equal
+// bits at every run. A block takes its number as it begins, and waits for lower ones alone. All visit tiles downwards, so that one that is
+// behind another stays behind. With deterministic=False they add in any order, to zeros.
 //
 // Two consumers of 64 keys each. dS goes to shared memory once, where both read it as an operand of dS K: of that a consumer makes 64
 // queries, or at 128 columns half the columns, 64 x 64 in any case. A warp of the producers, one for each consumer, adds what that consumer
@@ -15,19 +16,29 @@
 
 namespace pt::cuda {
 
-// Where the sums of a tile of queries begin. A tile is pieces of 64 queries, each as 128 threads have it in registers: their first four
-// elements one thread after the other, then their next four.
-template <class K>
-PT_DEVICE float* dq_accum(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
-  constexpr int kRows = sm90_fused_tile(K::head_dim).streamed;
+struct Sm90Fused : Sm90Backward {
+  // How many blocks have begun, then of each consumer's part of a tile of queries how many have added to it: zeros. Null: in any order.
+  uint32_t* turns;
+};
+
+// The number of a tile of queries among all heads'.
+template <int D>
+PT_DEVICE int64_t number_of_tile(const AttentionBackward& g, const Sequence& s, int b, int h, int tile) {
+  constexpr int kRows = sm90_fused_tile(D).streamed;
   const int64_t first = g.p.cu_queries ? h * g.dq_accum_tiles + s.row_q / kRows + b : (int64_t(b) * g.p.heads + h) * g.dq_accum_tiles;
-  return g.dq_accum + (first + (PT_FAULT(added_to_another_tile) ? 0 : tile)) * kRows * K::head_dim;
+  return first + (PT_FAULT(added_to_another_tile) ? 0 : tile);
+}
+// Where its sums begin. A tile is pieces of 64 queries, each as 128 threads have it in registers: their first four elements one thread
+// after the other, then their next four.
+template <int D>
+PT_DEVICE float* dq_accum(const AttentionBackward& g, int64_t number) {
+  return g.dq_accum + number * sm90_fused_tile(D).streamed * D;
 }
 
 template <class T, class K>
 struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   using Dkdv = Sm90BwdDkdvBlock<T, K>;
-  using Dkdv::args, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats, Dkdv::each_row_stat;
+  using Dkdv::args, Dkdv::block_number, Dkdv::k, Dkdv::v, Dkdv::q, Dkdv::d_out, Dkdv::own_row_stats, Dkdv::each_row_stat;
   using Dkdv::kTile, Dkdv::D, Dkdv::BM, Dkdv::BN, Dkdv::kConsumers;
   using typename Dkdv::Work, typename Dkdv::RingOwn, typename Dkdv::RingStream, typename Dkdv::RingQueries;
   static constexpr int kPart = 64 * 64;            // elements of d_query that a consumer makes of a tile
@@ -40,6 +51,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
 
   RingGradients gradients;
   uint32_t partials, part_barriers, notes;
+  uint32_t* turns;
 
   PT_DEVICE RingPart part_of(int consumer) const {
     return {partials + consumer * RingPart::kBufferBytes, part_barriers + consumer * RingPart::kBarrierBytes};
@@ -48,6 +60,8 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void begin() const {
     Dkdv::begin();
     for (int c = 0; c < kConsumers; ++c) part_of(c).init(4, 1, "part_full", "part_empty");
+    if constexpr (K::in_order)
+      ptx::st_shared_u32(Dkdv::ticket, PT_FAULT(blocks_numbered_by_the_grid) ? blockIdx.x : ptx::atomic_add_u32(turns, 1));
   }
 
   PT_DEVICE void produce() const {
@@ -63,14 +77,25 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void add_parts(int consumer) const {
     const AttentionProblem& p = args.g.p;
     const RingPart part = part_of(consumer);
-    const Work w(p, args.order, int(blockIdx.x));
+    const Work w(p, args.order, block_number());
     int stream_iter = 0;
     w.for_each_stream_iter(p, [&](int h, int t) {
+      const int64_t tile = number_of_tile<D>(args.g, w.s, w.b, h, t);
+      float* const sums = dq_accum<D>(args.g, tile) + consumer * kPart;
+      uint32_t* const turn = turns + 1 + tile * kConsumers + consumer;
+      // The tiles of keys that these queries see are neighbours: so many come before this one.
+      const int before = w.j0 / BM - (PT_FAULT(turns_from_the_first_key_on) ? 0 : w.s.keys_of(p, t * BN).lo / BM);
+      if (K::in_order && !PT_FAULT(a_turn_not_awaited)) ptx::acquire_equal_u32(turn, uint32_t(before));
       if (!PT_FAULT(a_part_not_awaited)) part.consumer_wait(stream_iter);
-      ptx::bulk_reduce_add_f32(dq_accum<K>(args.g, w.s, w.b, h, t) + consumer * kPart, part.buffer(stream_iter), kPart * 4);
+      if (K::in_order && before == 0) ptx::bulk_store(sums, part.buffer(stream_iter), kPart * 4);
+      else ptx::bulk_reduce_add_f32(sums, part.buffer(stream_iter), kPart * 4);
       ptx::bulk_commit();
       if (!PT_FAULT(a_part_added_before_it_is_read)) ptx::bulk_wait_read<0>();
       part.consumer_release(stream_iter++);
+      if constexpr (K::in_order) {
+        if (!PT_FAULT(a_turn_ended_before_it_has_added)) ptx::bulk_wait<0>();
+        ptx::release_add_u32(turn, 1);
+      }
     });
   }
 
@@ -146,7 +171,7 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
   PT_DEVICE void consume() const {
     const AttentionProblem& p = args.g.p;
     const float scale_log2 = p.scale * kLog2e;
-    const Work w(p, args.order, int(blockIdx.x));
+    const Work w(p, args.order, block_number());
     note_bounds(w);
     float dk[D / 2], dv[D / 2], s[BN / 2], part[kPart / 128];
     PT_UNROLL
@@ -235,51 +260,55 @@ struct Sm90FusedBlock : Sm90BwdDkdvBlock<T, K> {
       consumer_release_warpgroup(k, 0);
       consumer_release_warpgroup(v, 0);
     }
-    Dkdv::finish(int(blockIdx.x), dk, dv);
+    Dkdv::finish(block_number(), dk, dv);
   }
 
-  static PT_DEVICE void run(const Sm90Backward& args) {
+  static PT_DEVICE void run(const Sm90Fused& args) {
     constexpr uint32_t kOwn = RingOwn::kBufferBytes, kOutAt = 2 * kOwn + RingQueries::kBufferBytes;
     constexpr uint32_t kGradientsAt = kOutAt + RingStream::kBufferBytes, kPartsAt = kGradientsAt + RingGradients::kBufferBytes;
     constexpr uint32_t kNotesAt = kPartsAt + kConsumers * RingPart::kBufferBytes, kRowStatsAt = kNotesAt + kSm90Notes;
     constexpr uint32_t kBarriersAt = kRowStatsAt + (kTile.stages + K::more_queries) * Dkdv::kRowStatsBytes,
                        kOwnBars = RingOwn::kBarrierBytes;
     constexpr uint32_t kPartBars = 2 * kOwnBars + RingQueries::kBarrierBytes + RingStream::kBarrierBytes;
-    static_assert(kSm90Slack + kBarriersAt + kPartBars + kConsumers * RingPart::kBarrierBytes == sm90_fused_smem(kTile));
+    constexpr uint32_t kTicketAt = kBarriersAt + kPartBars + kConsumers * RingPart::kBarrierBytes;
+    static_assert(kSm90Slack + kTicketAt + kSm90TicketBytes == sm90_fused_smem(kTile));
     const uint32_t base = align_to_atom(ptx::dynamic_smem()), bars = base + kBarriersAt;
     const Dkdv dkdv{args,
                     RingOwn(base, bars),
                     RingOwn(base + kOwn, bars + kOwnBars),
                     RingQueries(base + 2 * kOwn, bars + 2 * kOwnBars),
                     RingStream(base + kOutAt, bars + kPartBars - RingStream::kBarrierBytes),
-                    base + kRowStatsAt};
-    run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt, bars + kPartBars, base + kNotesAt});
+                    base + kRowStatsAt,
+                    typename Dkdv::MaskLoader(0),
+                    base + kTicketAt};
+    run_block(Sm90FusedBlock{dkdv, RingGradients(base + kGradientsAt, 0), base + kPartsAt, bars + kPartBars, base + kNotesAt, args.turns});
   }
 };
 
 template <class T, class K>
 __global__ void __launch_bounds__(sm90_fused_tile(K::head_dim).threads(), 1)
-    sm90_attention_bwd_fused_kernel([[maybe_unused]] const __grid_constant__ Sm90Backward args) {
+    sm90_attention_bwd_fused_kernel([[maybe_unused]] const __grid_constant__ Sm90Fused args) {
 #if PT_SM90A
   Sm90FusedBlock<T, K>::run(args);
 #endif
 }
 
 // d_query from its sums: rounded, scaled, zero for queries that see nothing. A block has 64 queries.
-template <class T, class K>
+template <class T, int D>
 __global__ void __launch_bounds__(128) sm90_convert_dq_kernel(const __grid_constant__ AttentionBackward g) {
-  constexpr int kRows = 64, kTile = sm90_fused_tile(K::head_dim).streamed;
+  constexpr int kRows = 64, kTile = sm90_fused_tile(D).streamed;
   const AttentionProblem& p = g.p;
   const int blocks = (p.num_queries + kRows - 1) / kRows, i0 = int(blockIdx.x) % blocks * kRows, bh = int(blockIdx.x) / blocks;
   const int b = bh / p.heads, h = bh % p.heads;
   const Sequence s(p, b);
   const int written = p.cu_queries ? s.num_q : p.num_queries;
   if (i0 >= written) return;
-  float x[K::head_dim / 2], factor[2];
+  float x[D / 2], factor[2];
   int64_t index[2];
-  const float* sums = dq_accum<K>(g, s, b, h, i0 / kTile) + (PT_FAULT(dq_accum_of_other_queries) ? 0 : i0 % kTile * K::head_dim);
+  const float* sums =
+      dq_accum<D>(g, number_of_tile<D>(g, s, b, h, i0 / kTile)) + (PT_FAULT(dq_accum_of_other_queries) ? 0 : i0 % kTile * D);
   PT_UNROLL
-  for (int j = 0; j < K::head_dim / 8; ++j) {
+  for (int j = 0; j < D / 8; ++j) {
     const ptx::Words4 words = ptx::ld_global_once(sums + (j * 128 + threadIdx.x) * 4);
     PT_UNROLL
     for (int r = 0; r < 4; ++r) x[4 * j + r] = ptx::bits_float(words.w[r]);

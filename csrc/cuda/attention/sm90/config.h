@@ -157,24 +157,29 @@ struct Hopper {
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_bwd_dkdv_tile(HeadDim, HasScoreMod, ElementwiseMask);
   // in bwd_dkdv: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
   static constexpr int more_queries = 0, spread = 1;
+  static constexpr bool in_order = false;  // whether its blocks take numbers as they begin
 };
 
-// deterministic=False: five GEMMs, with d_query added across blocks. Only bounds.
+// Five GEMMs, with d_query added across blocks. Only bounds.
 constexpr Sm90Tile sm90_fused_tile(int head_dim) {
   Sm90Tile t = sm90_bwd_dkdv_tile(head_dim, false);
   t.stages = 2;  // dS has the place of a third
   return t;
 }
-template <int HeadDim>
+// InOrder: blocks take turns at each tile of queries; else (deterministic=False) they add in any order, and those that add to the same
+// places at the same time wait for each other.
+template <int HeadDim, bool InOrder>
 struct Fused : Hopper<HeadDim, false> {
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_fused_tile(HeadDim);
-  static constexpr int spread = 16;  // blocks that add to the same places at the same time wait for each other
+  static constexpr bool in_order = InOrder;
+  static constexpr int spread = InOrder ? 1 : 16;
 };
 constexpr uint32_t kSm90Notes = 256 * 48;  // of consumers' threads
-// As in bwd_dkdv, and: dS, twice; 64 x 64 float32 numbers a consumer; notes.
+constexpr uint32_t kSm90TicketBytes = 16;
+// As in bwd_dkdv, and: dS, twice; 64 x 64 float32 numbers a consumer; notes; the block's number.
 constexpr uint32_t sm90_fused_smem(const Sm90Tile& t) {
   const uint32_t part = 64 * 64 * 4 + kSm90BarrierBytes;
-  return sm90_bwd_dkdv_smem(t) + kSm90Notes + uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part;
+  return sm90_bwd_dkdv_smem(t) + kSm90Notes + kSm90TicketBytes + uint32_t(2 * t.rows() * t.streamed * 2) + uint32_t(t.consumers) * part;
 }
 // dK, dV; S or dP; P and its copy, which becomes dS; d_query's part.
 constexpr bool sm90_fused_fits(const Sm90Tile& t) {

@@ -167,14 +167,18 @@ inline Sm90Plan plan_sm90_backward(const AttentionBackward& g, Pass pass, int mu
   return plan;
 }
 
-// deterministic=False, where all three gradients are wanted.
-inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, int multiprocessors) {
+// Where all three gradients are wanted. In order, a block waits for those before it of its head: blocks that begin at the same time are of
+// many heads. With fewer keys reading and rounding the sums of d_query takes longer than two products.
+constexpr int kSm90OrderedKeys = 1024;
+inline Sm90Plan plan_sm90_fused(const AttentionBackward& g, bool in_order, int multiprocessors) {
   const AttentionProblem& p = g.p;
   Sm90Plan plan = plan_sm90_backward(g, Pass::BwdDkdv, multiprocessors);
   if (!plan.why_not) plan.why_not = sm90_why_not(p, {&p.q}, {&g.dq});
   if (plan.has_score_mod || plan.elementwise_mask)
-    plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the passes that add in order";
-  if (plan.head_class == 256) plan.why_not = "of wide heads the kernel that adds out of order has no room for the sums";
+    plan.why_not = "masks, biases, softcap, dropout and padding with a left window are only in the two passes";
+  if (plan.head_class == 256) plan.why_not = "of wide heads the kernel has no room for the sums";
+  if (in_order && p.num_keys < kSm90OrderedKeys) plan.why_not = "of few keys the two passes take less";
+  if (in_order && !plan.why_not) plan.order.section = section_of(p, plan.order.heads, 1);
   plan.blocks = int64_t(plan.order.tiles) * plan.order.heads;  // persistent ones have no registers for what lasts from tile to tile
   plan.tile = sm90_fused_tile(plan.head_class), plan.smem_bytes = sm90_fused_smem(plan.tile);
   if (!g.dq.data || !(g.dk.data || g.dv.data)) plan.why_not = "a pass for d_query alone, or for d_key and d_value, has fewer products";

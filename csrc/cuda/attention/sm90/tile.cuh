@@ -17,13 +17,16 @@ namespace pt::cuda {
 
 // ---- who does what
 
-// For f(n), n the number of each tile of this block; of its only one if blocks do not persist.
+// For f(n), n the number of each tile of block number `block`; of its only one if blocks do not persist.
+template <bool Persists = true, class F>
+PT_DEVICE void for_each_tile(const TileOrder& order, int block, F f) {
+  if constexpr (Persists)
+    for (int n = block; n < order.tiles * order.heads; n += ptx::grid_size() + (PT_FAULT(the_tiles_of_another_block) ? 1 : 0)) f(n);
+  else f(block);
+}
 template <bool Persists = true, class F>
 PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
-  if constexpr (Persists)
-    for (int n = int(blockIdx.x); n < order.tiles * order.heads; n += ptx::grid_size() + (PT_FAULT(the_tiles_of_another_block) ? 1 : 0))
-      f(n);
-  else f(int(blockIdx.x));
+  for_each_tile<Persists>(order, int(blockIdx.x), f);
 }
 // The same where tiles may be paired.
 template <class F>
