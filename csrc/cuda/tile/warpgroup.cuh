@@ -59,7 +59,4 @@ PT_DEVICE uint64_t swizzled(uint32_t address, uint32_t panel_bytes = 16) {
 // The same so many bytes further on, in the same block's shared memory.
 PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return (descriptor >> 32 << 32) | (uint32_t(descriptor) + bytes / 16); }
 
-// The same so many bytes further on: no address carries into what lies above it.
-PT_DEVICE uint64_t further(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
-
 }  // namespace pt::cuda
