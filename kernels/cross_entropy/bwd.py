@@ -70,9 +70,8 @@ def backward(
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
 ) -> None:
-    """Write those of dx (rows, d), d_weight and d_bias (float32, d_bias zeros before, d_weight too if there are no rows) that are given,
-    of the op's arguments with x (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target
-    is ignored."""
+    """Write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros before) that are given, of the op's arguments with x
+    (rows, d) and target (rows,); g is the upstream gradient of each row's loss, float32, 0 where the target is ignored."""
     (rows, d), classes, device = a.x.shape, a.weight.shape[0], a.x.device
     config, bias_tile = (tile(kernel, classes, device) for kernel in ("backward", "bias"))
     p, kind = describe(a, config, HALF_SCALE if a.x.dtype == torch.float16 else 1.0)

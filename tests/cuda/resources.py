@@ -95,7 +95,10 @@ def serial() -> list[str]:
     """Forward kernels for sm_90a that wait for P V before the softmax which is to run under it: ptxas may move arithmetic behind a wait."""
     code = {symbol: "\n".join(lines) for (_, symbol), lines in dumped_code().items() if "sm90_attention_fwd" in symbol}
     names = readable(sorted(code))
-    under = {symbol: re.findall(r"DEPBAR\.LE gsb0, 0x1 (.*?)DEPBAR\.LE gsb0, 0x0 ", text, re.DOTALL) for symbol, text in code.items()}
+    under = {
+        symbol: re.findall(r"DEPBAR\.LE gsb0, 0x1 (.*?)DEPBAR\.LE gsb0, 0x0 ", text, re.DOTALL)
+        for symbol, text in code.items()
+    }
     return [names[symbol] for symbol, found in under.items() if not any(part.count("MUFU.EX2") >= 32 for part in found)]
 
 

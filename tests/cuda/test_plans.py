@@ -166,9 +166,13 @@ def test_how_tiles_are_shared() -> None:
     full, causal, window = sm90_plan(), sm90_plan(even=False), sm90_plan(even=False, left_window=True)
     assert (full["tiles"], full["section"], full["blocks"], full["paired"]) == (32, 1, 132, False)
     assert (causal["tiles"], causal["section"], causal["blocks"], causal["paired"]) == (32, 1, 132, True)
-    assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (32, 16, 32 * 32, False)  # 2 MB of keys and values a head
+    # 2 MB of keys and values a head
+    assert (window["tiles"], window["section"], window["blocks"], window["paired"]) == (32, 16, 32 * 32, False)
     assert sm90_plan("bwd_dq", even=False, num_keys=4352)["section"] == 11  # of 15 at most, three sections and none small
-    assert sm90_plan("bwd_dq", even=False, num_keys=65536)["section"] == 1 and sm90_plan(even=False, num_keys=128)["section"] == 32
+    assert (
+        sm90_plan("bwd_dq", even=False, num_keys=65536)["section"] == 1
+        and sm90_plan(even=False, num_keys=128)["section"] == 32
+    )
     # Pairs: an even number of tiles, and hardly a block without one in the last round.
     for changed in ({"num_queries": 4000}, {"heads": 16 + 4, "key_heads": 4}):
         assert sm90_plan(even=False, **changed)["paired"]

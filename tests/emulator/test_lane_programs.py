@@ -18,7 +18,7 @@ from torch import Tensor
 import pytransformer as pt
 from pytransformer.ops._backends.gpu import attention as gpu_attention
 from pytransformer.ops._backends.gpu import cross_entropy as gpu_cross_entropy
-from pytransformer.ops._core import lane, recording
+from pytransformer.ops._core import lane, recording, tensors
 from pytransformer.ops._core.registry import OPS, Op, observing
 from pytransformer.testing.lanes import Sees, needs_lane, same
 
@@ -28,7 +28,10 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU lengths and targets are looked at, which no program does."""
+    """On the CPU lengths and targets are looked at, which no program does; and no switch says how exact products are, which a program
+    has one answer to."""
+    whole = tensors._whole_sums
+    monkeypatch.setattr(tensors, "_whole_sums", lambda device: whole(torch.device("cuda")))
     for backend in (gpu_attention, gpu_cross_entropy):
         monkeypatch.setattr(backend, "looks_at_values", lambda device: False)
     lane.forget()
@@ -63,6 +66,7 @@ Problem = tuple[Callable[..., Any], Callable[[], list[Tensor]]]
 PROBLEMS: dict[str, Problem] = {
     "plain": (attention, qkv),
     "dropout": (lambda *t: attention(*t, causal="bottom_right", dropout_p=0.2), qkv),
+    "gradients at once": (attention, lambda: qkv(24, 1024)),  # with a float32 copy of d_query, and turns
     "an int seed": (lambda *t: attention(*t, dropout_p=0.2, dropout_seed=3), qkv),
     "memory order, lse": (lambda *t: attention(*across(*t), return_lse=True), lambda: [normal(1, 24, 2, 16) for _ in range(3)]),
     "rows that are copied": (attention, lambda: qkv(d=17)),

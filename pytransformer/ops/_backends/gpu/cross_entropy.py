@@ -21,8 +21,8 @@ class Kernels(NamedTuple):
     """What a backend has of its own, called with the op's arguments, of which x is (rows, d) and target (rows,).
 
     forward(a, losses, lse): write the loss and lse of every row, (rows,) float32.
-    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32, zeros before if there are no rows) and
-    d_bias (float32, zeros before) that are given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored.
+    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros before) that are
+    given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored. There is a row.
     """
 
     forward: Callable[..., None]
@@ -43,36 +43,38 @@ def backend(
     def forward(a: Any) -> tuple[torch.Tensor, ...]:
         if looks_at_values(a.x.device):
             check_values(a)
-        loss, lse, product = op.empty_outputs(a)
-        if product.numel():  # promised for tensors on the CPU
-            product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
-        losses = loss if a.reduction == "none" else torch.empty_like(lse)
-        with as_written(a.x.device):
+        with as_written(a.x.device):  # all of it: a recorded call has one answer to how exact its products are
+            loss, lse, product = op.empty_outputs(a)
+            if product.numel():  # promised for tensors on the CPU
+                product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
+            losses = loss if a.reduction == "none" else torch.empty_like(lse)
             load().forward(_flat(a), losses.view(-1), lse.view(-1))
-        if a.reduction != "none":
-            torch.sum(losses.view(-1), 0, out=loss)
-        if a.reduction == "mean":
-            loss /= _count(a)
+            if a.reduction != "none":
+                torch.sum(losses.view(-1), 0, out=loss)
+            if a.reduction == "mean":
+                loss /= _count(a)
         return loss, lse, product
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        results = op.empty_gradients(a, wanted)
-        (grad,), (lse, _) = grads, saved
-        if grad is None or a.target.numel() == 0:
-            return [None if r is None else r.zero_() for r in results]
-        grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()
-        g = torch.where(a.target != a.ignore_index, grad, 0.0).reshape(-1)
-        dx, d_weight, d_bias = results
-        rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
-        empty = torch.empty if g.numel() else torch.zeros  # the first rows write d_weight
-        sums = [None if r is None else of(r.shape, device=r.device) for r, of in ((d_weight, empty), (d_bias, torch.zeros))]
         with as_written(a.x.device):
+            results = op.empty_gradients(a, wanted)
+            (grad,), (lse, _) = grads, saved
+            if grad is None or a.target.numel() == 0:
+                return [None if r is None else r.zero_() for r in results]
+            grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()
+            g = torch.where(a.target != a.ignore_index, grad, 0.0).reshape(-1)
+            dx, d_weight, d_bias = results
+            rows = None if dx is None else a.x.new_empty(g.numel(), a.x.shape[-1])
+            sums = (
+                None if d_weight is None else torch.empty(d_weight.shape, device=d_weight.device),
+                None if d_bias is None else torch.zeros(d_bias.shape, device=d_bias.device),
+            )
             load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
-        for result, found in zip(results, (rows, *sums)):
-            if result is not None and found is not None:
-                result.copy_(found.view(result.shape))
+            for result, found in zip(results, (rows, *sums)):
+                if result is not None and found is not None:
+                    result.copy_(found.view(result.shape))
         return results
 
     return Backend(name, forward, backward, why_not, extra_bytes, recorded=recorded)
