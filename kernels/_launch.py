@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytransformer.ops._core.recording import Watching
 
 from . import _lang, tuned
 
@@ -75,7 +76,7 @@ class Replay:
             launch(*full, stream=stream)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Watching):
     """Sees each operation and each launch of a call."""
 
     def __init__(self, addresses: list[int], device: torch.device) -> None:

@@ -21,7 +21,17 @@ from .registry import OPS, Backend, Op
 Recorded = tuple[tuple[Any, ...], list[tuple[Any, ...]], tuple[Any, ...], str, Any]
 
 
-class Recorder(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A mode that sees each op of a call, of which nothing is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch's own question: whether to hide ``__torch_dispatch__`` from torch.compile, which imports that at the first op seen: 4 s
+        of a process's second call on a GPU."""
+        return False
+
+
+class Recorder(Watching):
     """Sees each op and, told by a backend, each launch."""
 
     precision: Callable[[], tuple[int, ...]]  # how exact products are now; set when the lane is loaded
