@@ -17,7 +17,6 @@ from ._core.autograd import needs_gradient
 from ._core.options import Reduction
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
-from .attention import ORDER
 
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
@@ -58,7 +57,6 @@ linear_cross_entropy_op = Op(
     saved=("lse", "product"),
     empty_outputs=_empty,
     flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
-    order=ORDER,
     stem="cross_entropy",
 )
 

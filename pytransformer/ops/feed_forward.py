@@ -17,7 +17,6 @@ from ._core.autograd import needs_gradient
 from ._core.options import ActivationName
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_choice, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
-from .attention import ORDER
 
 # x (..., d), w1 and gate_weight (hidden, d), w2 (d_out, hidden), all of one dtype; biases of any. save: whether pre and gate,
 # the pre-activations, are kept for backward (else it computes them again). The starts are the absolute indices of the first row of x,
@@ -52,7 +51,6 @@ feed_forward_op = Op(
     saved=("pre", "gate"),
     empty_outputs=_empty,
     flops=(_flops, lambda a: 2 * _flops(a) + (0 if a.save else _flops_in(a))),
-    order=ORDER,
 )
 
 
