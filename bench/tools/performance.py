@@ -228,7 +228,8 @@ def text(folder: Path) -> str:
         "# Performance",
         "Written by `bench/tools/performance.py` from committed results alone; [benchmarks.md](benchmarks.md) says how they are measured "
         "and with which commands. Unless a column says otherwise a figure is **PyTorch's time over ours** in one interleaved run: 2 is "
-        "twice as fast; below 1, in bold, we are slower. Every contender was first checked against float64. GPUs: [an H100](cuda/first-gpu-run.md).",
+        "twice as fast; below 1, in bold, we are slower. Every contender was first checked against float64. "
+        "GPUs: [an H100](cuda/first-gpu-run.md).",
         _others(folder.name),
         f"CPU: {report.environment_text(document['environment'])} Command: `{document['environment']['command']}`.",
         "## Aims and what was reached", aims(document, found, load(folder, f"{AVX2}/results.json")),

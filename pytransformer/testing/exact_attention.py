@@ -101,6 +101,8 @@ def packed(named: Mapping[str, Any], grads: list[torch.Tensor] | None) -> oracle
     results = dict(solution.results)
     for name, side in sides.items():
         if (r := results.get(name)) is not None:
-            parts = {part: pack(getattr(r, part), side) for part in ("value", "S", "floor")}
-            results[name] = dataclasses.replace(r, **({n: t.t() for n, t in parts.items()} if name == "lse" else parts))
+            value, S, floor = (pack(t, side) for t in (r.value, r.S, r.floor))
+            if name == "lse":
+                value, S, floor = value.t(), S.t(), floor.t()
+            results[name] = dataclasses.replace(r, value=value, S=S, floor=floor)
     return dataclasses.replace(solution, results=results)
