@@ -5,7 +5,8 @@
 #
 #   OUT=folder BUDGET=560 bash bench/gpu.sh
 #
-# Where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
+# PREBUILT=folder: the package as `pip install --target` left it on another machine with the same Python, torch and processor, so that no
+# time goes into compiling: nvcc takes some three minutes on two cores. Without it, and where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
 # and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
 # ONLY='attention|decode' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
 # the checkout came without .git.
@@ -63,97 +64,100 @@ step() {
 cat "$out/facts.txt"
 
 # Outside the checkout, whose kernels/ folder is not a package of that name.
-step install 300 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" ||
-  # Another nvcc than the kernels were written with may spill a register: slow is better than nothing.
-  PYTRANSFORMER_CUDA_SPILLS=1 step install_slow 240 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" ||
-  exit 1
+if [[ -n ${PREBUILT:-} ]]; then
+  site=$PREBUILT
+else
+  step install 300 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" ||
+    # Another nvcc than the kernels were written with may spill a register: slow is better than nothing.
+    PYTRANSFORMER_CUDA_SPILLS=1 step install_slow 240 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" ||
+    exit 1
+fi
 if ! command -v nvcc >/dev/null && [[ -f $root/pytransformer/libpytransformer_cuda.so && -d $site/pytransformer ]]; then
   cp "$root"/pytransformer/{libpytransformer_cuda.so,_build_info.json} "$site/pytransformer/"
 fi
 export PYTHONPATH=$site
 cd "$work"
 
-# Tests by several processes where pytest-xdist and pytest-timeout are installed: one that hangs, or spoils the CUDA context, takes no other
-# with it, and the float64 solutions on the CPU are made side by side.
+# Tests by as many processes as there are cores, where pytest-xdist and pytest-timeout are installed: one that hangs, or spoils the CUDA context,
+# takes no other with it, and Triton's compilations and the float64 solutions on the CPU are made side by side. On an H100 with 16 cores: all of
+# tests/cuda in a minute; a compilation of Triton's takes 2 to 30 s.
 apart=()
 if "$python" -c 'import pytest_timeout, xdist' 2>/dev/null; then
-  apart=(-n 4 --timeout 80 --timeout-method thread)
+  apart=(-n "$(nproc)" --dist worksteal --timeout 80 --timeout-method thread)
 fi
-pytest=(env OMP_NUM_THREADS=4 "$python" -m pytest -p no:cacheprovider -v -m gpu "${apart[@]}")
+pytest=(env OMP_NUM_THREADS=2 "$python" -m pytest -p no:cacheprovider -v -m gpu "${apart[@]}")
+cuda=("$root"/tests/cuda/test_gpu*.py) triton=("$root"/tests/triton/test_gpu*.py)
 
-# First whether the machine does what the emulator takes for granted, and the CUDA tier is right.
-step conformance 150 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
+# First whether the machine does what the emulator takes for granted, and both tiers are right.
+step conformance 100 "$python" -m pytest -p no:cacheprovider -v -x -m gpu "$root/tests/cuda/test_ptx_conformance.py"
+step test_cuda 120 "${pytest[@]}" "${cuda[@]}"
+# On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
+PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
+step test_triton 180 "${pytest[@]}" "${triton[@]}" -k "not test_random"
 # The verdict on every backend, each in a process of its own; its file is a result, and is used without asking once it is committed.
 PYTRANSFORMER_CACHE=$out step verify 150 "$python" -m pytransformer verify --device cuda --seconds 110
-# What reading the sources could not settle: few calls each, so that an answer comes before long compilations. dropout masks bit by bit,
-# sums of T5's table in Triton, float32 packed sequences, long sums and large problems, a thread without a context.
-step first_cuda 75 "${pytest[@]}" "$root/tests/cuda" -k "dropout_mask or without_a_context or packed_case or many_tiles or many_classes"
-step first_triton 75 "${pytest[@]}" "$root/tests/triton" -k "dropout_mask or (test_case and (t5_bias or varlen) and bfloat16)"
-step test_cuda 90 "${pytest[@]}" "$root/tests/cuda/test_gpu.py"
 
-step test_cuda_attention 150 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py"
-# On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
-PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
-# Keys in pages, and keys of few queries split over blocks: the same bits as keys in one piece, and as a sequence alone; keys and values in
-# eight bits, against float64; PYTRANSFORMER_CHECK too.
-step test_cuda_decode 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention_decode.py"
-
-step test_cuda_rotary 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_rotary.py"
-step test_cuda_feed_forward 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_feed_forward.py"
-step test_cuda_cross_entropy 90 "${pytest[@]}" "$root/tests/cuda/test_gpu_cross_entropy.py"
-
+# Benchmarks. Their numbers are drawn on the GPU and not compared with float64, which takes the CPU minutes at these sizes: the tests did.
 bench() { # NAME SECONDS ARGUMENTS…
-  local name=$1 limit=$2
+  local name=$1 limit=$2 path=()
   shift 2
-  step "$name" "$limit" "$python" -m pytransformer bench "$@" --device cuda --no-memory --no-plots --min-time 0.2 \
-    --out "$work/bench/$name"
+  [[ $name =~ ${ONLY:-.} ]] || return 0
+  set -- "$@" --device cuda --no-verify --no-memory --no-plots --no-peaks --min-time 0.1
+  [[ -z ${PYTRANSFORMER_CUDA_PATH:-} ]] || path=(PYTRANSFORMER_CUDA_PATH="$PYTRANSFORMER_CUDA_PATH")
+  if [[ -n ${DRY_RUN:-} ]]; then
+    echo "$name ($limit s): $python -m pytransformer bench $*"
+  else
+    echo "$name $limit ${path[*]} $*" >>"$work/benchmarks"
+  fi
+}
+benchmarks() { # NAME SECONDS: carry out what was collected, in forks of one process
+  [[ -s $work/benchmarks ]] || return 0
+  mv "$work/benchmarks" "$work/$1.steps"
+  ONLY= step "$1" "$2" "$python" "$root/bench/tools/steps.py" "$work/$1.steps" --seconds "$(($2 < $(left) ? $2 : $(left)))" --out "$work/bench"
+  cat "$work/logs/$1.log"
 }
 
-peers=cuda,triton,torch,torch_flash,torch_efficient,torch_cudnn
-norms=(add_norm layer_norm rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
-bench norms_4096 60 "${norms[@]}" rows=16384,d=4096
-bench norms_1024 60 "${norms[@]}" rows=65536,d=1024
-
-turns=(--backends cuda,triton,naive,compile --dtype bfloat16 --shape)
-bench rotary 45 rotary "${turns[@]}" B=2,Hq=32,Lq=4096,D=128 --case rotary,rotary_norm --mode fwd,bwd
-bench append_kv 45 append_kv "${turns[@]}" B=8,Hq=32,Hkv=8,Lq=1,D=128 --mode fwd
-
-tests=("${pytest[@]}" "$root/tests/triton")
-# Each case is a compilation or two, some 430 in all: those of the type that models use first, the others behind the benchmarks.
-step test_cases 120 "${tests[@]}" -k "test_case and bfloat16"
-step test_limits 60 "${tests[@]}" -k "graph or programs or addresses or eight_bits"
-bench attention_d128 90 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_d64 60 attention --backends $peers --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=2,Hq=32,Lq=4096,Lk=4096,D=64
-bench attention_any_order 45 attention --backends cuda,cuda_any_order --case full,causal --dtype bfloat16 --mode bwd \
-  --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_terms 90 attention --backends $peers --case key_padding,bool_mask,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,fwd+bwd \
-  --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64
+peers=cuda,triton,torch_flash,torch_cudnn
+attention=(attention --dtype bfloat16 --case full,causal --shape)
+bench bwd128 20 "${attention[@]}" B=2,Hq=16,Lq=4096,Lk=4096,D=128 --mode bwd --backends cuda,cuda_any_order,torch_cudnn
+bench fwd128 20 "${attention[@]}" B=2,Hq=16,Lq=4096,Lk=4096,D=128 --mode fwd --backends $peers
+bench fwd64 20 "${attention[@]}" B=2,Hq=32,Lq=4096,Lk=4096,D=64 --mode fwd --backends $peers
+bench bwd64 20 "${attention[@]}" B=2,Hq=32,Lq=4096,Lk=4096,D=64 --mode bwd --backends cuda,cuda_any_order,torch_cudnn
+# Where the backward in order begins to pay.
+for keys in 512 1024 2048; do
+  bench "bwd128_$keys" 20 "${attention[@]}" "B=$((16384 / keys)),Hq=16,Lq=$keys,Lk=$keys,D=128" --mode bwd --backends cuda,cuda_any_order,torch_cudnn
+done
+bench long 30 "${attention[@]}" B=1,Hq=16,Lq=16384,Lk=16384,D=128 --mode fwd,bwd --backends cuda,torch_cudnn
+bench d256 20 "${attention[@]}" B=1,Hq=16,Lq=8192,Lk=8192,D=256 --mode fwd --backends cuda,torch_flash,torch_cudnn
+PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 25 "${attention[@]}" B=2,Hq=16,Lq=4096,Lk=4096,D=128 --mode fwd,bwd --backends cuda
+bench terms 60 attention --case key_padding,bool_mask,bias,t5_bias,alibi,dropout,window --dtype bfloat16 --mode fwd,bwd \
+  --shape B=2,Hq=16,Lq=2048,Lk=2048,D=64 --backends cuda,triton,torch_efficient,torch_cudnn
 # Many short sequences: what launches cost, of masks those of what is recomputed too.
-bench attention_short 45 attention --backends $peers --case full,bool_mask --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=16,Lq=512,Lk=512,D=64
+bench short 40 attention --case full,bool_mask --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=16,Lq=512,Lk=512,D=64 --backends $peers
 # An image's patches: rows of a bias that are not aligned, with its gradient.
-bench attention_odd 30 attention --backends $peers --case bias --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=12,Lq=197,Lk=197,D=64
-PYTRANSFORMER_CUDA_PATH=portable bench attention_portable 45 attention --backends cuda --case full,causal --dtype bfloat16 --mode fwd,bwd \
-  --shape B=2,Hq=16,Lq=4096,Lk=4096,D=128
-bench attention_long 60 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd,bwd --shape B=1,Hq=16,Lq=16384,Lk=16384,D=128
-bench attention_d256 45 attention --backends cuda,torch_flash,torch_cudnn --case full,causal --dtype bfloat16 --mode fwd --shape B=1,Hq=16,Lq=8192,Lk=8192,D=256
+bench odd 30 attention --case bias --dtype bfloat16 --mode fwd,fwd+bwd --shape B=64,Hq=12,Lq=197,Lk=197,D=64 --backends cuda,triton,torch_efficient
 # One token over 8,192 keys, in pages (whose peers gather them) and in one piece, of few heads and sequences and of many.
 for of in B=1,Hq=1,Hkv=1 B=1,Hq=8,Hkv=8 B=1,Hq=32,Hkv=8 B=4,Hq=32,Hkv=32 B=16,Hq=32,Hkv=8; do
-  bench "decode_8k_$of" 30 attention --backends cuda,triton,torch --case decode_pages,decode --dtype bfloat16 --mode fwd --shape "Lk=8192,Lq=1,D=128,$of"
+  bench "decode_8k_$of" 25 attention --case decode_pages,decode --dtype bfloat16 --mode fwd --shape "Lk=8192,Lq=1,D=128,$of" --backends cuda,triton,torch
 done
-bench decode 45 attention --backends $peers --case causal --dtype bfloat16 --mode fwd --shape B=1,Hq=32,Lq=1,Lk=32768,D=128
+norms=(add_norm layer_norm rms_norm --case add_norm,layer_norm,rms_norm --backends cuda,triton,torch --dtype bfloat16 --mode fwd,bwd --shape)
+bench norms_4096 30 "${norms[@]}" rows=16384,d=4096
+bench norms_1024 30 "${norms[@]}" rows=65536,d=1024
+turns=(--backends cuda,triton,naive,compile --dtype bfloat16 --shape)
+bench rotary 45 rotary "${turns[@]}" B=2,Hq=32,Lq=4096,D=128 --case rotary,rotary_norm --mode fwd,bwd
+bench append_kv 30 append_kv "${turns[@]}" B=8,Hq=32,Hkv=8,Lq=1,D=128 --mode fwd
 networks=(feed_forward --dtype bfloat16 --mode fwd,bwd --shape)
-bench feed_forward 60 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch
-bench feed_forward_1024 45 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
+bench feed_forward 40 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,triton,torch
+bench feed_forward_1024 30 "${networks[@]}" rows=16384,d=1024,hidden=4096 --backends cuda,triton,torch
 # Plain products by our kernels too: whether csrc/cuda/matmul/sm90/plan.h should choose them.
-PYTRANSFORMER_CUDA_PATH=sm90 bench feed_forward_ours 45 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,torch
+PYTRANSFORMER_CUDA_PATH=sm90 bench feed_forward_ours 30 "${networks[@]}" rows=8192,d=4096,hidden=14336 --backends cuda,torch
 losses=(linear_cross_entropy --dtype bfloat16 --mode fwd,bwd --shape)
-bench cross_entropy 60 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,triton,torch
-bench cross_entropy_1024 45 "${losses[@]}" rows=8192,d=1024,classes=32768 --backends cuda,triton,torch
-PYTRANSFORMER_CUDA_PATH=sm90 bench cross_entropy_ours 45 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,torch
-step test_cases_float32 90 "${tests[@]}" -k "test_case and float32"
-step test_random 120 "${tests[@]}" -k "random"
-step test_cases_float16 90 "${tests[@]}" -k "test_case and float16 and not bfloat16"
-step test_head_dims 90 "${tests[@]}" -k "head_dims"
+bench cross_entropy 40 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,triton,torch
+bench cross_entropy_1024 30 "${losses[@]}" rows=8192,d=1024,classes=32768 --backends cuda,triton,torch
+PYTRANSFORMER_CUDA_PATH=sm90 bench cross_entropy_ours 30 "${losses[@]}" rows=4096,d=4096,classes=65536 --backends cuda,torch
+benchmarks times 300
+
+step test_random 150 "${pytest[@]}" "${triton[@]}" -k "test_random"
 step tune 120 "$python" "$root/bench/tools/tune.py" --op attention --only 128 --most 6 --seconds 90 --folder "$out/tuned"
 if command -v compute-sanitizer >/dev/null; then
   step sanitizer_cuda 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -p no:cacheprovider -q -m gpu "$root/tests/cuda/test_gpu.py" \

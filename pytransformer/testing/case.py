@@ -28,12 +28,14 @@ class Draw:
     device: torch.device
     dtype: torch.dtype
     generator: torch.Generator
+    on_device: torch.Generator | None = None  # draws normal numbers where they are wanted
 
     def __getitem__(self, name: str) -> int:
         return self.shape[name]
 
     def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        x = torch.randn(*size, generator=self.generator, dtype=torch.float32) * scale
+        generator = self.on_device or self.generator
+        x = torch.randn(*size, generator=generator, dtype=torch.float32, device=generator.device) * scale
         return x.to(device=self.device, dtype=dtype or self.dtype)
 
     def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
@@ -72,11 +74,14 @@ class Case:
             new["Hkv"] = max(1, shape["Hq"] * self.shape["Hkv"] // self.shape["Hq"])
         return dataclasses.replace(self, shape=new)
 
-    def make(self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False) -> Arguments:
+    def make(
+        self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False, on_device: bool = False
+    ) -> Arguments:
         """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
-        dtype, up to its rounding. Of a case without gradients nothing requires one."""
-        generator = torch.Generator().manual_seed(seed)
-        values = dict(self.build(Draw(self.shape, torch.device(device), dtype, generator)))
+        dtype, up to its rounding; not so with `on_device`, which draws on the device itself: half a second less for each 64 M numbers
+        beside a GPU. Of a case without gradients nothing requires one."""
+        there = torch.Generator(device).manual_seed(seed) if on_device else None
+        values = dict(self.build(Draw(self.shape, torch.device(device), dtype, torch.Generator().manual_seed(seed), there)))
         given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))
         args = tuple(values.pop(name) for name in given)
         if requires_grad and not self.forward_only:

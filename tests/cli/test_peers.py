@@ -146,9 +146,11 @@ def test_the_gpu_run_leaves_its_logs_whatever_fails(tmp_path: Path) -> None:
     said = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
     steps = [line.partition(" (")[0] for line in said.splitlines() if " s): " in line]
     assert [step for step in steps if not step.startswith("decode_8k_B=")] == [
-        "install", "test_cuda_portable", "test_cuda_decode", "attention_portable", "decode",
-    ]  # fmt: skip
-    assert len(steps) == 5 + 5
+        "install",
+        "test_cuda_portable",
+        "attention_portable",
+    ]
+    assert len(steps) == 3 + 5
 
 
 def test_the_products_peak_is_the_best_of_pytorchs_and_ours() -> None:

@@ -308,3 +308,24 @@ def test_local_patterns_are_linear_in_the_committed_run(tool) -> None:
             if (r["pattern"], r["how"], r.get("direction")) == (curves.FIRST, "ours", direction)
         }
         assert max(points) == 65536 and curves.exponent(points) < 1.25
+
+
+def test_steps_run_apart_and_none_takes_another_with_it(tool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What bench/gpu.sh calls; one that fails, one that takes too long, and one after them."""
+    common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd --shape"
+    (tmp_path / "steps").write_text(f"""\
+wrong 60 PYTRANSFORMER_CPU_ISA=generic attention --no-such-option
+long 5 attention --case full {common} B=8,Hq=16,Lq=16384,Lk=16384,D=64 --backends reference
+right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01
+""")
+    assert tool("steps").main([str(tmp_path / "steps"), "--seconds", "100", "--out", str(tmp_path / "out")]) == 1
+    said = capfd.readouterr().out
+    assert (
+        "wrong: exit code 2" in said
+        and "--no-such-option" in said
+        and "long: stopped" in said
+        and "right: exit code 0" in said
+    )
+    assert "layer_norm layer_norm fwd: torch 0.0" in said
+    assert tool("steps").main([str(tmp_path / "steps"), "--seconds", "1", "--out", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr().out.count("left out, no time") == 3

@@ -39,11 +39,11 @@ class Verdict:
     wrong: str | None
 
 
-def upstream(problem: Problem, seed: int) -> list[torch.Tensor]:
-    """Gradients to send back through the outputs of the op, the same for every provider."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = output_shapes(problem)
-    return [torch.randn(shape, generator=generator).to(device=problem.device, dtype=problem.dtype) for shape in shapes]
+def upstream(problem: Problem, seed: int, on_device: bool = False) -> list[torch.Tensor]:
+    """Gradients to send back through the outputs of the op, the same for every provider; drawn on the device or, by default, the CPU."""
+    generator = torch.Generator(problem.device if on_device else "cpu").manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator, device=generator.device) for shape in output_shapes(problem))
+    return [t.to(device=problem.device, dtype=problem.dtype) for t in drawn]
 
 
 def output_shapes(problem: Problem) -> list[tuple[int, ...]]:

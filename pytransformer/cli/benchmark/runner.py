@@ -63,7 +63,8 @@ class Runner:
         """Checks, times and records every provider of one step, in about `seconds` if given."""
         start = time.monotonic()
         late = seconds is not None and seconds <= 0
-        problem = Problem.make(step.case, step.dtype, self.options.device, seed=SEED, grad=step.mode != "fwd")
+        device, checked = self.options.device, self.options.verify
+        problem = Problem.make(step.case, step.dtype, device, seed=SEED, grad=step.mode != "fwd", on_device=not checked)
         entries = self._prepared(step, problem)
         if late:
             entries = self._without_reference(step, entries)
@@ -82,7 +83,7 @@ class Runner:
             min_rounds, with_memory = (1, False) if late else (min_rounds, with_memory)
             left = seconds - (time.monotonic() - start) - self._memory_seconds * len(entries) * self.options.memory
             min_time = min(min_time, max(0.0, left / (len(contenders) + len(alone))))
-        device, cold = self.options.device, step.cold or self.options.cold
+        cold = step.cold or self.options.cold
         patient = self.options.min_rounds >= clock.MIN_ROUNDS
         timings = clock.interleaved(
             contenders | alone, min_time=min_time, min_rounds=min_rounds, device=device, cold=cold, patient=patient
@@ -258,7 +259,7 @@ def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object
                 return forward()
 
         return inference
-    grads = check.upstream(problem, SEED)
+    grads = check.upstream(problem, SEED, on_device=True)
     if mode == "fwd+bwd":
         return lambda: check.gradients(problem, forward(), grads)
     with prepared.context():

@@ -66,8 +66,9 @@ class Problem:
     seed: int
 
     @staticmethod
-    def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool) -> Problem:
-        args, kwargs = case.make(device, dtype, seed, requires_grad=grad)
+    def make(case: Case, dtype: torch.dtype, device: str, *, seed: int, grad: bool, on_device: bool = False) -> Problem:
+        """``on_device``: its numbers are drawn there, and are others on the CPU."""
+        args, kwargs = case.make(device, dtype, seed, requires_grad=grad, on_device=on_device)
         return Problem(case, dtype, device, args, kwargs, grad, seed)
 
     @cached_property
