@@ -18,6 +18,7 @@ SEED = 20
 REFERENCE, CPU = "reference", "cpu"
 ALONE = "kernels alone of "  # a contender that makes a row's native calls and nothing else
 FLOOR_ROUNDS = 4
+WARM_FORWARDS = 2  # before the graph that is timed: of a GPU's calls the first is Python's, the second recorded, and backward goes likewise
 LONGEST_REASON = 300  # characters
 
 
@@ -263,7 +264,8 @@ def work(problem: Problem, prepared: Prepared, mode: str) -> Callable[[], object
     if mode == "fwd+bwd":
         return lambda: check.gradients(problem, forward(), grads)
     with prepared.context():
-        outputs = forward()
+        for _ in range(1 + WARM_FORWARDS if problem.device == "cuda" else 1):
+            outputs = forward()
     return lambda: check.gradients(problem, outputs, grads, retain_graph=True)
 
 
