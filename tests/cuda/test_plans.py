@@ -195,6 +195,32 @@ def test_how_tiles_are_shared() -> None:
 
 @needs_bindings
 @pytest.mark.parametrize(
+    ("consumers", "changed"),
+    [
+        (3, {}),
+        (3, {"dtype": "float16", "value_dim": 40, "key_heads": 2}),
+        (3, {"padded": True}),
+        (3, {"even": False, "left_window": True}),
+        (3, {"even": False, "num_queries": 3960}),  # 31 tiles for two cannot be paired
+        (2, {"even": False}),
+        (2, {"bounds_only": False}),
+        (2, {"elementwise_mask": True}),
+        (2, {"value_dim": 72}),
+        (2, {"num_queries": 197, "sequences": 64}),  # two tiles of 192 rows or of 128
+        (3, {"num_queries": 300, "sequences": 64}),
+        (2, {"num_queries": 1024, "sequences": 1}),  # six tiles a head would leave a quarter of the multiprocessors idle
+        (3, {"num_queries": 1152, "sequences": 1}),
+    ],
+)
+def test_when_three_consumers_share_a_tile(consumers: int, changed: dict[str, Any]) -> None:
+    """At head size 64, of only bounds, where tiles are not paired and those of 192 queries are done sooner than those of 128."""
+    plan = sm90_plan(**{"head_dim": 64, "value_dim": 64} | changed)
+    assert plan["consumers"] == consumers and not (consumers == 3 and plan["paired"])
+    assert plan["tiles"] == -(-changed.get("num_queries", 4096) // (64 * consumers))
+
+
+@needs_bindings
+@pytest.mark.parametrize(
     ("pass_", "dtype", "head_dim", "bounds_only", "head_class", "has_score_mod"),
     [
         ("forward", "bfloat16", 40, True, 64, False),

@@ -24,12 +24,23 @@ def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values)
 
 
-# Blocks of 128 rows; tiles of 128 streamed rows, 64 or 96 in some passes. More tiles than the emulated GPU has multiprocessors, and full
-# attention, give persistent blocks. Head sizes of each class, whole and not.
+# Blocks of 128 rows, in forward also of 192; tiles of 128 streamed rows, 64 or 96 in some passes. More tiles than the emulated GPU has
+# multiprocessors, and full attention, give persistent blocks. Head sizes of each class, whole and not.
 BOTH_WAYS = (
     Problem("grouped", BF16, (1, 2, 1, 150, 300, 64, 64), lambda n: {}),
     Problem("full", F16, (1, 2, 2, 200, 140, 128, 128), lambda n: {}),
     Problem("causal", BF16, (1, 1, 1, 300, 300, 128, 128), lambda n: {"causal": "top_left"}),
+    # Three consumers: several tiles of 192 queries and a tail, of which one has no rows; heads in groups; persistent blocks, and not.
+    Problem("three consumers", BF16, (1, 4, 2, 440, 300, 64, 64), lambda n: {}),
+    Problem(
+        "three consumers, causal", F16, (2, 2, 2, 330, 400, 40, 64),
+        lambda n: {"causal": "top_left", "prefix_lengths": integers(250, 10)},
+    ),
+    Problem(
+        "three consumers, lengths and window", BF16, (2, 2, 1, 360, 290, 64, 64),
+        lambda n: {"query_lengths": integers(330, 200), "key_lengths": integers(290, 150), "window": (140, 60),
+                   "causal": "bottom_right"},
+    ),
     Problem("causal, grouped", F16, (1, 4, 2, 150, 180, 40, 40), lambda n: {"causal": "bottom_right"}),
     Problem(
         "lengths", BF16, (3, 1, 1, 130, 300, 64, 64),

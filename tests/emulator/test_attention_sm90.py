@@ -138,6 +138,14 @@ def test_packed_dropout(schedule: int) -> None:
     check_packed((query, key, value, *offsets, 150, 160), keywords, "cuda")
 
 
+def test_packed_by_three_consumers() -> None:
+    """Sequences whose mean fills three consumers: the bits are those that two give of padded ones."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(n, 2, 64, generator=generator).half() for n in (330, 430, 430))
+    offsets = (torch.tensor([0, 130, 330]), torch.tensor([0, 150, 430]))
+    check_packed((query, key, value, *offsets, 200, 280), {"causal": "bottom_right"}, "cuda")
+
+
 def test_random_problems_unordered() -> None:
     """Of those the ones with nothing but bounds, by the kernel that adds d_query across blocks; equal bits are not asked for."""
     found, taken, numbers = [], 0, iter(range(10**6))

@@ -14,7 +14,7 @@ OUTSIDE, DEADLOCK = "lies outside global memory", "deadlock"
 FAULTS = (
     # rings: who waits for what, and where things lie
     Fault("phase_of_empty_flipped", "grouped", DEADLOCK),
-    Fault("phase_of_full_flipped", "grouped", UNAWAITED),
+    Fault("phase_of_full_flipped", "grouped", "wgmma reads shared memory"),
     Fault("a_phase_a_use", "grouped"),
     Fault("loaded_before_it_is_empty", "grouped"),
     Fault("half_the_bytes_expected", "grouped"),
@@ -56,15 +56,16 @@ FAULTS = (
     Fault("released_by_one_consumer", "grouped", DEADLOCK),
     Fault("words_exchanged_with_another_lane", "grouped"),
     # forward
+    Fault("queries_of_two_consumers", "three consumers", DEADLOCK),
     Fault("keys_not_awaited", "grouped", UNAWAITED),
     Fault("queries_not_awaited", "grouped", UNAWAITED),
     Fault("values_not_awaited", "grouped", UNAWAITED),
     Fault("scores_not_awaited", "grouped", TOUCHED),
     Fault("weights_written_under_their_product", "grouped", "A registers were changed"),
     Fault("values_released_too_early", "grouped", LATE),
-    Fault("queries_released_in_every_stream_iter", "grouped"),
-    Fault("the_first_turn_not_passed", "grouped", DEADLOCK),
-    Fault("a_turn_not_passed", "grouped", DEADLOCK),
+    Fault("queries_released_in_every_stream_iter", "three consumers"),
+    Fault("the_first_turn_not_passed", "mask", DEADLOCK),
+    Fault("a_turn_not_passed", "mask", DEADLOCK),
     Fault("no_alpha_for_the_outputs", "grouped"),
     Fault("no_alpha_for_the_sums", "grouped"),
     Fault("lse_without_its_maximums_scale", "one tile"),

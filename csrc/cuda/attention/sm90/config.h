@@ -29,6 +29,8 @@ struct Sm90Tile {
 constexpr Sm90Tile sm90_forward_tile(int head_dim) {
   return head_dim == 64 ? Sm90Tile{64, 128, 2, true} : head_dim == 128 ? Sm90Tile{128, 128, 2} : Sm90Tile{256, 64, 2};
 }
+// Of head size 64 and only bounds: more rows, for which the same keys are loaded once.
+constexpr Sm90Tile sm90_three_consumers() { return {64, 128, 2, false, 3, 32, 160}; }
 // More rows would need more registers than there are; with score_mod, which need some too, there are fewer.
 // Producers that do more than load by TMA need more.
 constexpr Sm90Tile sm90_bwd_dq_tile(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
@@ -102,7 +104,7 @@ constexpr bool sm90_forward_fits(const Sm90Tile& t) {
   return sm90_fits(t, sm90_forward_smem(t), t.streamed / 2 + t.streamed / 4 + t.head_dim / 2);
 }
 static_assert(sm90_forward_fits(sm90_forward_tile(64)) && sm90_forward_fits(sm90_forward_tile(128)));
-static_assert(sm90_forward_fits(sm90_forward_tile(256)));
+static_assert(sm90_forward_fits(sm90_forward_tile(256)) && sm90_forward_fits(sm90_three_consumers()));
 constexpr int kSm90ScoreModRegisters = 16;  // registers for a piece's slopes, for bits of what is visible and kept
 // S, or softcap's slopes; dP, P or dS, dQ.
 constexpr bool sm90_bwd_dq_fits(int head_dim, bool has_score_mod, bool elementwise_mask = false) {
@@ -154,10 +156,15 @@ template <int HeadDim, bool HasScoreMod, bool ElementwiseMask = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod, elementwise_mask = ElementwiseMask, bounds_only = !HasScoreMod && !ElementwiseMask;
+  static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim);
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_bwd_dkdv_tile(HeadDim, HasScoreMod, ElementwiseMask);
   // in bwd_dkdv: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.
   static constexpr int more_queries = 0, spread = 1;
   static constexpr bool in_order = false;  // whether its blocks take numbers as they begin
+};
+
+struct ThreeConsumers : Hopper<64, false> {
+  static constexpr Sm90Tile forward_tile = sm90_three_consumers();
 };
 
 // Five GEMMs, with d_query added across blocks. Only bounds.

@@ -27,9 +27,10 @@ struct NoMaskLoader {
 
 template <class T, class K>
 struct Sm90ForwardBlock {
-  static constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
+  static constexpr Sm90Tile kTile = K::forward_tile;
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
+  static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
   static constexpr int kPiece =
       K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;  // eights of columns that score_mod is applied to at a time
   using RingQ = Ring<1, BM, kTile.panels()>;
@@ -57,7 +58,7 @@ struct Sm90ForwardBlock {
     if (threadIdx.x != 0) return;
     const AttentionProblem& p = args.f.p;
     int stream_iter = 0, tile_iter = 0;
-    for_each_tile_or_pair(args.order, [&](int n) {
+    for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const int batch = p.cu_queries ? 0 : w.b, row = int(w.s.row_k) + w.origin;
       const auto load = [&](int t, bool first) {
@@ -166,13 +167,19 @@ struct Sm90ForwardBlock {
     }
   }
 
+  // Those of the next tile, before the wait for products that the softmax runs under: without a branch in between ptxas moves the softmax
+  // behind that wait.
+  PT_DEVICE void await_keys(int n, bool more) const {
+    if (more && !PT_FAULT(keys_not_awaited)) k.consumer_wait(n);
+  }
+
   PT_DEVICE void consume() const {
     static_assert(!kTile.ping_pong || kConsumers == 2);
     const AttentionProblem& p = args.f.p;
     const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
     int stream_iter = 0, tile_iter = 0;
     if (!PT_FAULT(the_first_turn_not_passed) && consumer() == 1) scheduler_barrier_arrive();
-    for_each_tile_or_pair(args.order, [&](int n) {
+    for_each_tile_or_pair<kMayPair>(args.order, [&](int n) {
       const Work w(p, args.order, n);
       const auto row = [&] { return ptx::opaque(w.i0) + warp_row(); };  // not kept: a register
       const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
@@ -180,7 +187,6 @@ struct Sm90ForwardBlock {
       float s[BN / 2], o[D / 2];
       uint32_t weights[BN / 16][4];
       Rows rows;
-      bool more = false;  // tiles of keys
       [[maybe_unused]] std::conditional_t<K::elementwise_mask, MaskLoader<D, BN>, NoMaskLoader> mask_loader(p);
       PT_UNROLL
       for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
@@ -228,14 +234,9 @@ struct Sm90ForwardBlock {
             });
         pack_weights<T>(weights, s);
       };
-      // Those of the next tile, before the wait for products that the softmax runs under: without a branch in between ptxas moves the
-      // softmax behind that wait.
-      const auto await_next_keys = [&](int n) {
-        if (more && !PT_FAULT(keys_not_awaited)) k.consumer_wait(n);
-      };
       if (sees_keys(w)) {
         int t = w.range.last - 1, first = w.origin + t * BN, place = -1;
-        more = t > w.range.first;
+        bool more = t > w.range.first;
         if (!PT_FAULT(queries_not_awaited)) q.consumer_wait(tile_iter);
         go_to(stream_iter, w, first, place, more);
         k.consumer_wait(stream_iter);
@@ -247,7 +248,7 @@ struct Sm90ForwardBlock {
         consumer_release_warpgroup(k, stream_iter);
         if (!more) consumer_release_warpgroup(q, tile_iter);
         weigh(first);
-        await_next_keys(stream_iter + 1);
+        await_keys(stream_iter + 1, more);
         pack(first);
         for (; more; ++stream_iter) {
           clear(first);
@@ -263,7 +264,7 @@ struct Sm90ForwardBlock {
           consumer_release_warpgroup(k, stream_iter + 1);
           if (PT_FAULT(queries_released_in_every_stream_iter) || !more) consumer_release_warpgroup(q, tile_iter);
           weigh(first);
-          await_next_keys(stream_iter + 2);
+          await_keys(stream_iter + 2, more);
           if (PT_FAULT(weights_written_under_their_product)) pack(first);
           if (PT_FAULT(values_released_too_early)) consumer_release_warpgroup(v, stream_iter);
           ptx::wgmma_wait<0>();
@@ -272,7 +273,6 @@ struct Sm90ForwardBlock {
           for (int i = 0; i < D / 2; ++i) o[i] *= PT_FAULT(no_alpha_for_the_outputs) ? 1.0f : rows.alpha[i / 2 % 2];
           pack(first);
         }
-
         clear(first);
         v.consumer_wait(stream_iter);
         multiply_weights<T>(o, weights, v, stream_iter);
@@ -298,7 +298,7 @@ struct Sm90ForwardBlock {
 };
 
 template <class T, class K>
-__global__ void __launch_bounds__(sm90_forward_tile(K::head_dim).threads(), 1)
+__global__ void __launch_bounds__(K::forward_tile.threads(), 1)
     sm90_attention_fwd_kernel([[maybe_unused]] const __grid_constant__ Sm90Forward args) {
 #if PT_SM90A
   Sm90ForwardBlock<T, K>::run(args);

@@ -12,9 +12,10 @@ namespace pt::cuda {
 
 template <class T, class K>
 void forward_kind(const AttentionForward& f, const Sm90Plan& plan, void* stream) {
-  constexpr Sm90Tile kTile = sm90_forward_tile(K::head_dim);
+  constexpr Sm90Tile kTile = K::forward_tile;
   const AttentionProblem& p = f.p;
-  const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, kTile.rows()), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
+  const int rows = PT_FAULT(queries_of_two_consumers) ? 128 : kTile.rows();
+  const Sm90Forward args{map_rows(p, p.q, false, p.head_dim, rows), map_rows(p, p.k, true, p.head_dim, kTile.streamed),
                          map_rows(p, p.v, true, PT_FAULT(values_as_wide_as_keys) ? p.head_dim : p.value_dim, kTile.streamed), f,
                          plan.order};
   launch(sm90_attention_fwd_kernel<T, K>, dim3(unsigned(plan.blocks)), kTile.threads(), plan.smem_bytes, stream, args);
@@ -28,7 +29,8 @@ void with_forward_kind(const Sm90Plan& plan, F run) {
     if (plan.has_score_mod) plan.elementwise_mask ? run(Hopper<D, true, true>{}) : run(Hopper<D, true>{});
     else plan.elementwise_mask ? run(Hopper<D, false, true>{}) : run(Hopper<D, false>{});
   };
-  if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
+  if (plan.tile.consumers == 3) run(ThreeConsumers{});
+  else if (plan.head_class == 64) of_class(std::integral_constant<int, 64>{});
   else if (plan.head_class == 128) of_class(std::integral_constant<int, 128>{});
   else of_class(std::integral_constant<int, 256>{});
 }

@@ -111,17 +111,34 @@ inline void order_tiles(Sm90Plan& plan, const AttentionProblem& p, int64_t tiles
   plan.blocks = (even || paired) && tiles * heads > multiprocessors ? multiprocessors : tiles * heads;
 }
 
+// Whether three consumers are done sooner than two with tiles that are not paired: a row takes five sixths of the time, but those behind
+// the last one and multiprocessors without a tile are for nothing. Of packed sequences the mean is known.
+inline bool three_consumers_are_faster(const AttentionProblem& p, int multiprocessors) {
+  const int64_t queries = p.cu_queries && p.sequences ? p.total_queries / p.sequences : p.num_queries;
+  const auto time = [&](const Sm90Tile& tile, int of_a_row) {
+    const int64_t tiles = (queries + tile.rows() - 1) / tile.rows() * p.sequences * p.heads;
+    return (tiles + multiprocessors - 1) / multiprocessors * tile.rows() * of_a_row;
+  };
+  return time(sm90_three_consumers(), 5) <= time(sm90_forward_tile(64), 6);
+}
+
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0, {}, 0};
-  plan.tile = sm90_forward_tile(plan.head_class), plan.smem_bytes = sm90_forward_smem(plan.tile);
+  plan.tile = sm90_forward_tile(plan.head_class);
   if (p.blocks.queries.offsets &&
       (1 << p.blocks.queries.row_bits < plan.tile.rows() || 1 << p.blocks.queries.column_bits < plan.tile.streamed))
     plan.why_not = "a tile of theirs does not lie within one block of the mask";
   if (!f.out.data) plan.why_not = "statistics alone are wanted";
   if (plan.why_not) return plan;
-  const int rows = plan.tile.rows();
-  order_tiles(plan, p, (p.num_queries + rows - 1) / rows, int64_t(p.sequences) * p.heads, p.group, multiprocessors, true);
+  const auto order = [&](const Sm90Tile& tile, bool may_pair) {
+    const int64_t tiles = (p.num_queries + tile.rows() - 1) / tile.rows();
+    plan.tile = tile, plan.smem_bytes = sm90_forward_smem(tile);
+    order_tiles(plan, p, tiles, int64_t(p.sequences) * p.heads, p.group, multiprocessors, may_pair);
+  };
+  order(plan.tile, true);
+  const bool has_three = plan.head_class == 64 && !plan.has_score_mod && !plan.elementwise_mask;
+  if (has_three && !plan.order.paired && three_consumers_are_faster(p, multiprocessors)) order(sm90_three_consumers(), false);
   return plan;
 }
 

@@ -29,8 +29,9 @@ PT_DEVICE void for_each_tile(const TileOrder& order, F f) {
   for_each_tile<Persists>(order, int(blockIdx.x), f);
 }
 // The same where tiles may be paired.
-template <class F>
+template <bool MayPair, class F>
 PT_DEVICE void for_each_tile_or_pair(const TileOrder& order, F f) {
+  if constexpr (!MayPair) return for_each_tile(order, f);
   const int step = order.paired ? 2 : 1;
   for (int i = int(blockIdx.x) * step; i < order.tiles * order.heads;) {
     f(order.paired ? number_in_pairs(order, i) : i);
@@ -105,7 +106,7 @@ PT_DEVICE uint32_t uniform(uint32_t address) {
 template <class T, int D, class RingA, class RingB, int R>
 PT_DEVICE void multiply_rows(float (&x)[R], const RingA& a_ring, int a_use, const RingB& b_ring, int b_use, bool accumulate) {
   static_assert(conforms(product_of_tiles(2 * R)));
-  const int own = PT_FAULT(the_other_consumers_rows) ? 1 - consumer() : consumer();
+  const int own = PT_FAULT(the_other_consumers_rows) ? consumer() ^ 1 : consumer();
   const uint64_t a = swizzled(uniform<D>(a_ring.buffer(a_use) + (RingA::kRows > 64 ? own * 64 * kSwizzleRow : 0))),
                  b = swizzled(uniform<D>(b_ring.buffer(b_use)));
   ptx::wgmma_fence();
