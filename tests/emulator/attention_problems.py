@@ -33,6 +33,10 @@ def t5(draw: Any, heads: int, bidirectional: bool, distance: int = 20, buckets: 
     return pt.RelativePositionBias(draw(buckets, heads), bidirectional, distance)
 
 
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
 def padding(num_keys: int, *visible: tuple[int, int], holes: torch.Tensor | None = None) -> torch.Tensor:
     """A mask of keys alone: of each sequence those of its range are visible, but for `holes`, normal numbers, above 1."""
     keys = torch.arange(num_keys)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import attention_problems
 import torch
-from attention_problems import BF16, F16, Problem, alibi, arguments, by_blocks, in_blocks, padding, t5
+from attention_problems import BF16, F16, Problem, alibi, arguments, by_blocks, in_blocks, integers, padding, t5
+from fused_problems import IN_ORDER, any_order
 
 import pytransformer as pt
 
@@ -18,10 +19,6 @@ def some(t: torch.Tensor) -> torch.Tensor:
     """A mask of which a third is -inf, and the third row all."""
     hidden = (t > 0.4) | (torch.arange(t.shape[-2]) == 2)[:, None]
     return t.masked_fill(hidden, -torch.inf)
-
-
-def integers(*values: int) -> torch.Tensor:
-    return torch.tensor(values)
 
 
 # Blocks of 128 rows, in forward also of 192; tiles of 128 streamed rows, 64 or 96 in some passes. More tiles than the emulated GPU has
@@ -333,44 +330,7 @@ DENSE = (
 )  # fmt: skip
 
 
-def unordered(problem: Problem) -> Problem:
-    """The same by the kernel that adds d_query across blocks."""
-    return problem._replace(
-        name=f"{problem.name}, unordered", keywords=lambda n: {**problem.keywords(n), "deterministic": False}
-    )
-
-
-# Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
-FUSED = (
-    *map(unordered, (*BOTH_WAYS, *PADDING[:4])),
-    Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80), lambda n: {"deterministic": False}),
-    Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
-    # Keys that are not there, or hidden, would weigh more than float32 holds.
-    Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 16.0}),
-    Problem(
-        "few keys, unordered", BF16, (2, 1, 1, 300, 71, 64, 64),
-        lambda n: {"attn_mask": torch.stack([torch.arange(71) % 70 == 0, (torch.arange(71) - 63).abs() < 2])[:, None, None],
-                   "deterministic": False, "scale": 32.0},
-    ),
-)  # fmt: skip
-# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the first key, or of a later one.
-IN_ORDER = (
-    Problem("many keys in order, grouped", BF16, (1, 2, 1, 200, 1060, 128, 128), lambda n: {}),
-    Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64), lambda n: {"causal": "bottom_right"}),
-    Problem(
-        "many keys in order, lengths and window", BF16, (2, 1, 1, 300, 1100, 96, 96),
-        lambda n: {"query_lengths": integers(300, 170), "key_lengths": integers(1090, 450), "window": (140, 30),
-                   "causal": "bottom_right"},
-    ),
-    Problem(
-        "many keys in order, prefix", BF16, (2, 1, 1, 270, 1030, 64, 64),
-        lambda n: {"causal": "top_left", "prefix_lengths": integers(400, 10)},
-    ),
-    Problem(
-        "many keys in order, padding", F16, (3, 1, 1, 150, 1030, 128, 128),
-        lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0), holes=n(3, 1, 1, 1030))},
-    ),
-)  # fmt: skip
+FUSED = any_order((*BOTH_WAYS, *PADDING[:4]))
 
 
 def problems() -> Iterator[Problem]:

@@ -30,7 +30,6 @@ FAULTS = (
     # lists of blocks
     Fault("a_listed_block_left_out_by_the_producer", "blocks", slow=False),
     Fault("a_note_written_over_another", "blocks"),
-    Fault("a_note_not_awaited", "blocks"),
     Fault("bits_of_the_first_row", "blocks"),
     Fault("bits_of_a_blocks_first_keys", "blocks, causal, ALiBi"),
     # what the kernels share

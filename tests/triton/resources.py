@@ -303,8 +303,7 @@ def committed() -> dict[str, Any]:
 
 
 def measure(architectures: tuple[int, ...], only: str = "") -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Resources by "sm_… problem kernel", and what is wrong with a kernel: on Hopper a hot one does without its matrix
-    instruction, or operands are repeated."""
+    """Resources by "sm_… problem kernel", and what is wrong: on Hopper a hot kernel without wgmma, or operands that are repeated."""
     table, wrong = {}, []
     for capability in architectures:
         for name, run, kernels in problems():
@@ -354,18 +353,13 @@ def unused() -> list[str]:
 
 
 def faults(table: dict[str, dict[str, int]]) -> list[str]:
-    """What a kernel must not be: too large for its architecture, without matrix instructions, or, compiled by the table's Triton,
-    spilling."""
+    """What a kernel must not be: too large, without matrix instructions, or, compiled by the table's Triton, spilling."""
     found = []
     for key, used in table.items():
         capability = int(key.split()[0].removeprefix("sm_"))
         if used["shared"] > SHARED_LIMIT[capability]:
             found.append(f"{key}: {used['shared']} bytes of shared memory, at most {SHARED_LIMIT[capability]} are there")
-        # Nothing is multiplied in these kernels.
-        rowwise = any(
-            name in key
-            for name in ("norm", "rotary", "append", "cross_entropy", "preprocess", "combine", "mask_blocks", "mask_lists")
-        )
+        rowwise = re.search("norm|rotary|append|cross_entropy|preprocess|combine|mask_blocks|mask_lists", key)  # no products
         if used["stack"] and not SPILLING.search(key) and committed().get("triton") == triton.__version__:
             found.append(f"{key}: {used['stack']} bytes of stack")
         if not used["products"] and "bf16" in key and not rowwise:
@@ -378,9 +372,7 @@ def faults(table: dict[str, dict[str, int]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="*", default=[90], help=f"of {ARCHITECTURES}; default 90")
-    parser.add_argument(
-        "--write", action="store_true", help="write these architectures' part of the table, not compare with it"
-    )
+    parser.add_argument("--write", action="store_true", help="write these architectures' part of the table, not compare")
     parser.add_argument("--only", default="", help="problems in whose name this pattern is found")
     options = parser.parse_args()
     table, wrong = measure(tuple(options.arch), options.only)

@@ -67,7 +67,7 @@ class TileNotes : public Buffers<Stages, 16> {
     Base::producer_commit(n);
   }
   PT_DEVICE TileNote take(int n) const {
-    if (!PT_FAULT(a_note_not_awaited)) Base::consumer_wait(n);
+    Base::consumer_wait(n);  // no longer than for the tile's keys, which the producer asks for behind the note
     const uint32_t tile = ptx::ld_shared_u32(buffer(n)), place = ptx::ld_shared_u32(buffer(n) + 4);
     consumer_release_warp(*this, n);
     return {int(tile >> 1), int(place), bool(tile & 1)};

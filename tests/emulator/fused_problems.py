@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of the backward for sm_90a that makes all gradients at once, in any order and in the order of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from attention_problems import BF16, F16, Problem, integers, padding
+
+
+def unordered(problem: Problem) -> Problem:
+    """The same by the kernel that adds d_query across blocks."""
+    return problem._replace(
+        name=f"{problem.name}, unordered", keywords=lambda n: {**problem.keywords(n), "deterministic": False}
+    )
+
+
+# Several blocks of keys add to the same queries: from three places, over several heads of a group, around the end of a head's tiles.
+ANY_ORDER = (
+    Problem("64 and 80, unordered", BF16, (1, 2, 1, 140, 200, 64, 80), lambda n: {"deterministic": False}),
+    Problem("many keys, unordered", BF16, (1, 2, 1, 200, 520, 128, 128), lambda n: {"deterministic": False}),
+    # Keys that are not there, or hidden, would weigh more than float32 holds.
+    Problem("one key, unordered", BF16, (1, 1, 1, 300, 1, 64, 64), lambda n: {"deterministic": False, "scale": 16.0}),
+    Problem(
+        "few keys, unordered", BF16, (2, 1, 1, 300, 71, 64, 64),
+        lambda n: {"attn_mask": torch.stack([torch.arange(71) % 70 == 0, (torch.arange(71) - 63).abs() < 2])[:, None, None],
+                   "deterministic": False, "scale": 32.0},
+    ),
+)  # fmt: skip
+# Of many keys the same kernel, where blocks take turns: the first of a tile's blocks is that of the first key, or of a later one.
+IN_ORDER = (
+    Problem("many keys in order, grouped", BF16, (1, 2, 1, 200, 1060, 128, 128), lambda n: {}),
+    Problem("many keys in order, causal", F16, (2, 1, 1, 300, 1024, 64, 64), lambda n: {"causal": "bottom_right"}),
+    Problem(
+        "many keys in order, lengths and window", BF16, (2, 1, 1, 300, 1100, 96, 96),
+        lambda n: {"query_lengths": integers(300, 170), "key_lengths": integers(1090, 450), "window": (140, 30),
+                   "causal": "bottom_right"},
+    ),
+    Problem(
+        "many keys in order, prefix", BF16, (2, 1, 1, 270, 1030, 64, 64),
+        lambda n: {"causal": "top_left", "prefix_lengths": integers(400, 10)},
+    ),
+    Problem(
+        "many keys in order, padding", F16, (3, 1, 1, 150, 1030, 128, 128),
+        lambda n: {"attn_mask": padding(1030, (300, 1000), (0, 1030), (0, 0), holes=n(3, 1, 1, 1030))},
+    ),
+)  # fmt: skip
+
+
+def any_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """These in any order, and those of this file."""
+    return (*map(unordered, problems), *ANY_ORDER)
