@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pytransformer.reference.philox import TAG_ADD_NORM, keep_scale, threshold
 
-from .._lang import divided, from_start, keep_tile
+from .._lang import from_start, keep_tile
 from .configs import Config
 
 TAG = tl.constexpr(TAG_ADD_NORM)
@@ -127,4 +127,4 @@ def dropped(b_x, r, j0, p, C: tl.constexpr):
 @triton.jit
 def mean_of(b, columns):
     """[ROWS]: masked elements of b are 0."""
-    return divided(tl.sum(b, 1), columns)
+    return tl.sum(b, 1) / columns
