@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-
-from ._core.autograd import unwatched
+from torch.utils._python_dispatch import _disable_current_modes
 
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
 NEEDS_LENGTH = ("dynamic", "llama3", "yarn")
@@ -100,9 +99,8 @@ class RotaryPositions:
             assert scaling.original_length is not None
             ratio = max(length or 0, scaling.original_length) / scaling.original_length
             base = base * (scaling.factor * ratio - (scaling.factor - 1)) ** (self.dims / (self.dims - 2))
-        found = _computed(self, base, dtype)
-        if where.type == "cpu" or torch.compiler.is_compiling() or not unwatched(found, (found,)):
-            return found.to(where)
+        if where.type == "cpu" or torch.compiler.is_compiling() or _transformed():
+            return _computed(self, base, dtype).to(where)
         return _kept(self, base, dtype, where)
 
     def tables(
@@ -148,7 +146,14 @@ def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> to
 @functools.lru_cache(maxsize=64)
 def _kept(positions: RotaryPositions, base: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The same on a GPU: copied once, since a copy waits and may not be captured in a graph."""
-    return _computed(positions, base, dtype).to(device)
+    with _disable_current_modes(), torch.inference_mode(False):
+        return _computed(positions, base, dtype).to(device)
+
+
+def _transformed() -> bool:
+    """Whether tensors made now are no tensors to keep: fake ones, or those of torch.func's transforms."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch._C._are_functorch_transforms_active()
 
 
 @functools.lru_cache(maxsize=64)
