@@ -315,7 +315,7 @@ def test_steps_run_apart_and_none_takes_another_with_it(tool, tmp_path: Path, ca
     common = "--no-verify --no-memory --no-plots --no-peaks --dtype float32 --mode fwd --shape"
     (tmp_path / "steps").write_text(f"""\
 wrong 60 PYTRANSFORMER_CPU_ISA=generic attention --no-such-option
-long 5 attention --case full {common} B=8,Hq=16,Lq=16384,Lk=16384,D=64 --backends reference
+long 5 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01 --sustained 600
 right 60 layer_norm --case layer_norm {common} rows=64,d=64 --backends torch --min-time 0.01
 """)
     assert tool("steps").main([str(tmp_path / "steps"), "--seconds", "100", "--out", str(tmp_path / "out")]) == 1
