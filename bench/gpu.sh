@@ -6,8 +6,8 @@
 #   OUT=folder BUDGET=560 bash bench/gpu.sh
 #
 # PREBUILT=folder: the package as `pip install --target` left it on another machine with the same Python, torch and processor, so that no
-# time goes into compiling: nvcc takes some three minutes on two cores. Without it, and where nvcc is, the CUDA library is built for this GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json
-# and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
+# time goes into compiling: nvcc takes three to seven minutes on two cores. Without it, and where nvcc is, the CUDA library is built for this
+# GPU; where it is not, one built before may come along (pytransformer/*.so, _build_info.json and build/conformance/; on any machine with nvcc: make build && python tests/cuda/test_ptx_conformance.py). DRY_RUN=1 only tells the steps.
 # ONLY='attention|decode' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
 # the checkout came without .git.
 #
@@ -79,8 +79,8 @@ export PYTHONPATH=$site
 cd "$work"
 
 # Tests by as many processes as there are cores, where pytest-xdist and pytest-timeout are installed: one that hangs, or spoils the CUDA context,
-# takes no other with it, and Triton's compilations and the float64 solutions on the CPU are made side by side. On an H100 with 16 cores: all of
-# tests/cuda in a minute; a compilation of Triton's takes 2 to 30 s.
+# takes no other with it, and Triton's compilations and the float64 solutions on the CPU are made side by side. On an H100 with 16 cores 350
+# tests, most of tests/cuda, took a minute; one of Triton's, with its compilations, 2 to 40 s.
 apart=()
 if "$python" -c 'import pytest_timeout, xdist' 2>/dev/null; then
   apart=(-n "$(nproc)" --dist worksteal --timeout 80 --timeout-method thread)

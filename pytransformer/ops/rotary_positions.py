@@ -91,7 +91,7 @@ class RotaryPositions:
         """(dims / 2,) radians per position. ``length``: of the sequence, which dynamic scaling goes by.
 
         In float32 the numbers are those of transformers' ROPE_INIT_FUNCTIONS on a CPU: what a checkpoint was trained with. They are made
-        there for every device, for a GPU's pow may differ in the last bit, which at position 100,000 turns a pair by another 0.01 radians.
+        there for every device, for a GPU's pow may differ in the last bit: up to 0.01 radians of a pair at position 100,000.
         """
         where = torch.device("cpu" if device is None else device)
         base, scaling = self.base, self.scaling

@@ -78,8 +78,8 @@ class Case:
         self, device: torch.device | str, dtype: torch.dtype, seed: int, requires_grad: bool = False, on_device: bool = False
     ) -> Arguments:
         """(args, kwargs) of `pytransformer.<op>`. Equal seeds give equal values on every device and in every
-        dtype, up to its rounding; not so with `on_device`, which draws on the device itself: half a second less for each 64 M numbers
-        beside a GPU. Of a case without gradients nothing requires one."""
+        dtype, up to its rounding; not so with `on_device`, which draws normal numbers on the device itself. Of a case
+        without gradients nothing requires one."""
         there = torch.Generator(device).manual_seed(seed) if on_device else None
         values = dict(self.build(Draw(self.shape, torch.device(device), dtype, torch.Generator().manual_seed(seed), there)))
         given = list(itertools.takewhile(values.__contains__, OPS[self.op].positional))

@@ -115,7 +115,7 @@ def _backward(
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
     """out (+)= a @ b in float32, of operands as the kernels take them; rows of out hold a multiple of eight numbers. Sums go by our own
-    kernel: on an H100 cuBLAS was 7 % faster and the addition behind it took 36 % of the product's time, and a buffer of out's size."""
+    kernel: on an H100 the addition behind cuBLAS took 1.05 ms for a product of 2.95, and a buffer of out's size."""
     columns = b.shape[1]
     if add or not use_cublas(len(out), columns, a.shape[1]):
         cuda_library.call("matmul_sums", a.device, a, b, out, add)
@@ -149,9 +149,9 @@ def _chunk_rows(classes: int) -> int:
 
 def _extra_bytes(a: Any) -> int:
     """Forward: the partials of a chunk of rows. Backward: its d_logits and their sums over 64 rows, its dx in float32 and x, and dweight in
-    float32, twice."""
+    float32, twice if its rows are padded."""
     rows, (classes, d) = a.target.numel(), a.weight.shape
     forward = 4 * _partials(a) * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     chunk = min(rows, _chunk_rows(classes))
-    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 8 * classes * d
+    backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (1 if d % WIDTH == 0 else 2)
     return max(forward, backward) + 12 * rows  # the losses, lse and g of all rows
