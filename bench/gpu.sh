@@ -65,7 +65,7 @@ cat "$out/facts.txt"
 
 # Outside the checkout, whose kernels/ folder is not a package of that name.
 if [[ -n ${PREBUILT:-} ]]; then
-  site=$PREBUILT
+  site=$(realpath "$PREBUILT")
 else
   step install 300 "$python" -m pip install -v --no-index --no-deps --no-build-isolation --target "$site" "$root" ||
     # Another nvcc than the kernels were written with may spill a register: slow is better than nothing.
