@@ -77,6 +77,11 @@ if ! command -v nvcc >/dev/null && [[ -f $root/pytransformer/libpytransformer_cu
 fi
 export PYTHONPATH=$site
 cd "$work"
+# A package without the library, as pip leaves it where PYTRANSFORMER_CUDA_ARCHS was not set again, would fail every test of tier cuda, in minutes.
+if [[ -z ${DRY_RUN:-} && ! -f $site/pytransformer/libpytransformer_cuda.so ]]; then
+  echo "$site has no CUDA library: set PYTRANSFORMER_CUDA_ARCHS=sm_90a (or this GPU's) where it is built and where it is installed" >&2
+  exit 2
+fi
 
 # Tests by as many processes as there are cores, where pytest-xdist and pytest-timeout are installed: one that hangs, or spoils the CUDA context,
 # takes no other with it, and Triton's compilations and the float64 solutions on the CPU are made side by side. On an H100 with 16 cores 350
