@@ -34,13 +34,20 @@ void run_pass(const AttentionProblem& p, const PassPlan& plan, bool flagged, F s
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream) {
   launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(f.masks, 1, 1)), kMaskThreads, kMaskThreads / 32 * 16, stream,
-         AttentionMask{f, {}});
+         AttentionMask{f, {}, {}});
+}
+
+void attention_mask_bits(const AttentionMaskBits& f, void* stream) {
+  constexpr int kWarps = kMaskThreads / 32;
+  const int64_t tiles = int64_t(f.masks) * f.down() * f.across();
+  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (tiles + kWarps - 1) / kWarps)), kMaskThreads, 0, stream,
+         AttentionMask{{}, {}, f});
 }
 
 void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
   const int64_t lists = int64_t(f.masks) * f.lists();
   const dim3 grid(attention_blocks(1, 1, f.offsets ? (lists + kMaskThreads - 1) / kMaskThreads : f.blocks()));
-  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream, AttentionMask{{}, f});
+  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream, AttentionMask{{}, f, {}});
 }
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {

@@ -51,6 +51,13 @@ struct BackwardPlan {
     return g.p.split_lse() || (dq_wanted && !dq.on_sm90()) || (r.dbias[0].data && !dbias[0].on_sm90()) ||
            (r.dbias[1].data && !dbias[1].on_sm90());
   }
+  // Whether kernels for sm_90a ask a dense mask query by query, and key by key.
+  bool asks_queries(const BackwardRequest& r) const {
+    const AttentionBackward& g = r.g;
+    const bool dq_wanted = !is_fused() && (g.dq.data || r.diagonals || g.p.slopes);
+    return (dq_wanted && dq.on_sm90()) || (r.dbias[0].data && dbias[0].on_sm90()) || (r.dbias[1].data && dbias[1].on_sm90());
+  }
+  bool asks_keys(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && dkdv.on_sm90(); }
   bool walks_queries(const BackwardRequest& r) const { return !is_fused() && (r.g.dk.data || r.g.dv.data) && !dkdv.on_sm90(); }
 };
 

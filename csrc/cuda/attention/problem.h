@@ -47,6 +47,20 @@ struct KeyPadding {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
+// A dense boolean mask as bits, for the kernels of sm_90a: a byte a pair, read in the tiles of a head, took them longer than the products.
+// Of a query, words of 32 keys, the first in the lowest bit, from where tiles of keys begin (key_origin); and of a key, words of 32 queries.
+// Rows are whole pieces of 16 bytes; bits of what is not there are zeros. Null where no kernel asks.
+struct MaskBits {
+  struct Rows {
+    const uint32_t* data = nullptr;
+    int64_t batch = 0, head = 0, row = 0;  // words; 0 where the mask is broadcast
+  };
+  Rows queries, keys;
+
+  static constexpr int kSlack = 4;  // words behind the last row: a tile that is no multiple of 128 columns reads beyond a row
+  static constexpr int words(int columns) { return (columns + 127) / 128 * 4; }
+};
+
 // Of the blocks of queries of a mask, or of its blocks of keys: which blocks of the other side have a visible pair with each. List n is the
 // entries from offsets[n * list] to offsets[n * list + 1], each (block, place of its bits, or -1: every pair is visible), with rising
 // blocks. Of a dense mask there is no place: 0.
@@ -99,6 +113,7 @@ struct AttentionProblem {
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
+  MaskBits mask_bits;
   BlockMask blocks;        // then neither, or they are the mask's
   const float* slopes;     // (Hq,)
   const float* sinks;      // (Hq,), or null: one more term of each row's sum
@@ -191,10 +206,24 @@ struct AttentionMaskLists {
   constexpr int64_t blocks() const { return int64_t(masks) * down() * across(); }
 };
 
-// What one kernel makes of a mask before the passes: KeyPadding, where `padding` has a mask, or BlockLists.
+// Makes MaskBits of a dense boolean mask, a warp those of 32 queries and 128 keys.
+struct AttentionMaskBits {
+  Dense mask;
+  int masks, heads, num_queries, num_keys, before;  // as above; before: places of the first word that are before the first key
+  uint32_t *queries, *keys;                         // (masks, queries or 1, words), (masks, keys or 1, words); null: not wanted
+
+  constexpr int rows(bool of_keys) const { return of_keys ? (mask.key ? num_keys : 1) : mask.query ? num_queries : 1; }
+  constexpr int words(bool of_keys) const { return MaskBits::words(of_keys ? num_queries : num_keys + before); }
+  constexpr int down() const { return words(true); }  // of a mask: tiles of 32 queries, and of 128 keys
+  constexpr int across() const { return words(false) / 4; }
+  constexpr int64_t size(bool of_keys) const { return int64_t(masks) * rows(of_keys) * words(of_keys) + MaskBits::kSlack; }
+};
+
+// What one kernel makes of a mask before the passes: KeyPadding, where `padding` has a mask, MaskBits, where `bits` has, or BlockLists.
 struct AttentionMask {
   AttentionKeyPadding padding;
   AttentionMaskLists lists;
+  AttentionMaskBits bits;
 };
 constexpr int kMaskThreads = 256;
 

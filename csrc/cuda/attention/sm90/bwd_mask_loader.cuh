@@ -7,6 +7,7 @@
 // with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
 #pragma once
 
+#include "cuda/attention/mask_bits.cuh"
 #include "cuda/attention/sm90/bwd_tile.cuh"
 
 namespace pt::cuda {
@@ -46,14 +47,6 @@ PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
 
 // Bits of the columns below x, of 32.
 PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns : (1u << x) - 1; }
-// A bit for each byte, which is 0 or 1.
-PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
-  uint32_t bits = 0;
-  PT_UNROLL
-  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[PT_FAULT(bytes_of_a_mask_turned_round_backward) ? 3 - w : w] * 0x10204080u >> 28;
-  return bits;
-}
-
 // K without an elementwise mask: nothing.
 struct NoBackwardMaskLoader {
   static constexpr uint32_t kBytes = 0;
@@ -90,8 +83,7 @@ class BackwardMaskLoader {
       const int row = (kDown ? x % kPlaces : x / kWords) * kRows, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
       const uint32_t to = buffer(stream_iter) + 4 * (row * kPitch + word);
       Bits<kRows> visible;
-      if (p.mask.data && p.mask.type == DenseType::boolean)
-        visible = shown<kRows>(p, ptx::opaque(b) * p.mask.batch + ptx::opaque(h) * p.mask.head, own + row, column);
+      if (const MaskBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries; bits.data) show(p, bits, b, h, own + row, column, visible);
       if (p.query_segments) keep_segments(p, b, own + row, column, visible);
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -208,7 +200,6 @@ class BackwardMaskLoader {
 
   PT_DEVICE uint32_t buffer(int stream_iter) const { return base_ + uint32_t(stream_iter % kTile.stages) * (kBytes / kTile.stages); }
   static PT_DEVICE int within(int x, int count) { return max(0, min(x, count - 1)); }
-  static PT_DEVICE bool there(int x, int count) { return uint32_t(x) < uint32_t(count); }
 
   // Of some rows and 32 columns.
   template <int R>
@@ -255,58 +246,18 @@ class BackwardMaskLoader {
     return same;
   }
 
-  // What a boolean mask, of which element `head` is the head's first, shows of rows from `row` on and 32 columns.
+  // What a boolean mask shows of rows from `row` on and 32 columns.
   template <int R>
-  static PT_DEVICE Bits<R> shown(const AttentionProblem& p, int64_t head, int row, int column) {
-    const auto* mask = static_cast<const uint8_t*>(p.mask.data) + head;
-    Bits<R> shown;
-    if constexpr (Keys) show_to_keys(p, mask, row, column, shown.row);
-    else shown.row[0] = shown_to_query(p, mask + within(row, p.num_queries) * p.mask.query, column);
-    return shown;
-  }
-  static PT_DEVICE uint32_t shown_to_query(const AttentionProblem& p, const uint8_t* row, int key) {
-    if (PT_FAULT(sixteen_keys_where_fewer_are_aligned_backward) || p.mask.vector_width == 16) {
-      ptx::Words4 bytes[2];
-      PT_UNROLL
-      for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c, p.num_keys) ? ptx::ld_global_v4(row + key + 16 * c) : ptx::Words4{};
-      return bits_of_bytes(bytes[0]) | bits_of_bytes(bytes[1]) << 16;
-    }
-    uint32_t shown = 0;
-    PT_NO_UNROLL
-    for (int c = 0; c < 32; c += 2) {
-      PT_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        const int j = PT_FAULT(keys_of_a_mask_past_the_last_backward) ? key + c + e : within(key + c + e, p.num_keys);
-        shown |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (c + e);
-      }
-    }
-    return shown;
-  }
-  // A word that is loaded has a byte for each of the four keys.
-  static PT_DEVICE void show_to_keys(const AttentionProblem& p, const uint8_t* mask, int key, int query, uint32_t (&shown)[4]) {
-    const bool aligned = p.mask.vector_width >= 4, reads = there(key, p.num_keys);
+  static PT_DEVICE void show(const AttentionProblem& p, const MaskBits::Rows& bits, int b, int h, int row, int column, Bits<R>& visible) {
+    const int rows = Keys ? p.num_keys : p.num_queries, at = Keys ? column : column - key_origin(p), ahead = at % 32;
     PT_UNROLL
-    for (int r = 0; r < 4; ++r) shown[r] = 0;
-    PT_NO_UNROLL
-    for (int c = 0; c < min(32, kColumns); c += 8) {
-      const int from = ptx::opaque(query) + c;  // addresses are not kept
-      uint32_t eight = 0;
-      if (aligned) {
-        PT_UNROLL
-        for (int e = 0; e < 8; ++e) {
-          const int i = within(PT_FAULT(one_query_for_four_backward) ? from : from + e, p.num_queries);
-          eight |= (reads ? ptx::ld_global_u32(mask + i * p.mask.query + key) : 0) << e;
-        }
-      } else {
-        PT_NO_UNROLL
-        for (int e = 0; e < 32; ++e) {
-          const auto* row = mask + within(from + e / 4, p.num_queries) * p.mask.query;
-          const int j = within(PT_FAULT(one_key_for_four_backward) ? key : key + e % 4, p.num_keys);
-          eight |= uint32_t(ptx::ld_global_u8(row + j * p.mask.key) != 0) << (8 * (e % 4) + e / 4);
-        }
-      }
-      PT_UNROLL
-      for (int r = 0; r < 4; ++r) shown[r] |= (eight >> 8 * r & 255) << c;
+    for (int r = 0; r < R; ++r) {
+      const int own = PT_FAULT(rows_of_a_mask_past_the_last) ? row + r : within(row + (PT_FAULT(one_row_for_four) ? 0 : r), rows);
+      const uint32_t* const words = mask_words(bits, ptx::opaque(b), ptx::opaque(h), own) + at / 32;
+      visible.row[r] = ptx::ld_global_u32(words) >> ahead;
+      // A tile of 48 columns begins within a word.
+      if (kColumns % 32 && !PT_FAULT(bits_of_tiles_that_begin_within_a_word) && ahead)
+        visible.row[r] |= ptx::ld_global_u32(words + 1) << (32 - ahead);
     }
   }
 

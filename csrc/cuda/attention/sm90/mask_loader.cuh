@@ -3,11 +3,11 @@
 // them keys that padding hides.
 //
 // Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
-// for column e of its two in the eight columns j. Boolean masks come 16 keys a load where they are aligned, and the lanes of a row trade
-// bits; floating masks and biases come in pairs, of which a lane keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16
+// for column e of its two in the eight columns j. Boolean masks are bits already; floating masks and biases come in pairs, of which a lane keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16
 // bits, half as many in float32. Others, and a second one, are loaded one by one.
 #pragma once
 
+#include "cuda/attention/mask_bits.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 
 namespace pt::cuda {
@@ -44,10 +44,7 @@ class MaskLoader {
     }
     if (kEarly && adds && paired_) load_pairs(w, paired_ == 1 ? p_.mask : p_.bias, column, 0);
     if (p_.blocks.bits && place >= 0) hide_block(w, first, place);
-    if (p_.mask.data && p_.mask.type == DenseType::boolean && place >= 0) {
-      if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || p_.mask.vector_width == 16) hide_chunks(w, first);
-      else hide_bytes(w, column);
-    }
+    if (p_.mask_bits.queries.data && place >= 0) hide_bits(w, first);
     if (p_.query_segments) hide_segments(w, column);
     if (!PT_FAULT(padding_gaps_visible_to_the_mask_loader) && w.s.padding_gaps) hide_keys(w, column);
   }
@@ -136,42 +133,35 @@ class MaskLoader {
     }
   }
 
-  // A lane loads 16 of each 64 keys: 2 eights, which are also those of the three other lanes that have the row.
-  template <class Work>
-  PT_DEVICE void hide_chunks(const Work& w, int first) {
-    const int quarter = lane_id() % 4;
-    ptx::Words4 bytes[2][BN / 64];
-    PT_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      PT_UNROLL
-      for (int c = 0; c < BN / 64; ++c) {
-        const int key = first + 64 * c + 16 * (PT_FAULT(sixteen_other_keys) ? 3 - quarter : quarter);
-        const auto* row = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask) + int64_t(query(w, r)) * p_.mask.query;
-        bytes[r][c] = there(key) ? ptx::ld_global_v4(row + key) : ptx::Words4{};
-      }
-    }
-    PT_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      uint32_t word = 0;  // bit 16 c + i: byte i, which is 0 or 1, of chunk c
-      PT_UNROLL
-      for (int c = BN / 64 - 1; c >= 0; --c) {
-        PT_UNROLL
-        for (int w = 3; w >= 0; --w)
-          word = word << 4 | bytes[r][c].w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w] * 0x10204080u >> 28;
-      }
-      uint32_t shown = 0;
-      PT_UNROLL
-      for (int x = 0; x < (PT_FAULT(a_lanes_bits_left_out) ? 3 : 4); ++x) {
-        const uint32_t theirs = (x ? ptx::shfl_xor_u32(word, x) : word) >> 2 * quarter & 0x03030303u;
-        shown |= ((theirs | theirs >> 6) & 0x000f000fu) << 4 * (PT_FAULT(bits_of_another_lanes_keys) ? quarter : quarter ^ x);
-      }
-      visible[r] &= shown;
-    }
-  }
-
   // Of a word's 32 keys, from the lane's first on, its own: bits 8 n + e become 2 n + e.
   static PT_DEVICE uint32_t own_bits(uint32_t word) {
     return (word & 0x03030303u) * (PT_FAULT(padding_gaps_of_other_columns_in_the_mask_loader) ? 0x01041080u : 0x01041040u) >> 24;
+  }
+
+  // What hides keys of a boolean mask, in the words of its queries.
+  template <class Work>
+  PT_DEVICE void hide_bits(const Work& w, int first) {
+    uint32_t words[2][BN / 32];
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t* const row =
+          mask_words(p_.mask_bits.queries, w.b, w.h, query(w, PT_FAULT(a_masks_bits_of_the_other_row) ? 0 : r)) + (first - w.origin) / 32;
+      if constexpr (BN == 128) {
+        const ptx::Words4 four = ptx::ld_global_v4(row);
+        PT_UNROLL
+        for (int c = 0; c < 4; ++c) words[r][c] = four.w[c];
+      } else {
+        PT_UNROLL
+        for (int c = 0; c < BN / 32; ++c) words[r][c] = ptx::ld_global_u32(row + c);
+      }
+    }
+    PT_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      uint32_t shown = 0;
+      PT_UNROLL
+      for (int c = 0; c < BN / 32; ++c) shown |= own_bits(words[r][c] >> lane_id() % 4 * 2) << 8 * c;
+      visible[r] &= shown;
+    }
   }
 
   template <class Work>
@@ -199,15 +189,6 @@ class MaskLoader {
       for (int c = 0; c < BN / 32; ++c) shown |= own_bits(ptx::ld_global_u32(words + c) >> lane_id() % 4 * 2) << 8 * c;
       visible[r] &= shown;
     }
-  }
-
-  template <class Work>
-  PT_DEVICE void hide_bytes(const Work& w, int column) {
-    const auto* mask = static_cast<const uint8_t*>(p_.mask.data) + head(w, p_.mask);
-    const int64_t rows[2] = {int64_t(query(w, 0)) * p_.mask.query, int64_t(query(w, 1)) * p_.mask.query};
-    hide_each(
-        [&](int k) { return clamped(column + k) * p_.mask.key; },
-        [&](int64_t key, int r) { return ptx::ld_global_u8(mask + rows[PT_FAULT(a_masks_bytes_of_the_other_row) ? 0 : r] + key) != 0; });
   }
 
   template <class Work>
