@@ -11,6 +11,8 @@ from planted import Fault, check_caught, check_names, found, parameters
 FAULTS = (
     Fault("dropout_of_the_first_sequences", "sequences and heads", "of sequences slice(1, 3, None)"),
     Fault("dropout_of_the_first_heads", "sequences and heads", "heads slice(2, 4, None)"),
+    Fault("dropout_bits_of_the_first_sequences", "sequences and heads, bits", "of sequences slice(1, 3, None)"),
+    Fault("dropout_bits_of_the_first_heads", "sequences and heads, bits", "heads slice(2, 4, None)"),
     Fault("dropout_of_the_first_rows", "rows", "row_start=5"),
     Fault("dropout_of_the_first_columns", "hidden", "row_start=5, column_start=32"),
 )

@@ -35,21 +35,32 @@ void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& 
   e.p.blocks.places = 1;
 }
 
-// Packs a dense boolean mask for the kernels of sm_90a, by queries or by keys.
-void pack_mask(AttentionEdge& e, bool by_queries, bool by_keys, const Tensor& like, void* stream) {
-  const AttentionProblem& p = e.p;
-  if (!p.mask.data || p.mask.type != DenseType::boolean || !(by_queries || by_keys)) return;
-  AttentionMaskBits f{p.mask, 0, p.mask.head ? p.heads : 1, p.num_queries, p.num_keys, int(p.key_start % 32), nullptr, nullptr};
-  f.masks = (p.mask.batch ? p.sequences : 1) * f.heads;
-  const auto make = [&](MaskBits::Rows& rows, bool of_keys, const char* name) {
-    uint32_t* const words = e.words_like(like, name, f.size(of_keys));
-    const int64_t of_mask = int64_t(f.rows(of_keys)) * f.words(of_keys);
-    rows = {words, p.mask.batch ? of_mask * f.heads : 0, p.mask.head ? of_mask : 0, f.rows(of_keys) > 1 ? f.words(of_keys) : 0};
-    return words;
+// Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask; of dropout where they take at most so many bytes,
+// else, and of packed sequences, whose longest may be far longer than the others, each pass draws for itself.
+constexpr int64_t kMostKeepBytes = 256 << 20;
+void make_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, const Tensor& like, void* stream) {
+  AttentionProblem& p = e.p;
+  if (!(by_queries || by_keys)) return;
+  const auto make = [&](AttentionPairBits f, PairBits& bits, bool of_batch, bool of_head) {
+    const auto room = [&](PairBits::Rows& rows, bool of_keys, const char* name) {
+      const int64_t of_pairs = int64_t(f.rows(of_keys)) * f.words(of_keys);
+      uint32_t* const words = e.words_like(like, name, f.size(of_keys));
+      rows = {words, of_batch ? of_pairs * f.heads : 0, of_head ? of_pairs : 0, f.rows(of_keys) > 1 ? f.words(of_keys) : 0};
+      return words;
+    };
+    if (by_queries) f.queries = room(bits.queries, false, "bits of queries");
+    if (by_keys) f.keys = room(bits.keys, true, "bits of keys");
+    attention_pair_bits(f, stream);
   };
-  if (by_queries) f.queries = make(e.p.mask_bits.queries, false, "bits of queries");
-  if (by_keys) f.keys = make(e.p.mask_bits.keys, true, "bits of keys");
-  attention_mask_bits(f, stream);
+  AttentionPairBits f{{}, {}, p.sequences, p.heads, p.num_queries, p.num_keys, int(p.key_start % 32), nullptr, nullptr};
+  if (p.mask.data && p.mask.type == DenseType::boolean) {
+    AttentionPairBits of_mask = f;
+    of_mask.mask = p.mask, of_mask.sequences = p.mask.batch ? p.sequences : 1, of_mask.heads = p.mask.head ? p.heads : 1;
+    make(of_mask, p.mask_bits, p.mask.batch, p.mask.head);
+  }
+  f.dropout = {p.seed, p.drop_threshold, p.batch_start, p.head_start, uint32_t(p.query_start), uint32_t(p.key_start / 32)};
+  const int64_t bytes = 4 * ((by_queries ? f.size(false) : 0) + (by_keys ? f.size(true) : 0));
+  if (p.drop_threshold && !p.cu_queries && bytes <= kMostKeepBytes) make(f, p.keep_bits, true, true);
 }
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device,
@@ -63,7 +74,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
-  pack_mask(e, plan.on_sm90(), false, lse, stream);
+  make_pair_bits(e, plan.on_sm90(), false, lse, stream);
   f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   f.split.splits = plan.split.splits;
@@ -157,7 +168,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
   list_blocks(e, plan.walks_keys(request), plan.walks_queries(request), lse, stream);
-  pack_mask(e, plan.asks_queries(request), plan.asks_keys(request), lse, stream);
+  make_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), lse, stream);
   g.p = e.p;
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
   if (dsinks) {

@@ -37,10 +37,9 @@ void attention_key_padding(const AttentionKeyPadding& f, void* stream) {
          AttentionMask{f, {}, {}});
 }
 
-void attention_mask_bits(const AttentionMaskBits& f, void* stream) {
+void attention_pair_bits(const AttentionPairBits& f, void* stream) {
   constexpr int kWarps = kMaskThreads / 32;
-  const int64_t tiles = int64_t(f.masks) * f.down() * f.across();
-  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (tiles + kWarps - 1) / kWarps)), kMaskThreads, 0, stream,
+  launch(attention_mask_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, (f.tiles() + kWarps - 1) / kWarps)), kMaskThreads, 0, stream,
          AttentionMask{{}, {}, f});
 }
 

@@ -8,7 +8,7 @@
 namespace pt::cuda {
 
 void attention_key_padding(const AttentionKeyPadding& f, void* stream);
-void attention_mask_bits(const AttentionMaskBits& f, void* stream);
+void attention_pair_bits(const AttentionPairBits& f, void* stream);
 // States of blocks, or lists of them: see AttentionMaskLists.
 void attention_mask_lists(const AttentionMaskLists& f, void* stream);
 // f.recompute is the plan's, with flags.

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/attention/key_padding.cuh"
-#include "cuda/attention/mask_bits.cuh"
+#include "cuda/attention/pair_bits.cuh"
 
 namespace pt::cuda {
 
@@ -108,7 +108,7 @@ PT_DEVICE void make_list(const AttentionMaskLists& f) {
 template <class K>
 __global__ void __launch_bounds__(kMaskThreads) attention_mask_kernel(const __grid_constant__ AttentionMask f) {
   if (f.padding.mask.data) make_key_padding(f.padding);
-  else if (f.bits.mask.data) make_mask_bits(f.bits);
+  else if (f.bits.sequences) make_pair_bits(f.bits);
   else if (!f.lists.offsets) make_block_state(f.lists);
   else make_list(f.lists);
 }

@@ -47,13 +47,13 @@ struct KeyPadding {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
-// A dense boolean mask as bits, for the kernels of sm_90a: a byte a pair, read in the tiles of a head, took them longer than the products.
-// Of a query, words of 32 keys, the first in the lowest bit, from where tiles of keys begin (key_origin); and of a key, words of 32 queries.
-// Rows are whole pieces of 16 bytes; bits of what is not there are zeros. Null where no kernel asks.
-struct MaskBits {
+// A bit a pair, for the kernels of sm_90a: which pairs a dense boolean mask shows, or which dropout keeps. Of a query, words of 32 keys, the
+// first in the lowest bit, from where tiles of keys begin (key_origin); and of a key, words of 32 queries. Rows are whole pieces of 16 bytes;
+// bits of what is not there are zeros. Null where no kernel asks.
+struct PairBits {
   struct Rows {
     const uint32_t* data = nullptr;
-    int64_t batch = 0, head = 0, row = 0;  // words; 0 where the mask is broadcast
+    int64_t batch = 0, head = 0, row = 0;  // words; 0 where a mask is broadcast
   };
   Rows queries, keys;
 
@@ -113,7 +113,7 @@ struct AttentionProblem {
   const int64_t *query_lengths, *key_lengths, *prefix_lengths, *cu_queries, *cu_keys, *query_segments, *key_segments;
   Dense mask, bias;
   KeyPadding key_padding;  // then there is no mask
-  MaskBits mask_bits;
+  PairBits mask_bits, keep_bits;
   BlockMask blocks;        // then neither, or they are the mask's
   const float* slopes;     // (Hq,)
   const float* sinks;      // (Hq,), or null: one more term of each row's sum
@@ -206,24 +206,35 @@ struct AttentionMaskLists {
   constexpr int64_t blocks() const { return int64_t(masks) * down() * across(); }
 };
 
-// Makes MaskBits of a dense boolean mask, a warp those of 32 queries and 128 keys.
-struct AttentionMaskBits {
+// Makes PairBits of a dense boolean mask, or of dropout if that has a threshold, a warp those of 32 queries and 128 keys.
+struct AttentionPairBits {
   Dense mask;
-  int masks, heads, num_queries, num_keys, before;  // as above; before: places of the first word that are before the first key
-  uint32_t *queries, *keys;                         // (masks, queries or 1, words), (masks, keys or 1, words); null: not wanted
+  struct Dropout {
+    const uint64_t* seed = nullptr;
+    uint32_t threshold = 0, batch_start = 0, head_start = 0, query_start = 0;
+    uint32_t first_group = 0;  // of 32 keys, absolute: that of the first word
+  } dropout;
+  int sequences, heads, num_queries, num_keys;  // sequences and heads that have pairs of their own
+  int before;                                   // places of the first word that are before the first key
+  uint32_t *queries, *keys;                     // (sequences, heads, queries or 1, words), the same of keys; null: not wanted
 
-  constexpr int rows(bool of_keys) const { return of_keys ? (mask.key ? num_keys : 1) : mask.query ? num_queries : 1; }
-  constexpr int words(bool of_keys) const { return MaskBits::words(of_keys ? num_queries : num_keys + before); }
-  constexpr int down() const { return words(true); }  // of a mask: tiles of 32 queries, and of 128 keys
+  constexpr int rows(bool of_keys) const {
+    const bool broadcast = !dropout.threshold && !(of_keys ? mask.key : mask.query);
+    return broadcast ? 1 : of_keys ? num_keys : num_queries;
+  }
+  constexpr int words(bool of_keys) const { return PairBits::words(of_keys ? num_queries : num_keys + before); }
+  constexpr int down() const { return words(true); }  // of a head: tiles of 32 queries, and of 128 keys
   constexpr int across() const { return words(false) / 4; }
-  constexpr int64_t size(bool of_keys) const { return int64_t(masks) * rows(of_keys) * words(of_keys) + MaskBits::kSlack; }
+  constexpr int64_t tiles() const { return int64_t(sequences) * heads * down() * across(); }
+  constexpr int64_t size(bool of_keys) const { return int64_t(sequences) * heads * rows(of_keys) * words(of_keys) + PairBits::kSlack; }
 };
 
-// What one kernel makes of a mask before the passes: KeyPadding, where `padding` has a mask, MaskBits, where `bits` has, or BlockLists.
+// What one kernel makes of a mask before the passes: KeyPadding, where `padding` has a mask, PairBits, where `bits` has
+// sequences, or BlockLists.
 struct AttentionMask {
   AttentionKeyPadding padding;
   AttentionMaskLists lists;
-  AttentionMaskBits bits;
+  AttentionPairBits bits;
 };
 constexpr int kMaskThreads = 256;
 

@@ -5,9 +5,9 @@
 // eight columns n.
 #pragma once
 
+#include "cuda/attention/pair_bits.cuh"
 #include "cuda/attention/work.cuh"
 #include "cuda/tile/numbers.cuh"
-#include "cuda/tile/philox.cuh"
 
 namespace pt::cuda {
 
@@ -192,6 +192,23 @@ class ScoreMod {
     else return keep_mask_rows<NB>(at);
   }
 
+  // The same as bits that were made before, if they were: those of 32 columns from the place's column + `ahead` on, as an accumulator has
+  // them.
+  PT_DEVICE bool has_keep_bits() const { return keep_rows().data; }
+  template <bool Whole>
+  PT_DEVICE uint32_t keep_bits(const Place& at, int ahead) const {
+    const int column = at.column - lane_id() % 4 * 2 + ahead - (Transposed ? 0 : key_origin(p_));
+    uint32_t bits = 0;
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = at.row_of(2 * half), last = (Transposed ? p_.num_keys : p_.num_queries) - 1;
+      const int own = PT_FAULT(rows_of_dropout_past_the_last) ? row : max(0, min(row, last));
+      const uint32_t* const words = words_of(keep_rows(), b_, heads_.of(0), own);
+      bits |= lanes_bits(word_from<Whole>(words, column)) << (PT_FAULT(dropout_bits_of_the_upper_row) ? 0 : 2 * half);
+    }
+    return bits;
+  }
+
   template <class P>
   PT_DEVICE int relative(const P& at, int n, int r) const {
     return key(at, n, r) - query(at, n, r) - (PT_FAULT(alibi_forgets_its_offset) ? 0 : s_.diagonal_offset);
@@ -212,6 +229,8 @@ class ScoreMod {
   PT_DEVICE int cell(int relative) const { return max(-p_.before, min(relative, p_.after)) + p_.before; }
 
  private:
+  PT_DEVICE const PairBits::Rows& keep_rows() const { return Transposed ? p_.keep_bits.keys : p_.keep_bits.queries; }
+
   template <class P>
   static PT_DEVICE int query(const P& at, int n, int r) {
     return Transposed ? at.column_of(n, r) : at.row_of(r);

@@ -136,8 +136,7 @@ struct Sm90BwdDbiasBlock {
     Found found(p);
     found.load(w, first, true);
     Pairs<BN / 2> keep_mask;
-    if (p.drop_threshold)
-      keep_mask = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return score_mod.template keep_mask<4>(place); });
+    if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, 4>(score_mod, at);
     if (PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);
     if (!PT_FAULT(scores_read_in_flight)) ptx::wgmma_wait<1>();
     if (!PT_FAULT(keys_given_back_too_early)) consumer_release_warpgroup(k, stream_iter);

@@ -222,9 +222,7 @@ struct Sm90BwdDkdvBlock {
             const Range bounds[2] = {fresh.unhidden_bounds(p, at.row_of(0)), fresh.unhidden_bounds(p, at.row_of(2))};
             visible = Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return within<kPiece>(place, bounds); });
           }
-          if (p.drop_threshold)
-            keep_mask =
-                Pairs<BN / 2>::template of<kPiece>(at, [&](const Place& place) { return score_mod.template keep_mask<kPiece>(place); });
+          if (p.drop_threshold) keep_mask = kept_pairs<BN / 2, kPiece>(score_mod, at);
           if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
           in_pieces<kPiece>(s, at, [&](float (&x)[kPiece][4], const Place& place, int c) {
             float slope[kPiece][4];

@@ -101,8 +101,7 @@ struct Sm90BwdDkdvHdim256Block : Sm90BwdDkdvBlock<T, K> {
     }
     if (p.drop_threshold) {
       const ScoreMod<true, false> score_mod(p, w.s, w.b, h);
-      bits.keep_mask =
-          Pairs<BN / 2>::template of<kPiece>(first, [&](const Place& place) { return score_mod.template keep_mask<kPiece>(place); });
+      bits.keep_mask = kept_pairs<BN / 2, kPiece>(score_mod, first);
     }
     return bits;
   }

@@ -170,7 +170,7 @@ struct Sm90BwdDqBlock {
             }
           if (p.drop_threshold) {
             const ScoreMod<false, false> score_mod(p, w.s, w.b, w.h);
-            keep_mask = Pairs<BN / 2>::template of<4>(at, [&](const Place& place) { return score_mod.template keep_mask<4>(place); });
+            keep_mask = kept_pairs<BN / 2, 4>(score_mod, at);
           }
         }
       };

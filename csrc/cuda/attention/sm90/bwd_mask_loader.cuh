@@ -7,7 +7,6 @@
 // with those of a ring of tiles, of which the warps are writers too, and each consumer's warp a reader.
 #pragma once
 
-#include "cuda/attention/mask_bits.cuh"
 #include "cuda/attention/sm90/bwd_tile.cuh"
 
 namespace pt::cuda {
@@ -83,7 +82,7 @@ class BackwardMaskLoader {
       const int row = (kDown ? x % kPlaces : x / kWords) * kRows, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
       const uint32_t to = buffer(stream_iter) + 4 * (row * kPitch + word);
       Bits<kRows> visible;
-      if (const MaskBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries; bits.data) show(p, bits, b, h, own + row, column, visible);
+      if (const PairBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries; bits.data) show(p, bits, b, h, own + row, column, visible);
       if (p.query_segments) keep_segments(p, b, own + row, column, visible);
       PT_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -248,16 +247,12 @@ class BackwardMaskLoader {
 
   // What a boolean mask shows of rows from `row` on and 32 columns.
   template <int R>
-  static PT_DEVICE void show(const AttentionProblem& p, const MaskBits::Rows& bits, int b, int h, int row, int column, Bits<R>& visible) {
-    const int rows = Keys ? p.num_keys : p.num_queries, at = Keys ? column : column - key_origin(p), ahead = at % 32;
+  static PT_DEVICE void show(const AttentionProblem& p, const PairBits::Rows& bits, int b, int h, int row, int column, Bits<R>& visible) {
+    const int rows = Keys ? p.num_keys : p.num_queries, at = Keys ? column : column - key_origin(p);
     PT_UNROLL
     for (int r = 0; r < R; ++r) {
       const int own = PT_FAULT(rows_of_a_mask_past_the_last) ? row + r : within(row + (PT_FAULT(one_row_for_four) ? 0 : r), rows);
-      const uint32_t* const words = mask_words(bits, ptx::opaque(b), ptx::opaque(h), own) + at / 32;
-      visible.row[r] = ptx::ld_global_u32(words) >> ahead;
-      // A tile of 48 columns begins within a word.
-      if (kColumns % 32 && !PT_FAULT(bits_of_tiles_that_begin_within_a_word) && ahead)
-        visible.row[r] |= ptx::ld_global_u32(words + 1) << (32 - ahead);
+      visible.row[r] = word_from<kColumns % 32 == 0>(words_of(bits, ptx::opaque(b), ptx::opaque(h), own), at);
     }
   }
 

@@ -85,28 +85,6 @@ PT_DEVICE Place place_again(int row, int column) {
   return Place(row + thread / 32 * 16 - (PT_FAULT(rows_of_another_warp) ? 48 : 64), column, thread % 32);
 }
 
-// A bit for each element of x[R].
-template <int R>
-struct Pairs {
-  uint32_t words[(R + 31) / 32] = {};
-  PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
-  PT_DEVICE const Pairs& opaque() const { return *this; }
-
-  // Those of a tile that f(place) has of 8 N columns.
-  template <int N, class F>
-  static PT_DEVICE Pairs of(const Place& at, F f) {
-    static_assert(R % (4 * N) == 0);
-    Pairs all;
-    PT_UNROLL
-    for (int w = 0; w < (R + 31) / 32; ++w) {
-      PT_NO_UNROLL  // under products in flight there are few registers
-      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N)
-        all.words[w] |= f(at.after(2 * n)) << (PT_FAULT(bits_of_other_columns) ? 0 : n % 32);
-    }
-    return all;
-  }
-};
-
 template <class T>
 PT_DEVICE void pack_piece(uint32_t (&operand)[4], const float (&x)[kPiece][4]) {
   PT_UNROLL

@@ -200,7 +200,10 @@ struct Sm90ForwardBlock {
           clear_hidden_rows<kConsumers>(v, stream_iter, first, keep, key_padding_bitmap());
         else clear_rows<kConsumers>(v, stream_iter, first, keep);
       };
+      [[maybe_unused]] Pairs<BN / 2> kept;
       const auto load_mask = [&](int first, int place) {
+        if constexpr (K::has_score_mod)
+          if (score_mod.has_keep_bits()) kept = kept_pairs<BN / 2, 8>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Scores to weights; `first` is the tile's first key.
@@ -227,7 +230,10 @@ struct Sm90ForwardBlock {
       };
       const auto pack = [&](int first) {
         if constexpr (K::has_score_mod)
-          if (p.drop_threshold)
+          if (score_mod.has_keep_bits()) {
+            PT_UNROLL
+            for (int i = 0; i < BN / 2; ++i) s[i] = PT_FAULT(dropped_weights_kept) || kept.has(i) ? s[i] : 0.0f;
+          } else if (p.drop_threshold)
             in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
               const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
               each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });

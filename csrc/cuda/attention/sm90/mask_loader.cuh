@@ -7,7 +7,6 @@
 // bits, half as many in float32. Others, and a second one, are loaded one by one.
 #pragma once
 
-#include "cuda/attention/mask_bits.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 
 namespace pt::cuda {
@@ -145,7 +144,7 @@ class MaskLoader {
     PT_UNROLL
     for (int r = 0; r < 2; ++r) {
       const uint32_t* const row =
-          mask_words(p_.mask_bits.queries, w.b, w.h, query(w, PT_FAULT(a_masks_bits_of_the_other_row) ? 0 : r)) + (first - w.origin) / 32;
+          words_of(p_.mask_bits.queries, w.b, w.h, query(w, PT_FAULT(a_masks_bits_of_the_other_row) ? 0 : r)) + (first - w.origin) / 32;
       if constexpr (BN == 128) {
         const ptx::Words4 four = ptx::ld_global_v4(row);
         PT_UNROLL

@@ -201,6 +201,38 @@ PT_DEVICE void clear_hidden_rows(const R& ring, int use, int first, const Range&
   clear_rows_but<Consumers>(ring, use, first, [&](int row) { return keep.has(row) && keys.visible(row); });
 }
 
+// A bit for each element of x[R].
+template <int R>
+struct Pairs {
+  uint32_t words[(R + 31) / 32] = {};
+  PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+  PT_DEVICE const Pairs& opaque() const { return *this; }
+
+  // Those of a tile that f(place) has of 8 N columns.
+  template <int N, class F>
+  static PT_DEVICE Pairs of(const Place& at, F f) {
+    static_assert(R % (4 * N) == 0);
+    Pairs all;
+    PT_UNROLL
+    for (int w = 0; w < (R + 31) / 32; ++w) {
+      PT_NO_UNROLL  // under products in flight there are few registers
+      for (int n = 32 * w; n < min(32 * w + 32, R); n += 4 * N)
+        all.words[w] |= f(at.after(2 * n)) << (PT_FAULT(bits_of_other_columns) ? 0 : n % 32);
+    }
+    return all;
+  }
+};
+
+// The pairs that dropout keeps of a tile with 2 R columns, from `at` on: bits that were made before, or drawn, 8 N columns at a time.
+template <int R, int N, class S>
+PT_DEVICE Pairs<R> kept_pairs(const S& score_mod, const Place& at) {
+  if (!score_mod.has_keep_bits()) return Pairs<R>::template of<N>(at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
+  Pairs<R> kept;
+  PT_UNROLL
+  for (int c = 0; c < 2 * R; c += 32) kept.words[c / 64] |= score_mod.template keep_bits<2 * R % 32 == 0>(at, c) << c / 2 % 32;
+  return kept;
+}
+
 // ---- results
 
 // The lane's two rows of a result times `factor`, 16 bytes at a time; row_index in the tensor, not written if negative. Every lane of the

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which pairs a dense boolean mask shows, or dropout keeps, as bits, by queries and by keys: see PairBits in problem.h.
+//
+// The kernels of sm_90a asked each pair's byte in each head, and drew each pair's number in each pass. On an H100, with 2 x 16 heads of 64
+// columns and 2,048 keys, that took three quarters of the backward: 270 + 545 us of a mask, 372 + 465 of dropout, 95 + 120 of neither.
+#pragma once
+
+#include "cuda/attention/sequence.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/tile/fragments.cuh"
+#include "cuda/tile/philox.cuh"
+
+namespace pt::cuda {
+
+// A bit for each byte, which is 0 or 1.
+PT_DEVICE uint32_t bits_of_bytes(const ptx::Words4& bytes) {
+  uint32_t bits = 0;
+  PT_UNROLL
+  for (int w = 3; w >= 0; --w) bits = bits << 4 | bytes.w[PT_FAULT(bytes_of_a_mask_turned_round) ? 3 - w : w] * 0x10204080u >> 28;
+  return bits;
+}
+
+// Lane i has row i of 32 x 32 bits; afterwards column i. Each step exchanges quarters of squares (Warren, "Hacker's Delight", 7-3).
+PT_DEVICE uint32_t transpose_bits(uint32_t row) {
+  constexpr uint32_t kLow[] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
+  PT_UNROLL
+  for (int step = PT_FAULT(bits_of_a_mask_half_transposed) ? 3 : 4; step >= 0; --step) {
+    const int d = 1 << step;
+    const uint32_t other = ptx::shfl_xor_u32(row, d), low = kLow[step];
+    row = lane_id() & d ? (row & ~low) | (other >> d & low) : (row & low) | (other & low) << d;
+  }
+  return row;
+}
+
+// Of one query: which of the 32 keys from `key` on are visible. Keys that are not there are not.
+PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query, int key) {
+  const auto there = [&](int j) { return uint32_t(j) < uint32_t(f.num_keys + PT_FAULT(keys_of_a_mask_past_the_last)); };
+  if (PT_FAULT(sixteen_keys_where_fewer_are_aligned) || f.mask.vector_width == 16) {
+    ptx::Words4 bytes[2];
+    PT_UNROLL
+    for (int c = 0; c < 2; ++c) bytes[c] = there(key + 16 * c) ? ptx::ld_global_v4(query + key + 16 * c) : ptx::Words4{};
+    return bits_of_bytes(bytes[0]) | bits_of_bytes(bytes[1]) << 16;
+  }
+  uint32_t visible = 0, bytes[32];
+  PT_UNROLL
+  for (int c = 0; c < 32; ++c) bytes[c] = there(key + c) ? ptx::ld_global_u8(query + (key + c) * f.mask.key) : 0;  // all in flight at once
+  PT_UNROLL
+  for (int c = 0; c < 32; ++c) visible |= uint32_t(bytes[c] != 0) << c;
+  return visible;
+}
+
+// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh).
+PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
+  uint32_t kept = 0;
+  PT_UNROLL
+  for (uint32_t c = 0; c < 4; ++c) {
+    const uint32_t head = (PT_FAULT(dropout_bits_of_the_first_heads) ? 0 : f.head_start) + uint32_t(h);
+    const uint32_t sequence = (PT_FAULT(dropout_bits_of_the_first_sequences) ? 0 : f.batch_start) + uint32_t(b);
+    const Draws d = philox(4 * group + c, f.query_start + uint32_t(i), head, sequence, seed);
+    PT_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      kept |= uint32_t((d.w[m] & 0xffff) >= f.threshold) << (8 * m + 2 * c);
+      kept |= uint32_t(d.w[PT_FAULT(dropout_bits_of_another_eight) ? 0 : m] >> 16 >= f.threshold) << (8 * m + 2 * c + 1);
+    }
+  }
+  return kept;
+}
+
+// A warp's 32 queries and 128 keys: a lane has a query, then a key of each 32.
+PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
+  const int64_t n = int64_t(blockIdx.x) * (kMaskThreads / 32) + int(threadIdx.x) / 32;
+  if (n >= f.tiles()) return;
+  const int of_head = f.down() * f.across(), tile = int(n % of_head), lane = lane_id();
+  const int64_t m = n / of_head;
+  const int b = int(m / f.heads), h = PT_FAULT(bits_of_the_first_heads_mask) ? 0 : int(m % f.heads);
+  const int i0 = tile / f.across() * 32, word = tile % f.across() * 4, i = i0 + lane;
+  const bool here = i < f.num_queries + PT_FAULT(queries_of_a_mask_past_the_last);
+  const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch + h * f.mask.head + i * f.mask.query;
+  const uint64_t seed = f.dropout.seed ? ptx::ld_global_u64(f.dropout.seed) : 0;
+  ptx::Words4 bits;
+  PT_UNROLL
+  for (int c = 0; c < 4; ++c)
+    bits.w[c] = !here                 ? 0
+                : f.dropout.threshold ? kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed)
+                                      : visible_keys(f, query, 32 * (word + c) - f.before);
+  if (f.queries && i < f.rows(false)) ptx::st_global_v4(f.queries + (m * f.rows(false) + i) * f.words(false) + word, bits);
+  if (!f.keys) return;
+  PT_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const uint32_t column = transpose_bits(bits.w[c]);
+    const int j = 32 * (word + c) - f.before + lane;
+    if (j >= 0 && j < f.rows(true)) ptx::st_global_u32(f.keys + (m * f.rows(true) + j) * f.words(true) + i0 / 32, column);
+  }
+}
+
+// The words of a row of sequence b and head h: of query or key i, from the first on.
+PT_DEVICE const uint32_t* words_of(const PairBits::Rows& rows, int b, int h, int i) {
+  return rows.data + (PT_FAULT(a_mask_of_another_sequence) ? 0 : b) * rows.batch + (PT_FAULT(a_mask_of_another_head) ? 0 : h) * rows.head +
+         i * rows.row;
+}
+
+// The 32 bits of a row from column `at` on; whole: a word's.
+template <bool Whole>
+PT_DEVICE uint32_t word_from(const uint32_t* row, int at) {
+  const uint32_t word = ptx::ld_global_u32(row + at / 32);
+  const int ahead = Whole ? 0 : at % 32;
+  if (PT_FAULT(bits_of_tiles_that_begin_within_a_word) || !ahead) return word;
+  return word >> ahead | ptx::ld_global_u32(row + at / 32 + 1) << (32 - ahead);
+}
+
+// Of 32 columns of a row, those of a lane, as accumulators have them (fragments.cuh): bits 8 m + 2 (lane % 4) + e become 4 m + e.
+PT_DEVICE uint32_t lanes_bits(uint32_t word) {
+  word = word >> lane_id() % 4 * 2 & 0x03030303u;
+  word = (word | word >> 4) & 0x00ff00ffu;
+  return (word | word >> 8) & 0xffff;
+}
+
+}  // namespace pt::cuda
