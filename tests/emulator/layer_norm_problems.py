@@ -25,8 +25,9 @@ SHAPES = (
     ("add_norm", 133, 96, torch.bfloat16, torch.float32, "layer", 0.1),
     ("add_norm", 21, 768, torch.float16, torch.float32, "rms", 0.5),
     ("add_norm", 5, 1024, torch.bfloat16, torch.bfloat16, "layer", 1.0),
-    ("layer_norm", 11, 1032, torch.float32, None, "layer", 0.0),
+    ("layer_norm", 35, 1032, torch.float32, None, "layer", 0.0),
     ("add_norm", 9, 2176, torch.bfloat16, torch.float32, "layer", 0.3),
+    ("add_norm", 19, 2056, torch.bfloat16, torch.bfloat16, "layer", 0.2),
     ("rms_norm", 5, 4096, torch.float16, None, "rms", 0.0),
     ("layer_norm", 13, 33, torch.bfloat16, None, "layer", 0.0),
     ("add_norm", 9, 263, torch.float32, torch.bfloat16, "rms", 0.2),
@@ -35,7 +36,7 @@ SHAPES = (
 
 
 def problems() -> Iterator[Problem]:
-    """One problem for each of SHAPES, with every gradient; and one with rows that are not aligned."""
+    """One problem for each of SHAPES, with every gradient; one with rows that are not aligned, and one of rows of two strides."""
     for number, (op, rows, columns, x, residual, kind, p) in enumerate(SHAPES):
         torch.manual_seed(number)
         normal = lambda *shape, dtype=x: torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -55,6 +56,9 @@ def problems() -> Iterator[Problem]:
         yield problem
         if number == 0:  # rows that do not begin at a multiple of 16 bytes
             yield replace(problem, layouts=problem.layouts | {"x": "offset"})
+        if rows == 35:  # rows of two strides, several of which a block has in turn
+            grid = {n: t.reshape(5, 7, columns) if t.dim() == 2 else t for n, t in tensors.items()}
+            yield replace(problem, tensors=grid, layouts=problem.layouts | {"x": "rows_first"})
 
 
 def drawn(seed: int, count: int) -> Iterator[tuple[int, Problem]]:

@@ -8,95 +8,115 @@
 
 namespace pt::cuda {
 
-// One team for each row, kept in registers. d_out and dx have dtype T, h and the gradients of the residual stream S.
+// What a team reads of a row.
+template <class T, class S, int V>
+struct GivenRow {
+  Raw<T> d_out[V];
+  Raw<S> h[V];
+  float mean, rstd;
+
+  template <class Mine>
+  PT_DEVICE void load(const LayerNormBackward& f, const TeamRow& from, const Mine& mine) {
+    load_row(d_out, from.of<T>(f.d_out), mine, from.here());
+    load_row(h, from.of<S>(f.h), mine, from.here());
+    mean = from.here() && f.mean ? load_one(f.mean + from.row()) : 0.0f;
+    rstd = from.here() ? load_one(f.rstd + from.row()) : 0.0f;
+  }
+  PT_DEVICE void forget_widened() {
+    PT_UNROLL
+    for (int v = 0; v < V; ++v) d_out[v].forget_widened(), h[v].forget_widened();
+  }
+  PT_DEVICE float centered(int v, int i) const { return h[v][i] - mean; }
+};
+
+// Adds the row to the thread's sums of dweight and dbias; returns mean(g) and mean(g xhat).
+template <class T, class S, int V, class Team>
+PT_DEVICE Sum2 sum_row(float (&dweight)[V][kVector], float (&dbias)[V][kVector], const GivenRow<T, S, V>& given,
+                       const SharedColumns& weight, Team& team, const MyColumns<Team>& mine, float per_column) {
+  Sum2 sums{0.0f, 0.0f};
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) {
+    float w[kVector];
+    weight.get(w, mine.column(v));
+    Sum2 part{0.0f, 0.0f};
+    PT_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      const float d = given.d_out[v][i], xhat = given.centered(v, i) * given.rstd, g = d * w[i];
+      part = {part.a + g, part.b + g * xhat};
+      dweight[v][i] += d * xhat;
+      dbias[v][i] += d;
+    }
+    sums = sums + part;
+  }
+  sums = team.sum(sums);
+  return {sums.a * per_column, sums.b * per_column};
+}
+
+// One team for a row, kept in registers; where they hold another, the team's next row is asked for before the sums of this one. d_out and
+// dx have dtype T, h and the gradients of the residual stream S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_blocks)
-    layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
+__global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_kernel(const __grid_constant__ LayerNormBackward f) {
   constexpr int V = K::backward.vectors;
+  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for another
   const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
+  const MyColumns<TeamOf<K>> mine{team, p.columns};
   const ColumnDropout dropout = dropout_of(p);
-  const float n = float(p.columns);
+  const float per_column = 1.0f / float(p.columns);
+  GivenRow<T, S, V> given;
+  TeamRow next(p, team);
+  if (kAhead) given.load(f, next, mine);
+  const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), V * kVector * team.size());
+  weight.fill<K::backward.shared_vectors()>(p.weight, p.columns, 1.0f);
+  if (!PT_FAULT(no_barrier_after_a_norms_weights)) ptx::syncthreads();
+
   float dweight[V][kVector] = {}, dbias[V][kVector] = {};
-  for (int64_t first = int64_t(blockIdx.x) * team.teams(); first < p.rows; first += int64_t(gridDim.x) * team.teams()) {
-    const int64_t row = first + team.team();
-    const bool here = row < p.rows + PT_FAULT(a_norms_row_past_the_last_backward);  // the others of the warp may have a row
-    const RowAt at(p, here ? row : 0);
-    const auto inside = [&](int v) { return here && column_of(team, v) < p.columns; };
+  while (next.any_of_block()) {
+    const TeamRow at = next;
+    next.next();
+    if (!kAhead) given.load(f, at, mine);
+    GivenRow<T, S, V> later;
+    if (kAhead) later.load(f, next, mine);
+    Raw<S> d_residual_out[V];
+    if (f.d_residual_out.data) load_row(d_residual_out, at.of<S>(f.d_residual_out), mine, at.here());
 
-    Raw<T> d_out[V];
-    Raw<S> h[V];
+    const Sum2 mean = sum_row(dweight, dbias, given, weight, team, mine, per_column);
+    if (kAhead && V > 2) given.forget_widened();
+    const float mean_g = p.rms ? 0.0f : mean.a, slope = mean.b * given.rstd;
+    const uint32_t kept = p.drop_threshold ? kept_of_row<V>(dropout, at.row(), mine) : 0;
     PT_UNROLL
     for (int v = 0; v < V; ++v) {
-      d_out[v].clear();
-      h[v].clear();
-      if (!inside(v)) continue;
-      d_out[v].template load<true>(at.of<T>(f.d_out) + column_of(team, v));
-      h[v].template load<true>(at.of<S>(f.h) + column_of(team, v));
-    }
-    const float mean = here && f.mean ? load_one(f.mean + row) : 0.0f, rstd = here ? load_one(f.rstd + row) : 0.0f;
-    const auto xhat = [&](int v, int i) { return (h[v][i] - mean) * rstd; };
-    const auto weights = [&](float (&w)[kVector], int v) {
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) w[i] = 1.0f;
-      if (p.weight.data && inside(v)) load_any(w, p.weight.data, p.weight.dtype, column_of(team, v), p.columns, true);
-    };
-
-    Sum2 sums{0.0f, 0.0f};
-    PT_UNROLL
-    for (int v = 0; v < V; ++v) {
-      if (!inside(v)) continue;
-      float w[kVector];
-      weights(w, v);
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) {
-        const float g = d_out[v][i] * w[i];
-        sums = {sums.a + g, sums.b + g * xhat(v, i)};
-        dweight[v][i] += d_out[v][i] * xhat(v, i);
-        dbias[v][i] += d_out[v][i];
-      }
-    }
-    sums = team.sum(sums);
-    const float mean_g = p.rms ? 0.0f : sums.a / n, mean_gx = sums.b / n;
-
-    PT_UNROLL
-    for (int v = 0; v < V; ++v) {
-      const int column = column_of(team, v);
-      if (PT_FAULT(dropout_in_a_divergent_warp) && !inside(v)) continue;
-      const uint32_t keep = p.drop_threshold ? dropout.keep(row, column) : 0;  // the whole warp calls it
-      if (!inside(v)) continue;
+      const bool wanted = at.here() && mine.has(v);
       float w[kVector], dh[kVector];
-      weights(w, v);
+      weight.get(w, mine.column(v));
       PT_UNROLL
-      for (int i = 0; i < kVector; ++i) dh[i] = (d_out[v][i] * w[i] - mean_g - xhat(v, i) * mean_gx) * rstd;
+      for (int i = 0; i < kVector; ++i) dh[i] = (given.d_out[v][i] * w[i] - mean_g - given.centered(v, i) * slope) * given.rstd;
       if (f.d_residual_out.data) {
-        Raw<S> d;
-        d.template load<true>(at.of<S>(f.d_residual_out) + column);
         PT_UNROLL
-        for (int i = 0; i < kVector; ++i) dh[i] += PT_FAULT(the_residuals_gradient_forgotten) ? 0.0f : d[i];
+        for (int i = 0; i < kVector; ++i) dh[i] += PT_FAULT(the_residuals_gradient_forgotten) ? 0.0f : d_residual_out[v][i];
       }
       if (f.dresidual.data) {
         Raw<S> out;
         out.set(dh);
-        out.store(at.of<S>(f.dresidual) + column);
+        out.store_where(at.of<S>(f.dresidual) + mine.column(v), wanted);
       }
       if (f.dx.data) {
-        if (p.drop_threshold) drop(dh, keep, dropout.scale());
+        if (p.drop_threshold) drop(dh, kept >> kVector * v, dropout.scale());
         Raw<T> out;
         out.set(dh);
-        out.store(at.of<T>(f.dx) + column);
+        out.store_where(at.of<T>(f.dx) + mine.column(v), wanted);
       }
     }
+    if (kAhead) given = later;
   }
-  const auto place = [&](int v) { return column_of(team, v); };
+  const auto place = [&](int v) { return mine.column(v); };
   if (f.dweight_partials) store_part(team, dweight, place, f.dweight_partials, p.columns);
   if (f.dbias_partials) store_part(team, dbias, place, f.dbias_partials, p.columns);
 }
 
 // One block for each row, read twice: any dtypes, any alignment, any width. The block's sums lie in memory.
 template <class K>
-__global__ void __launch_bounds__(K::backward.max_threads, K::backward.min_blocks)
-    layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
+__global__ void __launch_bounds__(K::backward.at_once) layer_norm_bwd_any_kernel(const __grid_constant__ LayerNormBackward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);

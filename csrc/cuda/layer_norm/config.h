@@ -13,11 +13,13 @@ constexpr int kVectorColumns = 8;
 struct LayerNormConfig {
   int vectors;      // of eight columns that a thread keeps in registers
   int max_threads;  // of a block
-  int min_blocks;   // at once on a multiprocessor
+  int at_once;      // threads on a multiprocessor: the compiler gives each what registers that leaves, and a grid is no larger
 
   constexpr int max_columns(int threads) const { return threads * kVectorColumns * vectors; }
   constexpr int max_columns() const { return max_columns(max_threads > 128 ? max_threads : 32); }
-  constexpr int registers() const { return 65536 / max_threads / min_blocks / 8 * 8; }  // that a thread may have
+  constexpr int registers() const { return 65536 / at_once / 8 * 8; }  // that a thread may have
+  // Of a row, where a block divides it among its threads.
+  constexpr int shared_vectors() const { return max_threads > 128 ? vectors : vectors * 32 / max_threads; }
 };
 
 struct LayerNormConfigs {
@@ -25,13 +27,13 @@ struct LayerNormConfigs {
 };
 
 // Forward: a row of h, as float, and x and residual as they come. Backward: the sums of dweight and dbias, and d_out and h as they come.
-constexpr LayerNormConfigs kLayerNormForward{{4, 128, 4}, {4, 384, 1}, {1, 512, 2}};
-constexpr LayerNormConfigs kLayerNormBackward{{4, 128, 2}, {2, 512, 1}, {1, 512, 1}};
+constexpr LayerNormConfigs kLayerNormForward{{4, 128, 512}, {4, 384, 512}, {1, 512, 1024}};
+constexpr LayerNormConfigs kLayerNormBackward{{4, 128, 256}, {2, 512, 512}, {1, 512, 512}};
 
 constexpr int kSpare = 24;  // registers for addresses and counters
 static_assert(kLayerNormForward.lanes.registers() >= kLayerNormForward.lanes.vectors * 24 + kSpare);
 static_assert(kLayerNormForward.block.registers() >= kLayerNormForward.block.vectors * 24 + kSpare);
-static_assert(kLayerNormBackward.lanes.registers() >= kLayerNormBackward.lanes.vectors * 40 + kSpare);
+static_assert(kLayerNormBackward.lanes.registers() >= kLayerNormBackward.lanes.vectors * 48 + kSpare);
 static_assert(kLayerNormBackward.block.registers() >= kLayerNormBackward.block.vectors * 40 + kSpare);
 static_assert(kLayerNormForward.lanes.max_columns() == 1024 && kLayerNormBackward.lanes.max_columns() == 1024);
 static_assert(kLayerNormForward.block.max_columns() == 12288 && kLayerNormBackward.block.max_columns() == 8192);

@@ -9,99 +9,117 @@
 
 namespace pt::cuda {
 
-// One team for each row, kept in registers. x and out have dtype T, residual and residual_out S.
+// h of a row from what was loaded, and residual_out where it is wanted: h as that rounds it.
+template <class T, class S, int V, class Mine>
+PT_DEVICE void take_row(float (&h)[V][kVector], const Raw<T> (&x)[V], const Raw<S> (&residual)[V], const LayerNormForward& f,
+                        const ColumnDropout& dropout, const TeamRow& at, const Mine& mine) {
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) {
+    PT_UNROLL
+    for (int i = 0; i < kVector; ++i) h[v][i] = x[v][i];
+  }
+  if (!f.residual_out.data) return;
+  if (f.p.drop_threshold) {
+    const uint32_t kept = kept_of_row<V>(dropout, at.row(), mine);
+    PT_UNROLL
+    for (int v = 0; v < V; ++v) drop(h[v], kept >> kVector * v, dropout.scale());
+  }
+  if (f.residual.data) {
+    PT_UNROLL
+    for (int v = 0; v < V; ++v) {
+      PT_UNROLL
+      for (int i = 0; i < kVector; ++i) h[v][i] += residual[v][i];
+    }
+  }
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) {
+    Raw<S> stored;
+    stored.set(h[v]);
+    stored.store_where(at.of<S>(f.residual_out) + mine.column(v), at.here() && mine.has(v));
+    PT_UNROLL
+    for (int i = 0; i < kVector; ++i) h[v][i] = stored[i];
+  }
+}
+
+struct RowMoments {
+  float mean, shift, rstd;  // the row's mean is mean + shift
+};
+
+// Takes the mean off the row. Vectors that the thread has not are zeros, and stay so.
+template <int V, class Team>
+PT_DEVICE RowMoments center_row(float (&h)[V][kVector], Team& team, const MyColumns<Team>& mine, bool rms, float eps) {
+  const float per_column = 1.0f / float(mine.columns);
+  float sum = 0.0f;
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) sum += sum_of(h[v]);
+  const float mean = rms ? 0.0f : team.sum(sum) * per_column;
+  Sum2 deviation{0.0f, 0.0f};
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) {
+    const float off = mine.has(v) ? mean : 0.0f;
+    float squares = 0.0f;
+    PT_UNROLL
+    for (int i = 0; i < kVector; ++i) h[v][i] -= off, squares += h[v][i] * h[v][i];
+    deviation = deviation + Sum2{sum_of(h[v]), squares};
+  }
+  deviation = team.sum(deviation);
+  const float shift = rms && !PT_FAULT(the_mean_taken_off_in_an_rms_norm) ? 0.0f : deviation.a * per_column;
+  return {mean, shift, rstd_of(deviation.b * per_column - shift * shift, eps)};
+}
+
+// One team for a row, kept in registers, and the team's next row asked for before the sums of this one, so that a multiprocessor always
+// has loads in flight. x and out have dtype T, residual and residual_out S.
 template <class T, class S, class K>
-__global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
-    layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
+__global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_kernel(const __grid_constant__ LayerNormForward f) {
   constexpr int V = K::forward.vectors;
+  constexpr bool kAhead = sizeof(S) == 2;  // rows of float32 leave no registers for another
   const LayerNormProblem& p = f.p;
   TeamOf<K> team(p.lanes);
+  const MyColumns<TeamOf<K>> mine{team, p.columns};
   const ColumnDropout dropout = dropout_of(p);
-  const float n = float(p.columns);
-  for (int64_t first = int64_t(blockIdx.x) * team.teams(); first < p.rows; first += int64_t(gridDim.x) * team.teams()) {
-    const int64_t row = first + team.team();
-    const bool here = row < p.rows + PT_FAULT(a_norms_row_past_the_last);  // the others of the warp may have a row
-    const RowAt at(p, here ? row : 0);
-    const auto inside = [&](int v) { return here && column_of(team, v) < p.columns + PT_FAULT(a_column_past_the_rows_end); };
+  Raw<T> x[V];
+  Raw<S> residual[V];
+  const auto load = [&](const TeamRow& from) {
+    load_row(x, from.of<T>(f.x), mine, from.here());
+    if (f.residual.data) load_row(residual, from.of<S>(f.residual), mine, from.here());
+  };
+  TeamRow next(p, team);
+  if (kAhead) load(next);
+  const int slots = V * kVector * team.size();
+  const SharedColumns weight(ptx::dynamic_smem() + team.smem_bytes(), slots), bias(weight.end(), slots);
+  weight.fill<K::forward.shared_vectors()>(p.weight, p.columns, 1.0f);
+  bias.fill<K::forward.shared_vectors()>(f.bias, p.columns, 0.0f);
+  if (!PT_FAULT(no_barrier_after_a_norms_weights)) ptx::syncthreads();
 
-    Raw<T> x[V];
-    Raw<S> residual[V];
+  while (next.any_of_block()) {
+    const TeamRow at = next;
+    next.next();
+    if (!kAhead) load(at);
+    float h[V][kVector];
+    take_row(h, x, residual, f, dropout, at, mine);
+    if (kAhead) load(next);
+    const RowMoments m = center_row(h, team, mine, p.rms, f.eps);
     PT_UNROLL
     for (int v = 0; v < V; ++v) {
-      x[v].clear();
-      if (inside(v)) x[v].template load<true>(at.of<T>(f.x) + column_of(team, v));
-    }
-    if (f.residual.data) {
+      float w[kVector], b[kVector];
+      weight.get(w, mine.column(v));
+      bias.get(b, mine.column(v));
       PT_UNROLL
-      for (int v = 0; v < V; ++v) {
-        residual[v].clear();
-        if (inside(v)) residual[v].template load<true>(at.of<S>(f.residual) + column_of(team, v));
-      }
-    }
-
-    float h[V][kVector], sum = 0.0f;
-    PT_UNROLL
-    for (int v = 0; v < V; ++v) {
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) h[v][i] = x[v][i];
-      if (p.drop_threshold) drop(h[v], dropout.keep(row, column_of(team, v)), dropout.scale());
-      if (f.residual.data) {
-        PT_UNROLL
-        for (int i = 0; i < kVector; ++i) h[v][i] += residual[v][i];
-      }
-      if (f.residual_out.data) {
-        Raw<S> stored;
-        stored.set(h[v]);
-        if (inside(v)) stored.store(at.of<S>(f.residual_out) + column_of(team, v));
-        PT_UNROLL
-        for (int i = 0; i < kVector; ++i) h[v][i] = stored[i];
-      }
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) sum += h[v][i];
-    }
-
-    const float mean = p.rms ? 0.0f : team.sum({sum, 0.0f}).a / n;
-    Sum2 deviation{0.0f, 0.0f};
-    PT_UNROLL
-    for (int v = 0; v < V; ++v) {
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) {
-        h[v][i] = inside(v) ? h[v][i] - mean : 0.0f;
-        deviation = {deviation.a + h[v][i], deviation.b + h[v][i] * h[v][i]};
-      }
-    }
-    deviation = team.sum(deviation);
-    const float shift = p.rms && !PT_FAULT(the_mean_taken_off_in_an_rms_norm) ? 0.0f : deviation.a / n;
-    const float rstd = rstd_of(deviation.b / n - shift * shift, f.eps);
-
-    PT_UNROLL
-    for (int v = 0; v < V; ++v) {
-      if (!inside(v)) continue;
-      const int column = column_of(team, v);
-      float y[kVector], weight[kVector], bias[kVector];
-      if (p.weight.data) load_any(weight, p.weight.data, p.weight.dtype, column, p.columns, true);
-      if (f.bias.data) load_any(bias, f.bias.data, f.bias.dtype, column, p.columns, true);
-      PT_UNROLL
-      for (int i = 0; i < kVector; ++i) {
-        y[i] = (h[v][i] - shift) * rstd;
-        if (p.weight.data) y[i] *= weight[i];
-        if (f.bias.data) y[i] += bias[i];
-      }
+      for (int i = 0; i < kVector; ++i) h[v][i] = (h[v][i] * m.rstd - m.shift * m.rstd) * w[i] + b[i];
       Raw<T> out;
-      out.set(y);
-      out.store(at.of<T>(f.out) + column);
+      out.set(h[v]);
+      out.store_where(at.of<T>(f.out) + mine.column(v), at.here() && mine.has(v));
     }
-    if (here && team.rank() == 0) {
-      if (f.mean) ptx::st_global_u32(f.mean + row, ptx::float_bits(mean + shift));
-      ptx::st_global_u32(f.rstd + row, ptx::float_bits(rstd));
+    if (at.here() && team.rank() == 0) {
+      if (f.mean) ptx::st_global_u32(f.mean + at.row(), ptx::float_bits(m.mean + m.shift));
+      ptx::st_global_u32(f.rstd + at.row(), ptx::float_bits(m.rstd));
     }
   }
 }
 
 // One block for each row, read three times: any dtypes, any alignment, any width.
 template <class K>
-__global__ void __launch_bounds__(K::forward.max_threads, K::forward.min_blocks)
-    layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
+__global__ void __launch_bounds__(K::forward.at_once) layer_norm_fwd_any_kernel(const __grid_constant__ LayerNormForward f) {
   const LayerNormProblem& p = f.p;
   BlockTeam team(0);
   const ColumnDropout dropout = dropout_of(p);

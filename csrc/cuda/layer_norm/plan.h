@@ -31,6 +31,10 @@ struct LayerNormPlan {
 // Pairs of dtypes that have kernels of their own; others go to the kernel for any.
 inline bool has_typed_kernel(DType x, DType residual_out) { return x == residual_out || residual_out == DType::f32; }
 
+inline const LayerNormConfig& config_of(LayerNormKernel kernel, const LayerNormConfigs& configs) {
+  return kernel == LayerNormKernel::Lanes ? configs.lanes : kernel == LayerNormKernel::Block ? configs.block : configs.any;
+}
+
 inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormConfigs& configs, bool backward, int multiprocessors) {
   const auto up = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   const auto threads_for = [&](const LayerNormConfig& c) {
@@ -43,16 +47,20 @@ inline LayerNormPlan plan_layer_norm(const LayerNormShape& s, const LayerNormCon
     plan.kernel = LayerNormKernel::Lanes;
     plan.lanes = s.columns <= 128 ? 8 : s.columns <= 256 ? 16 : 32;
     plan.threads = configs.lanes.max_threads;
-    if (backward) plan.smem_bytes = uint32_t(plan.rows_per_block()) * uint32_t(s.columns) * 4;
   } else {
     plan.kernel = typed && s.columns <= configs.block.max_columns() ? LayerNormKernel::Block : LayerNormKernel::Any;
-    plan.threads = plan.lanes = threads_for(plan.kernel == LayerNormKernel::Block ? configs.block : configs.any);
+    plan.threads = plan.lanes = threads_for(config_of(plan.kernel, configs));
     plan.smem_bytes = uint32_t(up(plan.threads / 32 * 8, 16)) * 2;  // the two buffers of BlockTeam
   }
+  // Weight, and forward bias, as float32; or, at the end of a backward, a row of partial sums of each team.
+  const LayerNormConfig& config = config_of(plan.kernel, configs);
+  const int rows_of_floats = plan.kernel == LayerNormKernel::Any ? 0 : backward ? plan.rows_per_block() : 2;
+  plan.smem_bytes += uint32_t(rows_of_floats * config.max_columns(plan.lanes)) * 4;
+  // As many blocks as run at once: each goes on to further rows, asks for the next before it sums one, and leaves partial sums. Forward,
+  // the kernel for any asks for nothing ahead: a block for each row, as many as a grid may have.
   const int64_t needed = (s.rows + plan.rows_per_block() - 1) / plan.rows_per_block();
-  // Forward: a block for each few rows, as many as a grid may have. Backward: as many as run at once, since each leaves partial sums.
-  const int64_t at_once = int64_t(multiprocessors) * std::max(1, 1024 / plan.threads / 2);
-  plan.blocks = std::min<int64_t>(needed, backward ? at_once : int64_t(1) << 30);
+  const int64_t at_once = int64_t(multiprocessors) * std::max(1, config.at_once / plan.threads);
+  plan.blocks = std::min<int64_t>(needed, plan.kernel == LayerNormKernel::Any && !backward ? int64_t(1) << 30 : at_once);
   return plan;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the norm kernels share: where a row lies, which of its columns a thread has, and dropout.
+// What the norm kernels share: where a row lies, which of its columns a thread has, weight and bias, and dropout.
 #pragma once
 
 #include <type_traits>
@@ -37,20 +37,116 @@ struct RowAt {
   }
 };
 
+// A team's row, and how it gets to its next one, a grid of rows on. It divides once for the first row and once for the step: a division of
+// 64 bits is some 70 instructions, beside the 525 that a warp takes for a row of 1024 columns.
+class TeamRow : public RowAt {
+ public:
+  template <class Team>
+  PT_DEVICE TeamRow(const LayerNormProblem& p, const Team& team)
+      : RowAt(p, int64_t(blockIdx.x) * team.teams() + team.team()), p_(p), first_(int64_t(blockIdx.x) * team.teams()),
+        step_(int64_t(gridDim.x) * team.teams()), by_(p, step_), team_(team.team()) {}
+
+  PT_DEVICE int64_t row() const { return first_ + team_; }
+  PT_DEVICE bool here() const { return row() < p_.rows + PT_FAULT(a_norms_row_past_the_last); }  // the others of the warp may have a row
+  PT_DEVICE bool any_of_block() const { return first_ < p_.rows; }
+  PT_DEVICE void next() {
+    first_ += step_;
+    outer += by_.outer, inner += by_.inner;
+    if (inner >= p_.inner && !PT_FAULT(a_norms_row_of_another_outer)) inner -= p_.inner, ++outer;
+  }
+
+ private:
+  const LayerNormProblem& p_;
+  int64_t first_, step_;  // of the block: the same for all its threads
+  RowAt by_;
+  int team_;
+};
+
 // The first of the eight columns that are a thread's vector number v.
 template <class Team>
 PT_DEVICE int column_of(const Team& team, int v) {
   return kVector * (v * team.size() + team.rank());
 }
 
+// A thread's columns, the same in every row.
+template <class Team>
+struct MyColumns {
+  const Team& team;
+  int columns;
+
+  PT_DEVICE int column(int v) const { return column_of(team, v); }
+  PT_DEVICE bool has(int v) const { return column(v) < columns + PT_FAULT(a_column_past_the_rows_end); }
+};
+
+// Zeros where the thread has no column, or the team no row.
+template <class T, int V, class Mine>
+PT_DEVICE void load_row(Raw<T> (&raw)[V], const T* row, const Mine& mine, bool here) {
+  PT_UNROLL
+  for (int v = 0; v < V; ++v) raw[v].load_where(row + mine.column(v), here && mine.has(v));
+}
+
+// Weight or bias as float32 in shared memory, where a block finds it for all its rows: their dtype is known only at run time. The first
+// four of eight columns lie in one half and the others in the other, so that lanes read neighbouring 16 bytes. It has all columns of a
+// team's vectors, past the row's end too, so that no one asks whether it may read.
+class SharedColumns {
+ public:
+  PT_DEVICE SharedColumns(uint32_t begin, int slots) : begin_(begin), half_(2 * slots) {}
+  PT_DEVICE uint32_t end() const { return begin_ + 2 * half_; }
+
+  // The whole block, at most V vectors of a thread; a barrier lies between this and get(). All loads first: a block waits for memory once.
+  template <int V>
+  PT_DEVICE void fill(const Columns& from, int columns, float without) const {
+    const auto column = [](int v) { return kVector * int(v * blockDim.x + threadIdx.x); };
+    with_type(from.dtype, [&](auto t) {
+      using T = decltype(t);
+      Raw<T> raw[V];
+      PT_UNROLL
+      for (int v = 0; v < V; ++v) raw[v].load_where(static_cast<const T*>(from.data) + column(v), from.data && column(v) < columns);
+      PT_UNROLL
+      for (int v = 0; v < V; ++v) {
+        if (2 * column(v) >= int(half_)) continue;
+        float x[kVector];
+        PT_UNROLL
+        for (int i = 0; i < kVector; ++i) x[i] = from.data ? raw[v][i] : without;
+        ptx::st_shared_v4_f32(begin_ + 2 * column(v), x[0], x[1], x[2], x[3]);
+        ptx::st_shared_v4_f32(begin_ + half_ + 2 * column(v), x[4], x[5], x[6], x[7]);
+      }
+    });
+  }
+  PT_DEVICE void get(float (&v)[kVector], int column) const {
+    const ptx::Words4 low = ptx::ld_shared_v4(begin_ + 2 * column), high = ptx::ld_shared_v4(begin_ + half_ + 2 * column);
+    PT_UNROLL
+    for (int i = 0; i < 4; ++i) v[i] = ptx::bits_float(low.w[i]), v[4 + i] = ptx::bits_float(high.w[i]);
+  }
+
+ private:
+  uint32_t begin_, half_;
+};
+
 PT_DEVICE ColumnDropout dropout_of(const LayerNormProblem& p) {
   return {p.drop_threshold > 0 && p.drop_threshold < 65536 ? ptx::ld_global_u64(p.seed) : 0, p.drop_threshold, kTagAddNorm, p.row_start};
+}
+
+// Bit 8 v + i: element i of the thread's vector v is kept. The whole warp calls it. A loop, so that the generator's code is there once.
+template <int V, class Mine>
+PT_DEVICE uint32_t kept_of_row(const ColumnDropout& dropout, int64_t row, const Mine& mine) {
+  static_assert(V * kVector <= 32);
+  uint32_t kept = 0;
+  PT_NO_UNROLL
+  for (int v = 0; v < V; ++v) {
+    if (PT_FAULT(dropout_in_a_divergent_warp) && !mine.has(v)) continue;
+    kept |= dropout.keep(row, mine.column(v)) << kVector * v;
+  }
+  return kept;
 }
 
 PT_DEVICE void drop(float (&v)[kVector], uint32_t keep, float scale) {
   PT_UNROLL
   for (int i = 0; i < kVector; ++i) v[i] = keep >> i & 1 ? v[i] * scale : 0.0f;  // select: a dropped NaN is gone
 }
+
+// In pairs, which do not wait for each other as a chain of eight would.
+PT_DEVICE float sum_of(const float (&v)[kVector]) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
 
 // 1 / sqrt(variance + eps); a variance below zero is the rounding of one that is zero.
 PT_DEVICE float rstd_of(float variance, float eps) { return ptx::div_rn(1.0f, ptx::sqrt_rn((variance < 0.0f ? 0.0f : variance) + eps)); }

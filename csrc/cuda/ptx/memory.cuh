@@ -19,6 +19,20 @@ PT_DEVICE Words4 ld_global_once(const void* p) {
   return v;
 }
 
+// The same where `wanted`, elsewhere zeros: a predicate, so that no branch lies between loads. Asked for where the source says so,
+// volatile: the compiler would move a load ahead of a row's sums to where its words are used.
+PT_DEVICE Words4 ld_global_once_where(const void* p, bool wanted) {
+  Words4 v{};
+#if defined(PT_EMULATE)
+  if (wanted) emu::ld_global(p, v.w, 16);
+#else
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.w[0]), "+r"(v.w[1]), "+r"(v.w[2]), "+r"(v.w[3])
+               : "l"(p), "r"(uint32_t(wanted)));
+#endif
+  return v;
+}
+
 // "Data Movement and Conversion Instructions: ld".
 PT_DEVICE Words4 ld_global_v4(const void* p) {
   Words4 v;
@@ -74,6 +88,16 @@ PT_DEVICE void st_global_v4(void* p, const Words4& v) {
   emu::st_global(p, v.w, 16);
 #else
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+#endif
+}
+// The same where `wanted`, by a predicate.
+PT_DEVICE void st_global_v4_where(void* p, const Words4& v, bool wanted) {
+#if defined(PT_EMULATE)
+  if (wanted) emu::st_global(p, v.w, 16);
+#else
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(p),
+               "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "r"(uint32_t(wanted))
+               : "memory");
 #endif
 }
 PT_DEVICE void st_global_u64(void* p, uint64_t v) {

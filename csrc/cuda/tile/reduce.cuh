@@ -10,6 +10,14 @@ namespace pt::cuda {
 struct Sum2 {
   float a, b;
 };
+PT_DEVICE Sum2 operator+(Sum2 x, Sum2 y) { return {x.a + y.a, x.b + y.b}; }
+
+PT_DEVICE float shfl_sum(float x, int d) { return ptx::shfl_xor(x, d); }
+PT_DEVICE Sum2 shfl_sum(Sum2 x, int d) { return {ptx::shfl_xor(x.a, d), ptx::shfl_xor(x.b, d)}; }
+PT_DEVICE void st_shared_sum(uint32_t addr, float x) { ptx::st_shared_f32(addr, x); }
+PT_DEVICE void st_shared_sum(uint32_t addr, Sum2 x) { ptx::st_shared_v2_f32(addr, x.a, x.b); }
+PT_DEVICE void ld_shared_sum(uint32_t addr, float& x) { x = ptx::ld_shared_f32(addr); }
+PT_DEVICE void ld_shared_sum(uint32_t addr, Sum2& x) { ptx::ld_shared_v2_f32(addr, x.a, x.b); }
 
 // `lanes` (4, 8, 16 or 32) neighbouring lanes of a warp. Every lane of the warp calls sum().
 struct LaneTeam {
@@ -21,19 +29,25 @@ struct LaneTeam {
   PT_DEVICE int team() const { return int(threadIdx.x) / lanes; }  // within the block
   PT_DEVICE int teams() const { return int(blockDim.x) / lanes; }
   PT_DEVICE int first_of_warp() const { return int(threadIdx.x) / 32 * 32 / lanes; }
+  PT_DEVICE uint32_t smem_bytes() const { return 0; }  // at the start of the dynamic shared memory, taken by its sums
 
-  PT_DEVICE Sum2 sum(Sum2 x) {
-    PT_UNROLL
-    for (int d = 1; d < 32; d *= 2)
-      if (d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes)) x = {x.a + ptx::shfl_xor(x.a, d), x.b + ptx::shfl_xor(x.b, d)};
-    return x;
-  }
+  PT_DEVICE float sum(float x) { return sum_of(x); }
+  PT_DEVICE Sum2 sum(Sum2 x) { return sum_of(x); }
   PT_DEVICE uint32_t max(uint32_t x) {
     PT_UNROLL
     for (int d = 1; d < 32; d *= 2) {
       const uint32_t other = ptx::shfl_xor_u32(x, d);
       if (d < (PT_FAULT(the_largest_of_half_a_row) ? lanes / 2 : lanes) && other > x) x = other;
     }
+    return x;
+  }
+
+ private:
+  template <class X>
+  PT_DEVICE X sum_of(X x) {
+    PT_UNROLL
+    for (int d = 1; d < 32; d *= 2)
+      if (d < (PT_FAULT(a_step_left_out_of_a_rows_sum) ? lanes / 2 : lanes)) x = x + shfl_sum(x, d);
     return x;
   }
 };
@@ -52,24 +66,27 @@ struct BlockTeam {
   PT_DEVICE int team() const { return 0; }
   PT_DEVICE int teams() const { return 1; }
   PT_DEVICE int first_of_warp() const { return 0; }
+  PT_DEVICE uint32_t smem_bytes() const { return 2 * buffer_bytes(int(blockDim.x)); }
 
-  PT_DEVICE Sum2 sum(Sum2 x) {
+  PT_DEVICE float sum(float x) { return sum_of(x); }
+  PT_DEVICE Sum2 sum(Sum2 x) { return sum_of(x); }
+
+ private:
+  template <class X>
+  PT_DEVICE X sum_of(X x) {
     x = LaneTeam(32).sum(x);
     const int warps = int(blockDim.x) / 32;
     const uint32_t at = buffer + turn * buffer_bytes(int(blockDim.x));
     if (!PT_FAULT(one_buffer_for_a_blocks_sums)) turn ^= 1;
-    if (threadIdx.x % 32 == 0) {
-      ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2), x.a);
-      ptx::st_shared_f32(at + threadIdx.x / 32 * sizeof(Sum2) + 4, x.b);
-    }
+    if (threadIdx.x % 32 == 0) st_shared_sum(at + threadIdx.x / 32 * sizeof(Sum2), x);
     if (!PT_FAULT(no_barrier_in_a_blocks_sum)) ptx::syncthreads();
-    x = {0.0f, 0.0f};
+    X total{};
     for (int w = PT_FAULT(a_warp_left_out_of_a_blocks_sum); w < warps; ++w) {
-      float a, b;
-      ptx::ld_shared_v2_f32(at + w * sizeof(Sum2), a, b);
-      x = {x.a + a, x.b + b};
+      X one;
+      ld_shared_sum(at + w * sizeof(Sum2), one);
+      total = total + one;
     }
-    return x;
+    return total;
   }
 };
 

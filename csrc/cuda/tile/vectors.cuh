@@ -40,13 +40,26 @@ struct Raw {
     for (int i = 0; i < kPieces; ++i)
       piece[i] = Once ? ptx::ld_global_once(p + i * (16 / sizeof(T))) : ptx::ld_global_v4(p + i * (16 / sizeof(T)));
   }
-  PT_DEVICE void clear() {
+  // Zeros where not `wanted`. Memory as of load<true>.
+  PT_DEVICE void load_where(const T* p, bool wanted) {
     PT_UNROLL
-    for (int i = 0; i < kPieces; ++i) piece[i] = {};
+    for (int i = 0; i < kPieces; ++i) piece[i] = ptx::ld_global_once_where(p + i * (16 / sizeof(T)), wanted);
   }
   PT_DEVICE void store(T* p) const {
     PT_UNROLL
     for (int i = 0; i < kPieces; ++i) ptx::st_global_v4(p + i * (16 / sizeof(T)), piece[i]);
+  }
+  PT_DEVICE void store_where(T* p, bool wanted) const {
+    PT_UNROLL
+    for (int i = 0; i < kPieces; ++i) ptx::st_global_v4_where(p + i * (16 / sizeof(T)), piece[i], wanted);
+  }
+  // From here on its elements are widened again, rather than kept from before, in twice the registers.
+  PT_DEVICE void forget_widened() {
+    PT_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      PT_UNROLL
+      for (uint32_t& w : piece[i].w) w = uint32_t(ptx::opaque(int(w)));
+    }
   }
   PT_DEVICE float operator[](int i) const {
     if constexpr (sizeof(T) == 4) {
