@@ -108,6 +108,7 @@ void bulk_wait(int pending_groups, bool only_read);
 
 // warps
 void syncwarp();
+uint32_t shfl(uint32_t value, int lane);
 uint32_t shfl_xor(uint32_t value, int lane_mask);
 void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed);
 void stmatrix_x4(uint32_t row_addr, const uint32_t* matrices);

@@ -35,10 +35,11 @@ void syncwarp() {
   block->self().clock.join(block->exchanges[block->current / kWarp].clock[slot]);
 }
 
-uint32_t shfl_xor(uint32_t value, int lane_mask) {
+uint32_t shfl(uint32_t value, int lane) {
   const int slot = meet({value}, false);
-  return block->exchanges[block->current / kWarp].value[slot][(block->current % kWarp) ^ lane_mask][0];
+  return block->exchanges[block->current / kWarp].value[slot][lane % kWarp][0];
 }
+uint32_t shfl_xor(uint32_t value, int lane_mask) { return shfl(value, (block->current % kWarp) ^ lane_mask); }
 
 void ldmatrix_x4(uint32_t row_addr, uint32_t* matrices, bool transposed) {
   if (row_addr % 16) fail("ldmatrix: a row is not aligned to 16 bytes");

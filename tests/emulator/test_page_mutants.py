@@ -18,7 +18,7 @@ SPLITS = (
     Fault("splits_by_the_longest", "in any batch"),
     Fault("splits_overlap", "one token"),
     Fault("rows_of_a_group_of_its_first_head", "ALiBi, mask, dropout"),
-    Fault("splits_merged_without_their_maxima", "one token", slow=False),
+    Fault("parts_put_together_without_their_maxima", "one token", slow=False),
     Fault("the_last_split_left_out", "one token"),
 )
 

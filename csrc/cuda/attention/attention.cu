@@ -56,8 +56,8 @@ void attention_forward(const AttentionForward& f, const PassPlan& plan, void* st
       else sm80_attention_split_as<decltype(t)>(f, plan.split, stream);
     });
     if (!plan.split.merges()) return;
-    const int64_t blocks = (plan.split.rows + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
-    return launch(attention_fwd_merge_kernel<Kind<256, true>>, dim3(attention_blocks(1, 1, blocks)), kMergeThreads, 0, stream, f);
+    const dim3 grid(attention_blocks(1, 1, plan.split.rows));
+    return launch(attention_fwd_merge_kernel<Kind<256, true>>, grid, kMergeThreads, kMergeThreads / 32 * 256 * 4, stream, f);
   }
   if (f.p.in_eight_bits()) {
     with_dtype(f.p, [&](auto t) { sm80_attention_forward_eight_bits_as<decltype(t)>(f, plan.sm80, stream); });

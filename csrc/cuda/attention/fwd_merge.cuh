@@ -3,7 +3,8 @@
 //
 //   m = max_s m_s;  l = sum_s l_s e^(m_s - m);  out = sum_s o_s e^(m_s - m) / l * keep_scale;  lse = m + ln l
 //
-// A warp has a row, a lane two neighbouring columns of every 64. A split in which the row saw nothing has l_s = 0, and is not read.
+// A block has a row, each of its warps the splits of one remainder, and a lane four neighbouring columns of every 128: all that a row needs
+// is on its way after two waits, one for statistics and one for values. A split in which the row saw nothing has l_s = 0, and is not read.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -13,71 +14,96 @@
 
 namespace pt::cuda {
 
-PT_DEVICE Sum2 load_two(const float* p) {
-  const uint64_t both = ptx::ld_global_u64(p);
-  return {ptx::bits_float(uint32_t(both)), ptx::bits_float(uint32_t(both >> 32))};
-}
+// The weights of a row's splits, and its maximum and sum; in every warp, a lane those of splits lane and lane + 32.
+struct SplitWeights {
+  static constexpr int kPerLane = kMostSplits / 32;
+  float weight[kPerLane], row_max = minus_infinity(), sum = 0.0f;
 
-// By what a split's sum and values are multiplied.
-PT_DEVICE float weight_of_split(const Sum2& stats, float row_max) {
-  if (stats.b == 0.0f) return 0.0f;
-  return PT_FAULT(splits_merged_without_their_maxima) ? 1.0f : ptx::exp2((stats.a - row_max) * kLog2e);
+  PT_DEVICE SplitWeights(const float* stats, int splits) {
+    float maximum[kPerLane], sums[kPerLane];
+    PT_UNROLL
+    for (int n = 0; n < kPerLane; ++n) {
+      const int split = 32 * n + lane_id();
+      const uint64_t both = split < splits ? ptx::ld_global_u64(stats + 2 * split) : 0;
+      maximum[n] = ptx::bits_float(uint32_t(both)), sums[n] = ptx::bits_float(uint32_t(both >> 32));
+      if (sums[n] != 0.0f) row_max = fmaxf(row_max, maximum[n]);
+    }
+    PT_UNROLL
+    for (int d = 1; d < 32; d *= 2) row_max = fmaxf(row_max, ptx::shfl_xor(row_max, d));
+    PT_UNROLL
+    for (int n = 0; n < kPerLane; ++n) {
+      weight[n] = weight_of_part(maximum[n], sums[n], row_max);
+      sum = ptx::fma_rn(sums[n], weight[n], sum);
+    }
+    sum = LaneTeam(32).sum({sum, 0.0f}).a;
+  }
+  // By all lanes: 0 of a split without values.
+  PT_DEVICE float of(int split) const {
+    float x = weight[0];
+    PT_UNROLL
+    for (int n = 1; n < kPerLane; ++n) x = split < 32 * n ? x : weight[n];
+    return ptx::shfl(x, split % 32);
+  }
+};
+
+// x[n] += the values of splits first, first + kMergeWarps and so on times their weights, of columns 128 n + 4 lane to + 3.
+constexpr int kMergeWarps = kMergeThreads / 32, kSplitsAtOnce = 8;
+template <int N>
+PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeights& weights, int first, int splits, int columns) {
+  for (int group = first; group < splits; group += kMergeWarps * kSplitsAtOnce) {
+    PT_UNROLL
+    for (int n = 0; n < N; ++n) {
+      if (128 * n >= columns) continue;
+      const int column = 128 * n + 4 * lane_id();
+      float weight[kSplitsAtOnce];
+      ptx::Words4 more[kSplitsAtOnce];
+      PT_UNROLL
+      for (int i = 0; i < kSplitsAtOnce; ++i) {
+        const int split = group + kMergeWarps * i;
+        weight[i] = weights.of(split % kMostSplits);
+        if (split >= splits || column >= columns) weight[i] = 0.0f;
+        more[i] = {};
+        if (weight[i] != 0.0f) more[i] = ptx::ld_global_v4(values + int64_t(split) * columns + column);
+      }
+      PT_UNROLL
+      for (int i = 0; i < kSplitsAtOnce; ++i) {
+        PT_UNROLL
+        for (int k = 0; k < 4; ++k) x[n][k] = ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], x[n][k]);
+      }
+    }
+  }
 }
 
 template <class K>
 __global__ void __launch_bounds__(kMergeThreads, 1) attention_fwd_merge_kernel(const __grid_constant__ AttentionForward f) {
-  constexpr int kColumns = K::head_dim / 64;  // pairs of a lane
+  constexpr int N = K::head_dim / 128;
   const AttentionProblem& p = f.p;
-  const int of_group = p.group * p.num_queries, lane = lane_id();
-  const int64_t row = int64_t(blockIdx.x) * (kMergeThreads / 32) + int(threadIdx.x) / 32;
-  if (row >= int64_t(p.sequences) * p.heads * p.num_queries) return;
-  const int in_group = int(row % of_group), i = in_group / p.group;
-  const int64_t group = row / of_group;
-  const int b = int(group / (p.heads / p.group)), h = int(group % (p.heads / p.group)) * p.group + in_group % p.group;
+  const int64_t row = blockIdx.x;
+  const int warp = int(threadIdx.x) / 32, splits = f.split.splits - PT_FAULT(the_last_split_left_out);
+  const SplitWeights weights(f.split.stats + 2 * row * f.split.splits, splits);
+  float x[N][4] = {};
+  add_splits(x, f.split.values + row * f.split.splits * p.value_dim, weights, warp, splits, p.value_dim);
+  const auto place = [&](int of_warp, int column) { return ptx::dynamic_smem() + (of_warp * K::head_dim + column) * 4; };
+  PT_UNROLL
+  for (int n = 0; n < N; ++n) ptx::st_shared_v4_f32(place(warp, 128 * n + 4 * lane_id()), x[n][0], x[n][1], x[n][2], x[n][3]);
+
+  const int of_group = p.group * p.num_queries, in_group = int(blockIdx.x % uint32_t(of_group)), i = in_group / p.group;
+  const int group = int(blockIdx.x / uint32_t(of_group)), key_heads = p.heads / p.group;
+  const int b = group / key_heads, h = group % key_heads * p.group + in_group % p.group;
   const Sequence s(p, b);
+  if (!PT_FAULT(no_barrier_before_splits_are_put_together)) ptx::syncthreads();
   if (i >= (p.cu_queries ? s.num_q : p.num_queries)) return;
 
-  const int splits = f.split.splits - PT_FAULT(the_last_split_left_out);
-  const auto stats_of = [&](int split) { return load_two(f.split.stats + 2 * (row * f.split.splits + split)); };
-  float row_max = minus_infinity(), sum = 0.0f;
-  for (int split = lane; split < splits; split += 32) {
-    const Sum2 stats = stats_of(split);
-    if (stats.b != 0.0f) row_max = fmaxf(row_max, stats.a);
-  }
-  PT_UNROLL
-  for (int d = 1; d < 32; d *= 2) row_max = fmaxf(row_max, ptx::shfl_xor(row_max, d));
-  for (int split = lane; split < splits; split += 32) {
-    const Sum2 stats = stats_of(split);
-    sum = ptx::fma_rn(stats.b, weight_of_split(stats, row_max), sum);
-  }
-  sum = LaneTeam(32).sum({sum, 0.0f}).a;
-
-  Sum2 values[kColumns] = {};
-  for (int split = 0; split < splits; ++split) {
-    const Sum2 stats = stats_of(split);
-    if (stats.b == 0.0f) continue;
-    const float weight = weight_of_split(stats, row_max);
-    const float* const of_split = f.split.values + (row * f.split.splits + split) * p.value_dim;
-    PT_UNROLL
-    for (int n = 0; n < kColumns; ++n) {
-      const int column = 64 * n + 2 * lane;
-      if (column >= p.value_dim) continue;
-      const Sum2 more = load_two(of_split + column);
-      values[n] = {ptx::fma_rn(more.a, weight, values[n].a), ptx::fma_rn(more.b, weight, values[n].b)};
-    }
-  }
-
-  const RowEnd end = end_row(p, h, i < s.num_q, row_max, sum);
+  const RowEnd end = end_row(p, h, i < s.num_q, weights.row_max, weights.sum);
   const int64_t index = s.row_q + i;
-  if (lane == 0) store_one(f.lse + row_stat_at(f.at, b, h, index), end.lse);
+  if (threadIdx.x == 0) store_one(f.lse + row_stat_at(f.at, b, h, index), end.lse);
   with_type(p.dtype, [&](auto t) {
     auto* const out = static_cast<decltype(t)*>(f.out.data) + b * f.out.stride.batch + h * f.out.stride.head + index * f.out.stride.row;
-    PT_UNROLL
-    for (int n = 0; n < kColumns; ++n) {
-      const int column = 64 * n + 2 * lane;
-      const float x = end.factor == 0.0f ? 0.0f : values[n].a * end.factor, y = end.factor == 0.0f ? 0.0f : values[n].b * end.factor;
-      if (column < f.out.columns) store_one(out + column, x);
-      if (column + 1 < f.out.columns) store_one(out + column + 1, y);
+    for (int column = int(threadIdx.x); column < f.out.columns; column += kMergeThreads) {
+      float sum = 0.0f;
+      PT_UNROLL
+      for (int w = 0; w < kMergeWarps; ++w) sum += ptx::ld_shared_f32(place(w, column));
+      store_one(out + column, end.factor == 0.0f ? 0.0f : sum * end.factor);
     }
   });
 }

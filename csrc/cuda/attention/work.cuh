@@ -70,11 +70,20 @@ struct QueryTile {
     copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
+  // The same by one warp, a lane finding the row of one key.
+  template <class T, int RowBytes>
+  PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
+    static_assert(Streamed == 32);
+    const int j = origin + t * Streamed + lane_id();
+    const bool there = j >= range.start && j < range.end;
+    copy_rows_of_lanes(to, static_cast<const T*>(from.data), there ? row_of_key<T>(p, from, j) : nullptr, columns,
+                       Products<T>::chunks(columns));
+  }
+
   // The scale of key j's row: 0 where nothing is visible, and nobody reads.
   PT_DEVICE float scale_of(const AttentionProblem& p, const In& from, int j) const {
     if ((j < range.start || j >= range.end) && !PT_FAULT(scales_of_no_key_read)) return 0.0f;
-    const float* const head = static_cast<const float*>(from.data) + h / p.group * from.stride.head;
-    return load_one(p.pages.table ? row_in_pages(p.pages, head, from.stride, b, j) : head + b * from.stride.batch + j * from.stride.row);
+    return load_one(row_of_key<float>(p, from, j));
   }
 
  protected:
@@ -84,6 +93,11 @@ struct QueryTile {
         range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
 
  private:
+  template <class T>
+  PT_DEVICE const T* row_of_key(const AttentionProblem& p, const In& from, int j) const {
+    if (!p.pages.table) return head_of<T>(from, b, h / p.group, s.row_k) + j * from.stride.row;
+    return row_in_pages(p.pages, static_cast<const T*>(from.data) + h / p.group * from.stride.head, from.stride, b, j);
+  }
   // keys_of, from where the query's window begins: all queries see what is behind the last one's.
   PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
 };
@@ -100,13 +114,15 @@ struct SplitPlace {
 };
 
 // `Rows` rows of the heads that share a key head, row r being query r / group of the group's head r % group: keys are read once for all. Of
-// the tiles of keys that some of them see, those of one split; h: the first head.
+// the tiles of keys that some of them see, those of one split, and of these the thread's stream: a part of as many as the block has; h: the
+// first head.
 template <int Rows, int Streamed>
 struct GroupTile : QueryTile<Rows, Streamed, true> {
   using Queries = QueryTile<Rows, Streamed, true>;
   int r0, group;
+  bool empty;  // the whole split
 
-  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitPlace& at, int row_tiles)
+  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitPlace& at, int row_tiles, int stream = 0, int streams = 1)
       : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, at.tile * Rows / p.group,
                 (at.tile * Rows + Rows - 1) / p.group - at.tile * Rows / p.group + 1),
         r0(at.tile * Rows), group(p.group) {
@@ -115,6 +131,9 @@ struct GroupTile : QueryTile<Rows, Streamed, true> {
         tiles_of_split(PT_FAULT(splits_by_the_longest) ? (p.num_keys + Streamed - 1) / Streamed : range.count(), Streamed, row_tiles);
     range.first += at.split * (tiles - PT_FAULT(splits_overlap));
     range.last = min(range.last, range.first + tiles);
+    empty = range.count() <= 0;
+    range.first += stream * (tiles / streams);
+    range.last = min(range.last, range.first + tiles / streams - PT_FAULT(a_streams_last_tile_left_out));
   }
 
   PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, row / group); }

@@ -26,6 +26,21 @@ PT_DEVICE uint32_t shfl_xor_u32(uint32_t value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 #endif
 }
+// The same, mode idx: the value of lane `lane`.
+PT_DEVICE uint32_t shfl_u32(uint32_t value, int lane) {
+#if defined(PT_EMULATE)
+  return emu::shfl(value, lane);
+#else
+  return __shfl_sync(0xffffffffu, value, lane);
+#endif
+}
+PT_DEVICE float shfl(float value, int lane) { return bits_float(shfl_u32(float_bits(value), lane)); }
+template <class T>
+PT_DEVICE const T* shfl(const T* p, int lane) {
+  const auto bits = uint64_t(uintptr_t(p));
+  const uint64_t low = shfl_u32(uint32_t(bits), lane), high = shfl_u32(uint32_t(bits >> 32), lane);
+  return reinterpret_cast<const T*>(uintptr_t(high << 32 | low));
+}
 // A number that all lanes have, so that the compiler knows it, and what is made of it is computed once for a warp. The products'
 // descriptors are read from such registers.
 PT_DEVICE uint32_t uniform(uint32_t value) {

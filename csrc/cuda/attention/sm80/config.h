@@ -7,13 +7,13 @@
 namespace pt::cuda {
 
 // A block keeps `16 * row_warps` rows (queries; keys in bwd_dkdv) and streams tiles of `columns`. Warps that share rows split
-// the columns of the sums: `splits`.
+// the columns of the sums: `splits`; or the tiles: `streams`.
 struct AttentionTile {
   int head_dim;  // the class: D and Dv are at most that
-  int row_warps, splits, columns, stages;
+  int row_warps, splits, columns, stages, streams = 1;
 
   constexpr int rows() const { return 16 * row_warps; }
-  constexpr int threads() const { return 32 * row_warps * splits; }
+  constexpr int threads() const { return 32 * row_warps * splits * streams; }
 };
 
 // bytes: of an element. With score_mod there is less room: fewer scores at a time, or fewer columns of the sums in a warp. Rows of eight
@@ -25,7 +25,9 @@ constexpr AttentionTile attention_tile(Pass pass, int head_dim, int bytes, bool 
       if (bytes == 4) return {head_dim, 2, head_dim == 64 ? 1 : 2, 32, 1};
       if (head_dim == 256) return {256, 4, has_score_mod ? 2 : 1, 32, 1};
       return {head_dim, 8, 1, has_score_mod ? 32 : 64, 1};
-    case Pass::ForwardSplit: return {head_dim, 1, 4, 32, 1};
+    case Pass::ForwardSplit:
+      if (bytes == 4 || eight_bits || head_dim == 256) return {head_dim, 1, 4, 32, 1};
+      return {head_dim, 1, 1, 32, 1, 4};
     case Pass::BwdDq:
       if (bytes == 4) return {head_dim, 1, head_dim == 64 ? 2 : 4, 32, 1};
       if (head_dim == 256) return {256, 2, 2, 32, 1};
@@ -52,7 +54,7 @@ constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool 
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
     case Pass::Forward:
-    case Pass::ForwardSplit: return stationary + 2 * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);            // Q; K, V
+    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);            // Q; K, V
     case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
     case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
     default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place

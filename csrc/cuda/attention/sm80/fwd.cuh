@@ -43,19 +43,27 @@ constexpr AttentionTile kForwardTile = attention_tile(K::forward, K::head_dim, s
 template <class T, class K>
 using ForwardWork = QueryTile<kForwardTile<T, K>.rows(), kForwardTile<T, K>.columns, K::has_score_mod>;
 
-// A warp's part of a tile, its first row there and the first eight columns of its sums; and what it has of its rows so far: maxima, of
-// products where the kernel has no score_mod, sums, and sums of values.
-template <class T, class K>
-struct WarpRows {
-  static constexpr int kSplits = kForwardTile<T, K>.splits, DB = K::head_dim / 8 / kSplits;
-  int own, part;
+// What a warp has of its rows so far: maxima, of products where the kernel has no score_mod, sums, and sums of values, in 8 DB columns from
+// 8 part on.
+template <int Pieces>
+struct RowSums {
+  static constexpr int DB = Pieces;
+  int part;
   float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}, o[DB][4];
 
-  PT_DEVICE WarpRows() {
-    const int warp = int(threadIdx.x) / 32;
-    own = 16 * (warp / kSplits), part = warp % kSplits * DB;
-    clear(o);
-  }
+  PT_DEVICE explicit RowSums(int part) : part(part) { clear(o); }
+};
+
+// The same of a warp's part of a tile; own: its first row there.
+template <class T, class K>
+struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
+  using Sums = RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits>;
+  using Sums::DB, Sums::l, Sums::m, Sums::o;
+  static constexpr int kSplits = kForwardTile<T, K>.splits;
+  int own;
+
+  PT_DEVICE WarpRows()
+      : Sums(int(threadIdx.x) / 32 % kSplits * DB), own(int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
 
   // Takes in the scores of one more tile, and turns them into weights.
   template <int NB>
@@ -99,13 +107,14 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
   const Tiles& range = w.range;
 
   const SmemTile<kRow> q{ptx::dynamic_smem()};
-  std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>> keys(f, w, q.base + BM * kRow);
+  using OneStream = std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>>;
+  std::conditional_t<(kTile.streams > 1), WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w, q.base + BM * kRow);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
   TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
   const int first = tiles.first(range);
-  if (first < range.last) {
+  if (kTile.streams > 1 || first < range.last) {  // of streams one may have no tile
     w.template copy_queries<T>(q, p.q, p.head_dim);
     keys.begin(first);
   }

@@ -15,15 +15,33 @@
 
 namespace pt::cuda {
 
-// In the dtype of the query: the copy of one runs under the product with the other.
+// In the dtype of the query: products take tiles as they are.
 template <class T, class K, class Work, int Columns>
-struct KeyTiles {
-  static constexpr int kRow = K::head_dim * int(sizeof(T));
+struct TilesOfQuerysDtype {
+  static constexpr int kRow = K::head_dim * int(sizeof(T)), kBytes = 2 * Columns * kRow;
   const AttentionForward& f;
   const Work& w;
   SmemTile<kRow> k, v;
 
-  PT_DEVICE KeyTiles(const AttentionForward& f, const Work& w, uint32_t base) : f(f), w(w), k{base}, v{base + Columns * kRow} {}
+  PT_DEVICE TilesOfQuerysDtype(const AttentionForward& f, const Work& w, uint32_t base)
+      : f(f), w(w), k{base}, v{base + Columns * kRow} {}
+
+  template <int NB>
+  PT_DEVICE void scale_scores(float (&)[NB][4]) const {}
+  template <int NB>
+  PT_DEVICE void scale_weights(float (&)[NB][4], uint32_t) const {}
+
+  template <int DB, int NB>
+  PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
+    Products<T>::product(o, x, v, first, f.p.value_dim, columns);
+  }
+};
+
+// Of a block: the copy of one runs under the product with the other.
+template <class T, class K, class Work, int Columns>
+struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
+  using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
+  using Tiles::f, Tiles::w, Tiles::k, Tiles::v, Tiles::TilesOfQuerysDtype;
 
   PT_DEVICE void begin(int first) const { copy_keys(first); }
 
@@ -43,20 +61,52 @@ struct KeyTiles {
     if (const int next = after(); next < w.range.last) copy_keys(next);
   }
 
-  template <int NB>
-  PT_DEVICE void scale_scores(float (&)[NB][4]) const {}
-  template <int NB>
-  PT_DEVICE void scale_weights(float (&)[NB][4], uint32_t) const {}
-
-  template <int DB, int NB>
-  PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
-    Products<T>::product(o, x, v, first, f.p.value_dim, columns);
-  }
-
  private:
   PT_DEVICE void copy_keys(int t) const {
     w.template copy_any_keys<T>(f.p, k, f.p.k, f.p.head_dim, t);
     ptx::cp_async_commit();
+  }
+};
+
+// Of a warp, which streams tiles of its own and waits for no other warp. A tile is followed as soon as it was read, so that one or two of a
+// warp are on their way all the time.
+template <class T, class K, class Work, int Columns>
+struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
+  using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
+  using Tiles::f, Tiles::w, Tiles::k, Tiles::v, Tiles::kRow;
+
+  PT_DEVICE WarpKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
+      : Tiles(f, w, base + int(threadIdx.x) / 32 * Tiles::kBytes) {}
+
+  // By all warps: each has copied a part of the queries.
+  PT_DEVICE void begin(int first) const {
+    ptx::cp_async_commit();
+    copy(k, f.p.k, f.p.head_dim, first);
+    ptx::cp_async_wait<1>();
+    if (!PT_FAULT(queries_of_other_warps_not_awaited)) ptx::syncthreads();
+  }
+
+  template <class After>
+  PT_DEVICE void await_keys(int t, After) const {
+    follow(v, f.p.v, f.p.value_dim, t);
+  }
+  template <class After>
+  PT_DEVICE void await_values(After after) const {
+    follow(k, f.p.k, f.p.head_dim, after());
+  }
+
+ private:
+  // Starts the copy of a tile; a group of copies also where there is no such tile.
+  PT_DEVICE void copy(SmemTile<kRow> to, const In& from, int columns, int t) const {
+    if (t < w.range.last) w.template copy_keys_by_warp<T>(f.p, to, from, columns, t);
+    ptx::cp_async_commit();
+  }
+  // The same, over one that the warp has read; and awaits the other one, of which the copy came before.
+  PT_DEVICE void follow(SmemTile<kRow> to, const In& from, int columns, int t) const {
+    if (!PT_FAULT(a_warps_tile_followed_while_it_is_read)) ptx::syncwarp();
+    copy(to, from, columns, t);
+    if (!PT_FAULT(a_warps_tile_not_awaited)) ptx::cp_async_wait<1>();
+    ptx::syncwarp();
   }
 };
 
