@@ -56,11 +56,14 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* some, const T* mine, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks;
-  PT_UNROLL
-  for (int i = 0; i < C; ++i) {
-    const int x = 32 * i + lane_id(), row = x / C, chunk = x % C;
-    const T* const from = ptx::shfl(mine, PT_FAULT(a_row_of_another_lane) ? row ^ 1 : row);
-    if (chunk < used) copy_chunk(tile, row, chunk, from != nullptr, some, [&] { return from; }, columns);
+  PT_NO_UNROLL  // all at once took registers that scores need
+  for (int first = 0; first < 32 * C; first += 128) {
+    PT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int x = first + 32 * i + lane_id(), row = x / C, chunk = x % C;
+      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_of_another_lane) ? row ^ 1 : row);
+      if (chunk < used) copy_chunk(tile, row, chunk, from != nullptr, some, [&] { return from; }, columns);
+    }
   }
 }
 

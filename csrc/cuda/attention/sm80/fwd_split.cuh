@@ -91,8 +91,8 @@ constexpr int kSmallSplitBlocks = 4;
 #endif
 template <class T, class K>
 constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
-                             : K::head_dim == 64                                     ? 3
-                                                                                     : 2;
+                             : K::head_dim == 128                                    ? 2
+                                                                                     : 3;
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)

@@ -74,21 +74,23 @@ template <class T, class K, class Work, int Columns>
 struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
   using Tiles::f, Tiles::w, Tiles::k, Tiles::v, Tiles::kRow;
+  int first;
 
   PT_DEVICE WarpKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
       : Tiles(f, w, base + int(threadIdx.x) / 32 * Tiles::kBytes) {}
 
   // By all warps: each has copied a part of the queries.
-  PT_DEVICE void begin(int first) const {
-    ptx::cp_async_commit();
+  PT_DEVICE void begin(int first_tile) {
+    first = first_tile;
     copy(k, f.p.k, f.p.head_dim, first);
+    copy(v, f.p.v, f.p.value_dim, first);
     ptx::cp_async_wait<1>();
     if (!PT_FAULT(queries_of_other_warps_not_awaited)) ptx::syncthreads();
   }
 
   template <class After>
   PT_DEVICE void await_keys(int t, After) const {
-    follow(v, f.p.v, f.p.value_dim, t);
+    if (t != first) follow(v, f.p.v, f.p.value_dim, t);
   }
   template <class After>
   PT_DEVICE void await_values(After after) const {
