@@ -74,10 +74,10 @@ struct QueryTile {
   template <class T, int RowBytes>
   PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
     static_assert(Streamed == 32);
-    const int j = origin + t * Streamed + lane_id();
-    const bool there = j >= range.start && j < range.end;
-    copy_rows_of_lanes(to, static_cast<const T*>(from.data), there ? row_of_key<T>(p, from, j) : nullptr, columns,
-                       Products<T>::chunks(columns));
+    const int first = origin + t * Streamed, lo = range.start - first, hi = range.end - first;
+    const bool there = lane_id() >= lo && lane_id() < hi;
+    const T* const row = there ? row_of_key<T>(p, from, first + lane_id()) : static_cast<const T*>(from.data);
+    copy_rows_of_lanes(to, row, lo, hi, columns, Products<T>::chunks(columns));
   }
 
   // The scale of key j's row: 0 where nothing is visible, and nobody reads.

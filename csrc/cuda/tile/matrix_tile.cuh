@@ -24,26 +24,18 @@ struct SmemTile {
   PT_DEVICE uint32_t at(int row, int chunk) const { return base + uint32_t(row * RowBytes + ((chunk ^ (row & 7)) << 4)); }
 };
 
-// Starts copying a chunk of a row from where `from` says that the row is, which is asked where it is there; elsewhere, and past `columns`:
-// zeros. some: an address that may be named.
-template <int RowBytes, class T, class From>
-PT_DEVICE void copy_chunk(SmemTile<RowBytes> tile, int row, int chunk, bool there, const T* some, From from, int columns) {
-  constexpr int kPer = 16 / sizeof(T);
-  there = there && chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
-  ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
-                   there ? from() + chunk * kPer : some, there ? 16 : 0);
-}
-
 // Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes), row r from at(r). Rows outside [lo, hi) are not
-// read, nor is at() asked where they are: zeros. So are columns past `columns`, up to `used` chunks.
+// read, nor is at() asked where they are: zeros. So are columns past `columns`, up to `used` chunks. some: an address that may be named.
 template <int Rows, int RowBytes, class T, class At>
 PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int first, int lo, int hi, int columns, int used) {
-  constexpr int C = SmemTile<RowBytes>::kChunks;
+  constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
   for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
     const int row = x / C, chunk = x % C, r = first + row;
     if (chunk >= used) continue;
-    const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last);  // others are zeros
-    copy_chunk(tile, row, chunk, there, some, [&] { return at(r); }, columns);
+    const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last) &&  // others are zeros
+                       chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
+    ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
+                     there ? at(r) + chunk * kPer : some, there ? 16 : 0);
   }
 }
 // Rows at `head`, `stride` apart.
@@ -52,17 +44,20 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
   copy_rows_at<Rows>(tile, head, [&](int r) { return head + r * stride; }, first, lo, hi, columns, used);
 }
 
-// By one warp, 32 rows: `mine` is where the row of the lane's number is, null for zeros. A row is looked up once, and not for each 16 bytes.
+// By one warp, 32 rows: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that may be named. So
+// a row is looked up once, and not for each 16 bytes.
 template <int RowBytes, class T>
-PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* some, const T* mine, int columns, int used) {
-  constexpr int C = SmemTile<RowBytes>::kChunks;
+PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo, int hi, int columns, int used) {
+  constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C, kAtOnce = 4;
+  const int chunk = lane_id() % C;
+  const bool there = chunk * kPer < columns;  // others are zeros
   PT_NO_UNROLL  // all at once took registers that scores need
-  for (int first = 0; first < 32 * C; first += 128) {
+  for (int first = 0; first < 32; first += kAtOnce * kRows) {
     PT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int x = first + 32 * i + lane_id(), row = x / C, chunk = x % C;
-      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_of_another_lane) ? row ^ 1 : row);
-      if (chunk < used) copy_chunk(tile, row, chunk, from != nullptr, some, [&] { return from; }, columns);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = first + i * kRows + lane_id() / C;
+      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_of_another_lane) ? row ^ 1 : row) + (there ? chunk * kPer : 0);
+      if (chunk < used) ptx::cp_async_16(tile.at(row, chunk), from, there && row >= lo && row < hi ? 16 : 0);
     }
   }
 }
