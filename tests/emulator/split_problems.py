@@ -83,6 +83,7 @@ def problems(device: str = "cpu") -> Iterator[Problem]:
     for described in DESCRIBED:
         yield Problem(described.name, lambda described=described: right(described, device))
     yield Problem("in any batch", lambda: same_in_any_batch(device))
+    yield Problem("in any batch, streams of warps", lambda: same_in_any_batch(device, BF16))
 
 
 def wrong(problem: Problem) -> list[str]:

@@ -56,7 +56,7 @@ PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo
     PT_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i * kRows + lane_id() / C;
-      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_of_another_lane) ? row ^ 1 : row) + (there ? chunk * kPer : 0);
+      const T* const from = ptx::shfl(mine, PT_FAULT(a_row_twice) ? row & ~1 : row) + (there ? chunk * kPer : 0);
       if (chunk < used) ptx::cp_async_16(tile.at(row, chunk), from, there && row >= lo && row < hi ? 16 : 0);
     }
   }
