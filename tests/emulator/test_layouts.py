@@ -223,6 +223,7 @@ def test_memory_and_meetings(answers: Answers) -> None:
     for i, distance in enumerate((1, 2, 4, 8, 16)):
         assert torch.equal(shuffled[:, i], lanes[t ^ distance])
     assert torch.equal(shuffled[:, 5], lanes[t ^ 31]) and torch.equal(shuffled[:32, 6], lanes[32:])
+    assert torch.equal(shuffled[:, 7], lanes[t // 32 * 32 + 5 * t % 32])
 
 
 def test_numbers(answers: Answers) -> None:

@@ -2,8 +2,9 @@
 // Attention forward of few queries: a block has the rows of all heads that share a key head, and of their keys one split. What it leaves,
 // each row's maximum, sum and values so far, fwd_merge.cuh puts together.
 //
-// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. A block whose split is empty
-// leaves a sum of 0, and reads no key: the grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
+// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. In 16 bits and head sizes up to
+// 128 each warp streams a part of the split's tiles (WarpKeyTiles). A block whose split is empty leaves a sum of 0, and reads no key: the
+// grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
 #pragma once
 
 #include "cuda/attention/sm80/fwd.cuh"
@@ -82,17 +83,10 @@ PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine, bool empty) {
   return all;
 }
 
-// Blocks of a multiprocessor: as many as their registers let without a spill. At head size 64 sm_120 takes more than the 128 of four
-// blocks.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kSmallSplitBlocks = 3;
-#else
-constexpr int kSmallSplitBlocks = 4;
-#endif
+// Blocks of a multiprocessor: as many as their registers let without a spill. Two with streams of head size 128 have 64 to 128 KB on their
+// way, where an H100 needs some 20.
 template <class T, class K>
-constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
-                             : K::head_dim == 128                                    ? 2
-                                                                                     : 3;
+constexpr int kSplitBlocks = sizeof(T) == 4 || K::head_dim == (K::eight_bits ? 256 : 128) ? 2 : 3;
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)
