@@ -31,8 +31,8 @@ PT_DEVICE float above_sink(float lse, float sink) {
   return lse < least ? least : lse;
 }
 
-// By what the sum and the values of a part of a row's keys are multiplied where parts are put together: from the part's own maximum, in natural
-// units, and the row's. A part in which the row saw nothing has a sum of 0.
+// By what the sum and the values of a part of a row's keys are multiplied where parts are put together: from the part's own maximum, in
+// natural units, and the row's. A part in which the row saw nothing has a sum of 0.
 PT_DEVICE float weight_of_part(float part_max, float part_sum, float row_max) {
   if (part_sum == 0.0f) return 0.0f;
   return PT_FAULT(parts_put_together_without_their_maxima) ? 1.0f : ptx::exp2((part_max - row_max) * kLog2e);

@@ -44,14 +44,14 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
   copy_rows_at<Rows>(tile, head, [&](int r) { return head + r * stride; }, first, lo, hi, columns, used);
 }
 
-// By one warp, 32 rows: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that may be named. So
-// a row is looked up once, and not for each 16 bytes.
+// By one warp, 32 rows: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that may be named.
+// So a row is looked up once, and not for each 16 bytes.
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C, kAtOnce = 4;
   const int chunk = lane_id() % C;
   const bool there = chunk * kPer < columns;  // others are zeros
-  PT_NO_UNROLL  // all at once took registers that scores need
+  PT_NO_UNROLL                                // all at once took registers that scores need
   for (int first = 0; first < 32; first += kAtOnce * kRows) {
     PT_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {

@@ -54,8 +54,8 @@ constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool 
   const int stationary = t.rows() * row_bytes(t, bytes), streamed = t.columns * row_bytes(t, bytes);
   switch (pass) {
     case Pass::Forward:
-    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);            // Q; K, V
-    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);  // Q, dO; K, V; dS
+    case Pass::ForwardSplit: return stationary + 2 * t.streams * streamed + (eight_bits ? 2 * staged_bytes(t) : 0);  // Q; K, V
+    case Pass::BwdDq: return 2 * stationary + 2 * t.stages * streamed + (diagonals ? gradient_tile_bytes(t) : 0);    // Q, dO; K, V; dS
     case Pass::BwdDkdv: return 2 * stationary + t.stages * (2 * streamed + 3 * 4 * t.columns) + kGroupStepsBytes;  // K, V; Q, dO, row stats
     default: return 2 * stationary + 2 * streamed;  // Q, dO; K, V: dS takes their place
   }

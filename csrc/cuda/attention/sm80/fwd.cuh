@@ -100,7 +100,8 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
                       WarpRows<T, K>& rows) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
-  constexpr bool kKeepQ = sizeof(T) == 2 && kTile.streams == 1 && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
+  constexpr bool kKeepQ =
+      sizeof(T) == 2 && kTile.streams == 1 && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
   using M = Products<T>;
   const AttentionProblem& p = f.p;
   const Sequence& s = w.s;

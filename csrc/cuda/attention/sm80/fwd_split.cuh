@@ -2,9 +2,9 @@
 // Attention forward of few queries: a block has the rows of all heads that share a key head, and of their keys one split. What it leaves,
 // each row's maximum, sum and values so far, fwd_merge.cuh puts together.
 //
-// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. In 16 bits and head sizes up to
-// 128 each warp streams a part of the split's tiles (WarpKeyTiles). A block whose split is empty leaves a sum of 0, and reads no key: the
-// grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
+// Splitting by Dao et al., "Flash-Decoding for long-context inference" (2023); the steps are those of fwd.cuh. In 16 bits and head sizes up
+// to 128 each warp streams a part of the split's tiles (WarpKeyTiles). A block whose split is empty leaves a sum of 0, and reads no key:
+// the grid is of the longest sequence that there may be, so that nobody reads lengths on the host.
 #pragma once
 
 #include "cuda/attention/sm80/fwd.cuh"
@@ -31,8 +31,8 @@ PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const Rows& r
   store_rows<T>(f.out, w.b, h, rows.o, factor, index, rows.part);
 }
 
-// What a block has of its rows. After streams of tiles each warp has all columns of a part of the keys: these are put together in the order of
-// warps, and then each warp has its part of the columns. A warp leaves what it has where its tiles were, a lane 16 bytes for each eight
+// What a block has of its rows. After streams of tiles each warp has all columns of a part of the keys: these are put together in the order
+// of warps, and then each warp has its part of the columns. A warp leaves what it has where its tiles were, a lane 16 bytes for each eight
 // columns: it has the same rows and columns in all of them.
 template <class T, class K>
 PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine, bool empty) {
@@ -46,10 +46,10 @@ PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine, bool empty) {
     all = mine;
     all.l[0] = sums[0], all.l[1] = sums[1];
   } else if (!empty) {
-    const auto place = [&](int warp, int n) { return ptx::dynamic_smem() + kTile.rows() * kRow + warp * kTiles + n * 512 + lane_id() * 16; };
-    const auto leave = [&](int n, const float (&x)[4]) {
-      ptx::st_shared_v4_f32(place(int(threadIdx.x) / 32, n), x[0], x[1], x[2], x[3]);
+    const auto place = [&](int warp, int n) {
+      return ptx::dynamic_smem() + kTile.rows() * kRow + warp * kTiles + n * 512 + lane_id() * 16;
     };
+    const auto leave = [&](int n, const float (&x)[4]) { ptx::st_shared_v4_f32(place(int(threadIdx.x) / 32, n), x[0], x[1], x[2], x[3]); };
     ptx::syncwarp();  // nobody reads its tiles any more
     leave(kStats, {mine.m[0], mine.m[1], sums[0], sums[1]});
     PT_UNROLL

@@ -23,8 +23,7 @@ struct TilesOfQuerysDtype {
   const Work& w;
   SmemTile<kRow> k, v;
 
-  PT_DEVICE TilesOfQuerysDtype(const AttentionForward& f, const Work& w, uint32_t base)
-      : f(f), w(w), k{base}, v{base + Columns * kRow} {}
+  PT_DEVICE TilesOfQuerysDtype(const AttentionForward& f, const Work& w, uint32_t base) : f(f), w(w), k{base}, v{base + Columns * kRow} {}
 
   template <int NB>
   PT_DEVICE void scale_scores(float (&)[NB][4]) const {}
