@@ -137,7 +137,7 @@ PT_DEVICE uint32_t visible_in_tile(const AttentionProblem& p, const Sequence& s,
   uint32_t visible = cut ? within<NB>(at, bounds) : kAllColumns;
   if (K::has_score_mod && !Transposed && cut) visible = outside_gaps<NB>(p, s, at, visible);
   if (K::has_score_mod && !Transposed && s.padding_gaps) visible &= visible_columns<NB>(at, KeyPaddingBitmap(p, b));
-  if (p.blocks.bits && place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
+  if (K::has_blocks && p.blocks.bits && place >= 0) visible &= visible_in_block<Transposed, NB>(p.blocks, place, at);
   return visible;
 }
 

@@ -65,12 +65,13 @@ constexpr int attention_smem(Pass pass, const AttentionTile& t, int bytes, bool 
 template <int HeadDim, bool HasScoreMod>
 struct Kind {
   static constexpr int head_dim = HeadDim;
-  static constexpr bool has_score_mod = HasScoreMod, eight_bits = false;
+  static constexpr bool has_score_mod = HasScoreMod, has_blocks = true, eight_bits = false;
   static constexpr Pass forward = Pass::Forward;
 };
-// The same of the forward that splits keys: one kernel with everything.
+// The same of the forward that splits keys: one kernel with everything but block masks.
 template <int HeadDim>
 struct SplitKind : Kind<HeadDim, true> {
+  static constexpr bool has_blocks = false;
   static constexpr Pass forward = Pass::ForwardSplit;
 };
 // Both for keys and values in eight bits.

@@ -113,7 +113,8 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
-  TileList<K::has_score_mod, BN> tiles(p.blocks.queries, w.b, w.h, w.i0, w.template gap<1>(p));
+  const BlockLists none;
+  TileList<K::has_score_mod, BN> tiles(K::has_blocks ? p.blocks.queries : none, w.b, w.h, w.i0, w.template gap<1>(p));
   const int first = tiles.first(range);
   if (kTile.streams > 1 || first < range.last) {  // of streams one may have no tile
     w.template copy_queries<T>(q, p.q, p.head_dim);

@@ -31,21 +31,28 @@ PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const Rows& r
   store_rows<T>(f.out, w.b, h, rows.o, factor, index, rows.part);
 }
 
+// Nothing, in the columns that the warp has in the end.
+template <class T, class K>
+PT_DEVICE auto part_of_block(const WarpRows<T, K>& mine) {
+  constexpr int kStreams = kForwardTile<T, K>.streams, DB = WarpRows<T, K>::DB / kStreams;
+  return RowSums<DB>(kStreams == 1 ? mine.part : int(threadIdx.x) / 32 * DB);
+}
+
 // What a block has of its rows. After streams of tiles each warp has all columns of a part of the keys: these are put together in the order
 // of warps, and then each warp has its part of the columns. A warp leaves what it has where its tiles were, a lane 16 bytes for each eight
 // columns: it has the same rows and columns in all of them.
 template <class T, class K>
-PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine, bool empty) {
+PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine) {
   using Mine = WarpRows<T, K>;
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kStreams = kTile.streams, kRow = row_bytes(kTile, sizeof(T)), kTiles = 2 * kTile.columns * kRow, kStats = Mine::DB;
   static_assert(kStreams == 1 || ((kStats + 1) * 512 <= kTiles && kTile.row_warps == 1));
   const float sums[2] = {sum_of_quad(mine.l[0]), sum_of_quad(mine.l[1])};
-  RowSums<Mine::DB / kStreams> all(kStreams == 1 ? mine.part : int(threadIdx.x) / 32 * (Mine::DB / kStreams));
+  auto all = part_of_block<T, K>(mine);
   if constexpr (kStreams == 1) {
     all = mine;
     all.l[0] = sums[0], all.l[1] = sums[1];
-  } else if (!empty) {
+  } else {
     const auto place = [&](int warp, int n) {
       return ptx::dynamic_smem() + kTile.rows() * kRow + warp * kTiles + n * 512 + lane_id() * 16;
     };
@@ -83,10 +90,17 @@ PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine, bool empty) {
   return all;
 }
 
-// Blocks of a multiprocessor: as many as their registers let without a spill. Two with streams of head size 128 have 64 to 128 KB on their
-// way, where an H100 needs some 20.
+// Blocks of a multiprocessor: as many as their registers let without a spill; of streams of head size 128, which take 68 KB, as shared
+// memory lets. Three of them have 96 to 192 KB on their way, where an H100 needs some 20.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int kWideStreamsBlocks = 3;
+#else
+constexpr int kWideStreamsBlocks = 2;
+#endif
 template <class T, class K>
-constexpr int kSplitBlocks = sizeof(T) == 4 || K::head_dim == (K::eight_bits ? 256 : 128) ? 2 : 3;
+constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
+                             : !K::eight_bits && K::head_dim == 128                  ? kWideStreamsBlocks
+                                                                                     : 3;
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)
@@ -94,19 +108,22 @@ __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, 
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   static_assert(kSplitKeys / kTile.columns % kTile.streams == 0);
   const AttentionProblem& p = f.p;
-  const SplitPlace place(p, f.split.splits, row_tiles, blockIdx.x);
-  const GroupTile<kTile.rows(), kTile.columns> w(p, place, row_tiles, int(threadIdx.x) / 32 % kTile.streams, kTile.streams);
+  // Computed again for what is left: kept over the loop its numbers spilled.
+  const auto place_of_block = [&] { return SplitPlace(p, f.split.splits, row_tiles, uint32_t(ptx::opaque(int(blockIdx.x)))); };
+  const GroupTile<kTile.rows(), kTile.columns> w(p, place_of_block(), row_tiles, int(threadIdx.x) / 32 % kTile.streams, kTile.streams);
 
   WarpRows<T, K> streamed;
   const int first_row = w.r0 + streamed.own;
   const GroupPlace rows_at(first_row, 0, p.group);
   const Range bounds[2] = {w.bounds(p, rows_at.row), w.bounds(p, rows_at.row + 8)};
+  auto rows = part_of_block<T, K>(streamed);
   if (!w.empty) {
     const ScoreMod<false, true, HeadsOfGroup> score_mod(p, w.s, w.b, w.h, first_row);
     attend<T, K>(f, w, rows_at, bounds, score_mod, streamed);
+    rows = sums_of_block<T, K>(streamed);
   }
-  const auto rows = sums_of_block<T, K>(streamed, w.empty);
 
+  const SplitPlace place = place_of_block();
   const int of_group = p.group * p.num_queries;
   const int64_t group = int64_t(place.b) * (p.heads / p.group) + place.key_head;
   PT_UNROLL
