@@ -4,7 +4,8 @@
 //   m = max_s m_s;  l = sum_s l_s e^(m_s - m);  out = sum_s o_s e^(m_s - m) / l * keep_scale;  lse = m + ln l
 //
 // A block has a row, each of its warps the splits of one remainder, and a lane four neighbouring columns of every 128: all that a row needs
-// is on its way after two waits, one for statistics and one for values. A split in which the row saw nothing has l_s = 0, and is not read.
+// is on its way after two waits, one for statistics and one for values. A split in which the row saw nothing has l_s = 0
+// and no values: it is not added, whatever stands there.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"
@@ -17,6 +18,7 @@ namespace pt::cuda {
 // The weights of a row's splits, and its maximum and sum; in every warp, a lane those of splits lane and lane + 32.
 struct SplitWeights {
   static constexpr int kPerLane = kMostSplits / 32;
+  static constexpr float kNone = -1.0f;  // of a split without values; a weight of 0 may be one of NaN
   float weight[kPerLane], row_max = minus_infinity(), sum = 0.0f;
 
   PT_DEVICE SplitWeights(const float* stats, int splits) {
@@ -32,12 +34,12 @@ struct SplitWeights {
     for (int d = 1; d < 32; d *= 2) row_max = fmaxf(row_max, ptx::shfl_xor(row_max, d));
     PT_UNROLL
     for (int n = 0; n < kPerLane; ++n) {
-      weight[n] = weight_of_part(maximum[n], sums[n], row_max);
+      weight[n] = sums[n] == 0.0f ? kNone : weight_of_part(maximum[n], sums[n], row_max);
       sum = ptx::fma_rn(sums[n], weight[n], sum);
     }
     sum = LaneTeam(32).sum({sum, 0.0f}).a;
   }
-  // By all lanes: 0 of a split without values.
+  // By all lanes.
   PT_DEVICE float of(int split) const {
     float x = weight[0];
     PT_UNROLL
@@ -61,14 +63,13 @@ PT_DEVICE void add_splits(float (&x)[N][4], const float* values, const SplitWeig
       for (int i = 0; i < kSplitsAtOnce; ++i) {
         const int split = group + kMergeWarps * i;
         weight[i] = weights.of(split % kMostSplits);
-        if (split >= splits || column >= columns) weight[i] = 0.0f;
-        more[i] = {};
-        if (weight[i] != 0.0f) more[i] = ptx::ld_global_v4(values + int64_t(split) * columns + column);
+        if (split >= splits || column >= columns) weight[i] = SplitWeights::kNone;
+        more[i] = ptx::ld_global_v4(values + (weight[i] < 0.0f ? 0 : split * columns + column));  // without a branch, which would wait
       }
       PT_UNROLL
       for (int i = 0; i < kSplitsAtOnce; ++i) {
         PT_UNROLL
-        for (int k = 0; k < 4; ++k) x[n][k] = ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], x[n][k]);
+        for (int k = 0; k < 4; ++k) x[n][k] = weight[i] < 0.0f ? x[n][k] : ptx::fma_rn(ptx::bits_float(more[i].w[k]), weight[i], x[n][k]);
       }
     }
   }
