@@ -100,6 +100,14 @@ TERMS = (
         "dropout", BF16, (2, 2, 1, 130, 200, 72, 96),
         lambda n: {"dropout_p": 0.5, "dropout_seed": -(2**40), "window": (60, 40), "key_lengths": integers(200, 77)},
     ),
+    Problem(
+        "softcap, dropout", BF16, (2, 2, 1, 130, 200, 72, 96),
+        lambda n: {"dropout_p": 0.5, "dropout_seed": 3, "window": (60, 40), "key_lengths": integers(200, 77), "softcap": 20.0},
+    ),
+    Problem(
+        "dropout, grouped", F16, (1, 4, 2, 200, 260, 64, 64),
+        lambda n: {"dropout_p": 0.2, "dropout_seed": 5, "causal": "top_left"},
+    ),
     Problem("wide, softcap", BF16, (1, 2, 1, 140, 150, 256, 256), lambda n: {"softcap": 3.0, "causal": "top_left", "window": (90, None)}),
     Problem(
         "wide, T5, dropout", F16, (1, 1, 1, 130, 200, 200, 256),

@@ -35,10 +35,8 @@ void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& 
   e.p.blocks.places = 1;
 }
 
-// Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask; of dropout where they take at most so many bytes,
-// else, and of packed sequences, whose longest may be far longer than the others, each pass draws for itself.
-constexpr int64_t kMostKeepBytes = 256 << 20;
-void make_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, const Tensor& like, void* stream) {
+// Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask, and of dropout.
+void make_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
   AttentionProblem& p = e.p;
   if (!(by_queries || by_keys)) return;
   const auto make = [&](AttentionPairBits f, PairBits& bits, bool of_batch, bool of_head) {
@@ -59,8 +57,7 @@ void make_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, const Tenso
     make(of_mask, p.mask_bits, p.mask.batch, p.mask.head);
   }
   f.dropout = {p.seed, p.drop_threshold, p.batch_start, p.head_start, uint32_t(p.query_start), uint32_t(p.key_start / 32)};
-  const int64_t bytes = 4 * ((by_queries ? f.size(false) : 0) + (by_keys ? f.size(true) : 0));
-  if (p.drop_threshold && !p.cu_queries && bytes <= kMostKeepBytes) make(f, p.keep_bits, true, true);
+  if (dropout && p.draws_once()) make(f, p.keep_bits, true, true);
 }
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, PT_ATTENTION_ARGUMENTS(PT_PARAMETER) int64_t device,
@@ -74,7 +71,8 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
-  make_pair_bits(e, plan.on_sm90(), false, lse, stream);
+  // With score_mod forward draws for itself: bits are read in less time, but take longer to make than that.
+  make_pair_bits(e, plan.on_sm90(), false, !plan.sm90.has_score_mod, lse, stream);
   f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   f.split.splits = plan.split.splits;
@@ -168,7 +166,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
   list_blocks(e, plan.walks_keys(request), plan.walks_queries(request), lse, stream);
-  make_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), lse, stream);
+  make_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), true, lse, stream);
   g.p = e.p;
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
   if (dsinks) {

@@ -49,21 +49,22 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
   return visible;
 }
 
-// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh).
+// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh). Numbers of
+// 16 bits are compared where they lie, as the upper halves of words.
 PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
+  const uint32_t threshold = f.threshold << 16, head = (PT_FAULT(dropout_bits_of_the_first_heads) ? 0 : f.head_start) + uint32_t(h);
+  const uint32_t sequence = (PT_FAULT(dropout_bits_of_the_first_sequences) ? 0 : f.batch_start) + uint32_t(b);
   uint32_t kept = 0;
   PT_UNROLL
   for (uint32_t c = 0; c < 4; ++c) {
-    const uint32_t head = (PT_FAULT(dropout_bits_of_the_first_heads) ? 0 : f.head_start) + uint32_t(h);
-    const uint32_t sequence = (PT_FAULT(dropout_bits_of_the_first_sequences) ? 0 : f.batch_start) + uint32_t(b);
     const Draws d = philox(4 * group + c, f.query_start + uint32_t(i), head, sequence, seed);
     PT_UNROLL
     for (int m = 0; m < 4; ++m) {
-      kept |= uint32_t((d.w[m] & 0xffff) >= f.threshold) << (8 * m + 2 * c);
-      kept |= uint32_t(d.w[PT_FAULT(dropout_bits_of_another_eight) ? 0 : m] >> 16 >= f.threshold) << (8 * m + 2 * c + 1);
+      if (d.w[m] << 16 >= threshold) kept |= 1u << (8 * m + 2 * c);
+      if (d.w[PT_FAULT(dropout_bits_of_another_eight) ? 0 : m] >= threshold) kept |= 2u << (8 * m + 2 * c);
     }
   }
-  return kept;
+  return f.threshold < 65536 ? kept : 0;
 }
 
 // A warp's 32 queries and 128 keys: a lane has a query, then a key of each 32.
@@ -75,14 +76,16 @@ PT_DEVICE void make_pair_bits(const AttentionPairBits& f) {
   const int b = int(m / f.heads), h = PT_FAULT(bits_of_the_first_heads_mask) ? 0 : int(m % f.heads);
   const int i0 = tile / f.across() * 32, word = tile % f.across() * 4, i = i0 + lane;
   const bool here = i < f.num_queries + PT_FAULT(queries_of_a_mask_past_the_last);
-  const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch + h * f.mask.head + i * f.mask.query;
-  const uint64_t seed = f.dropout.seed ? ptx::ld_global_u64(f.dropout.seed) : 0;
-  ptx::Words4 bits;
-  PT_UNROLL
-  for (int c = 0; c < 4; ++c)
-    bits.w[c] = !here                 ? 0
-                : f.dropout.threshold ? kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed)
-                                      : visible_keys(f, query, 32 * (word + c) - f.before);
+  ptx::Words4 bits{};
+  if (here && f.dropout.threshold) {
+    const uint64_t seed = ptx::ld_global_u64(f.dropout.seed);
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) bits.w[c] = kept_keys(f.dropout, b, h, i, f.dropout.first_group + uint32_t(word + c), seed);
+  } else if (here) {
+    const uint8_t* const query = static_cast<const uint8_t*>(f.mask.data) + b * f.mask.batch + h * f.mask.head + i * f.mask.query;
+    PT_UNROLL
+    for (int c = 0; c < 4; ++c) bits.w[c] = visible_keys(f, query, 32 * (word + c) - f.before);
+  }
   if (f.queries && i < f.rows(false)) ptx::st_global_v4(f.queries + (m * f.rows(false) + i) * f.words(false) + word, bits);
   if (!f.keys) return;
   PT_UNROLL

@@ -133,8 +133,15 @@ struct AttentionProblem {
   constexpr bool elementwise_mask() const { return mask.data || hides_pairs() || blocks.bits; }
   // Masks and biases may be so large that lse loses the log2 of the sum.
   constexpr bool split_lse() const { return (mask.data && mask.type != DenseType::boolean) || bias.data; }
-  // Weights are not just those of scores scale q.k, some of them hidden.
-  constexpr bool has_score_mod() const { return split_lse() || slopes || diagonals || drop_threshold || softcap != 0 || !(scale > 0); }
+  // Scores are not just scale q.k; nor, with dropout, are weights those of scores, some of them hidden.
+  constexpr bool modifies_scores() const { return split_lse() || slopes || diagonals || softcap != 0 || !(scale > 0); }
+  constexpr bool has_score_mod() const { return modifies_scores() || drop_threshold; }
+  // Whether dropout is drawn once, as bits that passes read: where all of them take at most 256 MB. Of packed sequences the longest may be
+  // far longer than the others.
+  constexpr bool draws_once() const {
+    const int64_t of_head = int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) + int64_t(num_keys) * PairBits::words(num_queries);
+    return drop_threshold && !cu_queries && int64_t(sequences) * heads * of_head * 4 <= int64_t(256) << 20;
+  }
   // Nothing but bounds, one range of keys for each query, and keys hidden between them.
   constexpr bool bounds_only() const { return !elementwise_mask() && !has_score_mod() && !global_keys; }
 };

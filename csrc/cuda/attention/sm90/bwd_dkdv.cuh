@@ -18,6 +18,7 @@ struct Sm90BwdDkdvBlock {
   static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 *
                                                                       BN;  // bytes of a stage's row_max, delta, log2_sum
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
+  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
@@ -176,7 +177,7 @@ struct Sm90BwdDkdvBlock {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group;
       for (int stream_iters = w.range.count() * p.group; stream_iters > 0; --stream_iters, ++stream_iter) {
-        if (!PT_FAULT(another_heads_slope) && K::has_score_mod && t == first) ++h;
+        if (!PT_FAULT(another_heads_slope) && (K::has_score_mod || kDropsByBits) && t == first) ++h;
         t = t == first ? last - 1 : PT_FAULT(tiles_from_the_first_on) ? first : t - 1;
         if (clear) {
           const Range keep = once_more().rows_to_keep(p);
@@ -197,12 +198,13 @@ struct Sm90BwdDkdvBlock {
         };
         float s[BN / 2], dp[BN / 2];
         uint32_t weights[BN / 16][4], ds[BN / 16][4];
+        const bool drops = kDropsByBits && p.keep_bits.keys.data;
         k.consumer_wait(tile_iter);
         q.consumer_wait(stream_iter);
         // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
         if constexpr (!K::has_score_mod)
-          each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) {
-            x = delta;
+          each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [&](float& x, float delta) {
+            x = drops ? 0.0f : delta;  // with dropout it comes later
             ptx::fence_operand(x);
           });
         multiply_rows<T, D>(s, own(k), tile_iter, q, stream_iter, false);
@@ -261,17 +263,15 @@ struct Sm90BwdDkdvBlock {
             pack_piece<T>(weights[c / kPiece], x);
           });
           ptx::wgmma_wait<0>();
-          if (p.drop_threshold) {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i)
-              dp[i] = PT_FAULT(dp_of_dropped_weights_in_dkdv) || keep_mask.has(i) ? dp[i] * p.keep_scale : 0.0f;
-          }
+          if (p.drop_threshold && !PT_FAULT(dp_of_dropped_weights_in_dkdv)) drop(dp, keep_mask, p.keep_scale);
           each_row_stat(dp, row_stats_at + 4 * BN, [](float& x, float delta) { x = less_delta<T>(x, -delta); });
           if (hides) keep_visible(dp, visible.opaque());
           pack_gradients<T>(ds, ds, dp);
         } else {
           [[maybe_unused]] VisiblePairs<BN> visible;
           if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
+          [[maybe_unused]] Pairs<BN / 2> keep_mask;
+          if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
           if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
           each_row_stat(s, own_row_stats(stream_iter),
                         [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
@@ -288,8 +288,13 @@ struct Sm90BwdDkdvBlock {
           } else {
             hide(dp);
           }
+          if (drops) {
+            if (!PT_FAULT(dp_of_dropped_weights_by_bits_in_dkdv)) drop(dp, keep_mask, p.keep_scale);
+            each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
+          }
           if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
+          if (drops && !PT_FAULT(dropped_weights_kept_by_bits_in_dkdv)) drop_packed(weights, keep_mask);
         }
         multiply_weights<T>(dv, weights, d_out, stream_iter);
         multiply_weights<T>(dk, ds, q, stream_iter);
@@ -321,7 +326,7 @@ struct Sm90BwdDkdvBlock {
       dk_factor[r] = nobody ? 0.0f : PT_FAULT(the_scale_of_d_key) ? 1.0f : p.scale;
       const float weight_unit = PT_FAULT(the_unit_of_d_value_weights) ? 1.0f : kWeightUnit<T>;
       dv_factor[r] = nobody                                                             ? 0.0f
-                     : !PT_FAULT(kept_values_of_d_value_not_scaled) && K::has_score_mod ? p.keep_scale * weight_unit
+                     : !PT_FAULT(kept_values_of_d_value_not_scaled) ? p.keep_scale * weight_unit
                                                                                         : weight_unit;
       index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
     }

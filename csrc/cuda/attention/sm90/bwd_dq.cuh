@@ -19,6 +19,7 @@ struct Sm90BwdDqBlock {
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
+  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
@@ -157,6 +158,10 @@ struct Sm90BwdDqBlock {
       const auto hides = [&](int first) { return K::elementwise_mask || cut(first); };
       const auto decide = [&](int first) {
         if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
+        if constexpr (kDropsByBits) {
+          if (p.keep_bits.queries.data)
+            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
+        }
         if constexpr (K::has_score_mod) {
           const Place at = place_again(w.i0, first);
           if constexpr (!K::elementwise_mask)
@@ -205,11 +210,7 @@ struct Sm90BwdDqBlock {
       };
       const auto differentiate = [&](int first) {
         if constexpr (K::has_score_mod) {
-          if (p.drop_threshold) {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i)
-              dp[i] = PT_FAULT(dp_of_dropped_weights_in_dq) || keep_mask.has(i) ? dp[i] * p.keep_scale : 0.0f;
-          }
+          if (p.drop_threshold && !PT_FAULT(dp_of_dropped_weights_in_dq)) drop(dp, keep_mask, p.keep_scale);
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_in_dq) ? 0.0f : delta[r]); });
           if (!PT_FAULT(hidden_dp_kept_in_dq) && hides(first)) keep_visible(dp, visible.opaque());
           PT_UNROLL
@@ -223,6 +224,7 @@ struct Sm90BwdDqBlock {
           if (p.softcap != 0.0f) slope();
           pack_weights<T>(weights, dp);
         } else {
+          if (kDropsByBits && p.keep_bits.queries.data && !PT_FAULT(dp_of_dropped_weights_by_bits_in_dq)) drop(dp, keep_mask, p.keep_scale);
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_in_dq) ? 0.0f : delta[r]); });
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
           if constexpr (K::elementwise_mask) {

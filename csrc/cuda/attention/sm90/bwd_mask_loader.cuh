@@ -37,13 +37,6 @@ struct VisiblePairs {
   }
 };
 
-// x where it is visible, else 0.
-template <int R, class Visible>
-PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
-  PT_UNROLL
-  for (int i = 0; i < R; ++i) x[i] = visible.has(i) ? x[i] : 0.0f;
-}
-
 // Bits of the columns below x, of 32.
 PT_DEVICE uint32_t bits_below(int x) { return x <= 0 ? 0 : x >= 32 ? kAllColumns : (1u << x) - 1; }
 // K without an elementwise mask: nothing.

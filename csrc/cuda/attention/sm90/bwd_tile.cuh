@@ -40,6 +40,19 @@ template <class T>
 PT_DEVICE float in_base_2(float row_max) {
   return kWeightBits<T> ? ptx::fma_rn(row_max, kLog2e, -float(kWeightBits<T>)) : row_max * kLog2e;
 }
+// dP of weights that dropout keeps or drops.
+template <int R>
+PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& keep_mask, float keep_scale) {
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) dp[i] = keep_mask.has(i) ? dp[i] * keep_scale : 0.0f;
+}
+// Weights, as an operand, that dropout keeps.
+template <int S>
+PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& keep_mask) {
+  PT_UNROLL
+  for (int i = 0; i < 4 * S; ++i)
+    weights[i / 4][i % 4] &= (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);
+}
 // The weight of a score, of a row with this maximum.
 template <class T>
 PT_DEVICE float weight_of(float score, float row_max) {

@@ -33,6 +33,7 @@ struct Sm90ForwardBlock {
   static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
   static constexpr int kPiece =
       K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;  // eights of columns that score_mod is applied to at a time
+  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -202,8 +203,8 @@ struct Sm90ForwardBlock {
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
       const auto load_mask = [&](int first, int place) {
-        if constexpr (K::has_score_mod)
-          if (score_mod.has_keep_bits()) kept = kept_pairs<BN / 2, 8>(score_mod, Place(row(), first));
+        if constexpr (kDropsByBits)
+          if (score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Scores to weights; `first` is the tile's first key.
@@ -229,11 +230,10 @@ struct Sm90ForwardBlock {
         softmax(s, rows, scale_log2);
       };
       const auto pack = [&](int first) {
+        if constexpr (kDropsByBits)
+          if (!PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept);
         if constexpr (K::has_score_mod)
-          if (score_mod.has_keep_bits()) {
-            PT_UNROLL
-            for (int i = 0; i < BN / 2; ++i) s[i] = PT_FAULT(dropped_weights_kept) || kept.has(i) ? s[i] : 0.0f;
-          } else if (p.drop_threshold)
+          if (p.drop_threshold)
             in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
               const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
               each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });

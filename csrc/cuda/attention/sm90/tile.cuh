@@ -223,14 +223,26 @@ struct Pairs {
   }
 };
 
-// The pairs that dropout keeps of a tile with 2 R columns, from `at` on: bits that were made before, or drawn, 8 N columns at a time.
-template <int R, int N, class S>
-PT_DEVICE Pairs<R> kept_pairs(const S& score_mod, const Place& at) {
-  if (!score_mod.has_keep_bits()) return Pairs<R>::template of<N>(at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
+// The pairs that dropout keeps of a tile with 2 R columns, from `at` on: by bits that were made before.
+template <int R, class S>
+PT_DEVICE Pairs<R> read_kept_pairs(const S& score_mod, const Place& at) {
   Pairs<R> kept;
   PT_UNROLL
   for (int c = 0; c < 2 * R; c += 32) kept.words[c / 64] |= score_mod.template keep_bits<2 * R % 32 == 0>(at, c) << c / 2 % 32;
   return kept;
+}
+// Or, where there are none, drawn, 8 N columns at a time.
+template <int R, int N, class S>
+PT_DEVICE Pairs<R> kept_pairs(const S& score_mod, const Place& at) {
+  if (score_mod.has_keep_bits()) return read_kept_pairs<R>(score_mod, at);
+  return Pairs<R>::template of<N>(at, [&](const Place& place) { return score_mod.template keep_mask<N>(place); });
+}
+
+// x where it is visible, else 0.
+template <int R, class Visible>
+PT_DEVICE void keep_visible(float (&x)[R], const Visible& visible) {
+  PT_UNROLL
+  for (int i = 0; i < R; ++i) x[i] = visible.has(i) ? x[i] : 0.0f;
 }
 
 // ---- results
