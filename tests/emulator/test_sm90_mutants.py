@@ -276,7 +276,6 @@ FAULTS = (
     # elementwise masks in the backward
     Fault("bits_of_the_other_row_backward", "mask"),
     Fault("bits_of_other_columns_backward", "mask"),
-    Fault("one_row_for_four", "mask"),
     Fault("rows_of_a_mask_past_the_last", "mask, odd", OUTSIDE),
     Fault("bits_of_tiles_that_begin_within_a_word", "wide, mask"),
     Fault("bounds_left_out_backward", "mask"),

@@ -271,7 +271,6 @@ struct Sm90BwdDkdvBlock {
           [[maybe_unused]] VisiblePairs<BN> visible;
           if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
           [[maybe_unused]] Pairs<BN / 2> keep_mask;
-          if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
           if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
           each_row_stat(s, own_row_stats(stream_iter),
                         [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
@@ -281,6 +280,8 @@ struct Sm90BwdDkdvBlock {
             keep_visible(s, visible.opaque());
           }
           pack_recomputed<T>(weights, s);
+          // Not earlier: the scores' registers are free now.
+          if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
           ptx::wgmma_wait<0>();
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
           if constexpr (K::elementwise_mask) {

@@ -158,10 +158,6 @@ struct Sm90BwdDqBlock {
       const auto hides = [&](int first) { return K::elementwise_mask || cut(first); };
       const auto decide = [&](int first) {
         if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
-        if constexpr (kDropsByBits) {
-          if (p.keep_bits.queries.data)
-            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
-        }
         if constexpr (K::has_score_mod) {
           const Place at = place_again(w.i0, first);
           if constexpr (!K::elementwise_mask)
@@ -206,6 +202,9 @@ struct Sm90BwdDqBlock {
           if constexpr (!K::elementwise_mask) hide(s, first);
           else if (!PT_FAULT(scores_not_hidden_by_bits_in_dq)) keep_visible(s, visible.opaque());
           pack_recomputed<T>(weights, s);
+          // Not earlier: the scores' registers are free now.
+          if (kDropsByBits && p.keep_bits.queries.data)
+            keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
         }
       };
       const auto differentiate = [&](int first) {

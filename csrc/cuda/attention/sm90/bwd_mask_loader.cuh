@@ -53,10 +53,13 @@ class BackwardMaskLoader {
       Keys ? sm90_bwd_dkdv_tile(K::head_dim, K::has_score_mod, true) : sm90_bwd_dq_tile(K::head_dim, K::has_score_mod, true);
   static constexpr int kColumns = kTile.streamed, kWords = (kColumns + 31) / 32, kPitch = sm90_bit_words(kTile);
   static constexpr int kFirstWarp = Keys ? 2 : 1, kWarps = 4 - kFirstWarp;
-  static constexpr int kRows = Keys ? 4 : 1, kPlaces = kTile.rows() / kRows;  // rows of a lane, and how many lanes have a word of all
+  static constexpr int kRows = kTile.rows();
   // The lanes of a warp have the same columns, and tell at once where these are of one segment. With score_mod in bwd_dq there are no
-  // registers for that, and 64 keys are places for half a warp: there lanes beside each other have the words of a row.
-  static constexpr bool kDown = (Keys || !K::has_score_mod) && kPlaces % 32 == 0;
+  // registers for that: there lanes beside each other have the words of a row.
+  static constexpr bool kDown = Keys || !K::has_score_mod;
+  static_assert(kRows % 32 == 0);
+  // Whether a word is asked for before the one at hand is done with: two warps have six each in the time of a tile's products.
+  static constexpr bool kAhead = Keys;
 
  public:
   static constexpr uint32_t kBytes = sm90_mask_loader_smem(kTile, Keys, K::has_score_mod);
@@ -70,27 +73,29 @@ class BackwardMaskLoader {
   PT_DEVICE void produce(const R& ring, const AttentionProblem& p, int b, int h, int own, int first, int stream_iter, F bounds) const {
     if (!PT_FAULT(bits_written_while_they_are_read)) ring.producer_acquire(stream_iter);
     if constexpr (K::has_score_mod) copy_bias(p, b, h, Keys ? first : own, Keys ? own : first, stream_iter);
+    const auto row_of = [](int x) { return kDown ? x % kRows : x / kWords; };
+    const auto word_of = [](int x) { return kDown ? x / kRows : x % kWords; };
+    const auto ask = [&](int x) { return x < kRows * kWords ? shown(p, b, h, own + row_of(x), first + 32 * word_of(x)) : 0; };
+    int x = int(threadIdx.x) - 32 * kFirstWarp;
+    uint32_t next = kAhead ? ask(x) : 0;
     PT_NO_UNROLL
-    for (int x = int(threadIdx.x) - 32 * kFirstWarp; x < kPlaces * kWords; x += 32 * kWarps) {
-      const int row = (kDown ? x % kPlaces : x / kWords) * kRows, word = kDown ? x / kPlaces : x % kWords, column = first + 32 * word;
-      const uint32_t to = buffer(stream_iter) + 4 * (row * kPitch + word);
-      Bits<kRows> visible;
-      if (const PairBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries; bits.data) show(p, bits, b, h, own + row, column, visible);
-      if (p.query_segments) keep_segments(p, b, own + row, column, visible);
-      PT_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        // Keys that are rows need no bit: results of hidden ones are not written.
-        if (!Keys && p.key_padding.data) {
-          const KeyPaddingBitmap keys(p, ptx::opaque(b));
-          const bool across = !PT_FAULT(padding_gaps_of_tiles_that_begin_within_a_word) && kColumns % 32;
-          const uint32_t unpadded =
-              across ? keys.across(column) : keys.from(PT_FAULT(padding_gaps_of_other_columns_in_dq) ? column & ~32 : column);
-          if (!PT_FAULT(padding_gaps_forgotten_in_dq)) visible.row[r] &= unpadded;
-        }
-        const Range visible_to = bounds(own + row + r);
-        const uint32_t within_bounds = bits_below(visible_to.hi - column) & ~bits_below(visible_to.lo - column);
-        ptx::st_shared_u32(to + 4 * kPitch * r, visible.row[r] & (PT_FAULT(bounds_left_out_backward) ? kAllColumns : within_bounds));
+    for (; x < kRows * kWords; x += 32 * kWarps) {
+      const int row = row_of(x), column = first + 32 * word_of(x);
+      uint32_t visible = kAhead ? next : ask(x);
+      if (kAhead) next = ask(x + 32 * kWarps);
+      if (p.query_segments) visible &= alike(p, b, own + row, column);
+      // Keys that are rows need no bit: results of hidden ones are not written.
+      if (!Keys && p.key_padding.data) {
+        const KeyPaddingBitmap keys(p, ptx::opaque(b));
+        const bool across = !PT_FAULT(padding_gaps_of_tiles_that_begin_within_a_word) && kColumns % 32;
+        const uint32_t unpadded =
+            across ? keys.across(column) : keys.from(PT_FAULT(padding_gaps_of_other_columns_in_dq) ? column & ~32 : column);
+        if (!PT_FAULT(padding_gaps_forgotten_in_dq)) visible &= unpadded;
       }
+      const Range visible_to = bounds(own + row);
+      const uint32_t within_bounds = bits_below(visible_to.hi - column) & ~bits_below(visible_to.lo - column);
+      if (!PT_FAULT(bounds_left_out_backward)) visible &= within_bounds;
+      ptx::st_shared_u32(buffer(stream_iter) + 4 * (row * kPitch + word_of(x)), visible);
     }
     if (!PT_FAULT(a_bias_not_awaited) && K::has_score_mod) ptx::cp_async_wait<0>();
     if (!PT_FAULT(bits_committed_too_early)) ptx::syncwarp();
@@ -193,32 +198,18 @@ class BackwardMaskLoader {
   PT_DEVICE uint32_t buffer(int stream_iter) const { return base_ + uint32_t(stream_iter % kTile.stages) * (kBytes / kTile.stages); }
   static PT_DEVICE int within(int x, int count) { return max(0, min(x, count - 1)); }
 
-  // Of some rows and 32 columns.
-  template <int R>
-  struct Bits {
-    uint32_t row[R];
-    PT_DEVICE Bits() {
-      PT_UNROLL
-      for (int r = 0; r < R; ++r) row[r] = kAllColumns;
-    }
-  };
-
   static PT_DEVICE const int64_t* segments(const AttentionProblem& p, int b, bool of_queries) {
     b = ptx::opaque(b);  // addresses are not kept
     return of_queries ? p.query_segments + int64_t(b) * p.num_queries : p.key_segments + int64_t(b) * p.num_keys;
   }
-  // Leaves of rows from `row` on and 32 columns those pairs that are of one segment.
-  template <int R>
-  static PT_DEVICE void keep_segments(const AttentionProblem& p, int b, int row, int column, Bits<R>& visible) {
+  // Of a row and 32 columns, those pairs that are of one segment.
+  static PT_DEVICE uint32_t alike(const AttentionProblem& p, int b, int row, int column) {
     const int rows = Keys ? p.num_keys : p.num_queries, columns = Keys ? p.num_queries : p.num_keys;
     int64_t one = 0;
-    const bool alike = kDown && one_segment<32>(segments(p, b, Keys), column, columns, one);
-    PT_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const int64_t own = load_i64(segments(p, b, !Keys) + within(row + r, rows));
-      const bool of_one = PT_FAULT(another_segment_alike_backward) || own == one;
-      visible.row[r] &= alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
-    }
+    const bool all_alike = kDown && one_segment<32>(segments(p, b, Keys), column, columns, one);
+    const int64_t own = load_i64(segments(p, b, !Keys) + within(row, rows));
+    const bool of_one = PT_FAULT(another_segment_alike_backward) || own == one;
+    return all_alike ? 0u - uint32_t(of_one) : same_segment(own, segments(p, b, Keys), column, columns);
   }
   // Of 32 columns, those of a segment.
   static PT_DEVICE uint32_t same_segment(int64_t segment, const int64_t* others, int column, int columns) {
@@ -238,15 +229,12 @@ class BackwardMaskLoader {
     return same;
   }
 
-  // What a boolean mask shows of rows from `row` on and 32 columns.
-  template <int R>
-  static PT_DEVICE void show(const AttentionProblem& p, const PairBits::Rows& bits, int b, int h, int row, int column, Bits<R>& visible) {
-    const int rows = Keys ? p.num_keys : p.num_queries, at = Keys ? column : column - key_origin(p);
-    PT_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const int own = PT_FAULT(rows_of_a_mask_past_the_last) ? row + r : within(row + (PT_FAULT(one_row_for_four) ? 0 : r), rows);
-      visible.row[r] = word_from<kColumns % 32 == 0>(words_of(bits, ptx::opaque(b), ptx::opaque(h), own), at);
-    }
+  // What a boolean mask, if there is one, shows of a row and 32 columns.
+  static PT_DEVICE uint32_t shown(const AttentionProblem& p, int b, int h, int row, int column) {
+    const PairBits::Rows& bits = Keys ? p.mask_bits.keys : p.mask_bits.queries;
+    if (!bits.data) return kAllColumns;
+    const int own = PT_FAULT(rows_of_a_mask_past_the_last) ? row : within(row, Keys ? p.num_keys : p.num_queries);
+    return word_from<kColumns % 32 == 0>(words_of(bits, ptx::opaque(b), ptx::opaque(h), own), Keys ? column : column - key_origin(p));
   }
 
   uint32_t base_;

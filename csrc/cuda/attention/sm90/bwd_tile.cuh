@@ -42,13 +42,15 @@ PT_DEVICE float in_base_2(float row_max) {
 }
 // dP of weights that dropout keeps or drops.
 template <int R>
-PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& keep_mask, float keep_scale) {
+PT_DEVICE void drop(float (&dp)[R], const Pairs<R>& given, float keep_scale) {
+  const Pairs<R> keep_mask = given.packed_until_here();
   PT_UNROLL
   for (int i = 0; i < R; ++i) dp[i] = keep_mask.has(i) ? dp[i] * keep_scale : 0.0f;
 }
 // Weights, as an operand, that dropout keeps.
 template <int S>
-PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& keep_mask) {
+PT_DEVICE void drop_packed(uint32_t (&weights)[S][4], const Pairs<8 * S>& given) {
+  const Pairs<8 * S> keep_mask = given.packed_until_here();
   PT_UNROLL
   for (int i = 0; i < 4 * S; ++i)
     weights[i / 4][i % 4] &= (keep_mask.has(2 * i) ? 0xffffu : 0u) | (keep_mask.has(2 * i + 1) ? 0xffff0000u : 0u);

@@ -231,7 +231,7 @@ struct Sm90ForwardBlock {
       };
       const auto pack = [&](int first) {
         if constexpr (kDropsByBits)
-          if (!PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept);
+          if (!PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
         if constexpr (K::has_score_mod)
           if (p.drop_threshold)
             in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {

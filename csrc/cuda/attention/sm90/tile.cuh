@@ -207,6 +207,13 @@ struct Pairs {
   uint32_t words[(R + 31) / 32] = {};
   PT_DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
   PT_DEVICE const Pairs& opaque() const { return *this; }
+  // The same bits, unpacked no earlier than here: that would take a register each.
+  PT_DEVICE Pairs packed_until_here() const {
+    Pairs same;
+    PT_UNROLL
+    for (int w = 0; w < (R + 31) / 32; ++w) same.words[w] = uint32_t(ptx::opaque(int(words[w])));
+    return same;
+  }
 
   // Those of a tile that f(place) has of 8 N columns.
   template <int N, class F>
