@@ -46,7 +46,8 @@ void attention_pair_bits(const AttentionPairBits& f, void* stream) {
 void attention_mask_lists(const AttentionMaskLists& f, void* stream) {
   const int64_t lists = int64_t(f.masks) * f.lists();
   const dim3 grid(attention_blocks(1, 1, f.offsets ? (lists + kMaskThreads - 1) / kMaskThreads : f.blocks()));
-  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream, AttentionMask{{}, f, {}});
+  launch(attention_mask_kernel<Kind<256, true>>, grid, kMaskThreads, f.offsets ? 0 : kMaskThreads / 32 * 4, stream,
+         AttentionMask{{}, f, {}});
 }
 
 void attention_forward(const AttentionForward& f, const PassPlan& plan, void* stream) {

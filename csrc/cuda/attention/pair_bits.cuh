@@ -49,8 +49,8 @@ PT_DEVICE uint32_t visible_keys(const AttentionPairBits& f, const uint8_t* query
   return visible;
 }
 
-// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh). Numbers of
-// 16 bits are compared where they lie, as the upper halves of words.
+// Of query i of head h: which of the 32 keys of a group dropout keeps. A generator call decides two of each eight (score_mod.cuh). Numbers
+// of 16 bits are compared where they lie, as the upper halves of words.
 PT_DEVICE uint32_t kept_keys(const AttentionPairBits::Dropout& f, int b, int h, int i, uint32_t group, uint64_t seed) {
   const uint32_t threshold = f.threshold << 16, head = (PT_FAULT(dropout_bits_of_the_first_heads) ? 0 : f.head_start) + uint32_t(h);
   const uint32_t sequence = (PT_FAULT(dropout_bits_of_the_first_sequences) ? 0 : f.batch_start) + uint32_t(b);

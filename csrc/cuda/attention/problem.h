@@ -47,9 +47,9 @@ struct KeyPadding {
   static constexpr int words(int num_keys, int before) { return (before + num_keys + 127) / 128 * 4 + 8; }
 };
 
-// A bit a pair, for the kernels of sm_90a: which pairs a dense boolean mask shows, or which dropout keeps. Of a query, words of 32 keys, the
-// first in the lowest bit, from where tiles of keys begin (key_origin); and of a key, words of 32 queries. Rows are whole pieces of 16 bytes;
-// bits of what is not there are zeros. Null where no kernel asks.
+// A bit a pair, for the kernels of sm_90a: which pairs a dense boolean mask shows, or which dropout keeps. Of a query, words of 32 keys,
+// the first in the lowest bit, from where tiles of keys begin (key_origin); and of a key, words of 32 queries. Rows are whole pieces of 16
+// bytes; bits of what is not there are zeros. Null where no kernel asks.
 struct PairBits {
   struct Rows {
     const uint32_t* data = nullptr;
@@ -139,7 +139,8 @@ struct AttentionProblem {
   // Whether dropout is drawn once, as bits that passes read: where all of them take at most 256 MB. Of packed sequences the longest may be
   // far longer than the others.
   constexpr bool draws_once() const {
-    const int64_t of_head = int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) + int64_t(num_keys) * PairBits::words(num_queries);
+    const int64_t of_head =
+        int64_t(num_queries) * PairBits::words(num_keys + int(key_start % 32)) + int64_t(num_keys) * PairBits::words(num_queries);
     return drop_threshold && !cu_queries && int64_t(sequences) * heads * of_head * 4 <= int64_t(256) << 20;
   }
   // Nothing but bounds, one range of keys for each query, and keys hidden between them.

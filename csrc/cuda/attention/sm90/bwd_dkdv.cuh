@@ -159,6 +159,12 @@ struct Sm90BwdDkdvBlock {
     }
   }
 
+  // dP of what dropout leaves, and less D, which without dropout is there before dP is added.
+  PT_DEVICE void take_dropout(float (&dp)[BN / 2], const Pairs<BN / 2>& keep_mask, int stream_iter) const {
+    if (!PT_FAULT(dp_of_dropped_weights_by_bits_in_dkdv)) drop(dp, keep_mask, args.g.p.keep_scale);
+    each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
+  }
+
   PT_DEVICE void consume() const {
     const AttentionProblem& p = args.g.p;
     const float scale_log2 = p.scale * kLog2e;
@@ -204,7 +210,7 @@ struct Sm90BwdDkdvBlock {
         // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).
         if constexpr (!K::has_score_mod)
           each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [&](float& x, float delta) {
-            x = drops ? 0.0f : delta;  // with dropout it comes later
+            x = drops ? 0.0f : delta;
             ptx::fence_operand(x);
           });
         multiply_rows<T, D>(s, own(k), tile_iter, q, stream_iter, false);
@@ -270,7 +276,6 @@ struct Sm90BwdDkdvBlock {
         } else {
           [[maybe_unused]] VisiblePairs<BN> visible;
           if constexpr (K::elementwise_mask) visible = mask_loader.visible(stream_iter);
-          [[maybe_unused]] Pairs<BN / 2> keep_mask;
           if (!PT_FAULT(scores_not_awaited_in_dkdv)) ptx::wgmma_wait<1>();
           each_row_stat(s, own_row_stats(stream_iter),
                         [&](float& x, float row_max) { x = ptx::exp2(ptx::fma_rn(x, scale_log2, -row_max)); });
@@ -281,17 +286,15 @@ struct Sm90BwdDkdvBlock {
           }
           pack_recomputed<T>(weights, s);
           // Not earlier: the scores' registers are free now.
+          Pairs<BN / 2> keep_mask;
           if (drops) keep_mask = read_kept_pairs<BN / 2>(ScoreMod<true, false>(p, w.s, w.b, h), place_again(w.j0, t * BN));
           ptx::wgmma_wait<0>();
+          if (drops) take_dropout(dp, keep_mask, stream_iter);
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
           if constexpr (K::elementwise_mask) {
             if (cut) keep_visible(dp, visible.opaque());
           } else {
             hide(dp);
-          }
-          if (drops) {
-            if (!PT_FAULT(dp_of_dropped_weights_by_bits_in_dkdv)) drop(dp, keep_mask, p.keep_scale);
-            each_row_stat(dp, own_row_stats(stream_iter) + 4 * BN, [](float& x, float delta) { x += delta; });
           }
           if constexpr (kWeightBits<T> != 0) each_element(dp, 0, [](float& x, int, int) { x *= kWeightUnit<T>; });
           pack_gradients<T>(ds, weights, dp);
@@ -326,9 +329,7 @@ struct Sm90BwdDkdvBlock {
       const bool nobody = (PT_FAULT(results_of_hidden_keys) ? w.own_bounds(p, r) : w.bounds(p, j)).empty();
       dk_factor[r] = nobody ? 0.0f : PT_FAULT(the_scale_of_d_key) ? 1.0f : p.scale;
       const float weight_unit = PT_FAULT(the_unit_of_d_value_weights) ? 1.0f : kWeightUnit<T>;
-      dv_factor[r] = nobody                                                             ? 0.0f
-                     : !PT_FAULT(kept_values_of_d_value_not_scaled) ? p.keep_scale * weight_unit
-                                                                                        : weight_unit;
+      dv_factor[r] = nobody ? 0.0f : !PT_FAULT(kept_values_of_d_value_not_scaled) ? p.keep_scale * weight_unit : weight_unit;
       index[r] = (!K::has_score_mod || j >= 0) && j < written ? w.s.row_k + j : -1;
     }
     if constexpr (K::elementwise_mask) {

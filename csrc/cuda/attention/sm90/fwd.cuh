@@ -135,6 +135,15 @@ struct Sm90ForwardBlock {
     }
   }
 
+  // Weights as dropout leaves them, drawn here.
+  template <class S>
+  static PT_DEVICE void drop_drawn(float (&s)[BN / 2], const S& score_mod, int row, int first) {
+    in_pieces<8>(s, row, first, [&](float (&x)[8][4], const Place& place, int) {
+      const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
+      each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });
+    });
+  }
+
   // Reads what it needs of the sequence once more: kept through the loop, it would cost registers there.
   PT_DEVICE void finish(int n, const float (&o)[D / 2], const Rows& rows) const {
     const AttentionForward& f = args.f;
@@ -203,8 +212,7 @@ struct Sm90ForwardBlock {
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
       const auto load_mask = [&](int first, int place) {
-        if constexpr (kDropsByBits)
-          if (score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
+        if (kDropsByBits && score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Scores to weights; `first` is the tile's first key.
@@ -230,14 +238,8 @@ struct Sm90ForwardBlock {
         softmax(s, rows, scale_log2);
       };
       const auto pack = [&](int first) {
-        if constexpr (kDropsByBits)
-          if (!PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
-        if constexpr (K::has_score_mod)
-          if (p.drop_threshold)
-            in_pieces<8>(s, row(), first, [&](float (&x)[8][4], const Place& place, int) {
-              const uint32_t keep_mask = score_mod.template keep_mask<8>(place);
-              each<8>([&](int n, int r, uint32_t bit) { x[n][r] = PT_FAULT(dropped_weights_kept) || keep_mask & bit ? x[n][r] : 0.0f; });
-            });
+        if (kDropsByBits && !PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
+        if (K::has_score_mod && p.drop_threshold) drop_drawn(s, score_mod, row(), first);
         pack_weights<T>(weights, s);
       };
       if (sees_keys(w)) {

@@ -3,8 +3,9 @@
 // them keys that padding hides.
 //
 // Loads are issued while the scores' product runs, and what hides pairs becomes bits there: of a lane's row r (0 or 1), bit 2 j + e stands
-// for column e of its two in the eight columns j. Boolean masks are bits already; floating masks and biases come in pairs, of which a lane keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16
-// bits, half as many in float32. Others, and a second one, are loaded one by one.
+// for column e of its two in the eight columns j. Boolean masks are bits already; floating masks and biases come in pairs, of which a lane
+// keeps 16 or 32 words until the scores are there: 64 or 128 columns in 16 bits, half as many in float32. Others, and a second one, are
+// loaded one by one.
 #pragma once
 
 #include "cuda/attention/sm90/tile.cuh"
