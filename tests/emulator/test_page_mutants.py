@@ -13,6 +13,7 @@ PAGES = (
     Fault("rows_counted_across_pages", "pages of 7, tiles of queries", "other bits"),
     Fault("pages_of_the_first_sequence", "pages of 7, tiles of queries"),
     Fault("entries_of_pages_not_clamped", "entries outside the pool"),
+    Fault("a_row_twice", "pages of 16, split"),
 )
 SPLITS = (
     Fault("splits_by_the_longest", "in any batch"),
@@ -20,7 +21,7 @@ SPLITS = (
     Fault("rows_of_a_group_of_its_first_head", "ALiBi, mask, dropout"),
     Fault("parts_put_together_without_their_maxima", "one token", slow=False),
     Fault("the_last_split_left_out", "one token"),
-    Fault("a_row_twice", "one token"),
+    Fault("a_row_of_a_tile_twice", "one token"),
     Fault("a_streams_last_tile_left_out", "one token"),
     Fault("queries_of_other_warps_not_awaited", "one token", slow=False),
     Fault("a_warps_tile_not_awaited", "one token"),

@@ -39,8 +39,8 @@ struct Place {
 // The same where the rows are those of a GroupTile, `group` heads of each query.
 struct GroupPlace : Place {
   int query[2];
-  PT_DEVICE GroupPlace(int first_row, int first_column, int group) : Place(first_row, first_column) {
-    query[0] = row / group, query[1] = (row + 8) / group;
+  PT_DEVICE GroupPlace(int first_row, int first_column, const Divisor& group) : Place(first_row, first_column) {
+    query[0] = group.quotient(row), query[1] = group.quotient(row + 8);
   }
   PT_DEVICE int row_of(int r) const { return query[r / 2]; }
   PT_DEVICE GroupPlace after(int columns) const {
@@ -319,6 +319,11 @@ class ScoreMod {
   uint64_t seed_;
 };
 
+// Of a kernel that has bounds alone.
+struct NoScoreMod {
+  PT_DEVICE NoScoreMod(const AttentionProblem&, const Sequence&, int, int, int) {}
+};
+
 // Bits 2 n + e of the columns that some row of the warp's 16 sees.
 template <int NB>
 PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
@@ -326,6 +331,16 @@ PT_DEVICE uint32_t columns_visible_to_warp(uint32_t visible) {
   each<NB>([&](int n, int r, uint32_t bit) { columns |= visible & bit ? 1u << (2 * n + r % 2) : 0; });
   for (int d = 4; d < 32; d *= 2) columns |= ptx::shfl_xor_u32(columns, d);
   return PT_FAULT(invisible_columns_are_read) ? kAllColumns : columns;
+}
+
+// Writes two columns of a row of a result, if it has them.
+template <class T>
+PT_DEVICE void store_two(const Out& out, T* row, int column, float x, float y) {
+  if constexpr (sizeof(T) == 2) {
+    if (out.pairs && column < out.columns) return ptx::st_global_u32(row + column, Element<T>::pack(x, y));
+  }
+  if (column < out.columns) store_one(row + column, x);
+  if (column + 1 < out.columns) store_one(row + column + 1, y);
 }
 
 // Writes the warp's 16 rows of a result times `factor[half]`, columns 8 first on, to rows row_index[half] of the tensor, if not negative.
@@ -342,14 +357,7 @@ PT_DEVICE void store_rows(const Out& out, int b, int h, const float (&acc)[DB][4
       // A factor of zero is for rows that see nothing, whatever their sums hold.
       const float x = factor[half] == 0.0f ? 0.0f : acc[d][2 * half] * factor[half];
       const float y = factor[half] == 0.0f ? 0.0f : acc[d][2 * half + 1] * factor[half];
-      if constexpr (sizeof(T) == 2) {
-        if (out.pairs && column < out.columns) {
-          ptx::st_global_u32(row + column, Element<T>::pack(x, y));
-          continue;
-        }
-      }
-      if (column < out.columns) store_one(row + column, x);
-      if (column + 1 < out.columns) store_one(row + column + 1, y);
+      store_two(out, row, column, x, y);
     }
   }
 }

@@ -70,34 +70,24 @@ struct QueryTile {
     copy_rows_at<Streamed>(to, pool, row, origin + t * Streamed, range.start, range.end, columns, Products<T>::chunks(columns));
   }
 
-  // The same by one warp, a lane finding the row of one key.
-  template <class T, int RowBytes>
-  PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
-    static_assert(Streamed == 32);
-    const int first = origin + t * Streamed, lo = range.start - first, hi = range.end - first;
-    const bool there = lane_id() >= lo && lane_id() < hi;
-    const T* const row = there ? row_of_key<T>(p, from, first + lane_id()) : static_cast<const T*>(from.data);
-    copy_rows_of_lanes(to, row, lo, hi, columns, Products<T>::chunks(columns));
-  }
-
   // The scale of key j's row: 0 where nothing is visible, and nobody reads.
   PT_DEVICE float scale_of(const AttentionProblem& p, const In& from, int j) const {
     if ((j < range.start || j >= range.end) && !PT_FAULT(scales_of_no_key_read)) return 0.0f;
-    return load_one(row_of_key<float>(p, from, j));
+    return load_one(row_of_key<float>(p, from, h / p.group, j));
   }
 
  protected:
+  template <class T>
+  PT_DEVICE const T* row_of_key(const AttentionProblem& p, const In& from, int key_head, int j) const {
+    if (!p.pages.table) return head_of<T>(from, b, key_head, s.row_k) + j * from.stride.row;
+    return row_in_pages(p.pages, static_cast<const T*>(from.data) + key_head * from.stride.head, from.stride, b, j);
+  }
   // Of so many queries from i0 on.
   PT_DEVICE QueryTile(const AttentionProblem& p, const Sequence& s, int b, int h, int i0, int queries)
       : b(b), h(h), i0(i0), origin(key_origin(p)), s(s),
         range(min(queries, s.num_q - i0), keys_of(p, i0), window_of(p, min(i0 + queries, s.num_q) - 1), origin, Streamed) {}
 
  private:
-  template <class T>
-  PT_DEVICE const T* row_of_key(const AttentionProblem& p, const In& from, int j) const {
-    if (!p.pages.table) return head_of<T>(from, b, h / p.group, s.row_k) + j * from.stride.row;
-    return row_in_pages(p.pages, static_cast<const T*>(from.data) + h / p.group * from.stride.head, from.stride, b, j);
-  }
   // keys_of, from where the query's window begins: all queries see what is behind the last one's.
   PT_DEVICE Range window_of(const AttentionProblem& p, int i) const { return {s.keys_of(p, i).lo, keys_of(p, i).hi}; }
 };
@@ -106,29 +96,31 @@ struct QueryTile {
 struct SplitPlace {
   int b, key_head, split, tile;
 
-  PT_DEVICE SplitPlace(const AttentionProblem& p, int splits, int row_tiles, uint32_t n) {
-    const int key_heads = p.heads / p.group, group = int(n / uint32_t(row_tiles)) / splits;
-    tile = int(n % uint32_t(row_tiles)), split = int(n / uint32_t(row_tiles)) % splits;
-    b = group / key_heads, key_head = group % key_heads;
+  PT_DEVICE SplitPlace(const SplitGrid& grid, int n) {
+    const int last = grid.row_tiles - 1, part = n >> last, of_head = grid.splits.quotient(part);
+    tile = n & last, split = part - of_head * int(grid.splits.by);
+    b = grid.key_heads.quotient(of_head), key_head = of_head - b * int(grid.key_heads.by);
   }
 };
 
 // `Rows` rows of the heads that share a key head, row r being query r / group of the group's head r % group: keys are read once for all. Of
 // the tiles of keys that some of them see, those of one split, and of these the thread's stream: a part of as many as the block has; h: the
-// first head.
-template <int Rows, int Streamed>
-struct GroupTile : QueryTile<Rows, Streamed, true> {
-  using Queries = QueryTile<Rows, Streamed, true>;
-  int r0, group;
+// first head. Global: there may be global keys.
+template <int Rows, int Streamed, bool Global>
+struct GroupTile : QueryTile<Rows, Streamed, Global> {
+  using Queries = QueryTile<Rows, Streamed, Global>;
+  static_assert(kMostSplitRows <= 2 * Rows);
+  const SplitGrid& grid;
+  int r0, key_head;
   bool empty;  // the whole split
 
-  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitPlace& at, int row_tiles, int stream = 0, int streams = 1)
-      : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, at.tile * Rows / p.group,
-                (at.tile * Rows + Rows - 1) / p.group - at.tile * Rows / p.group + 1),
-        r0(at.tile * Rows), group(p.group) {
+  PT_DEVICE GroupTile(const AttentionProblem& p, const SplitGrid& grid, const SplitPlace& at, int stream = 0, int streams = 1)
+      : Queries(p, Sequence(p, at.b), at.b, at.key_head * p.group, grid.group.quotient(at.tile * Rows),
+                grid.group.quotient(at.tile * Rows + Rows - 1) - grid.group.quotient(at.tile * Rows) + 1),
+        grid(grid), r0(at.tile * Rows), key_head(at.key_head) {
     Tiles& range = this->range;
     const int tiles =
-        tiles_of_split(PT_FAULT(splits_by_the_longest) ? (p.num_keys + Streamed - 1) / Streamed : range.count(), Streamed, row_tiles);
+        tiles_of_split(PT_FAULT(splits_by_the_longest) ? (p.num_keys + Streamed - 1) / Streamed : range.count(), Streamed, grid.row_tiles);
     range.first += at.split * (tiles - PT_FAULT(splits_overlap));
     range.last = min(range.last, range.first + tiles);
     empty = range.count() <= 0;
@@ -136,13 +128,33 @@ struct GroupTile : QueryTile<Rows, Streamed, true> {
     range.last = min(range.last, range.first + tiles / streams - PT_FAULT(a_streams_last_tile_left_out));
   }
 
-  PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, row / group); }
+  PT_DEVICE Range bounds(const AttentionProblem& p, int row) const { return Queries::bounds(p, grid.group.quotient(row)); }
 
+  // By 128 threads.
   template <class T, int RowBytes>
   PT_DEVICE void copy_queries(SmemTile<RowBytes> to, const In& from, int columns) const {
+    const int group = int(grid.group.by);
     const T* const first = head_of<T>(from, this->b, this->h, this->s.row_q);
-    const auto row = [&](int r) { return first + r % group * from.stride.head + r / group * from.stride.row; };
-    copy_rows_at<Rows>(to, first, row, r0, 0, this->s.num_q * group, columns, Products<T>::chunks(columns));
+    const auto row = [&](int r) {
+      const int i = grid.group.quotient(r);
+      return first + uint32_t(r - i * group) * from.stride.head + uint32_t(i) * from.stride.row;
+    };
+    copy_rows_at<Rows, 128>(to, first, row, r0, 0, this->s.num_q * group, columns, Products<T>::chunks(columns));
+  }
+
+  // By one warp; in pages a lane finds the row of one key.
+  template <class T, int RowBytes>
+  PT_DEVICE void copy_keys_by_warp(const AttentionProblem& p, SmemTile<RowBytes> to, const In& from, int columns, int t) const {
+    static_assert(Streamed == 32);
+    const Tiles& range = this->range;
+    const int first = this->origin + t * Streamed, lo = range.start - first, hi = range.end - first, used = Products<T>::chunks(columns);
+    if (!Global && !p.pages.table) {  // with score_mod its addresses spilled
+      const T* const head = head_of<T>(from, this->b, key_head, this->s.row_k);
+      return copy_rows_by_warp(to, head + first * from.stride.row, from.stride.row, lo, hi, columns, used);
+    }
+    const bool there = lane_id() >= lo && lane_id() < hi;
+    const T* const row = there ? this->template row_of_key<T>(p, from, key_head, first + lane_id()) : static_cast<const T*>(from.data);
+    copy_rows_of_lanes(to, row, lo, hi, columns, used);
   }
 };
 

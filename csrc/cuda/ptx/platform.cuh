@@ -24,6 +24,7 @@
 #define PT_DEVICE inline
 #define PT_HOST_DEVICE inline
 #define PT_UNROLL
+#define PT_UNROLL_BY_TWO
 #define PT_NO_UNROLL
 #else
 #include <cuda.h>
@@ -31,6 +32,7 @@
 #define PT_DEVICE __device__ __forceinline__
 #define PT_HOST_DEVICE __host__ __device__ __forceinline__
 #define PT_UNROLL _Pragma("unroll")
+#define PT_UNROLL_BY_TWO _Pragma("unroll 2")
 #define PT_NO_UNROLL _Pragma("unroll 1")
 #endif
 

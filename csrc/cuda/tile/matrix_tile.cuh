@@ -26,16 +26,25 @@ struct SmemTile {
 
 // Starts copying rows [first, first + Rows) of `columns` elements (a multiple of 16 bytes), row r from at(r). Rows outside [lo, hi) are not
 // read, nor is at() asked where they are: zeros. So are columns past `columns`, up to `used` chunks. some: an address that may be named.
-template <int Rows, int RowBytes, class T, class At>
+// Threads: of the block, 0 where the compiler does not know.
+template <int Rows, int Threads = 0, int RowBytes, class T, class At>
 PT_DEVICE void copy_rows_at(SmemTile<RowBytes> tile, const T* some, At at, int first, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T);
-  for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) {
-    const int row = x / C, chunk = x % C, r = first + row;
-    if (chunk >= used) continue;
+  const auto copy = [&](auto x) {
+    const int row = int(x / C), chunk = int(x % C), r = first + row;
+    if (chunk >= used) return;
     const bool there = r >= lo && r < hi + PT_FAULT(a_tiles_row_past_the_last) &&  // others are zeros
                        chunk * kPer < columns + PT_FAULT(a_chunk_past_the_columns);
     ptx::cp_async_16(tile.at(row, PT_FAULT(no_swizzle_where_tiles_are_written) ? chunk ^ (row & 7) : chunk),
                      there ? at(r) + chunk * kPer : some, there ? 16 : 0);
+  };
+  if constexpr (Threads == 0) {
+    for (int x = int(threadIdx.x); x < Rows * C; x += int(blockDim.x)) copy(x);
+  } else {
+    static_assert(Rows * C % Threads == 0);
+    const int thread = ptx::opaque(int(threadIdx.x));  // so that nothing of it is done before a loop that it is in
+    PT_NO_UNROLL                                       // for the code's size
+    for (int x = 0; x < Rows * C; x += Threads) copy(uint32_t(x + thread));
   }
 }
 // Rows at `head`, `stride` apart.
@@ -44,8 +53,27 @@ PT_DEVICE void copy_rows(SmemTile<RowBytes> tile, const T* head, int64_t stride,
   copy_rows_at<Rows>(tile, head, [&](int r) { return head + r * stride; }, first, lo, hi, columns, used);
 }
 
-// By one warp, 32 rows: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that may be named.
-// So a row is looked up once, and not for each 16 bytes.
+// By one warp, 32 rows at `head`, `stride` apart; those outside [lo, hi), lo <= hi, are zeros, and not read.
+template <int RowBytes, class T>
+PT_DEVICE void copy_rows_by_warp(SmemTile<RowBytes> tile, const T* head, int64_t stride, int lo, int hi, int columns, int used) {
+  constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C;
+  const int chunk = int(threadIdx.x % C), own = int(threadIdx.x % 32 / C);
+  if (chunk >= used) return;
+  const T* from = head + own * stride + chunk * kPer;
+  const auto there = uint32_t(chunk * kPer < columns ? hi - lo : 0);
+  PT_NO_UNROLL  // for the code's size
+  for (int first = 0; first < 32; first += 8, from += 8 * stride) {
+    PT_UNROLL
+    for (int row = 0; row < 8; row += kRows) {
+      const int read = PT_FAULT(a_row_of_a_tile_twice) ? row & ~kRows : row;
+      ptx::cp_async_16(tile.at(own + row, chunk) + first * RowBytes, from + read * stride,
+                       uint32_t(own + row + first - lo) < there ? 16 : 0);
+    }
+  }
+}
+
+// The same of rows that lie anywhere: `mine` is where the row of the lane's number is, if that lies in [lo, hi), and else an address that
+// may be named. So a row is looked up once, and not for each 16 bytes.
 template <int RowBytes, class T>
 PT_DEVICE void copy_rows_of_lanes(SmemTile<RowBytes> tile, const T* mine, int lo, int hi, int columns, int used) {
   constexpr int C = SmemTile<RowBytes>::kChunks, kPer = 16 / sizeof(T), kRows = 32 / C, kAtOnce = 4;

@@ -68,9 +68,9 @@ struct Kind {
   static constexpr bool has_score_mod = HasScoreMod, has_blocks = true, eight_bits = false;
   static constexpr Pass forward = Pass::Forward;
 };
-// The same of the forward that splits keys: one kernel with everything but block masks.
-template <int HeadDim>
-struct SplitKind : Kind<HeadDim, true> {
+// The same of the forward that splits keys, for all but block masks.
+template <int HeadDim, bool HasScoreMod>
+struct SplitKind : Kind<HeadDim, HasScoreMod> {
   static constexpr bool has_blocks = false;
   static constexpr Pass forward = Pass::ForwardSplit;
 };
@@ -80,7 +80,7 @@ struct EightBitKind : Kind<HeadDim, true> {
   static constexpr bool eight_bits = true;
 };
 template <int HeadDim>
-struct EightBitSplitKind : SplitKind<HeadDim> {
+struct EightBitSplitKind : SplitKind<HeadDim, true> {
   static constexpr bool eight_bits = true;
 };
 

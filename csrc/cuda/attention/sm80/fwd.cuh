@@ -63,7 +63,13 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
   int own;
 
   PT_DEVICE WarpRows()
-      : Sums(int(threadIdx.x) / 32 % kSplits * DB), own(int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
+      : Sums(int(threadIdx.x) / 32 % kSplits * DB),
+        own(kForwardTile<T, K>.row_warps == 1 ? 0 : int(threadIdx.x) / 32 / (kSplits * kForwardTile<T, K>.streams) * 16) {}
+
+  // In natural units.
+  PT_DEVICE float maximum(int half, float scale) const {
+    return K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? m[half] : m[half] * scale;
+  }
 
   // Takes in the scores of one more tile, and turns them into weights.
   template <int NB>
@@ -94,14 +100,56 @@ struct WarpRows : RowSums<K::head_dim / 8 / kForwardTile<T, K>.splits> {
   }
 };
 
+// Goes over a range's tiles: score(x, whether it is the first) where a tile's keys are there, take_in(x, t) where its values are.
+template <int NB, class Keys, class List, class Q, class F, class G>
+PT_DEVICE void go_over_tiles(Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
+  const int first = tiles.first(range);
+  if (first >= range.last) return;
+  copy_queries();
+  keys.begin(first);
+  for (int t = first; t < range.last; t = tiles.leave(t)) {
+    const auto after = [&] { return tiles.after(t); };
+    float x[NB][4];
+    keys.await_keys(t, after);
+    score(x, t == first);
+    keys.await_values(after);
+    take_in(x, t);
+  }
+}
+
+// The same of a warp's stream, with WarpKeyTiles; it may have no tile. One loop, with one copy of the code of each step: of few keys most
+// of a call's time is that in which code comes from memory.
+template <int NB, class Keys, class List, class Q, class F, class G>
+PT_DEVICE void go_over_stream(const Keys& keys, List& tiles, const Tiles& range, Q copy_queries, F score, G take_in) {
+  float x[NB][4];
+  PT_NO_UNROLL
+  for (int n = 0, t = tiles.first(range);; ++n) {
+    const bool values = n % 2;
+    keys.copy(values, values || n == 0 ? t : tiles.after(t));
+    if (n == 0) copy_queries();
+    ptx::cp_async_commit();
+    if (n == 0) continue;
+    keys.await(n == 1);
+    if (values) {
+      if (t >= range.last) return;
+      score(x, n == 1);
+    } else {
+      take_in(x, t);
+      t = tiles.leave(t);
+      if (t >= range.last) return;
+    }
+    if (!PT_FAULT(a_warps_tile_followed_while_it_is_read)) ptx::syncwarp();
+  }
+}
+
 // Goes over the tiles of keys of w.range. rows_at: where the warp's rows lie, bounds: the keys that they may see.
 template <class T, class K, class Work, class P, class S>
 PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at, const Range (&bounds)[2], const S& score_mod,
                       WarpRows<T, K>& rows) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
   constexpr int kRow = row_bytes(kTile, sizeof(T)), BM = kTile.rows(), BN = kTile.columns, NB = BN / 8;
-  constexpr bool kKeepQ =
-      sizeof(T) == 2 && kTile.streams == 1 && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
+  constexpr bool kStreams = kTile.streams > 1;
+  constexpr bool kKeepQ = sizeof(T) == 2 && !kStreams && K::head_dim <= (K::has_score_mod ? 64 : 128);  // its fragments in registers
   using M = Products<T>;
   const AttentionProblem& p = f.p;
   const Sequence& s = w.s;
@@ -109,35 +157,34 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
 
   const SmemTile<kRow> q{ptx::dynamic_smem()};
   using OneStream = std::conditional_t<K::eight_bits, EightBitKeyTiles<T, K, Work, BN>, KeyTiles<T, K, Work, BN>>;
-  std::conditional_t<(kTile.streams > 1), WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w, q.base + BM * kRow);
+  std::conditional_t<kStreams, WarpKeyTiles<T, K, Work, BN>, OneStream> keys(f, w, q.base + BM * kRow);
   uint32_t fragments[kKeepQ ? K::head_dim / 16 : 1][4];
   const float scale_log2 = K::has_score_mod ? kLog2e : p.scale * kLog2e;  // of scores, in base 2
 
   const BlockLists none;
   TileList<K::has_score_mod, BN> tiles(K::has_blocks ? p.blocks.queries : none, w.b, w.h, w.i0, w.template gap<1>(p));
-  const int first = tiles.first(range);
-  if (kTile.streams > 1 || first < range.last) {  // of streams one may have no tile
-    w.template copy_queries<T>(q, p.q, p.head_dim);
-    keys.begin(first);
-  }
-  for (int t = first; t < range.last; t = tiles.leave(t)) {
-    const auto after = [&] { return tiles.after(t); };
-    keys.await_keys(t, after);
-    float x[NB][4];
+  const auto score = [&](float (&x)[NB][4], [[maybe_unused]] bool first) {
     if constexpr (kKeepQ) {
       clear(x);
       PT_UNROLL
       for (int step = 0; step < K::head_dim / 16; ++step) {
         if (step >= M::steps(p.head_dim)) continue;
-        if (t == first) M::load_a(fragments[step], q, rows.own, step);
+        if (first) M::load_a(fragments[step], q, rows.own, step);
         M::step(x, fragments[step], keys.k, step);
+      }
+    } else if constexpr (kStreams) {
+      clear(x);
+      PT_UNROLL_BY_TWO  // of 16 bits; by eight the code of this alone was 4 KB
+          for (int step = 0; step < M::steps(p.head_dim); ++step) {
+        M::load_a(fragments[0], q, rows.own, step);
+        M::step(x, fragments[0], keys.k, step);
       }
     } else {
       M::scores(x, q, rows.own, keys.k, p.head_dim);
     }
     keys.scale_scores(x);
-    keys.await_values(after);
-
+  };
+  const auto take_in = [&](float (&x)[NB][4], int t) {
     const P at = rows_at.after(w.origin + t * BN);
     uint32_t columns = kAllColumns, visible = kAllColumns;
     if constexpr (K::has_score_mod) {
@@ -153,13 +200,19 @@ PT_DEVICE void attend(const AttentionForward& f, const Work& w, const P& rows_at
     }
 
     rows.add(x, scale_log2, p.drop_threshold);
-    if (K::has_score_mod && p.drop_threshold) {
-      const uint32_t keep_mask = score_mod.template keep_mask<NB>(at);
-      each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
+    if constexpr (K::has_score_mod) {
+      if (p.drop_threshold) {
+        const uint32_t keep_mask = score_mod.template keep_mask<NB>(at);
+        each<NB>([&](int n, int r, uint32_t bit) { x[n][r] = keep_mask & bit ? x[n][r] : 0.0f; });
+      }
     }
     keys.scale_weights(x, visible);
     if (!K::has_score_mod || f.out.data) keys.add_values(rows.o, x, rows.part, columns);
-  }
+  };
+
+  const auto copy_queries = [&] { w.template copy_queries<T>(q, p.q, p.head_dim); };
+  if constexpr (kStreams) go_over_stream<NB>(keys, tiles, range, copy_queries, score, take_in);
+  else go_over_tiles<NB>(keys, tiles, range, copy_queries, score, take_in);
 }
 
 template <class T, class K>
@@ -179,8 +232,7 @@ PT_DEVICE void attention_fwd_tile(const AttentionForward& f, const ForwardWork<T
   PT_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int i = rows_at.row_of(2 * half);
-    const float row_max = K::has_score_mod || PT_FAULT(lse_without_its_maximums_scale) ? rows.m[half] : rows.m[half] * p.scale;
-    const RowEnd end = end_row(p, w.h, i < s.num_q, row_max, sum_of_quad(rows.l[half]));
+    const RowEnd end = end_row(p, w.h, i < s.num_q, rows.maximum(half, p.scale), sum_of_quad(rows.l[half]));
     factor[half] = end.factor;
     index[half] = i < written ? s.row_q + i : -1;
     if (lane_id() % 4 != 0 || rows.part != 0 || index[half] < 0) continue;

@@ -20,7 +20,7 @@ template <class T>
 void sm80_attention_split_eight_bits_as(const AttentionForward& f, const SplitPlan& plan, void* stream) {
   const dim3 grid(attention_blocks(f.p.sequences, f.p.heads / f.p.group, int64_t(plan.row_tiles) * plan.splits));
   const Sm80Plan& kernel = plan.kernel;
-  const auto run = [&](auto k) { launch(k, grid, kernel.tile.threads(), kernel.smem_bytes, stream, f, plan.row_tiles); };
+  const auto run = [&](auto k) { launch(k, grid, kernel.tile.threads(), kernel.smem_bytes, stream, f, split_grid(f.p, plan)); };
   if constexpr (sizeof(T) == 4) run(attention_fwd_split_kernel<T, EightBitSplitKind<256>>);
   else
     run(kernel.head_class == 128 ? attention_fwd_split_kernel<T, EightBitSplitKind<128>>

@@ -11,83 +11,165 @@
 
 namespace pt::cuda {
 
+PT_DEVICE ptx::Words4 words_of(const float (&x)[4]) {
+  return {{ptx::float_bits(x[0]), ptx::float_bits(x[1]), ptx::float_bits(x[2]), ptx::float_bits(x[3])}};
+}
 PT_DEVICE void load_shared(float (&x)[4], uint32_t from) {
   const ptx::Words4 words = ptx::ld_shared_v4(from);
   PT_UNROLL
   for (int i = 0; i < 4; ++i) x[i] = ptx::bits_float(words.w[i]);
 }
 
-// Of all keys: nothing is left to add up, and the row ends here, with the bits that a merge gives.
-template <class T, class Rows, class Work>
-PT_DEVICE void write_row(const AttentionForward& f, const Work& w, const Rows& rows, int row, int half, float sum) {
-  const AttentionProblem& p = f.p;
-  const int i = row / p.group, h = w.h + row % p.group;
-  if (i >= (p.cu_queries ? w.s.num_q : p.num_queries)) return;
-  const RowEnd end = end_row(p, h, i < w.s.num_q, rows.m[half], sum);
-  int64_t index[2] = {-1, -1};
-  index[half] = w.s.row_q + i;
-  const float factor[2] = {end.factor, end.factor};
-  if (lane_id() % 4 == 0 && rows.part == 0) store_one(f.lse + row_stat_at(f.at, w.b, h, index[half]), end.lse);
-  store_rows<T>(f.out, w.b, h, rows.o, factor, index, rows.part);
-}
+// Where a row's values go: to what its split leaves; or, where there is one split of all keys, to the output, with the bits that a merge
+// gives. Nowhere if neither is set.
+template <class T>
+struct RowTarget {
+  const AttentionForward& f;
+  float* left = nullptr;
+  T* out = nullptr;
+  float factor = 0.0f;
 
-// Nothing, in the columns that the warp has in the end.
-template <class T, class K>
-PT_DEVICE auto part_of_block(const WarpRows<T, K>& mine) {
-  constexpr int kStreams = kForwardTile<T, K>.streams, DB = WarpRows<T, K>::DB / kStreams;
-  return RowSums<DB>(kStreams == 1 ? mine.part : int(threadIdx.x) / 32 * DB);
-}
-
-// What a block has of its rows. After streams of tiles each warp has all columns of a part of the keys: these are put together in the order
-// of warps, and then each warp has its part of the columns. A warp leaves what it has where its tiles were, a lane 16 bytes for each eight
-// columns: it has the same rows and columns in all of them.
-template <class T, class K>
-PT_DEVICE auto sums_of_block(const WarpRows<T, K>& mine) {
-  using Mine = WarpRows<T, K>;
-  constexpr AttentionTile kTile = kForwardTile<T, K>;
-  constexpr int kStreams = kTile.streams, kRow = row_bytes(kTile, sizeof(T)), kTiles = 2 * kTile.columns * kRow, kStats = Mine::DB;
-  static_assert(kStreams == 1 || ((kStats + 1) * 512 <= kTiles && kTile.row_warps == 1));
-  const float sums[2] = {sum_of_quad(mine.l[0]), sum_of_quad(mine.l[1])};
-  auto all = part_of_block<T, K>(mine);
-  if constexpr (kStreams == 1) {
-    all = mine;
-    all.l[0] = sums[0], all.l[1] = sums[1];
-  } else {
-    const auto place = [&](int warp, int n) {
-      return ptx::dynamic_smem() + kTile.rows() * kRow + warp * kTiles + n * 512 + lane_id() * 16;
-    };
-    const auto leave = [&](int n, const float (&x)[4]) { ptx::st_shared_v4_f32(place(int(threadIdx.x) / 32, n), x[0], x[1], x[2], x[3]); };
-    ptx::syncwarp();  // nobody reads its tiles any more
-    leave(kStats, {mine.m[0], mine.m[1], sums[0], sums[1]});
-    PT_UNROLL
-    for (int d = 0; d < Mine::DB; ++d) leave(d, mine.o[d]);
-    if (!PT_FAULT(no_barrier_before_streams_are_put_together)) ptx::syncthreads();
-
-    float stats[kStreams][4];
-    PT_UNROLL
-    for (int w = 0; w < kStreams; ++w) {
-      load_shared(stats[w], place(w, kStats));
-      PT_UNROLL
-      for (int half = 0; half < 2; ++half) all.m[half] = fmaxf(all.m[half], stats[w][half]);
+  // Writes the row's maximum and sum, or its lse, by one thread of all that have a part of it.
+  template <class Work>
+  PT_DEVICE RowTarget(const AttentionForward& f, const Work& w, const SplitPlace& at, int row, float row_max, float sum, bool leader)
+      : f(f) {
+    const AttentionProblem& p = f.p;
+    const int of_group = p.group * p.num_queries;
+    if (row >= of_group) return;
+    if (f.split.splits == 1) {
+      end(w, at, row, row_max, sum, leader);
+      return;
     }
-    PT_UNROLL
-    for (int w = 0; w < kStreams; ++w) {
-      float weight[2];
+    const int64_t group = int64_t(at.b) * w.grid.key_heads.by + at.key_head;
+    const int64_t part = (group * of_group + row) * f.split.splits + at.split;
+    if (leader) store_pair(f.split.stats + 2 * part, row_max, sum);
+    if (sum != 0.0f) left = f.split.values + part * p.value_dim;
+  }
+
+  PT_DEVICE bool none() const { return !left && !out; }
+  template <int N>
+  PT_DEVICE void store(int column, const float (&x)[N]) const {
+    if (!left) {
       PT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        weight[half] = weight_of_part(stats[w][half], stats[w][2 + half], all.m[half]);
-        all.l[half] = ptx::fma_rn(stats[w][2 + half], weight[half], all.l[half]);
-      }
-      PT_UNROLL
-      for (int d = 0; d < all.DB; ++d) {
-        float o[4];
-        load_shared(o, place(w, all.part + d));
-        PT_UNROLL
-        for (int i = 0; i < 4; ++i) all.o[d][i] = ptx::fma_rn(o[i], weight[i / 2], all.o[d][i]);
-      }
+      for (int i = 0; i < N; i += 2)
+        store_two(f.out, out, column + i, factor == 0.0f ? 0.0f : x[i] * factor, factor == 0.0f ? 0.0f : x[i + 1] * factor);
+    } else if (column < f.p.value_dim) {
+      if constexpr (N == 4) ptx::st_global_v4(left + column, words_of(x));
+      else store_pair(left + column, x[0], x[1]);
     }
   }
-  return all;
+
+ private:
+  template <class Work>
+  PT_DEVICE void end(const Work& w, const SplitPlace& at, int row, float row_max, float sum, bool leader) {
+    const AttentionProblem& p = f.p;
+    const int i = w.grid.group.quotient(row), h = at.key_head * p.group + row - i * p.group;
+    if (i >= (p.cu_queries ? w.s.num_q : p.num_queries)) return;
+    const RowEnd end = end_row(p, h, i < w.s.num_q, row_max, sum);
+    const int64_t index = w.s.row_q + i;
+    factor = end.factor;
+    if (leader) store_one(f.lse + row_stat_at(f.at, at.b, h, index), end.lse);
+    out = static_cast<T*>(f.out.data) + at.b * f.out.stride.batch + h * f.out.stride.head + index * f.out.stride.row;
+  }
+};
+
+// Writes what warps have that share the columns of the rows.
+template <class T, class K, class Work>
+PT_DEVICE void write_rows(const AttentionForward& f, const Work& w, const WarpRows<T, K>& rows, const SplitPlace& at) {
+  const auto thread = uint32_t(ptx::opaque(int(threadIdx.x))), lane = thread % 32;  // kept over the loop its parts spilled
+  const int part = int(thread / 32 % rows.kSplits) * rows.DB;
+  PT_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const bool leader = lane % 4 == 0 && part == 0;
+    const int row = at.tile * kForwardTile<T, K>.rows() + rows.own + int(lane / 4) + 8 * half;
+    const RowTarget<T> target(f, w, at, row, rows.maximum(half, f.p.scale), sum_of_quad(rows.l[half]), leader);
+    if (target.none()) continue;
+    PT_UNROLL
+    for (int d = 0; d < rows.DB; ++d) target.store(8 * (part + d) + 2 * int(lane % 4), {rows.o[d][2 * half], rows.o[d][2 * half + 1]});
+  }
+}
+
+// What the warps of a block have of its rows after streams of tiles, each of a part of the keys: they leave it where their tiles were, and
+// then a warp puts a row together, in the order of warps: few rows are the rule. Behind a row's values are its maximum and sum; rows begin
+// eight banks apart.
+template <class T, class K>
+struct LeftRow {
+  static constexpr AttentionTile kTile = kForwardTile<T, K>;
+  static constexpr int kStreams = kTile.streams, kRow = row_bytes(kTile, sizeof(T)), kTiles = 2 * kTile.columns * kRow;
+  static constexpr int kPitch = (K::head_dim + 8) * 4;
+  static_assert(kTile.rows() * kPitch <= kTiles && K::head_dim <= 128);
+
+  int row;
+  float row_max = minus_infinity(), sum = 0.0f, weight[kStreams] = {};
+
+  // Of rows() rows.
+  template <class F>
+  static PT_DEVICE void leave(const WarpRows<T, K>& mine, F rows, float scale) {
+    const float sums[2] = {sum_of_quad(mine.l[0]), sum_of_quad(mine.l[1])};
+    const uint32_t thread = uint32_t(ptx::opaque(int(threadIdx.x)));  // kept over the loop its parts spilled
+    const int warp = int(thread / 32), quad = int(thread % 32 / 4), lane = int(thread % 4);
+    ptx::syncwarp();  // nobody reads its tiles any more
+    PT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = quad + 8 * half;
+      if (row >= rows()) continue;
+      if (lane == 0) ptx::st_shared_v2_f32(place(warp, row, K::head_dim), mine.maximum(half, scale), sums[half]);
+      PT_UNROLL
+      for (int d = 0; d < mine.DB; ++d)
+        ptx::st_shared_v2_f32(place(warp, row, 8 * d + 2 * lane), mine.o[d][2 * half], mine.o[d][2 * half + 1]);
+    }
+    if (!PT_FAULT(no_barrier_before_streams_are_put_together)) ptx::syncthreads();
+  }
+
+  PT_DEVICE explicit LeftRow(int row) : row(row) {}
+  PT_DEVICE void read_stats() {
+    float stats[kStreams][2];
+    PT_UNROLL
+    for (int w = 0; w < kStreams; ++w) {
+      ptx::ld_shared_v2_f32(place(w, row, K::head_dim), stats[w][0], stats[w][1]);
+      row_max = fmaxf(row_max, stats[w][0]);
+    }
+    PT_UNROLL
+    for (int w = 0; w < kStreams; ++w) {
+      weight[w] = weight_of_part(stats[w][0], stats[w][1], row_max);
+      sum = ptx::fma_rn(stats[w][1], weight[w], sum);
+    }
+  }
+  // Four columns.
+  PT_DEVICE void write(const RowTarget<T>& target, int column) const {
+    float x[4] = {};
+    PT_UNROLL
+    for (int w = 0; w < kStreams; ++w) {
+      if (sum == 0.0f) continue;  // nor is anything left
+      float more[4];
+      load_shared(more, place(w, row, column));
+      PT_UNROLL
+      for (int i = 0; i < 4; ++i) x[i] = ptx::fma_rn(more[i], weight[w], x[i]);
+    }
+    target.store(column, x);
+  }
+
+ private:
+  static PT_DEVICE uint32_t place(int warp, int row, int column) {
+    return ptx::dynamic_smem() + kTile.rows() * kRow + warp * kTiles + row * kPitch + 4 * column;
+  }
+};
+
+// attended(): the warp's rows, of its stream; place(): of the block.
+template <class T, class K, class Work, class F, class G>
+PT_DEVICE void put_streams_together(const AttentionForward& f, const Work& w, F attended, G place) {
+  constexpr int kRows = kForwardTile<T, K>.rows();
+  const auto rows = [&] { return min(kRows, f.p.group * f.p.num_queries - place().tile * kRows); };
+  if (!w.empty) LeftRow<T, K>::leave(attended(), rows, f.p.scale);
+  const SplitPlace at = place();
+  const int lane = int(threadIdx.x % 32), end = rows();
+  PT_NO_UNROLL
+  for (int row = int(threadIdx.x / 32); row < end; row += kForwardTile<T, K>.streams) {
+    LeftRow<T, K> all(row);
+    if (!w.empty) all.read_stats();
+    const RowTarget<T> target(f, w, at, at.tile * kRows + row, all.row_max, all.sum, lane == 0);
+    if (!target.none() && 4 * lane < f.p.value_dim) all.write(target, 4 * lane);
+  }
 }
 
 // Blocks of a multiprocessor: as many as their registers let without a spill; of streams of head size 128, which take 68 KB, as shared
@@ -98,53 +180,33 @@ constexpr int kWideStreamsBlocks = 3;
 constexpr int kWideStreamsBlocks = 2;
 #endif
 template <class T, class K>
-constexpr int kSplitBlocks = sizeof(T) == 4 || (K::eight_bits && K::head_dim == 256) ? 2
-                             : !K::eight_bits && K::head_dim == 128                  ? kWideStreamsBlocks
-                                                                                     : 3;
+constexpr int kSplitBlocks = sizeof(T) == 4 || K::eight_bits ? 2
+                             : K::head_dim == 128            ? kWideStreamsBlocks
+                             : !K::has_score_mod             ? 4
+                                                             : 3;
 
 template <class T, class K>
 __global__ void __launch_bounds__(kForwardTile<T, K>.threads(), kSplitBlocks<T, K>)
-    attention_fwd_split_kernel(const __grid_constant__ AttentionForward f, int row_tiles) {
+    attention_fwd_split_kernel(const __grid_constant__ AttentionForward f, const __grid_constant__ SplitGrid grid) {
   constexpr AttentionTile kTile = kForwardTile<T, K>;
-  static_assert(kSplitKeys / kTile.columns % kTile.streams == 0);
+  static_assert(kSplitKeys / kTile.columns % kTile.streams == 0 && kTile.threads() == 128);
   const AttentionProblem& p = f.p;
-  // Computed again for what is left: kept over the loop its numbers spilled.
-  const auto place_of_block = [&] { return SplitPlace(p, f.split.splits, row_tiles, uint32_t(ptx::opaque(int(blockIdx.x)))); };
-  const GroupTile<kTile.rows(), kTile.columns> w(p, place_of_block(), row_tiles, int(threadIdx.x) / 32 % kTile.streams, kTile.streams);
-
-  WarpRows<T, K> streamed;
-  const int first_row = w.r0 + streamed.own;
-  const GroupPlace rows_at(first_row, 0, p.group);
-  const Range bounds[2] = {w.bounds(p, rows_at.row), w.bounds(p, rows_at.row + 8)};
-  auto rows = part_of_block<T, K>(streamed);
-  if (!w.empty) {
-    const ScoreMod<false, true, HeadsOfGroup> score_mod(p, w.s, w.b, w.h, first_row);
-    attend<T, K>(f, w, rows_at, bounds, score_mod, streamed);
-    rows = sums_of_block<T, K>(streamed);
-  }
-
-  const SplitPlace place = place_of_block();
-  const int of_group = p.group * p.num_queries;
-  const int64_t group = int64_t(place.b) * (p.heads / p.group) + place.key_head;
-  PT_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const float sum = rows.l[half];
-    const int row = rows_at.row + 8 * half;
-    if (row >= of_group) continue;
-    if (f.split.splits == 1) {
-      write_row<T>(f, w, rows, row, half, sum);
-      continue;
-    }
-    const int64_t at = (group * of_group + row) * f.split.splits + place.split;
-    if (lane_id() % 4 == 0 && rows.part == 0) store_pair(f.split.stats + 2 * at, rows.m[half], sum);
-    if (sum == 0.0f) continue;
-    float* const values = f.split.values + at * p.value_dim;
-    PT_UNROLL
-    for (int d = 0; d < rows.DB; ++d) {
-      const int column = 8 * (rows.part + d) + 2 * (lane_id() % 4);
-      if (column < p.value_dim) store_pair(values + column, rows.o[d][2 * half], rows.o[d][2 * half + 1]);
-    }
-  }
+  // Computed again for what is left: kept over the loop with score_mod its numbers spilled.
+  const auto place_of_block = [&] { return SplitPlace(grid, K::has_score_mod ? ptx::opaque(int(blockIdx.x)) : int(blockIdx.x)); };
+  const GroupTile<kTile.rows(), kTile.columns, K::has_score_mod> w(p, grid, place_of_block(), int(threadIdx.x) / 32 % kTile.streams,
+                                                                   kTile.streams);
+  const auto attended = [&] {
+    WarpRows<T, K> rows;
+    if (w.empty) return rows;
+    const int first_row = w.r0 + rows.own;
+    const GroupPlace rows_at(first_row, 0, grid.group);
+    const Range bounds[2] = {w.bounds(p, rows_at.row), w.bounds(p, rows_at.row + 8)};
+    using Terms = std::conditional_t<K::has_score_mod, ScoreMod<false, true, HeadsOfGroup>, NoScoreMod>;
+    attend<T, K>(f, w, rows_at, bounds, Terms(p, w.s, w.b, w.h, first_row), rows);
+    return rows;
+  };
+  if constexpr (kTile.streams == 1) write_rows<T, K>(f, w, attended(), place_of_block());
+  else put_streams_together<T, K>(f, w, attended, place_of_block);
 }
 
 }  // namespace pt::cuda

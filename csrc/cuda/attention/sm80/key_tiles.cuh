@@ -5,6 +5,7 @@
 //   for each tile t:  tiles.await_keys(t, after);  x = q . k;  tiles.await_values(after);  o += weights . v
 //
 // after(): the tile behind t, or one that is none. Where a call returns, its tile is there for all threads, and nobody reads the other.
+// WarpKeyTiles have a loop of their own, go_over_stream.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +33,11 @@ struct TilesOfQuerysDtype {
 
   template <int DB, int NB>
   PT_DEVICE void add_values(float (&o)[DB][4], const float (&x)[NB][4], int first, uint32_t columns) const {
-    Products<T>::product(o, x, v, first, f.p.value_dim, columns);
+    const int all = f.p.value_dim;
+    // Without a question for each 16 columns: 100 instructions for 190.
+    if (K::forward == Pass::ForwardSplit && !K::has_score_mod && all == K::head_dim)
+      return Products<T>::product(o, x, v, first, K::head_dim, columns);
+    Products<T>::product(o, x, v, first, all, columns);
   }
 };
 
@@ -67,47 +72,27 @@ struct KeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   }
 };
 
-// Of a warp, which streams tiles of its own and waits for no other warp. A tile is followed as soon as it was read, so that one or two of a
-// warp are on their way all the time.
+// Of a warp, which streams tiles of its own and waits for no other warp: the keys of a tile and its values in turns, each copied as soon as
+// what lies in its place was read, so that one or two of a warp are on their way all the time.
 template <class T, class K, class Work, int Columns>
 struct WarpKeyTiles : TilesOfQuerysDtype<T, K, Work, Columns> {
   using Tiles = TilesOfQuerysDtype<T, K, Work, Columns>;
   using Tiles::f, Tiles::w, Tiles::k, Tiles::v, Tiles::kRow;
-  int first;
 
   PT_DEVICE WarpKeyTiles(const AttentionForward& f, const Work& w, uint32_t base)
       : Tiles(f, w, base + int(threadIdx.x) / 32 * Tiles::kBytes) {}
 
-  // By all warps: each has copied a part of the queries.
-  PT_DEVICE void begin(int first_tile) {
-    first = first_tile;
-    copy(k, f.p.k, f.p.head_dim, first);
-    copy(v, f.p.v, f.p.value_dim, first);
-    ptx::cp_async_wait<1>();
-    if (!PT_FAULT(queries_of_other_warps_not_awaited)) ptx::syncthreads();
+  // Starts the copy of a tile's keys or values, if there is such a tile.
+  PT_DEVICE void copy(bool values, int t) const {
+    if (t >= w.range.last) return;
+    const AttentionProblem& p = f.p;
+    w.template copy_keys_by_warp<T>(p, values ? v : k, values ? p.v : p.k, values ? p.value_dim : p.head_dim, t);
   }
-
-  template <class After>
-  PT_DEVICE void await_keys(int t, After) const {
-    if (t != first) follow(v, f.p.v, f.p.value_dim, t);
-  }
-  template <class After>
-  PT_DEVICE void await_values(After after) const {
-    follow(k, f.p.k, f.p.head_dim, after());
-  }
-
- private:
-  // Starts the copy of a tile; a group of copies also where there is no such tile.
-  PT_DEVICE void copy(SmemTile<kRow> to, const In& from, int columns, int t) const {
-    if (t < w.range.last) w.template copy_keys_by_warp<T>(f.p, to, from, columns, t);
-    ptx::cp_async_commit();
-  }
-  // The same, over one that the warp has read; and awaits the other one, of which the copy came before.
-  PT_DEVICE void follow(SmemTile<kRow> to, const In& from, int columns, int t) const {
-    if (!PT_FAULT(a_warps_tile_followed_while_it_is_read)) ptx::syncwarp();
-    copy(to, from, columns, t);
+  // All groups of copies but the last one; with_queries: of which each warp has copied a part.
+  PT_DEVICE void await(bool with_queries) const {
     if (!PT_FAULT(a_warps_tile_not_awaited)) ptx::cp_async_wait<1>();
-    ptx::syncwarp();
+    if (with_queries && !PT_FAULT(queries_of_other_warps_not_awaited)) ptx::syncthreads();
+    else ptx::syncwarp();
   }
 };
 

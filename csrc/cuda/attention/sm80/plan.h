@@ -31,9 +31,9 @@ inline Sm80Plan plan_sm80(Pass pass, DType dtype, int head_dim, int value_dim, b
   Sm80Plan plan{};
   plan.head_class = sm80_class(pass, dtype, head_dim, value_dim, eight_bits);
   // Kernels without score_mod: forward, for 16 bits; backward, for bf16, where it saves registers.
-  const int widest_bounds_only = pass == Pass::Forward ? 256 : pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
-  const bool has_bounds_only =
-      plan.head_class <= widest_bounds_only && (pass == Pass::Forward ? dtype != DType::f32 : dtype == DType::bf16);
+  const bool forward = pass == Pass::Forward || pass == Pass::ForwardSplit;
+  const int widest_bounds_only = pass == Pass::Forward ? 256 : forward || pass == Pass::BwdDq ? 128 : pass == Pass::BwdDkdv ? 64 : 0;
+  const bool has_bounds_only = plan.head_class <= widest_bounds_only && (forward ? dtype != DType::f32 : dtype == DType::bf16);
   plan.has_score_mod = !bounds_only || !has_bounds_only || eight_bits;
   plan.tile = attention_tile(pass, plan.head_class, size_of(dtype), plan.has_score_mod, eight_bits);
   plan.smem_bytes = attention_smem(pass, plan.tile, size_of(dtype), diagonals, eight_bits);
@@ -60,13 +60,17 @@ struct SplitPlan {
 inline SplitPlan plan_split(const AttentionProblem& p) {
   SplitPlan plan;
   if (!splits_keys(p)) return plan;
-  plan.kernel = plan_sm80(Pass::ForwardSplit, p.dtype, p.head_dim, p.value_dim, false, false, p.in_eight_bits());
+  plan.kernel = plan_sm80(Pass::ForwardSplit, p, false);
   const AttentionTile& tile = plan.kernel.tile;
   const int before = int(p.key_start % 32);
   plan.row_tiles = (p.group * p.num_queries + tile.rows() - 1) / tile.rows();
   plan.splits = most_splits((before + p.num_keys + tile.columns - 1) / tile.columns, tile.columns, plan.row_tiles);
   plan.rows = int64_t(p.sequences) * p.heads * p.num_queries;
   return plan;
+}
+
+inline SplitGrid split_grid(const AttentionProblem& p, const SplitPlan& plan) {
+  return {plan.row_tiles, Divisor(plan.splits), Divisor(p.heads / p.group), Divisor(p.group)};
 }
 
 // What a block of a block mask has at least, both powers of two: so a tile of any pass lies within one. With two stages even and odd tiles
