@@ -71,7 +71,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.p = e.p, f.out = e.result(out, "out", e.p.heads, e.rows_q(), e.p.value_dim);
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
-  // With score_mod forward draws for itself: bits are read in less time, but take longer to make than that.
+  // With score_mod forward draws for itself.
   make_pair_bits(e, plan.on_sm90(), false, !plan.sm90.has_score_mod, lse, stream);
   f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
