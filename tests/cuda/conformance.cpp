@@ -265,7 +265,7 @@ int main(int argc, char** argv) {
     out.print(name);
   };
   simple("arithmetic", conformance::arithmetic, 256, 0, Buffer(random_floats(768)), 9 * 256);
-  simple("memory", conformance::memory, 128, 3584, Buffer(random_words(512)), 1920);
+  simple("memory", conformance::memory, 128, 3584, Buffer(random_words(512)), 2432);
   simple("meetings", conformance::meetings, 64, 256, Buffer(random_words(64)), 512);
   simple("cp_async", conformance::async_copies, 128, 4096, Buffer(random_words(1024)), 1024);
   simple("ldmatrix", conformance::load_matrices, 32, 512, Buffer(random_words(128)), 256);

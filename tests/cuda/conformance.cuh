@@ -70,6 +70,7 @@ __global__ void memory(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) ptx::st_global_u8(bytes + i, ptx::ld_global_u8(reinterpret_cast<const uint8_t*>(in) + (t ^ 37 * i)));
   for (int i = 0; i < 2; ++i)
     ptx::st_global_u32(out + 1664 + 2 * t + i, ptx::float_bits(ptx::ld_shared_f32(shared + 2560 + 8 * (t ^ 3) + 4 * i)));
+  ptx::st_global_v4_where(out + 1920 + 4 * t, ptx::ld_global_once_where(in + 4 * (t ^ 9), t % 3 > 0), t % 5 > 0);
 }
 
 // 64 threads: shuffles at every distance, and what a warp barrier and a named barrier order.
