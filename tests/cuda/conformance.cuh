@@ -89,7 +89,7 @@ __global__ void meetings(const uint32_t* in, uint32_t* out) {
     ptx::bar_arrive(1, 64);
     out[8 * t + 6] = 0;
   }
-  out[8 * t + 7] = *ptx::shfl(in + t, 5 * t % 32);
+  out[8 * t + 7] = *ptx::shfl(in + t, 5 * t % 32) ^ ptx::shfl_u32(in[t], 7 * t % 32);
 }
 
 // 128 threads, two groups of copies each: 16 bytes, then t % 17 bytes and zeros.
