@@ -126,6 +126,13 @@ inline bool three_consumers_are_faster(const AttentionProblem& p, int multiproce
 // 2,048 keys so takes 0.57 ms, bits and all, by the kernels with score_mod 0.85. Forward, which draws a pair once, takes 0.26 and 0.22.
 inline bool dropout_as_mask(const AttentionProblem& p) { return p.draws_once() && !p.modifies_scores() && sm90_class(p) <= 128; }
 
+constexpr bool draws_once_for(int heads, int length) {
+  AttentionProblem p{};
+  p.drop_threshold = 1, p.sequences = 1, p.heads = heads, p.num_queries = p.num_keys = length;
+  return p.draws_once();
+}
+static_assert(draws_once_for(16, 8192) && !draws_once_for(16, 8193) && !draws_once_for(17, 8192));
+
 inline Sm90Plan plan_sm90_forward(const AttentionForward& f, int multiprocessors) {
   const AttentionProblem& p = f.p;
   Sm90Plan plan{sm90_why_not(p, {&p.q, &p.k, &p.v}, {&f.out}), sm90_class(p), p.has_score_mod(), p.elementwise_mask(), {}, 0, {}, 0};
