@@ -216,14 +216,17 @@ def test_memory_and_meetings(answers: Answers) -> None:
     single = (words.flatten()[:32, None] >> torch.arange(0, 32, 8) & 0xFF).flatten()
     shifted = sum(single[torch.arange(128) ^ 37 * i] << 8 * i for i in range(4))
     assert torch.equal(answers["memory"][1536:1664], shifted)
-    assert torch.equal(answers["memory"][1664:].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
+    assert torch.equal(answers["memory"][1664:1920].view(128, 2), mixed[torch.arange(128) ^ 3, 1:3])
+    rows = torch.arange(128)[:, None]
+    wanted = words[rows[:, 0] ^ 9].where((rows % 3 > 0) & (rows % 5 > 0), 0)  # zeros where nothing is loaded, or stored
+    assert torch.equal(answers["memory"][1920:].view(128, 4), wanted)
     lanes = answers["in:meetings"]
     shuffled = answers["meetings"].view(64, 8)
     t = torch.arange(64)
     for i, distance in enumerate((1, 2, 4, 8, 16)):
         assert torch.equal(shuffled[:, i], lanes[t ^ distance])
     assert torch.equal(shuffled[:, 5], lanes[t ^ 31]) and torch.equal(shuffled[:32, 6], lanes[32:])
-    assert torch.equal(shuffled[:, 7], lanes[t // 32 * 32 + 5 * t % 32])
+    assert torch.equal(shuffled[:, 7], lanes[t // 32 * 32 + 5 * t % 32] ^ lanes[t // 32 * 32 + 7 * t % 32])
 
 
 def test_numbers(answers: Answers) -> None:
