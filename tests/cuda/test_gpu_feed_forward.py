@@ -41,7 +41,7 @@ def test_products(problem: matmul_problems.Problem) -> None:
     assert cuda_library.why_not(matmul_problems.RAW_OP, torch.device("cuda")) is None
     found = matmul_problems.differences(problem, "cuda")
     # On an H100 an element of 5,000 terms is at 1.28 of its bound, by cuBLAS's product too, with the same bits: no other error is accepted.
-    assert found in ([], [str(library_product(problem))]), f"of the first pair, PyTorch's product: {library_product(problem)}"
+    assert found == [] or found == [str(library_product(problem))]
 
 
 @pytest.mark.parametrize("path", ["", "sm90"])

@@ -36,7 +36,7 @@ void list_blocks(AttentionEdge& e, bool of_queries, bool of_keys, const Tensor& 
 }
 
 // Bits of pairs for the kernels of sm_90a, by queries or by keys: of a dense boolean mask, and of dropout.
-void make_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
+void pack_pair_bits(AttentionEdge& e, bool by_queries, bool by_keys, bool dropout, const Tensor& like, void* stream) {
   AttentionProblem& p = e.p;
   if (!(by_queries || by_keys)) return;
   const auto make = [&](AttentionPairBits f, PairBits& bits, bool of_batch, bool of_head) {
@@ -72,7 +72,7 @@ void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor ls
   f.lse = e.per_query<float>(lse, "lse"), f.at = e.per_query_strides();
   const PassPlan plan = plan_attention_forward(f, current_gpu());
   // With score_mod forward draws for itself.
-  make_pair_bits(e, plan.on_sm90(), false, !plan.sm90.has_score_mod, lse, stream);
+  pack_pair_bits(e, plan.on_sm90(), false, !plan.sm90.has_score_mod, lse, stream);
   f.p = e.p;
   f.recompute = e.flags_like(lse, plan.recompute, e.p.heads);
   f.split.splits = plan.split.splits;
@@ -166,7 +166,7 @@ void attention_bwd(Tensor grad_out, MaybeTensor grad_lse, Tensor query, Tensor k
 
   const BackwardPlan plan = plan_attention_backward(request, current_gpu());
   list_blocks(e, plan.walks_keys(request), plan.walks_queries(request), lse, stream);
-  make_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), true, lse, stream);
+  pack_pair_bits(e, plan.asks_queries(request), plan.asks_keys(request), true, lse, stream);
   g.p = e.p;
   if (e.p.split_lse()) g.log2_sum = recompute_row_stats(e, r, lse, stream);
   if (dsinks) {

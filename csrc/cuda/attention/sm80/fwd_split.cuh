@@ -11,7 +11,7 @@
 
 namespace pt::cuda {
 
-PT_DEVICE ptx::Words4 words_of(const float (&x)[4]) {
+PT_DEVICE ptx::Words4 as_words(const float (&x)[4]) {
   return {{ptx::float_bits(x[0]), ptx::float_bits(x[1]), ptx::float_bits(x[2]), ptx::float_bits(x[3])}};
 }
 PT_DEVICE void load_shared(float (&x)[4], uint32_t from) {
@@ -54,7 +54,7 @@ struct RowTarget {
       for (int i = 0; i < N; i += 2)
         store_two(f.out, out, column + i, factor == 0.0f ? 0.0f : x[i] * factor, factor == 0.0f ? 0.0f : x[i + 1] * factor);
     } else if (column < f.p.value_dim) {
-      if constexpr (N == 4) ptx::st_global_v4(left + column, words_of(x));
+      if constexpr (N == 4) ptx::st_global_v4(left + column, as_words(x));
       else store_pair(left + column, x[0], x[1]);
     }
   }

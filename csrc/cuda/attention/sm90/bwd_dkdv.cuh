@@ -18,7 +18,6 @@ struct Sm90BwdDkdvBlock {
   static constexpr int kConsumers = kTile.consumers, kRowStatsBytes = sm90_num_row_stats(K::has_score_mod, K::elementwise_mask) * 4 *
                                                                       BN;  // bytes of a stage's row_max, delta, log2_sum
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
-  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingStream = Ring<kTile.stages, BN, kTile.panels()>;
   using RingQueries = Ring<kTile.stages + K::more_queries, BN, kTile.panels()>;
@@ -183,7 +182,7 @@ struct Sm90BwdDkdvBlock {
       int t = last;
       [[maybe_unused]] int h = w.hk * p.group;
       for (int stream_iters = w.range.count() * p.group; stream_iters > 0; --stream_iters, ++stream_iter) {
-        if (!PT_FAULT(another_heads_slope) && (K::has_score_mod || kDropsByBits) && t == first) ++h;
+        if (!PT_FAULT(another_heads_slope) && (K::has_score_mod || K::drops_by_bits) && t == first) ++h;
         t = t == first ? last - 1 : PT_FAULT(tiles_from_the_first_on) ? first : t - 1;
         if (clear) {
           const Range keep = once_more().rows_to_keep(p);
@@ -204,7 +203,7 @@ struct Sm90BwdDkdvBlock {
         };
         float s[BN / 2], dp[BN / 2];
         uint32_t weights[BN / 16][4], ds[BN / 16][4];
-        const bool drops = kDropsByBits && p.keep_bits.keys.data;
+        const bool drops = K::drops_by_bits && p.keep_bits.keys.data;
         k.consumer_wait(tile_iter);
         q.consumer_wait(stream_iter);
         // Written while S is in flight, these accumulators would make ptxas wait for S first (C7517).

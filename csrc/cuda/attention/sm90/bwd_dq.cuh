@@ -19,7 +19,6 @@ struct Sm90BwdDqBlock {
   static constexpr int D = K::head_dim, BM = kTile.rows(), BN = kTile.streamed;
   static constexpr int kConsumers = kTile.consumers;
   static constexpr bool kPersists = sm90_backward_persists(D, K::bounds_only);
-  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingOwn = Ring<1, BM, kTile.panels()>;
   using RingKeys = Ring<kTile.stages, BN, kTile.panels()>;
   using RingValues = Ring<kTile.second_stages(), BN, kTile.panels()>;
@@ -202,8 +201,7 @@ struct Sm90BwdDqBlock {
           if constexpr (!K::elementwise_mask) hide(s, first);
           else if (!PT_FAULT(scores_not_hidden_by_bits_in_dq)) keep_visible(s, visible.opaque());
           pack_recomputed<T>(weights, s);
-          // Not earlier: the scores' registers are free now.
-          if (kDropsByBits && p.keep_bits.queries.data)
+          if (K::drops_by_bits && p.keep_bits.queries.data)  // not earlier: the scores' registers are free now
             keep_mask = read_kept_pairs<BN / 2>(ScoreMod<false, false>(p, w.s, w.b, w.h), place_again(w.i0, first));
         }
       };
@@ -223,7 +221,8 @@ struct Sm90BwdDqBlock {
           if (p.softcap != 0.0f) slope();
           pack_weights<T>(weights, dp);
         } else {
-          if (kDropsByBits && p.keep_bits.queries.data && !PT_FAULT(dp_of_dropped_weights_by_bits_in_dq)) drop(dp, keep_mask, p.keep_scale);
+          const bool drops = K::drops_by_bits && p.keep_bits.queries.data && !PT_FAULT(dp_of_dropped_weights_by_bits_in_dq);
+          if (drops) drop(dp, keep_mask, p.keep_scale);
           each_element(dp, 0, [&](float& x, int r, int) { x = less_delta<T>(x, PT_FAULT(delta_forgotten_in_dq) ? 0.0f : delta[r]); });
           // Elsewhere dP of hidden pairs meets weights of zero; not finite, it would set a flag.
           if constexpr (K::elementwise_mask) {

@@ -156,6 +156,7 @@ template <int HeadDim, bool HasScoreMod, bool ElementwiseMask = false>
 struct Hopper {
   static constexpr int head_dim = HeadDim;
   static constexpr bool has_score_mod = HasScoreMod, elementwise_mask = ElementwiseMask, bounds_only = !HasScoreMod && !ElementwiseMask;
+  static constexpr bool drops_by_bits = ElementwiseMask && !HasScoreMod && HeadDim <= 128;  // dropout_as_mask in plan.h
   static constexpr Sm90Tile forward_tile = sm90_forward_tile(HeadDim);
   static constexpr Sm90Tile bwd_dkdv_tile = sm90_bwd_dkdv_tile(HeadDim, HasScoreMod, ElementwiseMask);
   // in bwd_dkdv: buffers of queries beyond the tile's stages, and with how many different tiles of queries blocks begin.

@@ -33,7 +33,6 @@ struct Sm90ForwardBlock {
   static constexpr bool kMayPair = kConsumers == 2;  // three consumers have no registers for it
   static constexpr int kPiece =
       K::elementwise_mask ? MaskLoader<D, BN>::kPiece : 8;  // eights of columns that score_mod is applied to at a time
-  static constexpr bool kDropsByBits = K::elementwise_mask && !K::has_score_mod && D <= 128;
   using RingQ = Ring<1, BM, kTile.panels()>;
   using RingKv = Ring<kTile.stages, BN, kTile.panels()>;
 
@@ -212,7 +211,7 @@ struct Sm90ForwardBlock {
       };
       [[maybe_unused]] Pairs<BN / 2> kept;
       const auto load_mask = [&](int first, int place) {
-        if (kDropsByBits && score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
+        if (K::drops_by_bits && score_mod.has_keep_bits()) kept = read_kept_pairs<BN / 2>(score_mod, Place(row(), first));
         if constexpr (K::elementwise_mask) { mask_loader.load(w, first, K::has_score_mod, place); }
       };
       // Scores to weights; `first` is the tile's first key.
@@ -238,7 +237,8 @@ struct Sm90ForwardBlock {
         softmax(s, rows, scale_log2);
       };
       const auto pack = [&](int first) {
-        if (kDropsByBits && !PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits()) keep_visible(s, kept.packed_until_here());
+        if (K::drops_by_bits && !PT_FAULT(dropped_weights_kept_by_bits) && score_mod.has_keep_bits())
+          keep_visible(s, kept.packed_until_here());
         if (K::has_score_mod && p.drop_threshold) drop_drawn(s, score_mod, row(), first);
         pack_weights<T>(weights, s);
       };
