@@ -217,7 +217,7 @@ FAULTS = (
     Fault("weights_beyond_float16_unordered", "large scores, unordered"),
     Fault("the_unit_of_d_value_weights", "weights of all sizes"),
     Fault("bits_of_other_columns", "softcap, dropout"),
-    Fault("dropped_weights_kept_by_bits", "hidden keys, dropout"),
+    Fault("dropped_weights_kept_by_bits", "segments, window, dropout"),
     Fault("dropped_weights_kept_by_bits_in_dkdv", "dropout"),
     Fault("dp_of_dropped_weights_by_bits_in_dq", "dropout"),
     Fault("dp_of_dropped_weights_by_bits_in_dkdv", "dropout"),
