@@ -35,7 +35,7 @@ PARTS = (
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
     Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
-    Part("commands", "commands and benchmarks", 3, ("cli",)),
+    Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
 )
 # Run again in another way; of what --full does whole.
 WITHOUT_LANE = (("PYTRANSFORMER_LANE", "0"),)
@@ -46,14 +46,16 @@ SAMPLES = (
         1,
         ("ops/test_[acfl]*.py",),
         WITHOUT_LANE,
-        ("-k", "cpu and not fuzz"),
+        ("-k", "cpu and not fuzz", *TWO),
+        jobs=2,
     ),
 )
 # Parts of --full alone: the ops again on kernels that this machine would not choose and under the sanitizers, and other versions.
 OPS = ("ops", "test_fuzz*.py")
 ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-NO_REFERENCE = ("-k", "not reference")  # which has no instruction sets
+# The reference has no instruction sets. Nor have the lane's own C++ and verdicts, which took 18 of a set's 22 minutes.
+NO_REFERENCE = ("-k", "not reference and not lane_nodes and not lane_mutants and not lane_watched and not verdicts")
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 # Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.
@@ -69,11 +71,23 @@ HELD = {
 }
 
 
+def again(
+    name: str,
+    title: str,
+    folders: tuple[str, ...],
+    options: tuple[str, ...] = (),
+    environment: tuple[tuple[str, str], ...] = (),
+    needs: str = "",
+) -> Part:
+    """A part of --full alone: in two processes, and without a budget."""
+    return Part(name, title, 0, folders, environment, (*options, *TWO), needs, jobs=2)
+
+
 def setting(isa: str, torch_isa: str, threads: int, seed: int) -> Part:
     environment = ((ISA_VARIABLE, isa), *HELD[torch_isa], ("OMP_NUM_THREADS", str(threads)))
     seeds = (f"--torch-seed={seed}", f"--fuzz-seed={seed}", "--fuzz-cases=300")
     title = f"setting {isa}, PyTorch {torch_isa}, threads {threads}, seed {seed}"
-    return Part(f"settings-{isa}", title, 0, ROUNDED, environment, ("-m", NO_SLOW, *seeds))
+    return again(f"settings-{isa}", title, ROUNDED, ("-m", NO_SLOW, *seeds), environment)
 
 
 SETTINGS = (
@@ -84,21 +98,20 @@ SETTINGS = (
     setting("generic", "avx512", 2, 1),
 )
 FULL_PARTS = (
-    *(Part(isa, f"cpu, instruction set {isa}", 0, OPS, ((ISA_VARIABLE, isa),), NO_REFERENCE) for isa in ISAS),
+    *(again(isa, f"cpu, instruction set {isa}", OPS, NO_REFERENCE, ((ISA_VARIABLE, isa),)) for isa in ISAS),
     *SETTINGS,
-    Part("python-lane", "ops without the C++ lane", 0, ("ops",), WITHOUT_LANE, ("-k", "cpu or not reference")),
-    Part(SANITIZE, "cpu under sanitizers", 0, OPS, (), ("-k", "cpu", "--fuzz-cases=300")),
-    Part(
+    again("python-lane", "ops without the C++ lane", ("ops",), ("-k", "cpu or not reference"), WITHOUT_LANE),
+    again(SANITIZE, "cpu under sanitizers", OPS, ("-k", "cpu", "--fuzz-cases=300")),
+    again(
         TILES,
         "cpu, amx_bf16 with software tiles",
-        0,
         (*OPS, "cpu/test_attention*.py"),
-        ((ISA_VARIABLE, "amx_bf16"),),
         NO_REFERENCE,
+        ((ISA_VARIABLE, "amx_bf16"),),
     ),
-    Part("transformers", "another transformers", 0, ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
-    Part("triton-3.6", "triton 3.6", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_6"),
-    Part("triton-3.9", "triton 3.9", 0, ("triton",), INTERPRETED, NO_FAULTS, "PYTRANSFORMER_TEST_TRITON_3_9"),
-    Part("peers", "timm and diffusers", 0, ("integrations/test_*librar*.py",), needs="PYTRANSFORMER_TEST_PEERS"),
+    again("transformers", "another transformers", ("models", "integrations"), needs="PYTRANSFORMER_TEST_TRANSFORMERS"),
+    again("triton-3.6", "triton 3.6", ("triton",), NO_FAULTS, INTERPRETED, "PYTRANSFORMER_TEST_TRITON_3_6"),
+    again("triton-3.9", "triton 3.9", ("triton",), NO_FAULTS, INTERPRETED, "PYTRANSFORMER_TEST_TRITON_3_9"),
+    again("peers", "timm and diffusers", ("integrations/test_*librar*.py",), needs="PYTRANSFORMER_TEST_PEERS"),
     Part(BENCH, "the benchmark suite", 0),
 )
