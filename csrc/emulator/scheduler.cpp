@@ -59,10 +59,6 @@ void wake(Waiters& list) {
   list.clear();
 }
 
-int32_t now() { return block->self().clock.c[kThread + block->current]; }
-
-bool knows_thread(int thread, int32_t time) { return block->self().clock.c[kThread + thread] >= time; }
-
 static int pick_thread() {
   Block& b = *block;
   if (b.random.one_in(200))  // starve some warps, favour others, for a while

@@ -264,9 +264,9 @@ void wake(Block& b, int thread);
 // Joins this thread's clock into `into`, and begins a new interval of its time.
 void release(Clock& into);
 // The current thread's time.
-int32_t now();
+inline int32_t now() { return block->self().clock.c[kThread + block->current]; }
 // What a thread did up to some time of its own must be known to the current thread.
-bool knows_thread(int thread, int32_t time);
+inline bool knows_thread(int thread, int32_t time) { return block->self().clock.c[kThread + thread] >= time; }
 
 // ---- shared memory (shared_memory.cpp)
 

@@ -106,9 +106,13 @@ PT_DEVICE const uint32_t* words_of(const PairBits::Rows& rows, int b, int h, int
 template <bool Whole>
 PT_DEVICE uint32_t word_from(const uint32_t* row, int at) {
   const uint32_t word = ptx::ld_global_u32(row + at / 32);
-  const int ahead = Whole ? 0 : at % 32;
-  if (PT_FAULT(bits_of_tiles_that_begin_within_a_word) || !ahead) return word;
-  return word >> ahead | ptx::ld_global_u32(row + at / 32 + 1) << (32 - ahead);
+  if constexpr (Whole) {
+    return word;
+  } else {
+    const int ahead = at % 32;
+    if (PT_FAULT(bits_of_tiles_that_begin_within_a_word) || !ahead) return word;
+    return word >> ahead | ptx::ld_global_u32(row + at / 32 + 1) << (32 - ahead);
+  }
 }
 
 // Of 32 columns of a row, those of a lane, as accumulators have them (fragments.cuh): bits 8 m + 2 (lane % 4) + e become 4 m + e.
