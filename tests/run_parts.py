@@ -65,6 +65,9 @@ NOMINAL = 0.09  # seconds of loop_time on an AMD EPYC (Zen 5) under Python 3.11
 OURS = ("reference", "cpu", "triton", "cuda")  # not "torch", which in a benchmark is PyTorch's own function
 
 
+Reasons = tuple[tuple[str, int], ...]  # each with how often, the most frequent first
+
+
 class Result(NamedTuple):
     part: Part
     seconds: float
@@ -72,7 +75,7 @@ class Result(NamedTuple):
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    reasons: tuple[str, ...] = ()  # why tests were skipped, each with how often; of a part that was not run: why
+    reasons: Reasons = ()  # why tests were skipped; of a part that was not run: why
 
 
 def paths(part: Part) -> list[str]:
@@ -152,15 +155,14 @@ def build(part: Part, full: bool, environment: tuple[tuple[str, str], ...] = ())
     return Result(part, spent.seconds, f"exit code {code}" if code else over_budget(part, spent, full))
 
 
-def counts(report: Path) -> tuple[int, int, int, tuple[str, ...]]:
+def counts(report: Path) -> tuple[int, int, int, Reasons]:
     """Passed, failed and skipped tests of a JUnit report, and why skipped; zeros if pytest did not get so far as to write one."""
     if not report.is_file():
         return 0, 0, 0, ()
     suite = next(xml.etree.ElementTree.parse(report).iter("testsuite"))
     total, failures, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
     why = Counter(entry.get("message", "no reason given") for entry in suite.iter("skipped"))
-    reasons = tuple(f"{count} x {reason}" if count > 1 else reason for reason, count in why.most_common())
-    return total - failures - errors - skipped, failures + errors, skipped, reasons
+    return total - failures - errors - skipped, failures + errors, skipped, tuple(why.most_common())
 
 
 def test(part: Part, full: bool) -> Result:
@@ -232,7 +234,6 @@ def bench(part: Part) -> Result:
     found = json.loads(document.read_text())
     why = Counter(f"{e['backend']}: {e['reason']}" for e in found["not_run"])
     faults = sum(e["status"] in ("wrong", "failed") and e["backend"] in OURS for e in found["not_run"])
-    reasons = tuple(f"{count} x {reason}" for reason, count in why.most_common())
     return Result(
         part,
         spent.seconds,
@@ -240,13 +241,13 @@ def bench(part: Part) -> Result:
         len(found["rows"]),
         faults,
         sum(why.values()) - faults,
-        reasons,
+        tuple(why.most_common()),
     )
 
 
 def skipped(part: Part, reason: str) -> Result:
     print(f"\n---- {part.title}: skipped, {reason}", flush=True)
-    return Result(part, 0.0, None, reasons=(reason,))
+    return Result(part, 0.0, None, reasons=((reason, 1),))
 
 
 def test_with_instruction_set(part: Part) -> Result:
@@ -277,9 +278,13 @@ def summary(results: list[Result]) -> str:
         counted = f"{r.passed:6} {r.failed:6} {r.skipped:7}" if r.part not in BUILDS else " " * 21
         budget = f"{60 * r.part.minutes:6.0f} s" if r.part.minutes else "       -"
         lines.append(f"{r.part.title:34} {r.seconds:6.0f} s {budget}  {counted}  {verdict(r)}")
-        lines += [f"    skipped: {reason}" for reason in r.reasons]
+        lines += [f"    skipped: {reason}" for reason in told(r.reasons)]
     total = f"total: {sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed"
     return "\n".join([*lines, f"{total}, {sum(r.skipped for r in results)} skipped"])
+
+
+def told(reasons: Reasons) -> list[str]:
+    return [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons]
 
 
 def verdict(result: Result) -> str:
@@ -294,6 +299,14 @@ START, END = "<!-- parts: start, written by tests/run_parts.py --summary -->", "
 COLUMNS = ("part", "passed", "failed", "skipped", "why skipped", "seconds", "verdict", "slow tests", "commit", "date")
 
 
+def heads(reasons: Reasons) -> Reasons:
+    """What stands before the colon of each reason: the run tells the rest."""
+    found: Counter[str] = Counter()
+    for reason, count in reasons:
+        found[reason.partition(":")[0]] += count
+    return tuple(found.most_common())
+
+
 def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date: str) -> str:
     """`text` with the lines of `results` put into the table between the markers; the other parts' lines stay."""
     before, marked, rest = text.partition(START)
@@ -302,7 +315,7 @@ def recorded(text: str, results: Iterable[Result], full: bool, commit: str, date
         raise ValueError(f"no table to write to: wanted {START!r} and {END!r}")
     lines = {line.split("|")[1].strip(): line for line in kept.splitlines()[3:] if line.startswith("|")}
     for r in results:
-        why = "; ".join(re.sub(r"[|<>\s]+", " ", reason) for reason in r.reasons)
+        why = re.sub(r"[|<>\s]+", " ", "; ".join(told(heads(r.reasons))))
         slow = "yes" if full and NO_SLOW not in r.part.options else "no"
         cells = (r.passed, r.failed, r.skipped, why, f"{r.seconds:.0f}", verdict(r), slow, commit, date)
         lines[r.part.title] = f"| {r.part.title} | " + " | ".join(map(str, cells)) + " |"
