@@ -68,7 +68,7 @@ def test_timm_s_vision_transformer(timm: ModuleType, settings: dict[str, Any]) -
         ours, our_grads = run(model, images)
     assert {op for op, _ in ran} >= {"attention_fwd", "attention_bwd", "feed_forward_bwd", "add_norm_bwd", "layer_norm_bwd"}
     assert sum(op == "attention_fwd" for op, _ in ran) == sum(op == "feed_forward_fwd" for op, _ in ran) == 2
-    assert {of for _, of, _ in done.converted} == {"LayerNorm", "Mlp", "Block"} and done.skipped == []
+    assert {of for _, of, _ in done.converted} == {"LayerNorm", "Linear", "Mlp", "Block"} and done.skipped == []
     assert distance(ours, out) < LIMIT and distance(our_grads, grads) < LIMIT
     done.revert()
     assert torch.equal(run(model, images)[0], out)
