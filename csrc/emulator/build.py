@@ -73,7 +73,7 @@ def program(name: str, sources: list[Path], directory: Path = DIRECTORY, more: S
 def _emulator() -> Path:
     """The emulator alone, which every library and program shares."""
     sources = [path for path in sorted(CSRC.glob("emulator/*.cpp")) if path.name not in HOST_ONLY]
-    flags = [*FLAGS, "-O3", "-I", str(CSRC)]  # not for kernels, which take longer to compile than to run
+    flags = [*FLAGS, "-O3", "-I", str(CSRC)]  # not for kernels: compiling those is most of the build
     return _build(DIRECTORY, "libemulator.a", [(path, flags) for path in sources], [], [])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs here runs in the emulator (csrc/emulator), which is built first: about 20 seconds of compiling, once."""
+"""What runs here runs in the emulator (csrc/emulator), which is built first: one to two minutes of compiling, once."""
 
 from __future__ import annotations
 
