@@ -15,7 +15,7 @@ struct CrossEntropy {
   enum Reduction { kMean, kSum, kNone };
   static constexpr size_t kDifferentiable = 3, kSaved = 2, kGrads = 1;
   using Inputs = std::array<Tensor, kInputs>;
-  using Outputs = std::array<Tensor, 3>;  // loss, lse, and x weightᵀ where it is kept for backward
+  using Outputs = std::array<Tensor, 3>;  // loss, split lse, and x weightᵀ where it is kept for backward
   using Saved = std::array<Tensor, 2>;
 
   struct Numbers {
@@ -29,9 +29,9 @@ struct CrossEntropy {
   };
 
   using Forward = void(const Tensor& x, const Tensor& weight, const Tensor& target, const Maybe& bias, const Tensor& loss,
-                       const Tensor& lse, const Maybe& product, int64_t ignore_index, double label_smoothing);
+                       const Tensor& split_lse, const Maybe& product, int64_t ignore_index, double label_smoothing);
   using Backward = void(const Tensor& upstream, const Tensor& x, const Tensor& weight, const Tensor& target, const Maybe& bias,
-                        const Tensor& lse, const Maybe& product, const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
+                        const Tensor& split_lse, const Maybe& product, const Maybe& dx, const Maybe& dweight, const Maybe& dbias,
                         int64_t ignore_index, double label_smoothing);
 
   static bool complete(Inputs&, Numbers&) { return true; }
@@ -74,7 +74,9 @@ struct CrossEntropy {
     const auto work = work_dtype(x);
     Outputs results;
     const Tensor losses = empty(target.sizes(), options);
-    results[1] = empty(target.sizes(), options);
+    c10::DimVector halves{2};
+    halves.append(target.sizes().begin(), target.sizes().end());
+    results[1] = empty(halves, options);
     const int64_t size = target.numel() * weight.size(0), least = limits.kept_depth * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
     if (needs_gradient && weight.size(1) > least && size * int64_t(options.dtype().itemsize()) <= limits.kept_bytes) {
       c10::DimVector shape(target.sizes());
@@ -97,15 +99,15 @@ struct CrossEntropy {
   static variable_list backward(const Inputs& t, const Saved& saved, const Numbers& n, const variable_list& grads,
                                 const std::vector<bool>& wanted) {
     static const auto raw = raw_op<Backward>("pytransformer_C::linear_cross_entropy_bwd");
-    const Tensor x = matrix(t[kX]), weight = matrix(t[kWeight]), target = t[kTarget].contiguous(), lse = saved[0].contiguous();
-    const auto work = lse.scalar_type();
+    const Tensor x = matrix(t[kX]), weight = matrix(t[kWeight]), target = t[kTarget].contiguous(), split_lse = saved[0].contiguous();
+    const auto work = split_lse.scalar_type();
     Tensor upstream;
     if (n.reduction == kNone) {
       upstream = grads[0].contiguous();
     } else {
       double each = value(grads[0]);
       if (n.reduction == kMean && !PT_FAULT(mean_as_sum)) each /= valid(target, n.ignore_index);
-      upstream = empty(lse.sizes(), lse.options());
+      upstream = empty(target.sizes(), split_lse.options());
       fill(upstream, each);
     }
     variable_list results(kDifferentiable);
@@ -116,7 +118,7 @@ struct CrossEntropy {
       targets[i] = i == kBias ? results[i] : matrix(results[i]);
     }
     const Maybe product = saved[1].defined() && saved[1].numel() ? Maybe(saved[1].contiguous()) : std::nullopt;
-    raw.call(upstream, x, weight, target, vector(t[kBias], work), lse, product, targets[kX], targets[kWeight], targets[kBias],
+    raw.call(upstream, x, weight, target, vector(t[kBias], work), split_lse, product, targets[kX], targets[kWeight], targets[kBias],
              n.ignore_index, n.label_smoothing);
     for (size_t i = 0; i < kDifferentiable; i++)
       if (wanted[i]) results[i] = deliver(results[i], t[i]);

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy forward, of logits that exist a chunk of rows at a time.
 
-    z = x weightᵀ + bias;  lse = log sum exp z;  loss = lse - (1 - s) z_target - s mean(z),  0 where the target is ignored
+    z = x weightᵀ + bias;  m = max z;  l = log sum exp(z - m)
+    loss = l - (1 - s) (z_target - m) - s (mean(z) - m),  0 where the target is ignored
+
+m and l are saved apart: m + l loses the digits of l when all logits share a large part.
 
 The product is the library's, with a float32 result; one program then reads its rows of it once, with the maximum and the sum
 kept as it goes (online softmax). Source of the chunks: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training"
@@ -23,8 +26,8 @@ from .configs import chunk_rows, tile
 
 
 @kernel
-def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, LSE, classes, p, C: tl.constexpr):
-    """loss and lse of ROWS rows."""
+def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, ROW_MAX, LOG_SUM, classes, p, C: tl.constexpr):
+    """Write loss, row_max and log_sum of ROWS rows."""
     i = rows_of(tl.program_id(0), C)
     m_i = i < p.rows
     b_m = tl.full([C.ROWS], float("-inf"), tl.float32)
@@ -39,21 +42,22 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, LSE, classes, p, C: tl.con
         b_m = b_top
         if C.SMOOTH:
             b_sum += tl.sum(tl.where((j < classes)[None, :], b_z, 0.0), 1)
-    b_lse = b_m + tl.log2(b_l) * LN2
+    b_log = tl.log2(b_l) * LN2
     target = tl.load(TARGET + i, mask=m_i, other=0)
     k = tl.minimum(tl.maximum(target, 0), classes - 1)  # values are checked elsewhere; here no address leaves the row
     b_z = tl.load(LOGITS + i * classes + k, mask=m_i, other=0.0)
     if BIAS is not None:
         b_z += tl.load(BIAS + k, mask=m_i, other=0.0).to(tl.float32)
-    b_loss = b_lse - b_z * p.on_target
+    b_loss = b_log - (b_z - b_m) * p.on_target
     if C.SMOOTH:
-        b_loss -= p.on_each * (b_sum / classes)
+        b_loss -= p.on_each * (b_sum / classes - b_m)
     tl.store(LOSS + i, tl.where(target == p.ignore_index, 0.0, b_loss), mask=m_i)
-    tl.store(LSE + i, b_lse, mask=m_i)
+    tl.store(ROW_MAX + i, b_m, mask=m_i)
+    tl.store(LOG_SUM + i, b_log, mask=m_i)
 
 
-def forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write the loss and lse of every row, (rows,) float32, of the op's arguments with x (rows, d) and target (rows,)."""
+def forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
+    """Write each row's loss (rows,) and split lse (2, rows), float32, for arguments with x (rows, d) and target (rows,)."""
     (rows, _), classes = a.x.shape, a.weight.shape[0]
     config = tile("forward", classes, a.x.device)
     p, kind = describe(a, config)
@@ -63,5 +67,5 @@ def forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
         logits = logits_of(a, a.x[part], buffer)
         launch(
             cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias, a.target[part], losses[part],
-            lse[part], classes, p._replace(rows=len(logits)), kind, warps=config.warps, stages=1,
+            *split_lse[:, part], classes, p._replace(rows=len(logits)), kind, warps=config.warps, stages=1,
         )  # fmt: skip

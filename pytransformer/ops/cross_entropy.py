@@ -30,9 +30,10 @@ KEPT_DEPTH = (
 
 def _empty(a: Any) -> tuple[torch.Tensor, ...]:
     work = torch.float64 if a.x.dtype == torch.float64 else torch.float32
-    shape = a.target.shape if a.reduction == "none" else ()
-    kept = (*a.target.shape, a.weight.shape[0]) if keeps(a) else (0,)
-    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in (shape, a.target.shape, kept))
+    rows = a.target.shape
+    shape = rows if a.reduction == "none" else ()
+    kept = (*rows, a.weight.shape[0]) if keeps(a) else (0,)
+    return tuple(torch.empty(s, dtype=work, device=a.x.device) for s in (shape, (2, *rows), kept))
 
 
 def keeps(a: Any) -> bool:
@@ -51,10 +52,10 @@ def _flops(a: Any) -> int:
 linear_cross_entropy_op = Op(
     "linear_cross_entropy",
     arguments=ARGUMENTS,
-    outputs=("loss", "lse", "product"),
+    outputs=("loss", "split_lse", "product"),
     differentiable_outputs=1,
     differentiable=("x", "weight", "bias"),
-    saved=("lse", "product"),
+    saved=("split_lse", "product"),
     empty_outputs=_empty,
     flops=(_flops, lambda a: (2 if keeps(a) else 3) * _flops(a)),  # for x, for weight, and the logits again
     stem="cross_entropy",
@@ -165,8 +166,8 @@ def check_values(a: Any) -> None:
 
 
 def _reference(a: Any) -> tuple[torch.Tensor, ...]:
-    loss, lse, product = cross_entropy_forward(a)
-    return loss, lse, product if keeps(a) else product.new_zeros(0)
+    loss, split_lse, product = cross_entropy_forward(a)
+    return loss, split_lse, product if keeps(a) else product.new_zeros(0)
 
 
 def _reference_bytes(a: Any) -> int:

@@ -3,8 +3,11 @@
 
 ::
 
-    z_r    = x_r weight^T + bias                                            (classes)
+    z_r    = x_r weight^T + bias - m_r                                      (classes)
     loss_r = log(sum_c exp(z_rc)) - (1 - s) z_r,target - s mean_c(z_rc)     s = label_smoothing
+
+m_r is the row's largest logit. Subtracting it first changes nothing in exact arithmetic and keeps the digits of logits that share
+a large part.
 
 A row whose target is ``ignore_index`` has loss 0 and no gradient, whatever it holds. All arithmetic is float32 (float64 for
 float64), and so is the loss: a sum over many numbers, of which bfloat16 would keep two digits.
@@ -19,8 +22,10 @@ import torch.nn.functional as F
 
 
 def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, lse, x weight^T) of the arguments of the op linear_cross_entropy: loss in target's shape for "none", else a number; lse, the
-    logarithm of each row's sum of exponentials, is what a fused backward needs besides the inputs.
+    """Return (loss, split lse, x weight^T) for the arguments of the op linear_cross_entropy.
+
+    loss has target's shape for "none" and is a number otherwise. The split lse, (2, *target.shape), holds each row's m_r and
+    log(sum_c exp(z_rc)), which a fused backward needs besides the inputs.
 
     "mean" divides by the number of targets that are not ignored: NaN if there is none, as in PyTorch.
     """
@@ -29,12 +34,14 @@ def cross_entropy_forward(a: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     rows = torch.where(valid.unsqueeze(-1), a.x.to(work), 0.0)  # select, not multiply: an ignored row may hold NaN
     product = F.linear(rows, a.weight.to(work))
     logits = product if a.bias is None else product + a.bias.to(work)
+    row_max = logits.detach().amax(-1)
+    logits = logits - row_max.unsqueeze(-1)
     picked = logits.gather(-1, torch.where(valid, a.target, 0).unsqueeze(-1)).squeeze(-1)
-    lse = torch.logsumexp(logits, -1)
-    loss = lse - (1.0 - a.label_smoothing) * picked
+    log_sum = torch.logsumexp(logits, -1)
+    loss = log_sum - (1.0 - a.label_smoothing) * picked
     if a.label_smoothing > 0.0:
         loss = loss - a.label_smoothing * logits.mean(-1)
     loss = torch.where(valid, loss, 0.0)
     if a.reduction != "none":
         loss = loss.sum()
-    return loss / valid.sum() if a.reduction == "mean" else loss, lse.detach(), product.detach()
+    return loss / valid.sum() if a.reduction == "mean" else loss, torch.stack([row_max, log_sum.detach()]), product.detach()

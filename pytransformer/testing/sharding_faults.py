@@ -39,12 +39,12 @@ def _of_the_next_rank(dim: int, size: int) -> Callable[..., Any]:
 
 
 def _own_lse(shares: torch.Tensor) -> torch.Tensor:
-    return torch.cat([shares[:1, 0], shares[:, 1:].sum(0)])
+    return torch.cat([shares[0, :2], shares[:, 2:].sum(0)])
 
 
 def _counted_twice(shares: torch.Tensor) -> torch.Tensor:
     merged = MERGED(shares)
-    merged[1] *= shares.shape[0]
+    merged[2] *= shares.shape[0]
     return merged
 
 

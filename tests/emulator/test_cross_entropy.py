@@ -15,6 +15,7 @@ from pytransformer.ops._backends.cuda import matmul as cuda_matmul
 from pytransformer.testing import fuzz_cross_entropy
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.fuzz import fuzz
+from pytransformer.testing.ops.cross_entropy import results_at_offset
 
 FUZZ_SEED, FUZZ_CASES, DRAWN = 23, 40, 400
 
@@ -106,6 +107,13 @@ def test_float16_at_any_upstream_scale(upstream: float) -> None:
     assert torch.equal(grads[0] * upstream, grads[1])
 
 
+@pytest.mark.parametrize("dtype", cuda_matmul.DTYPES)
+def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
+    at_zero = results_at_offset(0.0, "cuda", dtype)
+    for offset in (2.0**10, 2.0**20):
+        assert all(map(torch.equal, results_at_offset(offset, "cuda", dtype), at_zero)), offset
+
+
 def test_extreme_logits() -> None:
     """-inf in the bias hides a class; a class apart from all others has the whole of the sum."""
     x, w = torch.randn(20, 16).bfloat16(), torch.randn(300, 16).bfloat16()
@@ -156,11 +164,11 @@ def test_a_wrong_target_reaches_no_other_memory(wrong: int, monkeypatch: pytest.
     found = []
     for target in (wrong, min(max(wrong, 0), 299)):
         given = a(x.detach(), w.detach(), torch.full((3,), target), None, -100, 0.1, "none", True)
-        losses, lse, g = torch.empty(3), torch.empty(3), torch.ones(3)
+        losses, split_lse, g = torch.empty(3), torch.empty(2, 3), torch.ones(3)
         dx, dw = torch.empty(3, 8, dtype=x.dtype), torch.zeros(300, 8)
-        cuda_cross_entropy._forward(given, losses, lse)
-        cuda_cross_entropy._backward(given, g, lse, dx, dw, None)
-        found.append((losses, lse, dx, dw))
+        cuda_cross_entropy._forward(given, losses, split_lse)
+        cuda_cross_entropy._backward(given, g, split_lse, dx, dw, None)
+        found.append((losses, split_lse, dx, dw))
     assert all(torch.equal(*pair) for pair in zip(*found)) and found[0][0].isfinite().all()
 
 
@@ -177,7 +185,7 @@ def test_the_edge_checks_shapes() -> None:
     """A caller that bypasses the public function learns what the kernels rely on."""
     x, w, target = torch.zeros(4, 16).half(), torch.zeros(8, 16).half(), torch.zeros(4, dtype=torch.int64)
     assert cuda_library.why_not("cross_entropy_fwd", x.device) is None
-    rest = [torch.empty(8), torch.empty(4), torch.empty(4), torch.empty(4), -100, 0.0]
+    rest = [torch.empty(8), *(torch.empty(4) for _ in range(4)), -100, 0.0]
     for arguments, message in (
         ((x, w.t(), None, target[:3], *rest), "target must be 4 contiguous numbers"),
         ((x, w.t(), None, target, rest[0][:7], *rest[1:]), "partials must be 8 contiguous numbers"),

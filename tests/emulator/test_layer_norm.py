@@ -15,6 +15,7 @@ import pytransformer as pt
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.dropout_check import check_norm_starts
 from pytransformer.testing.guarded import LAYOUTS, place
+from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
 
 FUZZ_CASES, FUZZ_SEED = 100, 21
 
@@ -95,6 +96,10 @@ def test_a_large_mean_costs_no_digits() -> None:
         ours = pt.layer_norm(x[:, :columns], columns, backend="cuda").double()
         exact = torch.nn.functional.layer_norm(x[:, :columns].double(), (columns,))
         assert (ours - exact).abs().max() < 2e-6
+
+
+def test_a_constant_row_becomes_the_bias() -> None:
+    assert not constant_rows_off_their_bias("cuda", 768) + constant_rows_off_their_bias("cuda", 999)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4, 8)])

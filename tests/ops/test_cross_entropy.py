@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import pytransformer as pt
 from pytransformer.ops._core.registry import OPS
+from pytransformer.testing.ops.cross_entropy import results_at_offset
 
 BACKENDS = ("reference", "cpu")
 
@@ -58,6 +59,13 @@ def test_an_ignored_row_may_hold_anything(op_backend: str) -> None:
     target[2] = -100
     dx, dw, db = torch.autograd.grad(pt.linear_cross_entropy(x, w, target, bias=b, backend=op_backend), (x, w, b))
     assert torch.equal(dx[2], torch.zeros(6, dtype=dx.dtype)) and all(g.isfinite().all() for g in (dx, dw, db))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype, op_backend: str) -> None:
+    at_zero = results_at_offset(0.0, op_backend, dtype)
+    for offset in (2.0**10, 2.0**20):
+        assert all(map(torch.equal, results_at_offset(offset, op_backend, dtype), at_zero)), offset
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,6 +16,7 @@ from pytransformer.cli.benchmark.limits import native_calls
 from pytransformer.ops._core.registry import OPS
 from pytransformer.testing import bounds, fuzz_layer_norm
 from pytransformer.testing.dropout_check import check_norm_starts
+from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
 
 BACKENDS = ("reference", "cpu")
 KINDS = ("layer", "rms")
@@ -115,6 +116,11 @@ def test_a_large_mean_costs_no_digits(kind: str, op_backend: str) -> None:
     ours = function(x, 1000, eps=1e-5, backend=op_backend).double()
     exact = (F.layer_norm if kind == "layer" else F.rms_norm)(x.double(), (1000,), eps=1e-5)
     assert (ours - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("columns", [70, 768, 1000])
+def test_a_constant_row_becomes_the_bias(columns: int, op_backend: str) -> None:
+    assert not constant_rows_off_their_bias(op_backend, columns)
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])

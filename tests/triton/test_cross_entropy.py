@@ -12,6 +12,7 @@ from checks import check_found
 import pytransformer as pt
 from pytransformer.testing import fuzz_cross_entropy as random_problems
 from pytransformer.testing.cases import Case, cases
+from pytransformer.testing.ops.cross_entropy import results_at_offset
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -56,6 +57,13 @@ def test_rows_of_very_different_weight_keep_their_digits() -> None:
         assert torch.equal(torch.autograd.grad(loss, row, g[i])[0], dx[i])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_shared_by_all_logits_changes_no_bit(dtype: torch.dtype) -> None:
+    at_zero = results_at_offset(0.0, "triton", dtype)
+    for offset in (2.0**10, 2.0**20):
+        assert all(map(torch.equal, results_at_offset(offset, "triton", dtype), at_zero)), offset
+
+
 def test_nothing_to_do() -> None:
     w = torch.randn(5, 4, requires_grad=True)
     x, target = torch.randn(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
@@ -84,7 +92,7 @@ MUTANTS = {
     "sum_not_rescaled": ("fwd.py", "b_l * tl.exp2((b_m - safe) * LOG2E)", "b_l"),
     "base_two": ("fwd.py", "tl.log2(b_l) * LN2", "tl.log2(b_l)"),
     "bias_missing_at_the_target": ("fwd.py", "b_z += tl.load(BIAS + k, mask", "b_z += 0.0 * tl.load(BIAS + k, mask"),
-    "smoothing_over_the_padding": ("fwd.py", "(b_sum / classes)", "(b_sum / (tl.cdiv(classes, C.BN) * C.BN))"),
+    "smoothing_over_the_padding": ("fwd.py", "b_sum / classes - b_m", "b_sum / (tl.cdiv(classes, C.BN) * C.BN) - b_m"),
     "smoothing_missing_in_backward": ("bwd.py", "b_dz -= p.on_each / classes", "b_dz -= 0.0"),
     "target_keeps_its_share": ("bwd.py", "== target[:, None], p.on_target, 0.0)", "== target[:, None], 1.0, 0.0)"),
     "ignored_rows_count": ("bwd.py", "(target != p.ignore_index) & ", ""),

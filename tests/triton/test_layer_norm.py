@@ -16,6 +16,7 @@ from pytransformer.reference.philox import TAG_ADD_NORM, column_keep_mask
 from pytransformer.testing import fuzz_layer_norm
 from pytransformer.testing.cases import Case, cases
 from pytransformer.testing.dropout_check import check_norm_starts
+from pytransformer.testing.ops.layer_norm import constant_rows_off_their_bias
 
 CASES = [c for op in fuzz_layer_norm.KINDS for c in cases(op, "small")]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -65,6 +66,11 @@ def _error_at_a_large_mean(kind: str, columns: int) -> float:
 @pytest.mark.parametrize("columns", [500, WIDE])
 def test_a_large_mean_costs_no_digits(kind: str, columns: int) -> None:
     assert _error_at_a_large_mean(kind, columns) < 2e-6
+
+
+@pytest.mark.parametrize("columns", [500, WIDE])
+def test_a_constant_row_becomes_the_bias(columns: int) -> None:
+    assert not constant_rows_off_their_bias("triton", columns)
 
 
 def test_a_mean_taken_once_costs_digits(tmp_path: Path) -> None:

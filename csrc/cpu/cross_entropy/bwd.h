@@ -30,10 +30,11 @@ struct LogitGradient {
       if (p.target[at] == p.ignore_index) {
         for (int64_t j = 0; j < n; j += T::width) store(row + j, vec{});
       } else {
-        const acc lse = static_cast<const acc*>(f.lse)[at], g = static_cast<const acc*>(f.upstream)[at];
+        const acc* split_lse = static_cast<const acc*>(f.split_lse);
+        const acc row_max = split_lse[at], log_sum = split_lse[p.rows + at], g = static_cast<const acc*>(f.upstream)[at];
         for (int64_t j = 0; j < n; j += T::width) {
           const vec z = load(row + j) + bias.at(j);
-          store(row + j, vec(exp_of(vec(z - set1<vec>(lse))) - set1<vec>(even)));
+          store(row + j, vec(exp_of(vec(z - set1<vec>(row_max) - set1<vec>(log_sum))) - set1<vec>(even)));
         }
         if (c >= 0 && c < n) row[c] -= rest;
         for (int64_t j = 0; j < n; j += T::width) store(row + j, vec(load(row + j) * set1<vec>(g)));

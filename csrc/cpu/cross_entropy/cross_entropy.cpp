@@ -37,21 +37,22 @@ pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const 
   return p;
 }
 
-void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor lse, MaybeTensor product,
+void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor split_lse, MaybeTensor product,
                               int64_t ignore_index, double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   void* kept = edge.vector(product, "product", p.rows * p.classes);
   if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
-  PT_SELECT(cross_entropy_kernels).forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(lse, "lse", p.rows), kept});
+  PT_SELECT(cross_entropy_kernels).forward(p, {edge.vector(loss, "loss", p.rows), edge.vector(split_lse, "split_lse", 2 * p.rows), kept});
 }
 
-void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor lse, MaybeTensor product,
-                              MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index, double label_smoothing) {
+void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor split_lse,
+                              MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
+                              double label_smoothing) {
   const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   pt::CrossEntropyBackward f;
-  f.lse = edge.vector(lse, "lse", p.rows);
+  f.split_lse = edge.vector(split_lse, "split_lse", 2 * p.rows);
   f.product = edge.vector(product, "product", p.rows * p.classes);
   f.upstream = edge.vector(upstream, "upstream", p.rows);
   f.dx = edge.target(dx, "dx", p.rows, p.depth);
@@ -73,10 +74,10 @@ int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int6
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
   m.def(
-      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) lse, "
+      "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor(a!) loss, Tensor(b!) split_lse, "
       "Tensor(c!)? product, int ignore_index, float label_smoothing) -> ()");
   m.def(
-      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+      "linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor split_lse, "
       "Tensor? product, Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, int ignore_index, float label_smoothing) -> ()");
   m.def("linear_cross_entropy_scratch(Tensor x, int rows, int depth, int classes, bool kept) -> int");
 }

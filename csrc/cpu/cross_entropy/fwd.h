@@ -115,7 +115,7 @@ void merge(const RowSums<T>& panels, int64_t count, const RowSums<T>& rows, int 
   });
 }
 
-// Rows [first, first + count): loss and lse.
+// Write the loss and the split lse of the rows [first, first + count).
 template <class T>
 void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward& f, int64_t first, int64_t count) {
   using acc = typename T::acc;
@@ -135,12 +135,12 @@ void cross_entropy_chunk(const CrossEntropyProblem& p, const CrossEntropyForward
   }
 
   const double smoothing = p.label_smoothing;
-  acc *loss = static_cast<acc*>(f.loss) + first, *lse = static_cast<acc*>(f.lse) + first;
+  acc *loss = static_cast<acc*>(f.loss) + first, *row_max = static_cast<acc*>(f.split_lse) + first, *log_sum = row_max + p.rows;
   for (int64_t r = 0; r < count; r++) {
-    const double all = double(rows.maximum[r]) + std::log(double(rows.sum[r]));
-    lse[r] = acc(all);
-    double value = all - (1 - smoothing) * double(picked[r]);
-    if (smoothing > 0) value -= smoothing * (double(rows.logits[r]) / double(p.classes));
+    const double top = double(rows.maximum[r]), log = std::log(double(rows.sum[r]));
+    row_max[r] = rows.maximum[r], log_sum[r] = acc(log);
+    double value = log - (1 - smoothing) * (double(picked[r]) - top);
+    if (smoothing > 0) value -= smoothing * (double(rows.logits[r]) / double(p.classes) - top);
     loss[r] = p.target[first + r] == p.ignore_index ? acc(0) : acc(value);
   }
 }

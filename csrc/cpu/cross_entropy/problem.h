@@ -21,18 +21,21 @@ struct CrossEntropyProblem {
   int threads;
 };
 
-// z = x weight^T + bias, lse = log(sum exp z), loss = lse - (1 - s) z[target] - s mean(z); 0 where target is ignored.
+// z = x weight^T + bias, m = max z, l = log(sum exp(z - m)), loss = l - (1 - s) (z[target] - m) - s (mean(z) - m); 0 where target is
+// ignored. m and l stay apart because m + l loses the digits of l when all logits share a large part.
 struct CrossEntropyForward {
-  void *loss, *lse;  // (rows,) of acc
-  void* product;     // (rows, classes) of acc: x weight^T, kept for backward; or null
+  void* loss;       // (rows,) of acc
+  void* split_lse;  // (2, rows) of acc: m, l
+  void* product;    // (rows, classes) of acc: x weight^T, kept for backward; or null
 };
 
-// dz = upstream (exp(z - lse) - (1 - s) [c = target] - s / classes), dx = dz weight, dweight = dz^T x, dbias = sum of dz.
+// dz = upstream (exp(z - m - l) - (1 - s) [c = target] - s / classes), dx = dz weight, dweight = dz^T x, dbias = sum of dz.
 struct CrossEntropyBackward {
-  const void *lse, *upstream;  // (rows,) of acc; upstream of ignored rows is not read
-  const void* product;         // what forward kept, or null: computed again
-  void *dx, *dweight;          // of dtype, null where not wanted
-  void* dbias;                 // (classes,) of acc, null where not wanted
+  const void* split_lse;  // (2, rows) of acc
+  const void* upstream;   // (rows,) of acc; not read where target is ignored
+  const void* product;    // what forward kept, or null: computed again
+  void *dx, *dweight;     // of dtype, null where not wanted
+  void* dbias;            // (classes,) of acc, null where not wanted
 };
 
 struct CrossEntropyKernels {

@@ -109,7 +109,16 @@ struct NormForwardRow {
     if (m.variance < 0) m.variance = 0;  // not max(): it would lose a NaN
   }
 
+  // The row of results. With 16-bit results and one look, h rstd - mean rstd rounds within their bound and saves a subtraction. A row
+  // whose mean is large against its deviation cancels there: a constant row came out as 0.4 instead of 0.
   INLINE void write(int64_t i, const typename R::elem* cached, const Moments<acc>& m) const {
+    if (kHalf && m.settled) write_row<false>(i, cached, m);
+    else write_row<true>(i, cached, m);
+  }
+
+ private:
+  template <bool CENTER>
+  INLINE void write_row(int64_t i, const typename R::elem* cached, const Moments<acc>& m) const {
     const int64_t o = outer_of(i), q = i - o * p.inner;
     const auto *w = static_cast<const acc*>(p.weight), *b = static_cast<const acc*>(p.bias);
     auto* out = row_of<X>(f.out, o, q);
@@ -118,14 +127,13 @@ struct NormForwardRow {
     const acc rs = acc(1 / std::sqrt(double(m.variance) + p.eps));  // rounded once: thrice in float took out past its bound
     if (f.mean) static_cast<acc*>(f.mean)[i] = m.mu + m.lo;
     if (f.rstd) static_cast<acc*>(f.rstd)[i] = rs;
-    // Where results have 16 bits, the mean's product with rstd is rounded within their bound: a subtraction less.
-    const vec to_unit = set1<vec>(rs), mean = set1<vec>(kHalf ? 0 : m.mu), shift = set1<vec>(-(kHalf ? m.mu + m.lo : m.lo) * rs);
+    const vec to_unit = set1<vec>(rs), mean = set1<vec>(m.mu), shift = set1<vec>(-(CENTER ? m.lo : m.mu + m.lo) * rs);
     const auto each = [=, n = p.columns, h = h_of(o, q, cached)](const auto parameters) {
       columns<X::width>(n, [=](int64_t j, int slot, auto lanes) {
         fetch<false>(x, j, slot);
         if constexpr (ADD) fetch<false>(residual, j, slot);
         vec d = R::load(h + j, lanes);
-        if constexpr (!kHalf) d = d - mean;
+        if constexpr (CENTER) d = d - mean;
         const auto store = [=, y = parameters(fma(d, to_unit, shift), j, lanes)] { put<X, STREAM>(out + j, lanes, y); };
         if constexpr (kLateStores<typename X::elem>) return store;
         else store();

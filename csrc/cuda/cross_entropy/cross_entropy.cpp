@@ -37,8 +37,8 @@ Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, i
 }
 
 // parts, picked: room for what tiles leave.
-void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials, Tensor picked, Tensor loss, Tensor lse,
-                       int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
+void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor partials, Tensor picked, Tensor loss,
+                       Tensor row_max, Tensor log_sum, int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
   Reachable reachable;
   LogitPartials f{};
   f.product = logits_of(x, weight, reachable);
@@ -47,23 +47,32 @@ void cross_entropy_fwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target,
   f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
   const CrossEntropyPlan plan = plan_cross_entropy(rows, classes, label_smoothing > 0);
   f.partials = floats_to(partials, "partials", plan.partials, reachable), f.picked = floats_to(picked, "picked", rows, reachable);
-  const LossProblem second{
-      f.labels, f.partials, f.picked,  floats_to(loss, "loss", rows, reachable), floats_to(lse, "lse", rows, reachable),
-      rows,     classes,    plan.tiles};
+  const LossProblem second{f.labels,
+                           f.partials,
+                           f.picked,
+                           floats_to(loss, "loss", rows, reachable),
+                           floats_to(row_max, "row_max", rows, reachable),
+                           floats_to(log_sum, "log_sum", rows, reachable),
+                           rows,
+                           classes,
+                           plan.tiles};
   const DeviceGuard guard(device);
   sm90_logit_partials(f, planned(f.product), reinterpret_cast<void*>(stream));
   sm90_loss(second, plan, reinterpret_cast<void*>(stream));
 }
 
-void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor lse, Tensor g, MaybeTensor d_logits,
-                       MaybeTensor bias_partials, int64_t ignore_index, double label_smoothing, int64_t device, int64_t stream) {
+void cross_entropy_bwd(Tensor x, Tensor weight, MaybeTensor bias, Tensor target, Tensor row_max, Tensor log_sum, Tensor g,
+                       MaybeTensor d_logits, MaybeTensor bias_partials, int64_t ignore_index, double label_smoothing, int64_t device,
+                       int64_t stream) {
   Reachable reachable;
   DLogitsProblem f{};
   f.product = logits_of(x, weight, reachable);
   const int64_t rows = f.product.rows, classes = f.product.columns;
   f.bias = bias_of(bias, "bias", classes, reachable);
   f.labels = labels_of(target, ignore_index, label_smoothing, rows, reachable);
-  f.lse = floats_from(lse, "lse", rows, reachable), f.g = floats_from(g, "g", rows, reachable);
+  f.row_max = floats_from(row_max, "row_max", rows, reachable);
+  f.log_sum = floats_from(log_sum, "log_sum", rows, reachable);
+  f.g = floats_from(g, "g", rows, reachable);
   f.d_logits = result_of(d_logits, "d_logits", f.product, reachable);
   if (bias_partials)
     f.bias_partials = floats_to(*bias_partials, "bias_partials", (rows + kRowsOfAPart - 1) / kRowsOfAPart * classes, reachable);
@@ -77,12 +86,12 @@ int64_t cross_entropy_partials(int64_t classes, bool smooth) { return plan_cross
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pytransformer_C, m) {
-  m.def(
-      PT_EDGE_OP("cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) partials, Tensor(b!) picked, "
-                 "Tensor(c!) loss, Tensor(d!) lse, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
-  m.def(
-      PT_EDGE_OP("cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor g, Tensor(a!)? d_logits, "
-                 "Tensor(b!)? bias_partials, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor(a!) partials, Tensor(b!) picked, "
+      "Tensor(c!) loss, Tensor(d!) row_max, Tensor(e!) log_sum, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
+  m.def(PT_EDGE_OP(
+      "cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor row_max, Tensor log_sum, "
+      "Tensor g, Tensor(a!)? d_logits, Tensor(b!)? bias_partials, int ignore_index, float label_smoothing, int device, int stream) -> ()"));
   m.def(PT_EDGE_OP("cross_entropy_partials(int classes, bool smooth) -> int"));
 }
 STABLE_TORCH_LIBRARY_IMPL(pytransformer_C, PT_EDGE_KEY, m) {

@@ -26,20 +26,22 @@ struct LogitPartials {
   float *partials, *picked;
 };
 
-// lse = log sum exp z; loss = lse - on_target z_target - on_each mean(z), from the parts, in order.
+// m = max z, l = log sum exp(z - m); loss = l - on_target (z_target - m) - on_each (mean(z) - m), from the parts, in order. m and l stay
+// apart: m + l loses the digits of l when all logits share a large part.
 struct LossProblem {
   Labels labels;
   const float *partials, *picked;
-  float *loss, *lse;  // (rows,)
+  float *loss, *row_max, *log_sum;  // (rows,): loss, m, l
   int64_t rows, classes, tiles;
 };
 
-// d_logits = (exp(z - lse) - on_target [class = target] - on_each / classes) g, and its sums over 64 rows each.
+// d_logits = (exp(z - m - l) - on_target [class = target] - on_each / classes) g, and its sums over 64 rows each.
 struct DLogitsProblem {
   Product product;
   Bias bias;
   Labels labels;
-  const float *lse, *g;  // (rows,); g: the upstream gradient of the row's loss, times what the caller will take out again
+  const float *row_max, *log_sum;  // (rows,)
+  const float* g;                  // (rows,): the upstream gradient of the row's loss, times a scale that the caller removes
   MatrixOut d_logits;
   float* bias_partials;  // (ceil(rows / 64), classes); null where not wanted
 };

@@ -3,11 +3,12 @@
 
 ::
 
-    lse = log(sum_r exp(lse_r)),   loss = lse - (1 - s) sum_r z_r,target - s / V sum_r sum_c z_rc
+    m = max_r m_r,   l = log(sum_r exp(m_r - m + l_r))
+    loss = l - (1 - s) (sum_r z_r,target - m) - s (sum_r sum_c z_rc / V - m)
 
-Forward the ranks exchange two numbers a row, lse_r of their own classes and the target's logit where it is theirs, and with label
-smoothing s a third, the sum of their logits. No rank sees another's logits. Backward is each rank's own, given lse, but for the gradient of
-x: it is a sum over the ranks.
+In forward the ranks exchange three numbers per row: the largest logit m_r of their classes, the logarithm l_r of the sum of
+exponentials about it, and the target's logit if its class is theirs. Label smoothing s adds the sum of their logits. No rank sees
+another's logits. In backward each rank computes the gradients of its classes from m and l; the gradient of x is a sum over ranks.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
@@ -132,8 +133,11 @@ class _Part:
 
 
 def _merged(shares: torch.Tensor) -> torch.Tensor:
-    """(ranks, 2 or 3, rows): lse, the target's logit and the sum of logits, over all ranks."""
-    return torch.cat([torch.logsumexp(shares[:, :1], 0), shares[:, 1:].sum(0)])
+    """Merge (ranks, 3 or 4, rows): row_max, log_sum, the target's logit and the sum of logits, over all ranks."""
+    row_max = shares[:, :1].amax(0)
+    base = torch.where(row_max == -torch.inf, 0.0, row_max)  # these ranks have no class
+    log_sum = torch.logsumexp(shares[:, :1] - base + shares[:, 1:2], 0)
+    return torch.cat([row_max, log_sum, shares[:, 2:].sum(0)])
 
 
 class _Losses(torch.autograd.Function):
@@ -145,13 +149,15 @@ class _Losses(torch.autograd.Function):
         valid = target != part.a.ignore_index
         mine = valid & (target >= part.own.start) & (target < part.own.stop)
         place = torch.where(mine, target - part.own.start, 0)
-        own = torch.stack([_lse(part, x, weight, bias, valid, work), *_logits(part, x, weight, bias, mine, place, work)])
-        lse, picked, *rest = part.gathered(own, _merged)
-        ctx.save_for_backward(x, weight, bias, valid, mine, place, lse)
+        own = torch.stack(
+            [*_split_lse(part, x, weight, bias, valid, work), *_logits(part, x, weight, bias, mine, place, work)]
+        )
+        row_max, log_sum, picked, *rest = part.gathered(own, _merged)
+        ctx.save_for_backward(x, weight, bias, valid, mine, place, torch.stack([row_max, log_sum]))
         ctx.part = part
-        loss = lse - (1.0 - part.smoothing) * picked
+        loss = log_sum - (1.0 - part.smoothing) * (picked - row_max)
         for total in rest:
-            loss = loss - part.smoothing / part.a.weight.shape[0] * total
+            loss = loss - part.smoothing * (total / part.a.weight.shape[0] - row_max)
         return torch.where(valid, loss, 0.0)
 
     @staticmethod
@@ -160,13 +166,13 @@ class _Losses(torch.autograd.Function):
         return *_gradients(ctx.part, ctx.saved_tensors, grad.contiguous(), wanted), None, None
 
 
-def _lse(part: _Part, x: Any, weight: Any, bias: Any, valid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
-    """Of this rank's classes."""
+def _split_lse(part: _Part, x: Any, weight: Any, bias: Any, valid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    """Return (2, rows): row_max and log_sum over this rank's classes."""
     if not len(weight):
-        return torch.full(valid.shape, -torch.inf, dtype=work, device=x.device)
+        return torch.full((2, *valid.shape), -torch.inf, dtype=work, device=x.device)
     any_class = torch.where(valid, 0, IGNORED)
-    lse = part.op.run(part.call(x, weight, any_class, bias, 0.0), part.backend, part.strict)[1]
-    return torch.where(valid, lse, 0.0)
+    split_lse = part.op.run(part.call(x, weight, any_class, bias, 0.0), part.backend, part.strict)[1]
+    return torch.where(valid, split_lse, 0.0)
 
 
 def _logits(
@@ -188,11 +194,11 @@ def _logits(
 def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
     """Of x (this rank's share), weight and bias.
 
-    The raw op takes lse as it is given, here all ranks', and one target a row. A row whose target is another rank's gets one more class,
+    The raw op takes the split lse of all ranks, and one target a row. A row whose target is another rank's gets one more class,
     of weight 0 and bias -inf, to which no probability and no gradient goes. Smoothing divides by the number of classes: with s' = s
     (own + 1) / V the share of each is s / V, and only the target's differs, by s' - s.
     """
-    x, weight, bias, valid, mine, place, lse = saved
+    x, weight, bias, valid, mine, place, split_lse = saved
     own, classes = weight.shape[0], part.a.weight.shape[0]
     if not own:
         return [torch.zeros_like(t) if want and t is not None else None for t, want in zip((x, weight, bias), wanted)]
@@ -200,11 +206,11 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
     s = part.smoothing * (own + 1) / classes
     target = torch.where(valid, torch.where(mine, place, own), IGNORED)
     more = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-    biases = F.pad(lse.new_zeros(own) if bias is None else bias, (0, 1), value=-torch.inf)
+    biases = F.pad(split_lse.new_zeros(own) if bias is None else bias, (0, 1), value=-torch.inf)
     a = part.call(x, more, target, biases, s)
     if part.op.select(a, part.backend, part.strict).name not in BY_LSE:
         return _plain(part, saved, grad, wanted)
-    results = part.op.backward(grad, *a, lse, lse.new_empty(0), wanted, part.backend, part.strict)
+    results = part.op.backward(grad, *a, split_lse, split_lse.new_empty(0), wanted, part.backend, part.strict)
     d_x, d_weight, d_bias = (r if want else None for r, want in zip(results, wanted))
     d_weight, d_bias = (None if t is None else t[:own] for t in (d_weight, d_bias))
     if s:
@@ -212,23 +218,26 @@ def _gradients(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) 
         rows, to = torch.where(mine[..., None], x, 0).reshape(-1, x.shape[-1]), place.flatten()
         if d_x is not None:
             of_targets = torch.where(mine[..., None], weight[place], 0)
-            d_x = (d_x.to(lse.dtype) + factor[..., None] * of_targets).to(x.dtype)
+            d_x = (d_x.to(split_lse.dtype) + factor[..., None] * of_targets).to(x.dtype)
         if d_weight is not None:
-            share = (factor.flatten()[:, None] * rows).to(lse.dtype)
-            d_weight = d_weight.to(lse.dtype).index_add(0, to, share).to(weight.dtype)
+            share = (factor.flatten()[:, None] * rows).to(split_lse.dtype)
+            d_weight = d_weight.to(split_lse.dtype).index_add(0, to, share).to(weight.dtype)
         if d_bias is not None:
-            d_bias = d_bias.to(lse.dtype).index_add(0, to, factor.flatten()).to(bias.dtype)
+            d_bias = d_bias.to(split_lse.dtype).index_add(0, to, factor.flatten()).to(bias.dtype)
     return [d_x, d_weight, d_bias]
 
 
 def _plain(part: _Part, saved: Any, grad: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor | None]:
-    """As :func:`_gradients`, for the reference, whose backward makes lse anew: dz = g (exp(z - lse) - (1 - s) [c = target] - s / V)."""
-    x, weight, bias, valid, mine, place, lse = saved
-    rows = torch.where(valid[..., None], x.to(lse.dtype), 0.0)
-    w = weight.to(lse.dtype)
+    """Return the gradients as :func:`_gradients` does, for the reference, whose backward computes m and l again.
+
+    dz = g (exp(z - m - l) - (1 - s) [c = target] - s / V)
+    """
+    x, weight, bias, valid, mine, place, split_lse = saved
+    rows = torch.where(valid[..., None], x.to(split_lse.dtype), 0.0)
+    w = weight.to(split_lse.dtype)
     own = len(weight)
-    z = F.linear(rows, w, None if bias is None else bias.to(lse.dtype))
-    dz = torch.exp(z - lse[..., None]) - part.smoothing / part.a.weight.shape[0]
+    z = F.linear(rows, w, None if bias is None else bias.to(split_lse.dtype))
+    dz = torch.exp(z - split_lse[0][..., None] - split_lse[1][..., None]) - part.smoothing / part.a.weight.shape[0]
     dz = dz.scatter_add(-1, place[..., None], ((part.smoothing - 1.0) * mine.to(dz.dtype))[..., None])
     dz = torch.where(valid[..., None], dz * grad[..., None], 0.0)
     flat, rows = dz.reshape(-1, own), rows.reshape(-1, x.shape[-1])

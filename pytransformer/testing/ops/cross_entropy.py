@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...ops.cross_entropy import linear_cross_entropy
 from .. import fuzz_cross_entropy, oracle
 from ..calibration import plain_calibration, usual
 from ..case import Builder, Case, Draw, Work, made
@@ -43,6 +44,20 @@ def _cases(size: Mapping[str, int]) -> Iterator[Case]:
 def _work(s: Mapping[str, int]) -> Work:
     flops, inputs = 2.0 * s["rows"] * s["d"] * s["classes"], s["rows"] * s["d"] + s["classes"] * s["d"]
     return Work((flops, 2.0 * flops), (inputs, 2 * inputs))
+
+
+def results_at_offset(offset: float, backend: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return loss, dx, dweight and dbias of logits that share ``offset``.
+
+    All logits are multiples of 1/4 below 2^22, so float32 holds them exactly and the offset must not change one bit of a result.
+    """
+    draw = torch.Generator().manual_seed(0)
+    integers = lambda *shape: torch.randint(-2, 3, shape, generator=draw)
+    x, weight = integers(40, 16).to(dtype).requires_grad_(), (integers(300, 16) / 4).to(dtype).requires_grad_()
+    bias = torch.full((300,), offset).requires_grad_()
+    target = torch.randint(0, 300, (40,), generator=draw)
+    loss = linear_cross_entropy(x, weight, target, bias=bias, backend=backend, strict=True)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight, bias))]
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...ops.layer_norm import add_norm, layer_norm
 from .. import fuzz_layer_norm, oracle
 from ..calibration import plain_calibration, usual
 from ..case import SEEDED, Builder, Case, Draw, Work, made
@@ -68,6 +70,22 @@ def _normed(s: Mapping[str, int], operands: int = 2) -> Work:
 
 def _added(s: Mapping[str, int]) -> Work:
     return _normed(s, operands=4)  # x, residual -> normed, residual_out
+
+
+def constant_rows_off_their_bias(backend: str, columns: int) -> list[str]:
+    """Return the constant rows whose layer norm is not the bias, exactly: such a row has no deviation."""
+    wrong = []
+    bias = torch.linspace(-2, 2, columns)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for value in (0.25, 100.0, -1000.0, 30000.0):
+            x = torch.full((3, columns), value, dtype=dtype)
+            expected = bias.to(dtype).expand_as(x)
+            plain = layer_norm(x, columns, torch.ones(columns), bias, backend=backend, strict=True)
+            added, _ = add_norm(x, torch.zeros_like(x), torch.ones(columns), bias, backend=backend, strict=True)
+            wrong += [
+                f"{dtype}, {value}, {op}" for op, y in (("plain", plain), ("added", added)) if not torch.equal(y, expected)
+            ]
+    return wrong
 
 
 def _solve(op: str, named: Mapping[str, Any], grads: list[Tensor] | None) -> oracle.Solution:

@@ -9,11 +9,11 @@ namespace pt::cuda {
 
 // An epilogue (matmul.cuh).
 struct DLogits {
-  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 3 * RowStats::kBytes;
+  static constexpr uint32_t kScratch = TileBias<1>::kBytes + BiasSums::kBytes + 4 * RowStats::kBytes;
   static constexpr int kPanels = 0;
   Bias bias[1];
   Labels labels;
-  const float *lse, *g;
+  const float *row_max, *log_sum, *g;
   MatrixOut d_logits;
   float* bias_partials;
   float share;  // on_each / classes
@@ -21,17 +21,17 @@ struct DLogits {
   // A lane's row. One without gradient has no other number: what it holds may be NaN.
   struct Row {
     bool counts;
-    float lse, g;
+    float row_max, log_sum, g;
     int64_t target;  // from the lane's first column on
   };
   PT_DEVICE Row row_of(const MatmulPlace& place, int r) const {
-    if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, -1};
+    if (place.own(r) >= place.rows) return {false, 0.0f, 0.0f, 0.0f, -1};
     const int target = int(numbers(place, 0).get(r));
-    return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)),
-            ptx::bits_float(numbers(place, 2 - PT_FAULT(lse_for_the_upstream_gradient)).get(r)),
+    return {target >= 0, ptx::bits_float(numbers(place, 1).get(r)), ptx::bits_float(numbers(place, 2).get(r)),
+            ptx::bits_float(numbers(place, 3 - PT_FAULT(lse_for_the_upstream_gradient)).get(r)),
             target - place.column - 2 * (lane_id() % 4)};
   }
-  // Of rows: the target, -1 without gradient; lse; g.
+  // Row stats in shared memory: the target (-1 without gradient), row_max, log_sum, g.
   static PT_DEVICE RowStats numbers(const MatmulPlace& place, int which) {
     return {place.scratch + TileBias<1>::kBytes + BiasSums::kBytes +
             uint32_t(PT_FAULT(a_rows_stats_in_one_place) ? 0 : which) * RowStats::kBytes};
@@ -39,17 +39,18 @@ struct DLogits {
 
   PT_DEVICE void begin(const MatmulPlace& place) const {
     int target = 0;
-    float row_lse = 0.0f, row_g = 0.0f;
+    float m = 0.0f, l = 0.0f, row_g = 0.0f;
     RowStats::each(place, [&](int, int64_t row) {
       const int64_t class_of = target_of(labels, row);
       target = class_of == labels.ignore_index ? -1 : int(clamped(class_of, place.columns));
-      row_lse = load_one(lse + row), row_g = load_one(g + row);
+      m = load_one(row_max + row), l = load_one(log_sum + row), row_g = load_one(g + row);
     });
     TileBias<1>::bring(bias, place);
     RowStats::each(place, [&](int i, int64_t) {
       numbers(place, 0).put(i, uint32_t(target));
-      numbers(place, 1).put(i, ptx::float_bits(row_lse));
-      numbers(place, 2).put(i, ptx::float_bits(row_g));
+      numbers(place, 1).put(i, ptx::float_bits(m));
+      numbers(place, 2).put(i, ptx::float_bits(l));
+      numbers(place, 3).put(i, ptx::float_bits(row_g));
     });
   }
 
@@ -71,7 +72,7 @@ struct DLogits {
         PT_UNROLL
         for (int c = 0; c < 8; ++c) {
           const float z = x[sum_at(strip, r, c)] + (PT_FAULT(the_gradient_without_the_bias) ? 0.0f : b[c]);
-          const float p = ptx::exp2((z - row.lse) * (PT_FAULT(exponentials_to_base_two) ? 1.0f : kLog2e));
+          const float p = ptx::exp2((z - row.row_max - row.log_sum) * (PT_FAULT(exponentials_to_base_two) ? 1.0f : kLog2e));
           v[c] = p - (PT_FAULT(the_gradients_smoothing_left_out) ? 0.0f : share);
         }
         const int64_t at = row.target - strip * kStripColumns;

@@ -149,11 +149,12 @@ __global__ void __launch_bounds__(32 * kLossWarps) cross_entropy_loss_kernel(con
     all.add({ptx::ld_shared_f32(at(0, w)), ptx::ld_shared_f32(at(1, w))});
     total += ptx::ld_shared_f32(at(2, w));
   }
-  const float lse = ptx::fma_rn(ptx::log2(all.sum), PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2, all.row_max);
-  float loss = lse - (PT_FAULT(the_target_keeps_its_share) ? 1.0f : f.labels.on_target) * load_one(f.picked + row);
+  const float log_sum = ptx::log2(all.sum) * (PT_FAULT(a_logarithm_to_base_two) ? 1.0f : kLn2);
+  const float picked = load_one(f.picked + row) - all.row_max;
+  float loss = log_sum - (PT_FAULT(the_target_keeps_its_share) ? 1.0f : f.labels.on_target) * picked;
   const float classes = float(PT_FAULT(the_mean_over_whole_tiles) ? f.tiles * kClassTile : f.classes);
-  if (smooth && !PT_FAULT(the_smoothing_left_out)) loss -= f.labels.on_each * (total / classes);
-  store_one(f.lse + row, lse);
+  if (smooth && !PT_FAULT(the_smoothing_left_out)) loss -= f.labels.on_each * (total / classes - all.row_max);
+  store_one(f.row_max + row, all.row_max), store_one(f.log_sum + row, log_sum);
   store_one(f.loss + row, target_of(f.labels, row) == f.labels.ignore_index && !PT_FAULT(ignored_rows_count) ? 0.0f : loss);
 }
 

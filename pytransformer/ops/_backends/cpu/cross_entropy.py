@@ -24,15 +24,15 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         if a.x.numel() == 0:
             return op.backends["reference"].forward(a)
         check_values(a)
-        loss, lse, product = op.empty_outputs(a)
-        losses = loss if a.reduction == "none" else torch.empty_like(lse)
+        loss, split_lse, product = op.empty_outputs(a)
+        losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
         torch.ops.pytransformer_C.linear_cross_entropy_fwd(
-            *_operands(a), losses.view(-1), lse.view(-1), _kept(product), a.ignore_index, a.label_smoothing
+            *_operands(a), losses.view(-1), split_lse.view(-1), _kept(product), a.ignore_index, a.label_smoothing
         )
         if a.reduction != "none":
             total = losses.double().sum()
             loss.copy_(total / _valid(a) if a.reduction == "mean" else total)
-        return loss, lse, product
+        return loss, split_lse, product
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
@@ -40,22 +40,22 @@ def backend(op: Op, check_values: Callable[[Any], None], keeps: Callable[[Any], 
         if a.x.numel() == 0 or grads[0] is None:
             return op.backends["reference"].backward(a, grads, saved, wanted)
         check_values(a)
-        lse = saved[0].contiguous()
+        split_lse = saved[0].contiguous()
         upstream = grads[0].double() / _valid(a) if a.reduction == "mean" else grads[0]
-        upstream = upstream.to(lse.dtype).expand(lse.shape).reshape(-1).contiguous()
+        upstream = upstream.to(split_lse.dtype).expand(a.target.shape).reshape(-1).contiguous()
         results = dict(zip(op.differentiable, op.empty_gradients(a, wanted)))
         targets: dict[str, torch.Tensor | None] = {}
         for name, t in results.items():
             if t is None:
                 targets[name] = None
             elif name == "bias":
-                targets[name] = torch.empty(t.shape, dtype=lse.dtype)
+                targets[name] = torch.empty(t.shape, dtype=split_lse.dtype)
             else:
                 targets[name] = (t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype)).view(-1, t.shape[-1])
         torch.ops.pytransformer_C.linear_cross_entropy_bwd(
             upstream,
             *_operands(a),
-            lse.view(-1),
+            split_lse.view(-1),
             _kept(saved[1]),
             *(targets[n] for n in ("x", "weight", "bias")),
             a.ignore_index,

@@ -53,7 +53,7 @@ def why_not(a: Any) -> str | None:
     return cuda_matmul.why_not("cross_entropy_fwd", a.x, *a.weight.shape)
 
 
-def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
+def _forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
     (x, weight, bias), rows = _operands(a), len(a.x)
     step = min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     partials, picked = torch.empty(step * _partials(a), device=a.x.device), torch.empty(step, device=a.x.device)
@@ -61,14 +61,14 @@ def _forward(a: Any, losses: torch.Tensor, lse: torch.Tensor) -> None:
         n = len(losses[part])
         cuda_library.call(
             "cross_entropy_fwd", x.device, x[part], weight.t(), bias, a.target[part], partials[: n * _partials(a)], picked[:n],
-            losses[part], lse[part], a.ignore_index, a.label_smoothing,
+            losses[part], *split_lse[:, part], a.ignore_index, a.label_smoothing,
         )  # fmt: skip
 
 
 def _backward(
     a: Any,
     g: torch.Tensor,
-    lse: torch.Tensor,
+    split_lse: torch.Tensor,
     dx: torch.Tensor | None,
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
@@ -91,7 +91,8 @@ def _backward(
             to = None if d_logits is None else d_logits[:n]
             sums = None if bias_partials is None else bias_partials[: bias_parts(n)]
             cuda_library.call(
-                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], lse[part], g[part], to, sums,
+                "cross_entropy_bwd", device, x[part], weight.t(), bias, a.target[part], *split_lse[:, part], g[part], to,
+                sums,
                 a.ignore_index, a.label_smoothing,
             )  # fmt: skip
             if d_bias is not None:
@@ -154,4 +155,4 @@ def _extra_bytes(a: Any) -> int:
     forward = 4 * _partials(a) * min(rows, _rows(PARTIALS_BYTES, PARTIALS_BYTES_EMULATED, 4 * _partials(a)))
     chunk = min(rows, _chunk_rows(classes))
     backward = chunk * (2 * classes + classes // 16 + 6 * d) + 4 * classes * d * (1 if d % WIDTH == 0 else 2)
-    return max(forward, backward) + 12 * rows  # the losses, lse and g of all rows
+    return max(forward, backward) + 16 * rows  # the losses, split lse and g of all rows

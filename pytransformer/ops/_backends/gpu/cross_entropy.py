@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the backends ``triton`` and ``cuda`` of linear_cross_entropy do alike: they differ in the kernels that get the rows.
 
-The gradients are computed in backward, from logits computed again, for every reduction: what forward leaves is lse alone, on every
-backend the same, so that backward may run on another one. It costs a fourth product where three would do.
+The gradients are computed in backward, from logits computed again, for every reduction: forward saves the split lse alone, the same
+on every backend, so that backward may run on another one. It costs a fourth product where three would do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..._core.tensors import as_written, looks_at_values
 class Kernels(NamedTuple):
     """What a backend has of its own, called with the op's arguments, of which x is (rows, d) and target (rows,).
 
-    forward(a, losses, lse): write the loss and lse of every row, (rows,) float32.
-    backward(a, g, lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros before) that are
-    given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored. There is a row.
+    forward(a, losses, split_lse): write the loss (rows,) and the split lse (2, rows) of every row, float32.
+    backward(a, g, split_lse, dx, d_weight, d_bias): write those of dx (rows, d), d_weight (float32) and d_bias (float32, zeros
+    before) that are given; g is the upstream gradient of each row's loss, float32, 0 where the target is ignored. There is a row.
     """
 
     forward: Callable[..., None]
@@ -44,23 +44,23 @@ def backend(
         if looks_at_values(a.x.device):
             check_values(a)
         with as_written(a.x.device):  # all of it: a recorded call has one answer to how exact its products are
-            loss, lse, product = op.empty_outputs(a)
+            loss, split_lse, product = op.empty_outputs(a)
             if product.numel():  # promised for tensors on the CPU
                 product.copy_(a.x.to(product.dtype) @ a.weight.to(product.dtype).T)
-            losses = loss if a.reduction == "none" else torch.empty_like(lse)
-            load().forward(_flat(a), losses.view(-1), lse.view(-1))
+            losses = loss if a.reduction == "none" else torch.empty_like(split_lse[0])
+            load().forward(_flat(a), losses.view(-1), split_lse.view(2, -1))
             if a.reduction != "none":
                 torch.sum(losses.view(-1), 0, out=loss)
             if a.reduction == "mean":
                 loss /= _count(a)
-        return loss, lse, product
+        return loss, split_lse, product
 
     def backward(
         a: Any, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         with as_written(a.x.device):
             results = op.empty_gradients(a, wanted)
-            (grad,), (lse, _) = grads, saved
+            (grad,), (split_lse, _) = grads, saved
             if grad is None or a.target.numel() == 0:
                 return [None if r is None else r.zero_() for r in results]
             grad = grad.float() / _count(a) if a.reduction == "mean" else grad.float()
@@ -71,7 +71,7 @@ def backend(
                 None if d_weight is None else torch.empty(d_weight.shape, device=d_weight.device),
                 None if d_bias is None else torch.zeros(d_bias.shape, device=d_bias.device),
             )
-            load().backward(_flat(a), g, lse.reshape(-1), rows, *sums)
+            load().backward(_flat(a), g, split_lse.reshape(2, -1), rows, *sums)
             for result, found in zip(results, (rows, *sums)):
                 if result is not None and found is not None:
                     result.copy_(found.view(result.shape))
