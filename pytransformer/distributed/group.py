@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from ..ops._core.sharded import is_sharded
 from ..ops._core.tensors import check_same, check_tensor, looks_at_values
 from .blocks import BlockParts
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_group(op: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -52,6 +55,22 @@ def check_call(op: str, group: dist.ProcessGroup | None, arguments: Mapping[str,
         raise ValueError(f"{op}: page_table is for one process; give each rank its keys and values themselves")
     check_agreement(op, group, query.device, arguments)
     return rank, ranks
+
+
+def outside_graphs(function: Function) -> Function:
+    """Keep ``function`` out of torch.compile's graphs, as torch.compiler.disable does, but without importing torch._dynamo.
+
+    That import evaluates defaults like ``group=dist.group.WORLD`` in torch.distributed.nn.functional. After init_process_group they
+    keep the group, and gloo's threads, alive past destroy_process_group, and a rank may then abort while Python exits.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    return cast(Function, call)
 
 
 _MET: weakref.WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = weakref.WeakKeyDictionary()

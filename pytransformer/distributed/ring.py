@@ -20,6 +20,7 @@ from ..ops._core.options import AttentionOptions
 from .call import PLACES, RingCall, prepare
 from .exchange import Exchange, Payload
 from .gradients import Gradients
+from .group import outside_graphs
 from .layout import Layout
 from .plan import Message
 from .sinks import add_sinks, lse_of_queries, sinks_gradient
@@ -50,7 +51,7 @@ def ring_attention(
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,

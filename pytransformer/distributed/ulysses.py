@@ -24,7 +24,7 @@ from ..ops._core.tensors import autocast, empty_in_order
 from ..ops.attention import attention_op
 from ..ops.masks import AlibiBias, RelativePositionBias
 from .blocks import BlockParts
-from .group import check_call, seed_of_the_first, sum_over_ranks
+from .group import check_call, outside_graphs, seed_of_the_first, sum_over_ranks
 from .layout import Layout, check_layout, check_length, chunk_ranges, chunks_of_a_rank, gather_sequence, in_order
 
 OP = "ulysses_attention"
@@ -54,7 +54,7 @@ def ulysses_attention(
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def ulysses_attention(
     query: torch.Tensor,
     key: torch.Tensor,

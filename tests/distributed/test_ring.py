@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,3 +274,27 @@ def test_alone_it_says_how_to_start() -> None:
         ring_attention(x, x, x)
     with pytest.raises(ValueError, match="start the processes with torchrun"):
         shard_sequence(x)
+
+
+GROUP_ENDS = """
+import gc, sys, weakref
+import torch
+import torch.distributed as dist
+import pytransformer as pt
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+x = torch.randn(1, 2, 8, 8, requires_grad=True)
+for attend in (pt.distributed.ring_attention, pt.distributed.ulysses_attention):
+    attend(x, x, x).sum().backward()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+assert group() is None, "something holds the group"
+"""
+
+
+def test_the_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
+    """A group that outlives it keeps gloo's threads, and the process may abort while Python exits."""
+    command = [sys.executable, "-c", GROUP_ENDS, str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
