@@ -35,7 +35,7 @@ wheel:  ## what is published, into dist/: an sdist and manylinux wheels for ever
 bench: install  ## the benchmark suite
 	$(BIN)/pytransformer bench
 
-verify: install  ## check and time every backend on this machine, each in a process of its own; the verdict is kept and used
+verify: install  ## check and time every backend on this machine, in child processes; the results are stored and used
 	$(BIN)/pytransformer verify $(ARGS)
 
 try: install  ## OP=attention: the tests of an op, then, if they pass, its times; ARGS="--dtype bf16" goes to the benchmark

@@ -42,17 +42,8 @@ class BuildPy(build_py):
         if not self.editable_mode:
             shutil.rmtree(self.build_lib, ignore_errors=True)  # a module deleted since the last build must not be shipped
         super().run()
-        if not self.editable_mode:
-            self.ship_verdicts()
         if not plan().native:
             native_build.install(plan(), {}, package_directory(self, in_source=self.editable_mode))
-
-    def ship_verdicts(self) -> None:
-        """Puts the verdicts of bench/results/<gpu>/ where pytransformer/ops/_core/verdict_file.py looks for them."""
-        folder = package_directory(self, in_source=False) / "verdicts"
-        for path in sorted((ROOT / "bench" / "results").glob("*/verdict*.json")):
-            self.mkpath(str(folder))
-            self.copy_file(str(path), str(folder / f"{path.parent.name}-{path.name}"))
 
 
 class BuildExt(build_ext):

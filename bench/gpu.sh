@@ -11,7 +11,7 @@
 # ONLY='attention|decode' carries out the steps whose names hold that, after the installation: for a second run. COMMIT=… is told where
 # the checkout came without .git.
 #
-# In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's verdict and time),
+# In $OUT afterwards, and after each step: facts.txt (device, driver, versions, commit), steps.txt (each step's outcome and time),
 # results.tar.gz (logs/, a log of each step; bench/, the benchmark's results.json and report.md, the first to be committed under
 # bench/results/<gpu>/), and tuned/ (the Triton kernels' measured configurations, to be committed in kernels/tuned/).
 set -uo pipefail
@@ -99,7 +99,7 @@ step test_cuda 120 "${pytest[@]}" "${cuda[@]}"
 # On Hopper the step before ran its own kernels where they can; this runs the portable ones there.
 PYTRANSFORMER_CUDA_PATH=portable step test_cuda_portable 60 "${pytest[@]}" "$root/tests/cuda/test_gpu_attention.py" -k test_every_path
 step test_triton 180 "${pytest[@]}" "${triton[@]}" -k "not test_random"
-# The verdict on every backend, each in a process of its own; its file is a result, and is used without asking once it is committed.
+# Check every backend in child processes. After a run without failures, bench/tools/verified.py --tested COMMIT records the sources.
 PYTRANSFORMER_CACHE=$out step verify 150 "$python" -m pytransformer verify --device cuda --seconds 110
 
 # Benchmarks. Their numbers are drawn on the GPU and not compared with float64, which takes the CPU minutes at these sizes: the tests did.

@@ -24,8 +24,33 @@ def digest(csrc: Path = CSRC, part: str = "cpu") -> str:
 
 
 def compiled(csrc: Path = CSRC) -> str:
-    """A digest of all that the libraries of ops are compiled from: a verdict on them holds as long as it is the same."""
+    """Return a digest of all sources of the op libraries, on which a verification result depends."""
     found = hashlib.sha256()
     for path in sorted(path for part in ("common", "cpu", "cuda") for path in (csrc / part).rglob("*") if path.is_file()):
         found.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
+
+
+# Folders of csrc/cuda by op family; all other files there belong to every family.
+CUDA_FAMILIES = {
+    "attention": ("attention",),
+    "cross_entropy": ("cross_entropy",),
+    "feed_forward": ("feed_forward",),
+    "layer_norm": ("layer_norm",),
+    "rotary": ("rotary", "layer_norm"),
+}
+
+
+def cuda_sources(csrc: Path = CSRC) -> dict[str, str]:
+    """Return a digest of each op family's CUDA sources, with those that all families include."""
+    digests = {}
+    files = sorted(p for part in ("common", "cuda") for p in (csrc / part).rglob("*") if p.is_file())
+    for family, folders in CUDA_FAMILIES.items():
+        others = {folder for both in CUDA_FAMILIES.values() for folder in both} - {*folders}
+        found = hashlib.sha256()
+        for path in files:
+            name = path.relative_to(csrc)
+            if name.parts[1] not in others:
+                found.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digests[family] = found.hexdigest()[:16]
+    return digests

@@ -122,6 +122,7 @@ class Plan:
         return {
             "version": self.version,
             "sources": interface.compiled(),
+            "cuda_sources": interface.cuda_sources(),
             "platform": sysconfig.get_platform(),
             "manylinux": _platform(),
             "cpu": {"built": self.native, "reason": self.why_not_cpu, "isas": [isa.name for isa in self.isas]}

@@ -10,8 +10,8 @@ import torch
 
 from .integrations.explain_model import ModelExplanation, explain_model
 from .ops._core.failures import unasked_reason
+from .ops._core.preference import ordered
 from .ops._core.registry import OPS, at_home, forced_backend
-from .ops._core.verdicts import ordered
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     forced = backend or forced_backend(op)
     reasons = {
         name: target.backends[name].why_not(a) if forced else unasked_reason(target, target.backends[name], a, ask=False)
-        for name in ordered(target, a[0].device.type)
+        for name in dict.fromkeys(n for n, _ in ordered(target, a, "fwd"))
     }
     device = a[0].device.type
     asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]

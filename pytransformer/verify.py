@@ -10,27 +10,29 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .ops._core import verdicts
+from .ops._core import verification
 
 
 def verify(
     *, ops: Sequence[str] = (), backends: Sequence[str] = (), devices: Sequence[str] = (), seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """Check every backend on this machine against float64 and time those that are right, each in a process of its own; the verdict is
-    kept in the user's cache directory, and used from then on, in this process too. The same as ``pytransformer verify``.
+    """Check every backend on this machine against float64, in child processes, and time those that are right.
+
+    The results are stored in the user's cache directory and used from then on, in this process too. The
+    same as ``pytransformer verify``.
 
     Args:
         ops, backends: names; all of them if none are given.
         devices: ``"cpu"`` or ``"cuda"``; the CPU, and the GPU if there is one, if none are given.
-        seconds: time for a device; 120 if not given, and more where the machine is slow or busy. What was not checked then has no verdict,
-            and is left to the next call.
+        seconds: time per device; 120 if not given, and more on a slow or busy machine. The next call checks
+            what is left.
 
     Returns:
-        A verdict for each device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``, ``times``, ``key``, ``path``.
+        One object per device: ``checks`` (op, backend, dtype, case, outcome, detail), ``order``, ``times``, ``key``, ``path``.
 
     Raises:
         ValueError: an unknown op, backend or device.
-        RuntimeError: the process that checks ended without a verdict.
+        RuntimeError: the process that checks ended without a result.
     """
     words = [
         w
@@ -42,12 +44,10 @@ def verify(
     code = f"import sys; sys.path[:] = {sys.path!r}; from pytransformer.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "verify", "--json", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, env=dict(os.environ), check=False)
-    verdicts.forget()
+    verification.forget()
     if done.returncode == 2:
         raise ValueError(f"verify: {' '.join(words)} was not understood; what is wrong is on stderr")
     try:
         return json.loads(done.stdout)
     except ValueError:
-        raise RuntimeError(
-            f"verify: the process that checks ended with code {done.returncode} and without a verdict"
-        ) from None
+        raise RuntimeError(f"verify: the process that checks ended with code {done.returncode} and without a result") from None

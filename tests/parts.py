@@ -54,8 +54,8 @@ SAMPLES = (
 OPS = ("ops", "test_fuzz*.py")
 ISA_VARIABLE = "PYTRANSFORMER_CPU_ISA"
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-# The reference has no instruction sets. Nor have the lane's own C++ and verdicts, which took 18 of a set's 22 minutes.
-NO_REFERENCE = ("-k", "not reference and not lane_nodes and not lane_mutants and not lane_watched and not verdicts")
+# The reference has no instruction sets. Nor have the lane's own C++ and verification, which took 18 of a set's 22 minutes.
+NO_REFERENCE = ("-k", "not reference and not lane_nodes and not lane_mutants and not lane_watched and not verification")
 SANITIZE, TILES, BENCH = "sanitize", "software-tiles", "bench"
 NO_FAULTS = ("-k", "not finds and not mutants")  # planted faults test the tests, whatever the version of Triton
 # Whatever compares two roundings, under all that changes them: our kernels' set, what PyTorch's libraries may use, threads, random numbers.

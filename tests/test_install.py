@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytransformer.ops._core import verdict_file
+from pytransformer.ops._core import preference
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
@@ -193,33 +193,26 @@ def test_torch_is_found_where_this_interpreter_does_not_see_it() -> None:
 
 
 LOAD = """
-import sys, torch
-from pytransformer.ops._core import verdict_file
-found = verdict_file.load(torch.device("cpu"))
-print("found", found and found["name"])
+import torch
+from pytransformer.ops._core import preference, verified
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+print("rows", len(preference.table()["sm_90"]))
+print("verified", sorted({(op, backend) for op, backend, _ in verified.names(torch.device("cuda", 0))}))
 """
 
 
 @building
-def test_verdicts_of_the_results_are_shipped(tmp_path: Path) -> None:
-    """Measured in this checkout, by another build of the same sources: found by an installed package, until a source changes."""
+def test_results_of_gpus_are_installed(tmp_path: Path) -> None:
+    """Of the sources that were compiled: they end where the build was of others."""
     source = source_distribution(tmp_path / "sdist")
-    key = verdict_file.key(torch.device("cpu")) | {"binaries": "of another machine", "driver": "another"}
-    verdict = {"schema": verdict_file.SCHEMA, "key": key, "checks": [], "name": "planted"}
-    folder = source / "bench" / "results" / "some-gpu"
-    folder.mkdir(parents=True)
-    (folder / "verdict-1.json").write_text(json.dumps(verdict))
     wheel, _ = build_wheel(source, tmp_path / "wheel", PYTRANSFORMER_CPU="0")
-    assert "pytransformer/verdicts/some-gpu-verdict-1.json" in zipfile.ZipFile(wheel).namelist()
     python = install(wheel, tmp_path / "environment")
-    cache = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache")}
-    assert "found planted" in call(python, "-c", LOAD, cwd=tmp_path, **cache)
+    found = call(python, "-c", LOAD, cwd=tmp_path)
+    assert "('attention', 'cuda')" in found and "('layer_norm', 'cuda')" in found
+    assert f"rows {len(preference.table()['sm_90'])}\n" in found
     (package,) = tmp_path.glob("environment/lib/*/site-packages/pytransformer")
-    for name, text, another in (
-        ("_build_info.json", '"sources": "', '"sources": "0'),  # C++ and CUDA
-        ("kernels/layer_norm/fwd.py", "\n", "\n\n"),
-    ):
-        kept = (package / name).read_text()
-        (package / name).write_text(kept.replace(text, another, 1))
-        assert "found None" in call(python, "-c", LOAD, cwd=tmp_path, **cache), name
-        (package / name).write_text(kept)
+    info = json.loads((package / "_build_info.json").read_text())
+    info["cuda_sources"]["attention"] = "another"
+    (package / "_build_info.json").write_text(json.dumps(info))
+    found = call(python, "-c", LOAD, cwd=tmp_path)
+    assert "('attention', 'cuda')" not in found and "('layer_norm', 'cuda')" in found

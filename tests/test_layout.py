@@ -78,6 +78,7 @@ NAMES = {
     "pytransformer/testing/eager_twin.py": "a module of that name",
     "pytransformer/testing/lanes.py": "the calls that csrc/lane takes",
     "pytransformer/testing/planted_tier.py": "a wrong tier of attention",
+    "pytransformer/testing/verification_support.py": "results about attention",
     "pytransformer/testing/sweep/compare.py": "of attention in other libraries",
     "pytransformer/testing/sweep/corrections.py": "of attention in other libraries",
     "pytransformer/testing/sweep/diffusion.py": "a setting of diffusers bears that name",

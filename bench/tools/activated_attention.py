@@ -5,7 +5,7 @@
     python bench/tools/activated_attention.py --write              # the committed run's table, into docs/ops/attention-torch.md
 
 Both call the same function with the same tensors, masks as a program would keep them. Which backend computes is what the machine's
-verdict says (`pytransformer verify` before it). "ratio" is the time under activate() over PyTorch's, round by round: [p20, median, p80];
+result says (`pytransformer verify` before it). "ratio" is the time under activate() over PyTorch's, round by round: [p20, median, p80];
 above 1.03 the line costs something. Results are compared with float64 first, dropout's own masks apart.
 """
 
@@ -26,7 +26,7 @@ from pytransformer.cli.benchmark import check, clock, exact, results
 from pytransformer.cli.benchmark.plan import Step, dtype_name
 from pytransformer.cli.benchmark.suites import SUITES
 from pytransformer.cli.providers import TORCH, Outputs, Prepared, Problem, Unsupported, providers
-from pytransformer.ops._core import verdicts
+from pytransformer.ops._core import preference
 from pytransformer.ops._core.registry import OPS, trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def run(seconds: float, only: str, longest: int) -> dict[str, Any]:
         rows.append(row)
         told = f"{row['ratio'][1]:6.2f}  {row['ran'][0]}" if row.get("ratio") else row.get("wrong") or row.get("left_out")
         print(f"{step.title:44} {' '.join(f'{k}={v}' for k, v in step.case.shape.items()):44} {told}", flush=True)
-    order = list(verdicts.ordered(OPS["attention"], "cpu"))
+    order = list(preference.cpu_order(OPS["attention"]))
     return {"environment": results.environment("cpu", COMMAND), "order": order, "rows": rows}
 
 

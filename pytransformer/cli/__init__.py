@@ -31,7 +31,7 @@ _COMMANDS = {
     "doctor": _Command("pytransformer.cli.doctor", "what works on this machine, and why the rest does not"),
     "explain": _Command("pytransformer.cli.explain", "which backend one call would use, and why not the others"),
     "bench": _Command("pytransformer.cli.benchmark.command", "speed, memory and error beside PyTorch and naive code"),
-    "verify": _Command("pytransformer.cli.verify", "check and time every backend here; the verdict is kept and used"),
+    "verify": _Command("pytransformer.cli.verify", "check and time every backend here; the results are stored and used"),
     "train": _Command("pytransformer.cli.train", "train a model in minutes: `train --help` lists the tasks"),
     "translate": _Command("pytransformer.cli.translate", "translate a sentence, and draw what each word attended to"),
     "attention-map": _Command("pytransformer.cli.attention_map", "draw what a model attended to"),

@@ -24,7 +24,7 @@ from pytransformer.cli import OK, WRONG, UsageError, machine, providers
 from pytransformer.cli.benchmark import check, exact, plan, results
 from pytransformer.console import Console, clean
 from pytransformer.ops._backends.cuda import library as cuda_library
-from pytransformer.ops._core import lane, verdict_file, verdicts
+from pytransformer.ops._core import lane, verification, verification_file, verified
 from pytransformer.ops._core import native as cpu_library
 from pytransformer.ops._core.registry import BACKENDS, OPS
 from pytransformer.testing.cases import Case, cases
@@ -75,7 +75,7 @@ def examine() -> dict[str, Any]:
         "cuda": cuda(),
         "gpu": gpu(),
         "tiers": tiers(),
-        "verdicts": [verdict_of(device) for device in devices()],
+        "verification": [verification_of(device) for device in devices()],
         "optional": {name: {"version": machine.version_of(name), "for": use} for name, use in OPTIONAL.items()},
         "self_check": self_check(),
     }
@@ -223,23 +223,27 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
-def verdict_of(device: torch.device) -> dict[str, Any]:
-    """What `pytransformer verify`, or a check at a first call, found on the device: by op, backend and dtype."""
-    verdict = verdict_file.load(device)
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for line in (verdict or {}).get("checks", []):
+def verification_of(device: torch.device) -> dict[str, Any]:
+    """Return the results in effect on the device, by op, backend and dtype."""
+    content = verification_file.load(device)
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {
+        key: {"right": 0, "not checked": 0, "declined": 0, "bad": []} for key in verified.names(device)
+    }
+    shipped = len(rows)
+    for line in (content or {}).get("checks", []):
         key = line["op"], line["backend"], line["dtype"]
-        row = found.setdefault(key, {"right": 0, "not checked": 0, "declined": 0, "bad": []})
+        row = rows.setdefault(key, {"right": 0, "not checked": 0, "declined": 0, "bad": []})
         if line["outcome"] in row:
             row[line["outcome"]] += 1
         else:
-            row["bad"].append(verdicts.told(line).removeprefix(verdicts.VERDICT))
+            row["bad"].append(verification.describe(line).removeprefix(verification.PREFIX))
     return {
         "device": str(device),
-        "mode": verdicts.mode(),
-        "written": None if verdict is None else verdict.get("written", "by checks at first calls"),
-        "order": (verdict or {}).get("order", {}),
-        "found": [dict(zip(("op", "backend", "dtype"), key)) | row for key, row in found.items()],
+        "mode": verification.mode(),
+        "shipped": shipped,
+        "written": None if content is None else content.get("written", "by checks at first calls"),
+        "order": (content or {}).get("order", {}),
+        "rows": [dict(zip(("op", "backend", "dtype"), key)) | row for key, row in rows.items()],
     }
 
 
@@ -324,8 +328,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         rows.append((tier["tier"], "works" if does else "no", "; ".join(does + refuses)))
     console.table(("tier", "", "ops, or why not"), rows)
 
-    for verdict in report["verdicts"]:
-        show_verdict(console, verdict)
+    for of_device in report["verification"]:
+        show_verification(console, of_device)
 
     console.heading("Optional libraries")
     console.table(
@@ -346,20 +350,25 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(f"{bad} of {len(lines)} checks failed." if bad else f"All {len(lines)} checks passed ({backends}).")
 
 
-def show_verdict(console: Console, verdict: dict[str, Any]) -> None:
-    console.heading(f"Verdict on {verdict['device']} (PYTRANSFORMER_VERIFY={verdict['mode']})")
-    if verdict["written"] is None:
+def show_verification(console: Console, results: dict[str, Any]) -> None:
+    console.heading(f"Verification on {results['device']} (PYTRANSFORMER_VERIFY={results['mode']})")
+    if not results["rows"]:
         console.print(
-            "  none: `pytransformer verify` checks and times every backend; without it kernels for GPUs are checked when first called"
+            "  no results: `pytransformer verify` checks and times every backend; "
+            "until then kernels for GPUs are checked at first use"
         )
         return
     rows = []
-    for row in verdict["found"]:
+    for row in results["rows"]:
         shown = "; ".join(row["bad"]) or (f"{row['not checked']} not checked" if row["not checked"] else "")
-        rows.append((row["op"], row["backend"], row["dtype"], "WRONG" if row["bad"] else "right", row["right"], shown))
-    console.print(f"  written {verdict['written']}")
-    console.table(("op", "backend", "dtype", "", "right", "what was found"), rows)
-    for op, order in verdict["order"].items():
+        state = "WRONG" if row["bad"] else "right"
+        rows.append((row["op"], row["backend"], row["dtype"], state, row["right"], shown))
+    if results["shipped"]:
+        console.print("  results of our own run on this architecture are used")
+    if results["written"]:
+        console.print(f"  written {results['written']}")
+    console.table(("op", "backend", "dtype", "", "right", "details"), rows)
+    for op, order in results["order"].items():
         console.print(f"  {op} tries {', then '.join(order)}: as measured")
 
 

@@ -60,8 +60,6 @@ bool bidirectional, int max_distance, str causal, SymInt left, SymInt right, Sym
 SymInt batch_start, SymInt head_start, SymInt query_start, SymInt key_start, float scale, float softcap, float dropout_p,
 bool deterministic""".replace("\n", " ")
 LENGTHS = ("query_lengths", "key_lengths", "prefix_lengths")
-# Neither is measured yet. For decoding Triton splits the keys, which CUDA does not.
-ORDER = ("triton", "cuda", "cpu", "torch", "reference")
 
 
 def _empty_outputs(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +85,6 @@ attention_op = Op(
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
-    order=ORDER,
     problem=PaddedAttention,
 )
 

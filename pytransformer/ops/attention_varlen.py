@@ -20,7 +20,6 @@ from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
 from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
 from ._problem.attention import PackedAttention
-from .attention import ORDER
 from .masks import AlibiBias, RelativePositionBias
 
 # query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv), cu_seqlens (B + 1,) int64; the rest as in attention. A batch
@@ -57,7 +56,6 @@ attention_varlen_op = Op(
     saved=("out", "lse"),
     empty_outputs=_empty_outputs,
     flops=_flops,
-    order=ORDER,
     problem=PackedAttention,
     stem="attention",
 )

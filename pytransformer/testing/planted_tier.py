@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that is broken in one of the ways a GPU may show: for the tests of verdicts, in their process and in the worker's.
+"""A tier that is broken in one of the ways a GPU may show: for the tests of verification, in their process and in the worker's.
 
 ``planted`` has a stand-in for the tier, which fails before its kernel as well as in it. ``checked_apart`` leaves the tier as it is, for
 faults in its own kernels.
@@ -21,12 +21,12 @@ import torch
 
 import pytransformer as pt
 
-from ..ops._core import checking, lane, verdicts
+from ..ops._core import checking, lane, verification
 from ..ops._core import registry as _registry
 from ..ops._core.registry import Backend
 from .hugging_face import distance, model_distance_limit
 
-TIER = "triton"  # guarded: it needs a verdict wherever it is
+TIER = "triton"  # guarded: needs a result on every device
 
 
 def _hang(*_: object) -> NoReturn:
@@ -45,7 +45,7 @@ def _raising(text: str) -> Callable[..., NoReturn]:
     return fail
 
 
-# What the broken forward does, and how the verdict words it.
+# What the broken forward does, and how the result reports it.
 FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "wrong numbers": (None, "verify: wrong here: "),
     "hang": (_hang, "verify: hung here: no answer in"),
@@ -80,7 +80,7 @@ def plant(fault: str) -> None:
 
 @contextlib.contextmanager
 def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[list[str]]:
-    """Here and in the workers, with verdicts kept in ``folder``. Here the faulty tier must not run: yields what did run of it."""
+    """Here and in the workers, with results stored in ``folder``. Here the faulty tier must not run: yields what did run of it."""
     ran: list[str] = []
     cpu = _registry.OPS["attention"].backends["cpu"]
 
@@ -96,22 +96,23 @@ def planted(fault: str, folder: object, *, seconds: float = 60.0) -> Iterator[li
 @contextlib.contextmanager
 def checked_apart(tier: Backend, preamble: str, folder: object, *, seconds: float = 60.0) -> Iterator[None]:
     """The guarded tier comes first for attention, as if it were at home on the CPU, which the C++ lane does not ask about. What checks it
-    runs ``preamble`` first and has ``seconds``; verdicts are kept in ``folder``."""
+    runs ``preamble`` first and has ``seconds``; results are stored in ``folder``."""
     op = _registry.OPS["attention"]
     saved = op.backends
     with pytest.MonkeyPatch.context() as patch, lane.off():
         patch.setenv("PYTRANSFORMER_CACHE", str(folder))
         patch.setenv("PYTRANSFORMER_VERIFY", "first")
         patch.setattr(checking, "PREAMBLE", preamble)
-        patch.setattr(verdicts, "FIRST_SECONDS", seconds)
+        patch.setattr(verification, "HANG_SECONDS", seconds)
+        patch.setattr(verification, "CHECK_SECONDS", 300.0)
         patch.setitem(_registry.HOME, tier.name, "cpu")
         op.backends = {tier.name: tier} | {n: b for n, b in saved.items() if n != tier.name}
-        verdicts.forget()
+        verification.forget()
         try:
             yield
         finally:
             op.backends = saved
-            verdicts.forget()
+            verification.forget()
 
 
 def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tensor], tier: str, says: str) -> None:
@@ -127,7 +128,7 @@ def check_told_once(way: Callable[[], list[torch.Tensor]], want: list[torch.Tens
             assert distance(mine, theirs) < model_distance_limit(torch.float32)
     messages = [str(w.message) for w in told if tier in str(w.message)]
     assert len(messages) == 1 and "runs on the backend cpu" in messages[0], messages
-    assert says in messages[0] and verdicts.VERDICT in messages[0], messages
+    assert says in messages[0] and verification.PREFIX in messages[0], messages
     assert len(reasons) == 1
 
 

@@ -15,42 +15,34 @@ import torch
 import pytransformer as pt
 from pytransformer.cli import OK, USAGE, WRONG, doctor, verify
 from pytransformer.cli.verify import plan, worker
-from pytransformer.ops._core import checking, verdict_file
+from pytransformer.ops._core import checking, verification_file
 from pytransformer.ops._core.registry import OPS, trace
-from pytransformer.testing.cases import case
 from pytransformer.testing.planted_tier import TIER, inputs, planted
 
-# A kind of call to be checked, but for its features.
+# A check at first use.
 JOB = {
-    "do": "kind",
-    "op": "attention",
-    "backend": "cpu",
-    "dtype": "float32",
-    "device": "cpu",
-    "index": None,
-    "size": 64,
-    "last": 64,
-}
+    "do": "first", "op": "attention", "backend": "cpu", "dtype": "float32", "device": "cpu",
+    "index": None, "size": 128, "last": 80, "seconds": 60.0,
+}  # fmt: skip
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"json": True, "backend": None, "op": None, "device": ["cpu"], "seconds": 60.0, **changes})
 
 
-def test_the_command_writes_a_verdict_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_command_writes_results_that_doctor_shows(cli: Callable[..., Any], tmp_path: Path) -> None:
     keep = {"PYTRANSFORMER_CACHE": str(tmp_path / "cache"), "PYTRANSFORMER_VERIFY": "first"}
     (found,) = json.loads(cli("verify", "--op", "rms_norm", "--backend", "cpu", "--json", **keep).stdout)
-    assert Path(found["path"]).is_file() and found["key"] == verdict_file.key(torch.device("cpu"))
+    assert Path(found["path"]).is_file() and found["key"] == verification_file.key(torch.device("cpu"))
     assert [line["dtype"] for line in found["checks"]] == list(plan.DTYPES)
     assert all(line["outcome"] == "right" and line["bound_used"] <= 1 for line in found["checks"])
     assert found["complete"] == [["rms_norm", "cpu", dtype] for dtype in plan.DTYPES]
     text = cli("verify", "--op", "layer_norm", "--backend", "cpu", **keep).stdout  # another run adds to the first
     assert "layer_norm" in text and "rms_norm" in text and found["path"] in text
     report = json.loads(cli("doctor", "--json", **keep).stdout)
-    (verdict,) = report["verdicts"]
-    assert {row["op"] for row in verdict["found"]} == {"rms_norm", "layer_norm"} and not any(
-        row["bad"] for row in verdict["found"]
-    )
+    (results,) = report["verification"]
+    assert {row["op"] for row in results["rows"]} == {"rms_norm", "layer_norm"}
+    assert not any(row["bad"] for row in results["rows"])
     assert "unknown" not in cli("verify", "--help").stdout
     assert "'atention'" in cli("verify", "--op", "atention", expect=USAGE).stderr
 
@@ -85,7 +77,7 @@ def test_a_broken_backend_costs_itself_alone(
         assert ran == [("attention_fwd", "cpu")]
         (shown,) = [
             row
-            for row in doctor.verdict_of(torch.device("cpu"))["found"]
+            for row in doctor.verification_of(torch.device("cpu"))["rows"]
             if row["backend"] == TIER and row["dtype"] == "float32"
         ]
         assert shown["bad"]
@@ -147,70 +139,34 @@ def test_an_order_needs_a_clear_lead_in_every_case() -> None:
     assert plan.order(times((1.0, 1.0))) == {} and plan.order([]) == {}
 
 
-def test_a_large_mask_is_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 64 blocks on Triton lists them: small masks say nothing of that, so a large one is checked, by a call and by a whole run."""
-    from pytransformer.ops._core import verdicts
+def test_first_check_has_every_feature_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the call's last dimension: all core cases if there is time, else one; none after a wrong one."""
+    ran: list[tuple[str, int]] = []
+    outcomes: dict[str, str] = {}
 
-    q = torch.zeros(1, 2, 1000, 64)
+    def check_case(found: Any, *_: Any) -> dict[str, Any]:
+        ran.append((found.name, found.shape["D"]))
+        return {"case": found.name, "outcome": outcomes.get(found.name, "right"), "detail": "d", "size": 1}
 
-    def call(length: int) -> verdicts.Features:
-        mask = torch.ones(length, 1000, dtype=torch.bool)
-        return verdicts.features(OPS["attention"].prepare(q[:, :, :length], q, q, attn_mask=mask)[0])
-
-    assert call(1000).names == call(300).names | {"many blocks"}
-    checked: list[tuple[str, int]] = []
-    judged = {"outcome": "right", "detail": None}
-    monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
-    worker._check_kind({**JOB, "features": sorted(call(1000).names)})
-    assert ("bool_mask", 1024) in checked and any(name == "bool_mask" and keys < 1024 for name, keys in checked)
-    checked.clear()
-    worker._check_kind({**JOB, "features": sorted(call(300).names)})
-    assert all(keys < 1024 for _, keys in checked)
-    assert [job["case"] for job in plan.checks("triton", "cuda", ["attention"]) if "many blocks" in job["features"]] == [
-        "bool_mask"
-    ] * 4
-    assert not any("many blocks" in job["features"] for job in plan.checks("cpu", "cpu", ["attention"]))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_block_masks_are_a_kind_of_their_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other case has their arguments. Small blocks and, since some kernels take no others, large ones."""
-    from pytransformer.ops._core import verdicts
-
-    q, mask = torch.zeros(1, 2, 300, 64), pt.BlockMask.sliding_window(300, (9, 9))
-    call = verdicts.features(OPS["attention"].prepare(q, q, q, attn_mask=mask, causal="top_left")[0])
-    checked: list[tuple[str, int]] = []
-    judged = {"outcome": "right", "detail": None}
-    monkeypatch.setattr(worker, "check_case", lambda c, *_: (checked.append((c.name, c.shape["Lk"])), judged)[1])
-    worker._check_kind({**JOB, "features": sorted(call.names)})
-    assert {("blocks", 67), ("blocks", 1024), ("causal", 67)} <= set(checked)
-    whole = [
-        job for job in plan.checks("triton", device, ["attention"]) if job["case"] == "blocks" and job["dtype"] == "float32"
-    ]
-    assert [job["last"] for job in whole] == [None, plan.LARGE][: 1 + (device == "cuda")]
-    assert (
-        worker.check_case(plan.sized(case("blocks"), 64), torch.float32, "cpu", "cpu")["outcome"] == "right"
-        or device == "cuda"
-    )
+    monkeypatch.setattr(worker, "check_case", check_case)
+    result = worker._check_first(JOB)
+    names = [name for name, _ in ran]
+    assert names[:2] == ["full", "everything"] and {"causal", "dropout", "decode"} <= set(names)
+    assert {size for _, size in ran} == {80} and {line["size"] for line in result["lines"]} == {128}
+    assert (result["outcome"], len(result["lines"])) == ("right", len(ran))
+    ran.clear()
+    assert worker._check_first(JOB | {"seconds": 0.0})["outcome"] == "right" and len(ran) == 1
+    ran.clear()
+    outcomes["everything"] = "wrong"
+    result = worker._check_first(JOB)
+    assert (result["outcome"], result["detail"]) == ("wrong", "everything: d") and len(ran) == 2
+    outcomes |= dict.fromkeys(names, "declined")
+    assert worker._check_first(JOB)["outcome"] == "not checked"
 
 
-def test_a_kind_is_checked_by_the_nearest_cases() -> None:
-    """A call with causality, a mask and dropout: the parts of it, and the least case that has all of it, at the call's head size."""
-    q, k, v = (torch.zeros(1, 2, 3, 80) for _ in "qkv")
-    from pytransformer.ops._core import verdicts
-
-    a, _, _ = OPS["attention"].prepare(
-        q, k, v, causal="bottom_right", attn_mask=torch.ones(3, 3, dtype=torch.bool), dropout_p=0.1
-    )
-    call = verdicts.features(a)
-    job = {
-        "do": "kind", "op": "attention", "backend": "cpu", "dtype": "float32", "device": "cpu", "index": None,
-        "features": sorted(call.names), "size": call.size, "last": 80,
-    }  # fmt: skip
-    result = worker._check_kind(job)
-    checked = {line["case"] for line in result["lines"]}
-    assert result["outcome"] == "right" and {"dropout", "bool_mask"} <= checked and len(checked) <= worker.NEAREST + 1
-    assert {line["size"] for line in result["lines"]} == {128}
+def test_first_check_runs_real_cases() -> None:
+    result = worker._check_first(JOB | {"seconds": 0.0})
+    assert result["outcome"] == "right" and result["lines"][0]["bound_used"] <= 1
 
 
 def test_times_are_of_those_that_are_right() -> None:

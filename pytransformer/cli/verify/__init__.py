@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every backend on this machine against float64, times those that are right, and keeps the verdict.
+"""Checks every backend on this machine against float64, times those that are right, and stores the results.
 
-Each op, dtype and kind of problem, forward and backward, each backend in a process of its own with a time limit: one that hangs or
-crashes costs itself alone. The verdict goes into the user's cache directory, for this device, driver, torch, Triton and build of ours,
-and from then on says which backend a call runs on. Exit code 1 if one is wrong.
+Each op, dtype and case, forward and backward, runs in a child process with a time limit: a backend that hangs
+or crashes stops only its own checks. The results go into the user's cache directory, for this device, driver,
+torch, Triton and build, and decide from then on which backend a call uses. Exit code 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from pytransformer.cli import OK, WRONG, UsageError, machine
 from pytransformer.cli.verify import plan
 from pytransformer.console import Console
-from pytransformer.ops._core import checking, verdict_file, verdicts
+from pytransformer.ops._core import checking, verification, verification_file
 from pytransformer.ops._core.deadline import Deadline, Stopwatch
 from pytransformer.ops._core.registry import BACKENDS, OPS
 
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object instead of text")
     parser.add_argument(
         "--backend",
         action="append",
@@ -73,33 +73,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        for verdict in found:
-            show(Console(), verdict)
-    return WRONG if any(bad(line) for verdict in found for line in verdict["checks"]) else OK
+        for results in found:
+            show(Console(), results)
+    return WRONG if any(bad(line) for results in found for line in results["checks"]) else OK
 
 
 def bad(line: Line) -> bool:
-    return line["outcome"] not in (verdicts.RIGHT, verdicts.DECLINED, verdicts.UNCHECKED)
+    return line["outcome"] not in (verification.RIGHT, verification.DECLINED, verification.UNCHECKED)
 
 
 def examine(kind: str, ops: list[str], backends: list[str], seconds: float | None) -> Line:
-    """Check and time on the current device of this type, and write the verdict: its contents, and its path. A run whose time was up is gone
-    on with by the next: what it found right, or declined, stays checked."""
+    """Check and time on the current device of this type, write the results, and return them with their
+    path. If the time is up, the next run continues: what was right or declined stays checked."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     began, until = time.monotonic(), Deadline(seconds or DEVICE_SECONDS, Stopwatch(exact=seconds is not None))
     all_jobs = {b: plan.checks(b, kind, ops) for b in backends if plan.is_for(b, kind)}
-    kept, jobs = plan.continued(verdict_file.own(device), all_jobs)
+    kept, jobs = plan.continued(verification_file.load(device), all_jobs)
     checks = kept + [plan.checked(line) for line in _checked(kind, jobs, until)]
     timing = plan.timings(checks, kind, ops)
     times = checking.run_jobs(timing, seconds=JOB_SECONDS, until=until) if timing else []
-    verdict = merged(verdict_file.load(device), checks, times)
-    verdict |= {
-        "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    path = verdict_file.save(device, verdict)
-    verdicts.forget()
-    return {"key": verdict_file.key(device), "path": None if path is None else str(path), **verdict}
+    results: Line = {}
+
+    def change(before: Line | None) -> Line:
+        results.update(merged(before, checks, times))
+        now = datetime.datetime.now(datetime.timezone.utc)
+        results["written"] = now.isoformat(timespec="seconds")
+        results["seconds"] = round(time.monotonic() - began, 1)
+        return results
+
+    path = verification_file.update(device, change)
+    verification.forget()
+    where = None if path is None else str(path)
+    return {"key": verification_file.key(device), "path": where, **results}
 
 
 def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Line]:
@@ -130,7 +135,7 @@ def _checked(kind: str, jobs: dict[str, list[Line]], whole: Deadline) -> list[Li
 
 
 def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:
-    """The new verdict, with what an earlier one says of ops and backends that this run left out."""
+    """Return the new results, with the earlier ones of ops and backends that this run left out."""
     ran = {(line["op"], line["backend"]) for line in checks}
     kept = [line for line in (before or {}).get("checks", []) if (line["op"], line["backend"]) not in ran]
     complete = [c for c in (before or {}).get("complete", []) if (c[0], c[1]) not in ran]
@@ -143,31 +148,31 @@ def merged(before: Line | None, checks: list[Line], times: list[Line]) -> Line:
     }
 
 
-def show(console: Console, verdict: Line) -> None:
-    key = verdict["key"]
+def show(console: Console, results: Line) -> None:
+    key = results["key"]
     console.heading(f"{key['device']}, torch {key['torch']}, Triton {key['triton'] or 'not installed'}")
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for line in verdict["checks"]:
+    for line in results["checks"]:
         counts = rows.setdefault(
             (line["op"], line["backend"]), dict.fromkeys(("right", "declined", "not checked", "wrong"), 0)
         )
         counts["wrong" if bad(line) else line["outcome"]] += 1
     shown = [
-        (op, backend, *counts.values(), " then ".join(verdict["order"].get(op, ())))
+        (op, backend, *counts.values(), " then ".join(results["order"].get(op, ())))
         for (op, backend), counts in sorted(rows.items())
     ]
     console.table(("op", "backend", "right", "declined", "not checked", "WRONG", "order"), shown)
-    wrong = [line for line in verdict["checks"] if bad(line)]
+    wrong = [line for line in results["checks"] if bad(line)]
     if wrong:
         console.heading("Not right here, and not used for such calls")
         console.table(
-            ("backend", "op", "case", "dtype", "outcome", "what was found"),
+            ("backend", "op", "case", "dtype", "outcome", "details"),
             [
                 (x["backend"], x["op"], x.get("case") or "", x["dtype"], x["outcome"].upper(), x.get("detail") or "")
                 for x in wrong
             ],
         )
-    where = verdict["path"] or "nowhere: the cache directory cannot be written"
-    console.print(f"{len(verdict['checks'])} checks in {verdict['seconds']} s, {len(wrong)} not right. Kept in {where}")
-    if left := sum(line["outcome"] == verdicts.UNCHECKED for line in verdict["checks"]):
+    where = results["path"] or "nowhere: the cache directory cannot be written"
+    console.print(f"{len(results['checks'])} checks in {results['seconds']} s, {len(wrong)} not right. Kept in {where}")
+    if left := sum(line["outcome"] == verification.UNCHECKED for line in results["checks"]):
         console.print(f"{left} not checked: run it again, which goes on from here")

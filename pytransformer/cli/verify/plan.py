@@ -14,7 +14,7 @@ import torch
 
 from pytransformer.ops._backends.cuda import library as cuda_library
 from pytransformer.ops._core.registry import BACKENDS, HOME, OPS
-from pytransformer.ops._core.verdicts import DECLINED, RIGHT, UNCHECKED, Features, features
+from pytransformer.ops._core.verification import DECLINED, RIGHT, UNCHECKED, size_class
 from pytransformer.testing.cases import APART, FORWARD_ONLY, Case, cases
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")  # the most used first: the time may be up before the last
@@ -28,7 +28,7 @@ SHAPES = {
     "cuda": {"B": 4, "Hq": 16, "Hkv": 16, "Lq": 2048, "Lk": 2048, "rows": 8192},
 }
 MARGIN = 1.1  # a backend goes before another if it is faster by this in the mean, and in no case slower by it
-FIELDS = ("op", "backend", "dtype", "case", "last", "features", "size", "outcome", "detail", "bound_used")
+FIELDS = ("op", "backend", "dtype", "case", "last", "size", "outcome", "detail", "bound_used")
 
 Line = dict[str, Any]
 
@@ -49,11 +49,11 @@ def checks(backend: str, kind: str, ops: Iterable[str]) -> list[Line]:
         if backend not in OPS[op].backends:
             continue
         for rank, (case, last) in enumerate(_sized(op, kind)):
-            features = features_of(case if last is None else sized(case, last))
+            size = size_of(case if last is None else sized(case, last))
             for dtype in DTYPES:
                 job = {
                     "do": "check", "op": op, "backend": backend, "dtype": dtype, "device": kind, "case": case.name, "last": last,
-                    "features": sorted(features.names), "size": features.size,
+                    "size": size,
                 }  # fmt: skip
                 found.append(((last is not None, "core" not in case.tags, DTYPES.index(dtype), rank), job))
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
@@ -91,12 +91,11 @@ def continued(before: Line | None, jobs: dict[str, list[Line]]) -> tuple[list[Li
 
 
 def _name_of(line: Line) -> tuple[Any, ...]:
-    names = ("op", "backend", "dtype", "case", "last", "size")
-    return (*(line.get(name) for name in names), *line["features"])
+    return tuple(line.get(name) for name in ("op", "backend", "dtype", "case", "last", "size"))
 
 
 def complete(found: Iterable[Line]) -> list[list[str]]:
-    """(op, backend, dtype) of which every case was checked: what its verdict does not speak of is taken to be right."""
+    """Return (op, backend, dtype) of which every case was checked: sizes without a check count as right."""
     outcomes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for line in found:
         outcomes[line["op"], line["backend"], line["dtype"]].append(line["outcome"])
@@ -126,10 +125,17 @@ def sized(case: Case, last: int | str) -> Case:
     return case.resize(**{name: int(last) for name in ("D", "d") if name in case.shape})
 
 
-def features_of(case: Case) -> Features:
-    """Of the arguments that the case's call lowers to, the same for every dtype and device."""
+def size_of(case: Case) -> int:
+    """Return the size class of the case's call, the same for every dtype and device."""
     args, kwargs = case.make("cpu", torch.float32, seed=1)
-    return features(OPS[case.op].prepare(*args, **kwargs)[0])
+    return size_class(OPS[case.op].prepare(*args, **kwargs)[0])
+
+
+def first_checks(op: str, last: int) -> list[Case]:
+    """Return what a check at first use runs, at the call's last dimension: the case with every feature at
+    once, then the core cases. The time limit decides how many of them run."""
+    chosen = [c for c in cases(op) if "self_check" in c.tags] + [c for c in cases(op) if "core" in c.tags]
+    return [sized(c, last) for c in {c.name: c for c in chosen}.values()]
 
 
 def _special(case: Case, name: str) -> bool:

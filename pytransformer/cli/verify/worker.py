@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -16,13 +17,11 @@ import torch
 from pytransformer.cli import providers
 from pytransformer.cli.benchmark import check, clock, exact
 from pytransformer.cli.benchmark.plan import DTYPES
-from pytransformer.cli.verify.plan import LARGE, cases_of, features_of, sized
-from pytransformer.ops._core import verdicts
-from pytransformer.ops._core.verdicts import DECLINED, RIGHT
-from pytransformer.testing.cases import APART, Case, case
+from pytransformer.cli.verify.plan import first_checks, size_of, sized
+from pytransformer.ops._core.verification import DECLINED, MAX_SIZE, RIGHT, UNCHECKED
+from pytransformer.testing.cases import Case, case
 
 Line = dict[str, Any]
-NEAREST = 3  # cases that a call's own kind is checked by
 MIN_TIME, MIN_ROUNDS = 0.02, 5
 
 
@@ -55,23 +54,22 @@ def _lost_context(job: Line) -> str | None:
 def check_case(found: Case, dtype: torch.dtype, device: str, backend: str) -> Line:
     """Forward and, where it has one, backward of one case on one backend against float64, within the bounds of pytransformer.testing."""
     problem = providers.Problem.make(found, dtype, device, seed=1, grad=True)
-    features = features_of(found)
     line: Line = {
-        "op": found.op, "backend": backend, "dtype": str(dtype)[6:], "case": found.name, "features": sorted(features.names),
-        "size": features.size,
+        "op": found.op, "backend": backend, "dtype": str(dtype)[6:], "case": found.name,
+        "size": size_of(found),
     }  # fmt: skip
     try:
         grads = None if found.forward_only else check.upstream(problem, seed=2)
         results = check.compute(problem, providers.prepare_ours(backend, problem), grads)
-        verdict = check.judge(problem, results, exact.solve(problem, grads), peer=False)
+        judged = check.judge(problem, results, exact.solve(problem, grads), peer=False)
     except providers.Unsupported as reason:
         return line | {"outcome": DECLINED, "detail": str(reason)}
     except Exception as error:  # an error of any sort is the finding
         cause = error.__cause__ or error
         return line | {"outcome": "failed", "detail": f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"}
-    used = verdict.bound_used
+    used = judged.bound_used
     return line | {
-        "outcome": "wrong" if verdict.wrong else RIGHT, "detail": (verdict.wrong or "")[:300] or None,
+        "outcome": "wrong" if judged.wrong else RIGHT, "detail": (judged.wrong or "")[:300] or None,
         "bound_used": used if used < 1e9 else None,
     }  # fmt: skip
 
@@ -81,27 +79,22 @@ def _check(job: Line) -> Line:
     return job | check_case(found, DTYPES[job["dtype"]], job["device"], job["backend"])
 
 
-def _check_kind(job: Line) -> Line:
-    """The named cases nearest to a call's kind, at its last dimension: the largest within it, and the smallest around it."""
-    call, dtype = frozenset(job["features"]), DTYPES[job["dtype"]]
-    last = min(job["last"], verdicts.MOST_SIZE)
+def _check_first(job: Line) -> Line:
+    """Check cases at the call's last dimension until one is wrong or the time is up."""
+    until = time.monotonic() + job["seconds"]
     if job["device"] == "cuda" and job["index"] is not None:
         torch.cuda.set_device(job["index"])
-    within, around = [], []
-    own = [sized(c, last) for c in cases_of(job["op"])]
-    own += [sized(c, LARGE) for c in own if LARGE in c.tags and (APART in c.tags or "many blocks" in call)]
-    for place, found in enumerate(own):
-        names = features_of(found).names
-        if names <= call:
-            within.append((-len(names), found.name, place))
-        if call <= names:
-            around.append((len(names), found.name, place))
-    chosen = [*sorted(around)[:1], *sorted(within)[:NEAREST]] or [(0, "", 0)]
-    lines = [check_case(own[n], dtype, job["device"], job["backend"]) for n in dict.fromkeys(place for *_, place in chosen)]
-    wrong = [line for line in lines if line["outcome"] not in (RIGHT, DECLINED)]
-    if wrong:
-        return job | {"outcome": wrong[0]["outcome"], "detail": f"{wrong[0]['case']}: {wrong[0]['detail']}", "lines": lines}
-    return job | {"outcome": RIGHT, "detail": None, "lines": lines}
+    lines: list[Line] = []
+    for found in first_checks(job["op"], min(job["last"], MAX_SIZE)):
+        line = check_case(found, DTYPES[job["dtype"]], job["device"], job["backend"])
+        lines.append(line | {"last": job["last"], "size": job["size"]})
+        if line["outcome"] not in (RIGHT, DECLINED):
+            detail = f"{line['case']}: {line['detail']}"
+            return job | {"outcome": line["outcome"], "detail": detail, "lines": lines}
+        if time.monotonic() > until:
+            break
+    outcome = RIGHT if any(line["outcome"] == RIGHT for line in lines) else UNCHECKED
+    return job | {"outcome": outcome, "detail": None, "lines": lines}
 
 
 def _time(job: Line) -> Line:
@@ -128,4 +121,4 @@ def _time(job: Line) -> Line:
     return job | {"outcome": RIGHT, "detail": None, "ms": {name: t.median_ms for name, t in times.items()}}
 
 
-_DO = {"check": _check, "kind": _check_kind, "time": _time}
+_DO = {"check": _check, "first": _check_first, "time": _time}

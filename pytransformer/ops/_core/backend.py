@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # order of preference, unless an op has one of its own
+BACKENDS = ("cuda", "triton", "cpu", "torch", "reference")  # the order without measurements: see preference.py
 # The devices whose tensors a backend computes unasked. Elsewhere (interpreted, emulated) it has to be forced.
 HOME = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 
@@ -35,6 +35,8 @@ class Backend:
     extra_bytes: Callable[[Any], int] = lambda a: 0
     infer: Callable[[Any], tuple[torch.Tensor, ...]] | None = None
     note: Callable[[Any], str | None] = lambda a: None  # what explain says of the call if the backend is chosen
+    # The name of the library kernel that would run, if the backend has several: see preference.py.
+    kernel: Callable[[Any], str | None] = lambda a: None
     # What goes by shapes, strides and numbers alone may be recorded, within ``recorded(recorder)``: see recording.py.
     recorded: Recorded | None = None
 

@@ -19,6 +19,7 @@ from .deadline import EVERY, Deadline
 
 WORKER = "pytransformer.cli.verify.worker"  # started by name: it stands above this layer
 PREAMBLE = ""  # what the process runs first; tests plant faults by it
+TIME_UP = "the time was up"
 MOST_STARTS = 6  # processes that may be lost to one run of jobs
 # The process checks by force, and starts none itself. One thread a library: checks are small.
 ENVIRONMENT = {"PYTRANSFORMER_VERIFY": "off", "PYTRANSFORMER_STRICT": "0"}
@@ -45,7 +46,7 @@ def run_jobs(
         late = not until.left()
         found: Iterable[Line]
         if late or starts == MOST_STARTS:
-            why = "the time was up" if late else f"{starts} processes were lost before it"
+            why = TIME_UP if late else f"{starts} processes were lost before it"
             found = (_lost(job, "not checked", why) for job in rest)
         else:
             starts += 1
@@ -78,7 +79,7 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(list(jobs)) + "\n")
             process.stdin.close()
-        if why := _why_not_ready(process, lines, start_seconds):
+        if why := _why_not_ready(process, lines, start_seconds, until):
             yield _lost(jobs[0], "not checked", why)
             return
         for job in jobs:
@@ -86,7 +87,7 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
             text = _answer(lines, Deadline(seconds), until)
             if text is None:
                 late, waited = not until.left(), f"{time.monotonic() - began:.3g} s"
-                yield _lost(job, "not checked", "the time was up") if late else _lost(job, "hung", f"no answer in {waited}")
+                yield _lost(job, "not checked", TIME_UP) if late else _lost(job, "hung", f"no answer in {waited}")
                 return
             if not text:
                 yield _lost(job, "crashed", _how_it_ended(process))
@@ -102,11 +103,11 @@ def _one_process(jobs: Sequence[Line], seconds: float, start_seconds: float, unt
         reader.join()
 
 
-def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float) -> str | None:
-    """The worker's first line says that all is imported: from there on the time is a backend's own."""
-    text = _answer(lines, Deadline(seconds))
+def _why_not_ready(process: subprocess.Popen[str], lines: queue.Queue[str], seconds: float, until: Deadline) -> str | None:
+    """Wait for the worker's first line, which it prints when all is imported."""
+    text = _answer(lines, Deadline(seconds), until)
     if text is None:
-        return f"the process did not start in {seconds:g} s"
+        return f"the process did not start in {seconds:g} s" if until.left() else TIME_UP
     return None if text else f"the process did not start: {_how_it_ended(process)}"
 
 

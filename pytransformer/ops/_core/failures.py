@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import native, verdicts
+from . import native, verification
 from .fallbacks import BackendError, NotLaunched, failures, remember_failure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ TENSOR_MAPS = ("no tensor map can be made", "cuTensorMapEncodeTiled failed", "th
 TRITON_STEPS = ("triton.compiler", "triton.backends", "triton.runtime.build", "triton.runtime.driver")
 SHORT = 300
 DID_NOT_RUN = "did not run: "  # how the reason starts when a backend was tried and failed
-BROKEN = (DID_NOT_RUN, native.LIBRARY, verdicts.VERDICT)
+BROKEN = (DID_NOT_RUN, native.LIBRARY, verification.PREFIX)
 
 
 def is_broken(why: str) -> bool:
@@ -79,13 +79,13 @@ def failure(op: str, backend: str, a: Any) -> str | None:
 
 
 def unasked_reason(op: Op, backend: Backend, a: Any, *, ask: bool = True) -> str | None:
-    """Why the backend does not compute the call where none is forced, or None: what it cannot do, that it failed before, or that it has not
-    earned its place (verdicts.py). Without ``ask`` nothing is checked on the way."""
+    """Return why the backend does not compute the call unless forced, or None: it cannot, it failed
+    before, or no verification result allows it. Without ``ask`` nothing is checked."""
     reason = backend.why_not(a)
     if reason is None and failures:
         reason = failure(op.name, backend.name, a)
-    if reason is None and (key := (op.name, backend.name, a[0].device, a[0].dtype)) not in verdicts.settled:
-        reason = verdicts.why_not(op, backend.name, a, key, ask=ask)
+    if reason is None and (key := (op.name, backend.name, a[0].device, a[0].dtype)) not in verification.settled:
+        reason = verification.why_not(op, backend.name, a, key, ask=ask)
     return reason
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..masks import AlibiBias, RelativePositionBias, bucket_starts
-from . import native, recording, registry, verdicts
+from . import native, recording, registry, verification
 from .fallbacks import failures
 from .registry import OPS
 
@@ -48,7 +48,7 @@ facts: dict[str, Any] = {
     "record_forward": recording.forward,
     "record_backward": recording.backward,
 }
-_watchers: list[Any] = [registry._forced, registry._observers, registry.replaced, failures, verdicts.watched, _off]
+_watchers: list[Any] = [registry._forced, registry._observers, registry.replaced, failures, verification.watched, _off]
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def why_not() -> str | None:
         except ImportError as error:
             reason = f"not loadable: {error}"
     if module is not None:
-        verdicts.prepare_cpu()
+        verification.prepare_cpu()
         recording.Recorder.precision = staticmethod(module.precision)
         module.connect(tuple(_watchers), registry._traces, _backward, facts)
     globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
@@ -148,7 +148,7 @@ def programs() -> tuple[int, list[str]]:
     return (0, []) if module is None else module.programs()
 
 
-verdicts.when_forgotten.append(forget)
+verification.when_forgotten.append(forget)
 
 
 def activate(replacement: Callable[..., torch.Tensor]) -> bool:

@@ -107,7 +107,7 @@ def backward(
     op = OPS[op_name]
     a = op.Arguments._make((*tensors, *others[:-2]))
     try:
-        chosen = op.select(a, backend, strict)
+        chosen = op.select(a, backend, strict, direction="bwd")
     except Exception:
         return None
     return _recorded(chosen, a, (*grads, *tensors, *saved), lambda: chosen.backward(a, grads, saved, list(wanted)))

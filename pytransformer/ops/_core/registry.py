@@ -68,11 +68,11 @@ from .choice import trace as trace
 from .choice import use_backend as use_backend
 from .failures import is_broken, step_down, unasked_reason
 from .fallbacks import BackendError, NotLaunched, record_fallback
+from .preference import ordered
 from .sharded import is_sharded
 from .sharded import run as run_sharded
 from .table import OPS as OPS
 from .tensors import empty_in_order, looks_at_values
-from .verdicts import ordered
 
 LIBRARY = Library("pytransformer", "DEF")
 replaced: list[str] = []  # ops whose backends are not those they were declared with
@@ -99,12 +99,11 @@ class Op:
         saved: Sequence[str],
         empty_outputs: Callable[[Any], tuple[torch.Tensor, ...]],
         flops: Flops | tuple[Flops, Flops] | None = None,
-        order: Sequence[str] = BACKENDS,
         problem: type | None = None,
         stem: str | None = None,
         returned: int = 1,
     ) -> None:
-        self.stem, self.order = stem or name, tuple(order)
+        self.stem = stem or name
         self.name, self.outputs, self.differentiable, self.saved = name, tuple(outputs), tuple(differentiable), tuple(saved)
         self.returned = self.outputs[:returned]
         # Of an op that writes into arguments, "Tensor(a!) name": what a call of the public function leaves in them, by name.
@@ -205,18 +204,18 @@ class Op:
         self.backend(Backend("reference", checked_forward, backward, lambda a: None, extra_bytes))
 
     def backend(self, backend: Backend) -> Backend:
-        """Add a backend; the op's ``order`` is that in which they are tried."""
-        if backend.name not in self.order:
-            raise ValueError(f"backend {backend.name!r} is not one of {', '.join(self.order)}")
+        """Add a backend."""
+        if backend.name not in BACKENDS:
+            raise ValueError(f"backend {backend.name!r} is not one of {', '.join(BACKENDS)}")
         known = {**self.backends, backend.name: backend}
-        self._declared = {n: known[n] for n in self.order if n in known}
+        self._declared = {n: known[n] for n in BACKENDS if n in known}
         self.backends = self._declared
         return backend
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """Backends by name, in the order in which they are tried. Code that knows the declared ones alone, the C++ lane, stays away
-        while there are others: ``replaced``."""
+        """Backends by name, in the order of BACKENDS. The C++ fast path, which knows only the declared ones,
+        is off while there are others: ``replaced``."""
         return self._backends
 
     @backends.setter
@@ -253,7 +252,7 @@ class Op:
     def run_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """The body of the backward raw op, but that gradients not wanted are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
-        chosen = self.select(a, *rest)
+        chosen = self.select(a, *rest, direction="bwd")
         record(self._bwd_name, chosen.name)
         try:
             return chosen.backward(a, grads, saved, wanted)
@@ -295,8 +294,8 @@ class Op:
 
     # ---- choice
 
-    def select(self, a: Any, backend: str | None = None, strict: bool = False) -> Backend:
-        """The backend that computes this problem; raises BackendError if a forced one cannot."""
+    def select(self, a: Any, backend: str | None = None, strict: bool = False, *, direction: str = "fwd") -> Backend:
+        """Return the backend that computes this problem; raises BackendError if a forced one cannot."""
         forced = backend or _forced.get(self.name)
         if forced is not None:
             reason = self.reason(forced, a)
@@ -304,9 +303,9 @@ class Op:
                 raise BackendError(f"{self.name}: backend {forced!r} was forced but cannot do this: {reason}")
             return self.backends[forced]
         device, reasons = a[0].device.type, dict[str, str]()
-        for name in ordered(self, device):
+        for name, kernel in ordered(self, a, direction):
             candidate = self.backends[name]
-            if at_home(name, device):
+            if at_home(name, device) and (kernel is None or kernel == candidate.kernel(a)):
                 reason = unasked_reason(self, candidate, a)
                 if reason is None:
                     if reasons and is_broken(why := joined(reasons)):

@@ -166,11 +166,23 @@ class AttentionProblem:
         return None if self.key_padding is not None else self.mask
 
     @property
-    def signs(self) -> frozenset[str]:
-        """What else decides of kernels, besides which arguments there are: for verdicts. A large boolean mask is listed by blocks."""
-        mask = self.mask_by_pair
-        many = mask is not None and mask.dtype == torch.bool and self._blocks_of(LISTING.block) >= LISTING.min_blocks
-        return frozenset({"many blocks"} if many else ())
+    def kind(self) -> str:
+        """Return the kind of call, for the table of measured preferences."""
+        dense = [t for t in (self.bias, self.mask_by_pair) if t is not None and t.dtype != torch.bool]
+        signs = (
+            ("pages", self.page_table is not None),
+            ("one query", not self.packed and self.num_queries == 1),
+            ("dropout", bool(self.dropout_p)),
+            ("bias", bool(dense)),
+            ("t5", self.table is not None),
+            ("alibi", self.slopes is not None),
+            ("mask", self.mask_by_pair is not None or self.block_offsets is not None),
+            ("padding", any(t is not None for t in (self.mask, *self.lengths[:2]))),
+            ("window", self.left >= 0 or self.right >= 0),
+            ("packed", self.packed),
+            ("causal", self.causal != "none"),
+        )
+        return next((kind for kind, present in signs if present), "full")
 
     def lists_mask(self, how: Listing) -> bool:
         """Whether the blocks of a dense boolean mask are listed before kernels walk them: it must be asked by pair, and be worth the pass.

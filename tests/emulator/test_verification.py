@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("emulated")]
 
 
 @pytest.mark.parametrize("fault", ["", "one_key_too_many"])
-def test_a_broken_kernel_is_found_first_and_told_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_kernel_is_found_and_reported_once(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook of csrc/common/fault.h is set where the check runs; without it the tier is used."""
     way = WAYS["attention"]
     want = way()

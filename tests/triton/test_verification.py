@@ -14,13 +14,13 @@ from pytransformer.testing.way_down import WAYS
 
 pytestmark = pytest.mark.falls_back
 BEGINNING, SUM = '    b_m = tl.full([C.BM], float("-inf"), tl.float32)\n', "tl.sum(b_p, 1)"
-# Edits of kernels/attention/fwd.py, and how the verdict words what came of them.
+# Edits of kernels/attention/fwd.py, and how the result reports them.
 FAULTS = {
     "wrong numbers": (SUM, f"1.02 * {SUM}", "verify: wrong here: "),
     "hang": (BEGINNING, f"    __import__('time').sleep(1000)\n{BEGINNING}", "verify: hung here: no answer in "),
     "crash": (BEGINNING, f"    __import__('os').abort()\n{BEGINNING}", "verify: crashed here: the process ended by SIGABRT"),
 }
-# The other ways once, in slow runs: they are those of tests/ops/test_verdicts.py, 5 s of the interpreter each apart.
+# The other ways once, in slow runs: they are those of tests/ops/test_verification.py, 5 s of the interpreter each apart.
 KINDS = [("attention", fault) for fault in FAULTS]
 KINDS += [pytest.param(way, "wrong numbers", marks=pytest.mark.slow) for way in WAYS if way != "attention"]
 
@@ -35,15 +35,15 @@ def planting(fault: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("way, fault", KINDS)
-def test_a_broken_kernel_is_found_first_and_told_once(way: str, fault: str, tmp_path: Path, capfd) -> None:
+def test_broken_kernel_is_found_and_reported_once(way: str, fault: str, tmp_path: Path, capfd) -> None:
     want = WAYS[way]()
     seconds = 8 if fault == "hang" else 60
     with checked_apart(OPS["attention"].backends["triton"], planting(fault, tmp_path / "copy"), tmp_path, seconds=seconds):
         check_told_once(WAYS[way], want, "triton", FAULTS[fault][2])
-    assert list(tmp_path.glob("verdict-*.json")) and "in a process of its own, once" in capfd.readouterr().err
+    assert list(tmp_path.glob("verification-*.json")) and "in a child process, once per machine" in capfd.readouterr().err
 
 
-def test_the_kernel_without_a_fault_is_used(tmp_path: Path) -> None:
+def test_kernel_without_a_fault_is_used(tmp_path: Path) -> None:
     """Else the tests above could pass for want of a tier."""
     with checked_apart(OPS["attention"].backends["triton"], "", tmp_path), trace() as by:
         WAYS["attention"]()

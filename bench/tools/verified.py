@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says of which kernels pytransformer/ops/_core/verified.json still speaks, and keeps it true.
+
+    python bench/tools/verified.py                     # each entry: current or stale
+    python bench/tools/verified.py --tested COMMIT     # after a GPU run of that commit: record its sources
+    python bench/tools/verified.py --carry REASON      # the sources changed, but nothing that a GPU runs
+    python bench/tools/verified.py --drop              # remove what is stale: it is checked at first use
+
+--backend and --family choose entries. --carry is for changes after which the compiler gets the same program
+(comments, names, code for the emulator alone) or which only choose among kernels that were tested; the reason
+is stored. Everything else is --drop until a GPU has run the tests again. docs/decisions/0146.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pytransformer.ops._core import verified
+from pytransformer.ops._core.registry import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sources(backend: str, root: Path = ROOT) -> dict[str, str]:
+    """Return the digests of the checkout's kernels, built or not."""
+    if backend == "cuda":
+        return dict(runpy.run_path(str(root / "csrc" / "interface.py"))["cuda_sources"](root / "csrc"))
+    stems = dict.fromkeys(op.stem for op in OPS.values())
+    folder = root / "kernels"
+    return {s: verified.digest(folder, [folder / s, *folder.glob("*.py")]) for s in stems}
+
+
+def stale(table: dict[str, Any], root: Path = ROOT) -> list[tuple[str, str, str]]:
+    """Return (architecture, backend, family) of entries whose kernels changed."""
+    return [
+        (arch, backend, stem)
+        for arch, backends in table.items()
+        for backend, entry in backends.items()
+        for stem, family in entry["families"].items()
+        if sources(backend, root).get(stem) != family["sources"]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tested", metavar="COMMIT")
+    parser.add_argument("--carry", metavar="REASON")
+    parser.add_argument("--drop", action="store_true")
+    parser.add_argument("--backend", action="append")
+    parser.add_argument("--family", action="append")
+    options = parser.parse_args()
+    table = json.loads(verified.TABLE.read_text())
+    changed = stale(table)
+    for arch, backends in table.items():
+        for backend, entry in backends.items():
+            for stem, family in list(entry["families"].items()):
+                skipped = backend not in (options.backend or [backend])
+                if skipped or stem not in (options.family or [stem]):
+                    continue
+                is_stale = (arch, backend, stem) in changed
+                print(arch, backend, stem, "STALE" if is_stale else "current", family)
+                if options.tested:
+                    commit = ["git", "rev-parse", "--short", options.tested]
+                    commit_hash = subprocess.check_output(commit, cwd=ROOT, text=True).strip()
+                    entry["families"][stem] = {
+                        "tested": commit_hash,
+                        "sources": sources(backend)[stem],
+                    }
+                elif is_stale and options.carry:
+                    family |= {"sources": sources(backend)[stem]}
+                    family["carried"] = [*family.get("carried", ()), options.carry]
+                elif is_stale and options.drop:
+                    del entry["families"][stem]
+    verified.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification results that come with the package: what our own runs on a GPU showed to be right.
+
+verified.json lists, by compute capability, backend and op family, the commit that was tested and a digest of
+its kernel sources. An entry holds if the kernels here have the same digest; the Triton version must match
+too. The file is written by bench/tools/verified.py. docs/decisions/0146.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import native, verification_file
+from .table import OPS
+
+TABLE = Path(__file__).with_name("verified.json")
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    return dict(json.loads(TABLE.read_text(encoding="utf-8")))
+
+
+def names(device: torch.device) -> list[tuple[str, str, str]]:
+    """Return (op, backend, dtype) of everything that is known to be right on the device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return []
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return [
+        (op.name, backend, dtype)
+        for backend, entry in table().get(capability, {}).items()
+        if entry.get("triton") in (None, verification_file.triton_version())
+        for op in OPS.values()
+        if is_current(backend, op.stem, entry["families"].get(op.stem))
+        for dtype in entry["dtypes"]
+    ]
+
+
+def is_current(backend: str, stem: str, family: dict[str, Any] | None) -> bool:
+    """Return whether the tested kernels are those that run here."""
+    return family is not None and sources(backend).get(stem) == family["sources"]
+
+
+@functools.cache
+def sources(backend: str) -> dict[str, str]:
+    """Return digests of the kernels' sources by op family: of what the build compiled, or of Triton's."""
+    if backend == "cuda":
+        return dict((native.build_info() or {}).get("cuda_sources", {}))
+    return {
+        stem: digest(folder, [folder / stem, *folder.glob("*.py")])
+        for folder in verification_file.kernel_folders()
+        for stem in dict.fromkeys(op.stem for op in OPS.values())
+    }
+
+
+def digest(root: Path, places: list[Path]) -> str:
+    """Return a digest of the files, and of all files below the folders."""
+    hashed = hashlib.sha256()
+    files = [f for place in places for f in ([place] if place.is_file() else place.rglob("*"))]
+    for path in sorted(f for f in files if f.is_file() and f.suffix != ".pyc"):
+        hashed.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()[:16]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs on a GPU without being told: what was measured there. No GPU is needed."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._core import preference, verification, verification_file, verified
+from pytransformer.ops._core.preference import Cell, Entry
+from pytransformer.ops._core.registry import BACKENDS, OPS
+from pytransformer.testing.cases import cases
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = torch.device("cuda", 0)
+WITHIN = 1.05
+
+
+@pytest.fixture(scope="module")
+def tool() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "bench" / "tools" / "preferences.py"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """An H100 as far as the choice goes, with no file of the user's."""
+    monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(verification_file, "load", lambda device: None)
+    monkeypatch.setattr(verified, "sources", current_sources)
+    version = verified.table()["sm_90"]["triton"]["triton"]
+    monkeypatch.setattr(verification_file, "triton_version", lambda: version)
+    forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    verification.forget()
+    preference.arch_of.cache_clear()
+
+
+def current_sources(backend: str) -> dict[str, str]:
+    families = verified.table()["sm_90"][backend]["families"]
+    return {stem: family["sources"] for stem, family in families.items()}
+
+
+def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
+    """The order in which a call of the cell tries backends on the imitated GPU."""
+    op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
+    size = verification.size_class([torch.empty(1, cell.size, device="meta")])
+    how, version = verification.mode(), verification.version[0]
+    return preference._gpu_order(cell.op, op.stem, tuple(op.backends), GPU, dtype, size, cell, deterministic, how, version)
+
+
+def test_table_is_that_of_the_committed_results(tool: dict[str, Any]) -> None:
+    assert preference.TABLE.read_text() == tool["text"]()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("everything", [False, True], ids=["shipped results", "all backends verified"])
+def test_choice_is_the_fastest_right_backend(
+    everything: bool, deterministic: bool, tool: dict[str, Any], gpu: pytest.MonkeyPatch
+) -> None:
+    """In every committed cell of every GPU, within 5 % of the fastest contender: a backend with a
+    verification result and, as its results depend on a sequence's neighbors, PyTorch's only where
+    ``deterministic=False`` allows that."""
+    if everything:
+        gpu.setattr(verification, "is_known", lambda *_: True)
+        verification.version[0] += 1
+    count, of_torch = 0, 0
+    for folder in tool["FOLDERS"].values():
+        for (cell, case, shape), times in tool["measured"](folder).items():
+            size = verification.size_class([torch.empty(1, cell.size, device="meta")])
+            dtype = getattr(torch, cell.dtype)
+            right = {
+                entry: ms
+                for entry, ms in times.items()
+                if verification.is_known(cell.op, entry[0], GPU, dtype, size) and (entry[0] != "torch" or not deterministic)
+            }
+            chosen = next(e for e in order(cell, deterministic) if e in times)
+            assert chosen in right, (cell, case, shape, chosen)
+            assert times[chosen] <= WITHIN * min(right.values()), (cell, case, shape, chosen, right)
+            count, of_torch = count + 1, of_torch + (chosen[0] == "torch")
+    assert count >= 45
+    assert (of_torch > 0) == (everything and not deterministic)
+
+
+def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) -> None:
+    """No call of any op waits: the first backend tried has a result, in both directions."""
+    for name, op in OPS.items():
+        for dtype in ("bfloat16", "float16", "float32"):
+            for direction in ("fwd", "bwd"):
+                for size in (16, 64, 80, 128, 256, 4096):
+                    cell = Cell(name, direction, dtype, "full" if op.stem == "attention" else "", size, 777)
+                    first, *_ = order(cell)
+                    key = (name, first[0], GPU, getattr(torch, dtype))
+                    q = torch.empty(1, size, device="meta", dtype=key[3])
+                    gpu.setattr(verification, "_check_first", lambda *_: pytest.fail("checked"))
+                    assert verification.why_not(op, first[0], (q,), key) is None
+    with pytest.raises(pytest.fail.Exception, match="checked"):
+        a = (torch.empty(1, 64, device="meta"),)
+        verification.why_not(OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32))
+
+
+def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.MonkeyPatch) -> None:
+    cell = Cell("layer_norm", "fwd", "bfloat16", "", 4096, 16384)
+    assert [name for name, _ in order(cell)] == ["triton", "cuda", "cpu", "reference"]
+    gpu.setattr(verification_file, "triton_version", lambda: "another")
+    verification.forget()
+    assert [name for name, _ in order(cell)] == ["cuda", "triton", "cpu", "reference"]
+    float64 = replace(cell, dtype="float64")  # shipped results have none: each would be checked
+    assert [name for name, _ in order(float64)] == ["triton", "cuda", "cpu", "reference"]
+
+
+def test_every_kind_of_call_gets_every_backend(gpu: pytest.MonkeyPatch) -> None:
+    """Each named case, both directions: all backends of the op, each once without a kernel's name."""
+    kinds = set()
+    for case in [c for name in OPS for c in cases(name)]:
+        args, kwargs = case.make("cpu", torch.float32, seed=1)
+        op = OPS[case.op]
+        a = op.prepare(*args, **kwargs)[0]
+        for direction in ("fwd", "bwd"):
+            cell = preference.cell_of(op, a, direction)
+            plain = [name for name, kernel in order(cell) if kernel is None]
+            assert sorted(plain) == sorted(op.backends) and plain[-1] == "reference"
+            kinds.add(cell.kind)
+    grouped = {kind for group in preference.GROUPS for kind in group}
+    assert kinds - {""} <= grouped and len(kinds) > 8
+
+
+def test_nearest_row_decides(gpu: pytest.MonkeyPatch) -> None:
+    cell = Cell("attention", "fwd", "bfloat16", "causal", 64, 4096)
+    gpu.setattr(verification, "is_known", lambda *_: True)
+    verification.version[0] += 1
+    fast = ("torch", "cudnn")
+    assert order(cell, False)[0] == fast and order(cell)[0] == ("cuda", None)
+    for near in (
+        replace(cell, length=3000),
+        replace(cell, dtype="float16"),
+        replace(cell, size=72),
+        replace(cell, kind="causal", length=8192),
+    ):
+        assert order(near, False)[0] == fast, near
+    assert order(replace(cell, length=128), False)[0][0] == "cuda"  # too short to hide the host's time
+    assert order(replace(cell, op="attention_varlen", kind="packed"))[0][0] == "cuda"
+    assert preference.measured("sm_120", cell, "attention", True)[0] == ("cuda", None)
+    assert preference.measured("sm_80", replace(cell, op="no op"), "no op", True) == []
+
+
+def test_times_within_the_margin_keep_the_order() -> None:
+    cell = Cell("attention", "fwd", "bfloat16", "full", 64, 4096)
+
+    def names(**times: float) -> list[str]:
+        row = preference.Row(cell, {(name, None): ms for name, ms in times.items()})
+        return [name for name, _ in row.order()]
+
+    assert names(triton=1.0, cuda=1.02) == ["cuda", "triton"]
+    assert names(triton=1.0, cuda=1.04) == ["triton", "cuda"]
+    assert names(torch=0.5, triton=1.0, cuda=1.02) == ["torch", "cuda", "triton"]
+
+
+def test_kernel_of_an_entry_must_be_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry for one of PyTorch's kernels is skipped where PyTorch would run another."""
+    op, q = OPS["attention"], torch.randn(1, 2, 8, 16)
+    entries = [("torch", "cudnn"), ("cpu", None), ("torch", None), ("reference", None)]
+    monkeypatch.setattr(preference, "cpu_order", lambda *_: [])
+    from pytransformer.ops._core import registry
+
+    monkeypatch.setattr(registry, "ordered", lambda *_: entries)
+    a = op.prepare(q, q, q)[0]
+    assert op.select(a).name == "cpu"
+    entries[0] = ("torch", None)
+    assert op.select(a).name == "torch"
+
+
+def test_cpu_choice_is_that_of_the_backends() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    assert list(BACKENDS) == ["cuda", "triton", "cpu", "torch", "reference"]
+    assert preference.cpu_order(OPS["attention"]) == list(OPS["attention"].backends)
+    assert pt.explain("attention", q, q, q).backend == "cpu"

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels earn their place: planted failures of a guarded tier are found in a process of their own, and the next backend computes."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pytransformer as pt
+from pytransformer.ops._core import checking, deadline, lane, verification, verification_file, verified
+from pytransformer.ops._core.deadline import Deadline, Stopwatch
+from pytransformer.ops._core.registry import OPS
+from pytransformer.testing.planted_tier import FAULTS, TIER, check_told_once, inputs, planted
+from pytransformer.testing.verification_support import CPU, backend_of, cache, line, write
+from pytransformer.testing.way_down import WAYS
+
+pytestmark = [pytest.mark.falls_back, pytest.mark.usefixtures("one_thread")]
+__all__ = ["cache"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_backend_is_found_and_reported_once(fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By every way: a right result, and one message with what was found. The worker's signal or silence does not reach us."""
+    want = {name: way() for name, way in WAYS.items()}
+    for name, way in WAYS.items():
+        with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran:
+            check_told_once(way, want[name], TIER, FAULTS[fault][1])
+        assert not ran, f"{name} ran on the broken tier"
+    assert list(tmp_path.glob("verification-*.json"))
+    assert "in a child process, once per machine" in capfd.readouterr().err
+
+
+def test_right_backend_is_checked_once_and_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    q, k, v = inputs()
+    with planted("", tmp_path) as ran:
+        pt.attention(q, k, v)
+        pt.attention(q[:, :, :20], k, v)  # another length is no other kind
+        assert ran == ["forward"] * 2 and not pt.fallbacks()
+        assert capfd.readouterr().err.count("checking attention") == 1
+        verification.forget()  # as in another process: the result is on disk
+        pt.attention(q, k, v)
+        assert len(ran) == 3 and "checking" not in capfd.readouterr().err
+        pt.attention(q, k, v, causal="top_left", window=(3, 0))
+        assert len(ran) == 4 and "checking" not in capfd.readouterr().err
+        wide = [torch.randn(1, 2, 30, 100) for _ in "qkv"]  # another size class
+        pt.attention(*wide)
+        assert len(ran) == 5 and capfd.readouterr().err.count("checking attention") == 1
+
+
+def test_modes_decide_who_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    with planted("hang", tmp_path) as ran:
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "strict")
+        with pytest.warns(RuntimeWarning, match="no result shows that it is right here"):
+            pt.attention(q, k, v)
+        with pytest.raises(pt.BackendError, match="strict mode"):
+            pt.attention(q, k, v, strict=True)
+        assert not ran
+        pt.attention(q, k, v, backend=TIER)  # forced means forced
+        assert len(ran) == 1
+        assert pt.explain("attention", q, k, v, causal="top_left").reasons["cpu"] is None
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "off")
+        pt.attention(q, k, v)
+        assert len(ran) == 2
+        monkeypatch.setenv("PYTRANSFORMER_VERIFY", "first")  # explain does not check
+        assert pt.explain("attention", q, k, v).backend == TIER and not list(tmp_path.glob("verification-*"))
+
+
+def test_cpu_needs_no_result_but_a_bad_one_excludes_it(cache: Path) -> None:
+    assert backend_of() == "cpu"
+    write(cache, [line("wrong"), line("right")])
+    assert backend_of() == "torch"
+    assert backend_of(dropout_p=0.1) == "reference"
+    assert backend_of(dtype=torch.bfloat16) == "cpu", "another dtype"
+    q = torch.zeros(1, 1, 4, 16)
+    reasons = pt.explain("attention", q, q, q, causal="top_left").reasons
+    assert "verify: wrong here: full: out[0] = 1" in str(reasons["cpu"])
+
+
+def test_wrong_size_excludes_sizes_that_were_not_right(cache: Path) -> None:
+    write(cache, [line("wrong"), line("right", size=128)])
+    assert (backend_of(), backend_of(last=100), backend_of(last=200)) == ("torch", "cpu", "torch")
+
+
+def test_measured_order_is_used_on_the_cpu(cache: Path) -> None:
+    write(cache, [line("right")], order={"attention": ["torch", "cpu"]})
+    assert backend_of() == "torch" and backend_of(dropout_p=0.1) == "cpu"
+    assert list(pt.explain("attention", *inputs()).reasons)[:2] == ["torch", "cpu"]
+
+
+# ---- the check at first use
+
+
+@pytest.fixture
+def checks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counts checks; each takes no time and finds the backend right."""
+    jobs: list[Any] = []
+
+    def run_jobs(several: list[Any], **_: Any) -> list[Any]:
+        jobs.extend(several)
+        return [job | {"outcome": "right", "detail": None} for job in several]
+
+    monkeypatch.setattr(checking, "run_jobs", run_jobs)
+    return jobs
+
+
+def ask(backend: str = "triton", dtype: torch.dtype = torch.float32) -> str | None:
+    q = torch.zeros(1, 1, 4, 16, dtype=dtype)
+    op = OPS["attention"]
+    a = op.prepare(q, q, q)[0]
+    return verification.why_not(op, backend, a, ("attention", backend, q.device, dtype))
+
+
+def test_check_happens_once_per_node_and_size(checks: list[Any]) -> None:
+    assert ask() is None and ask() is None and len(checks) == 1
+    verification.forget()  # another process
+    assert ask() is None and len(checks) == 1
+    assert ask(dtype=torch.bfloat16) is None and len(checks) == 2
+
+
+def test_time_of_checks_is_bounded(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_seconds", [verification.CHECK_SECONDS])
+    assert "not checked here within 20 s" in str(ask()) and not checks
+
+
+def test_late_check_is_stored(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    late = {"outcome": "not checked", "detail": checking.TIME_UP}
+    monkeypatch.setattr(checking, "run_jobs", lambda jobs, **_: [job | late for job in jobs])
+    assert "verify: late here: the time was up" in str(ask())
+    verification.forget()
+    monkeypatch.setattr(checking, "run_jobs", lambda *_, **__: pytest.fail("checked again"))
+    assert "verify: late here" in str(ask())
+
+
+def test_other_local_ranks_wait_for_rank_0(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use its result; without one they go to the next backend. They never check."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(verification, "CHECK_SECONDS", 0.5)
+    assert "not checked here within" in str(ask()) and not checks
+    verification.forget()
+    monkeypatch.setattr(verification, "CHECK_SECONDS", 30.0)
+    found = line("right", backend="triton")
+    timer = threading.Timer(0.5, verification_file.add_checks, (CPU, [found]))
+    timer.start()
+    assert ask() is None and not checks
+    timer.join()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ask(dtype=torch.bfloat16) is None and len(checks) == 1
+
+
+def test_processes_of_a_node_check_one_at_a_time(checks: list[Any]) -> None:
+    """Who gets the lock second reads the first one's result."""
+    with verification_file.locked("check", 1) as held:
+        assert held
+        found: list[str | None] = []
+        waiter = threading.Thread(target=lambda: found.append(ask()))
+        waiter.start()
+        verification_file.add_checks(CPU, [line("right", backend="triton")])
+    waiter.join(timeout=30)
+    assert found == [None] and not checks
+
+
+# ---- results of the package
+
+
+def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capability, sources and Triton's version decide; driver and torch do not."""
+    gpu = torch.device("cuda", 0)
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability[0])
+    entry = verified.table()["sm_90"]
+    digests = {n: {s: f["sources"] for s, f in e["families"].items()} for n, e in entry.items()}
+    monkeypatch.setattr(verified, "sources", lambda backend: digests[backend])
+    monkeypatch.setattr(verification_file, "triton_version", lambda: entry["triton"]["triton"])
+    names = verified.names(gpu)
+    assert {("attention", "cuda", "bfloat16"), ("layer_norm", "triton", "float16")} <= set(names)
+    assert {op for op, backend, _ in names if backend == "cuda"} == set(OPS)
+    monkeypatch.setattr(verification_file, "triton_version", lambda: "9.9")
+    assert {backend for _, backend, _ in verified.names(gpu)} == {"cuda"}
+    digests["cuda"] |= {"attention": "another"}
+    left = {op for op, *_ in verified.names(gpu)}
+    assert "layer_norm" in left and not left & {"attention", "attention_varlen"}
+    capability[0] = (8, 0)
+    assert verified.names(gpu) == [] == verified.names(CPU)
+
+
+def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
+    """If this fails, kernels changed after the GPU run that verified.json records: bench/tools/verified.py
+    says which, and how to carry the result over or to drop it."""
+    tool = runpy.run_path(str(ROOT / "bench" / "tools" / "verified.py"))
+    assert tool["stale"](verified.table()) == []
+    for part in ("csrc/cuda", "csrc/common", "kernels"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    shutil.copy(ROOT / "csrc" / "interface.py", tmp_path / "csrc")
+    assert tool["stale"](verified.table(), tmp_path) == []
+    changed = {
+        "csrc/cuda/attention/sm90/fwd.cuh": {("cuda", "attention")},
+        "csrc/cuda/layer_norm/fwd.cuh": {("cuda", "layer_norm"), ("cuda", "rotary")},
+        "kernels/rotary/fwd.py": {("triton", "rotary")},
+    }
+    for name, stale in changed.items():
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "\n")
+        assert {pair[1:] for pair in tool["stale"](verified.table(), tmp_path)} == stale, name
+        (tmp_path / name).write_text(text)
+    (tmp_path / "csrc" / "cuda" / "launch.cuh").write_text("// another\n")
+    assert {stem for _, backend, stem in tool["stale"](verified.table(), tmp_path)} == {op.stem for op in OPS.values()}
+
+
+# ---- the child process
+
+
+def test_seconds_pass_slowly_on_a_slow_machine_unless_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slow = 0.0, 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(deadline, "loop_time", lambda: slow * deadline.NOMINAL)
+    exact, limits = Deadline(100, Stopwatch(exact=True)), [Deadline(100), Deadline(2)]
+    now = 50.0
+    assert [limit.left() for limit in (exact, *limits)] == [50, 50, 0]
+    slow = 4.0  # busy from now on
+    now = 90.0
+    assert [limit.left() for limit in (exact, *limits)] == [10, 40, 0]
+    slow = 0.1  # a fast machine gets the seconds too
+    now = 120.0
+    assert [limit.left() for limit in (exact, *limits)] == [0, 10, 0]
+    slow = 1e3  # what hangs has to end
+    now += 10 * deadline.MOST - 1e-6
+    assert limits[0].left() == pytest.approx(0, abs=1e-6) and limits[0].left() > 0
+    now += 1e-3
+    assert limits[0].left() == 0 == limits[0].left()
+
+
+def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    with lane.off():
+        pt.attention(q, k, v)
+        monkeypatch.setattr(verification, "why_not", lambda *_, **__: pytest.fail("asked again"))
+        pt.attention(q, k, v)
+        pt.attention(q, k, v, dropout_p=0.1)
+
+
+def test_jobs_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five jobs the second crashes and the fourth hangs; time that is up leaves the rest unchecked."""
+    monkeypatch.setattr(
+        checking,
+        "PREAMBLE",
+        """
+import os, time
+import pytransformer.cli.verify.worker as w
+def do(job):
+    if job["n"] == 1: os.abort()
+    if job["n"] == 3: time.sleep(100)
+    return {**job, "outcome": "right", "process": os.getpid()}
+w._DO = {"test": do}
+w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""",
+    )
+    jobs = [{"do": "test", "device": "cpu", "n": n} for n in range(5)]
+    told: list[dict[str, Any]] = []
+    found = checking.run_jobs(jobs, seconds=1.5, told=told.append)
+    assert [line["outcome"] for line in found] == ["right", "crashed", "right", "hung", "right"] and told == found
+    assert found[1]["detail"] == "the process ended by SIGABRT"
+    wide = [{"do": "test", "device": "cpu", "n": n, "last": 128} for n in (5, 6, 7, 8)]
+    same = checking.run_jobs(wide, seconds=60)
+    processes = [line["process"] for line in same]
+    assert processes[0] == processes[1] == processes[2] != processes[3], (
+        "a wide problem does not end the process, a lost context does"
+    )
+    assert [line["outcome"] for line in same] == ["right", "right", "crashed", "right"]
+    late = checking.run_jobs(jobs, seconds=1.5, until=Deadline(0))
+    assert {line["outcome"] for line in late} == {"not checked"}
+    monkeypatch.setattr(checking, "PREAMBLE", "raise SystemExit(3)")
+    (line,) = checking.run_jobs(jobs[:1], seconds=1.5)
+    assert (line["outcome"], line["detail"]) == ("not checked", "the process did not start: the process ended with code 3")
+
+
+@pytest.mark.unpoisoned
+def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
+    """Under activate() the choice is made while torch.compile traces: symbolic sizes are looked at without a guard."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with planted("", tmp_path) as ran, pt.activate():
+        compiled = torch.compile(lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for length in (30, 40, 10):  # the last is of another kind, in the same code
+                x = torch.randn(2, 3, length, 16)
+                torch.testing.assert_close(compiled(x), attend(x, x, x))
+        assert len(ran) == 6
+    torch._dynamo.reset()
