@@ -2,8 +2,11 @@
 // Launches of kernels, on a GPU and in the emulator. Never synchronises.
 #pragma once
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "cuda/ptx/platform.cuh"
 
@@ -12,6 +15,24 @@
 #endif
 
 namespace pt::cuda {
+
+#if !defined(PT_EMULATE)
+// Let a kernel have so much dynamic shared memory on the current device. CUDA keeps the attribute, so the
+// largest request of each kernel and device suffices: cudaFuncSetAttribute costs 0.5 us of every launch.
+inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
+  static std::mutex mutex;
+  static auto* const allowed = new std::map<std::pair<const void*, int>, uint32_t>;  // outlives every thread
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
+  uint32_t& known = (*allowed)[{kernel, device}];
+  if (bytes <= known) return cudaSuccess;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error == cudaSuccess) known = bytes;
+  return error;
+}
+#endif
 
 // Runs kernel(arguments...) on the current device, in order with the stream. Throws std::runtime_error with CUDA's message, or, emulated,
 // with that of the emulator.
@@ -23,7 +44,7 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, uint32_t smem_bytes, [
 #else
   constexpr uint32_t kWithoutAsking = 48 * 1024;  // of dynamic shared memory
   cudaError_t error = cudaSuccess;
-  if (smem_bytes > kWithoutAsking) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem_bytes));
+  if (smem_bytes > kWithoutAsking) error = allow_shared_memory(reinterpret_cast<const void*>(kernel), smem_bytes);
   if (error == cudaSuccess) {
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
     error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), pointers, smem_bytes,

@@ -16,7 +16,7 @@ namespace {
 
 struct Machine {
   int driver = 13000;
-  cudaError_t load = cudaSuccess, launch = cudaSuccess;
+  cudaError_t load = cudaSuccess, launch = cudaSuccess, attribute = cudaSuccess;
   bool has_maps = true;
 } machine;
 
@@ -70,7 +70,7 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
   return *v = a == cudaDevAttrMultiProcessorCount ? 100 + d : 9, cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return say("attributes"), machine.load; }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int v) { return say("shared " + std::to_string(v)), cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int v) { return say("shared " + std::to_string(v)), machine.attribute; }
 cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void** arguments, size_t smem, cudaStream_t stream) {
   say("launch " + std::to_string(grid.x) + "x" + std::to_string(grid.y) + " of " + std::to_string(block.x) + ", " + std::to_string(smem) +
       " bytes, stream " + std::to_string(intptr_t(stream)) + ", " + std::to_string(*static_cast<int*>(arguments[0])));
@@ -164,6 +164,21 @@ void launches() {
   expect("a launch in its stream", calls == Calls{"launch 3x2 of 128, 1000 bytes, stream 7, 42"});
   cuda::launch(kernel, dim3(1), 32, 200000, stream, 1);
   expect("much shared memory is asked for first", calls == Calls{"shared 200000", "launch 1x1 of 32, 200000 bytes, stream 7, 1"});
+  const auto shared = [&](uint32_t bytes) { cuda::launch(kernel, dim3(1), 32, bytes, stream, 1); };
+  shared(200000), shared(60000);
+  expect("once per kernel and device, while it suffices", calls.size() == 2);
+  shared(220000);
+  expect("more is requested", calls.size() == 2 && calls[0] == "shared 220000");
+  cudaSetDevice(2);
+  calls.clear();
+  shared(60000);
+  expect("another device is asked too", calls.size() == 2 && calls[0] == "shared 60000");
+  machine.attribute = cudaErrorInvalidValue;
+  expect("a request refused", has(error_of([&] { shared(230000); }), "could not be launched: some error"));
+  machine.attribute = cudaSuccess;
+  calls.clear();
+  shared(230000);
+  expect("a refused request is repeated", calls.size() == 2 && calls[0] == "shared 230000");
   cuda::launch(kernel, dim3(0), 32, 0, stream, 1);
   expect("no blocks, no launch", calls.empty());
   machine.launch = cudaErrorInvalidValue;
