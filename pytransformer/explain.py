@@ -56,9 +56,11 @@ def explain(op: str | torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation
     target = OPS[op]
     a, backend, _ = target.prepare(*args, **kwargs)
     forced = backend or forced_backend(op)
+    entries = ordered(target, a, "fwd")
+    names = [n for n, kernel in entries if kernel is None or kernel == target.backends[n].kernel(a)]
     reasons = {
         name: target.backends[name].why_not(a) if forced else unasked_reason(target, target.backends[name], a, ask=False)
-        for name in dict.fromkeys(n for n, _ in ordered(target, a, "fwd"))
+        for name in dict.fromkeys(names)
     }
     device = a[0].device.type
     asked = [n for n in reasons if (n == forced if forced else n == "reference" or at_home(n, device))]

@@ -4,8 +4,9 @@
     python bench/tools/preferences.py            # print the table
     python bench/tools/preferences.py --write    # write it; tests/ops/test_preference.py compares
 
-Of each cell and backend the newest committed time counts, of kernels where it was recorded: a warm call's
-host time hides behind them. kernels.csv beside the results has times that only a profiler's list has.
+The newest committed time of each cell and backend counts, that of the kernels if it was recorded: a
+warm call's host time hides behind them. kernels.csv beside the results has times from a profiler's
+list.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pytransformer.testing.cases import case
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"sm_90": ROOT / "bench" / "results" / "nvidia-h100-80gb-hbm3"}
 OURS = ("cuda", "triton")
+LAST_RUN = "2026-11-26T23"  # times of kernels.csv are from after every run of that day
 
 Shape = tuple[tuple[str, int], ...]
 Measured = dict[tuple[Cell, str, Shape], dict[Entry, float]]  # by cell, case and shape
@@ -51,8 +53,7 @@ def rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 pairs = (item.split("=") for item in line["shape"].split())
                 shape = {name: int(n) for name, n in pairs}
                 shape |= {"Hkv": shape["Hq"]} if "Hq" in shape else {}
-                # After every run of its day.
-                yield "2026-11-26T23", line | {"shape": shape, "kernel_ms": float(line["kernel_ms"])}
+                yield LAST_RUN, line | {"shape": shape, "kernel_ms": float(line["kernel_ms"])}
 
 
 def entry_of(row: dict[str, Any]) -> Entry | None:
@@ -101,7 +102,8 @@ def cell(op: str, name: str, shape: dict[str, int], dtype: str, mode: str) -> Ce
 
 
 def table(folder: Path) -> list[Row]:
-    """Return a row for each cell: the geometric mean over its shapes, of what all of them measured."""
+    """Return a row for each cell: the geometric mean over its shapes, of what all of them
+    measured."""
     by_cell: dict[Cell, list[dict[Entry, float]]] = defaultdict(list)
     for (where, _, _), times in measured(folder).items():
         by_cell[where].append(times)

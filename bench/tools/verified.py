@@ -6,9 +6,10 @@
     python bench/tools/verified.py --carry REASON      # the sources changed, but nothing that a GPU runs
     python bench/tools/verified.py --drop              # remove what is stale: it is checked at first use
 
---backend and --family choose entries. --carry is for changes after which the compiler gets the same program
-(comments, names, code for the emulator alone) or which only choose among kernels that were tested; the reason
-is stored. Everything else is --drop until a GPU has run the tests again. docs/decisions/0146.
+--backend and --family choose entries. --carry is for changes after which the compiler gets the same
+program (comments, names, code for the emulator alone) or which only choose among kernels that were
+tested; the reason is stored. Everything else is --drop until a GPU has run the tests again.
+docs/decisions/0146.
 """
 
 from __future__ import annotations

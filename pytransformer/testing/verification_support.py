@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of verification results share: an empty cache, files of results, and who computes a call."""
+"""Shared by tests of verification results: an empty cache, files of results, the backend of a
+call."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.Monk
 
 
 def test_every_kind_of_call_gets_every_backend(gpu: pytest.MonkeyPatch) -> None:
-    """Each named case, both directions: all backends of the op, each once without a kernel's name."""
+    """Each named case, both directions: all backends of the op, each once without a kernel's
+    name."""
     kinds = set()
     for case in [c for name in OPS for c in cases(name)]:
         args, kwargs = case.make("cpu", torch.float32, seed=1)
@@ -144,7 +145,7 @@ def test_nearest_row_decides(gpu: pytest.MonkeyPatch) -> None:
     fast = ("torch", "cudnn")
     assert order(cell, False)[0] == fast and order(cell)[0] == ("cuda", None)
     for near in (
-        replace(cell, length=3000),
+        replace(cell, length=2048),
         replace(cell, dtype="float16"),
         replace(cell, size=72),
         replace(cell, kind="causal", length=8192),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels earn their place: planted failures of a guarded tier are found in a process of their own, and the next backend computes."""
+"""Verification results: a check at first use finds planted failures, and the next backend computes;
+who checks, and who waits."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_backend_is_found_and_reported_once(fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By every way: a right result, and one message with what was found. The worker's signal or silence does not reach us."""
+    """By every way: a right result, and one message with what was found. The worker's signal or
+    silence does not reach us."""
     want = {name: way() for name, way in WAYS.items()}
     for name, way in WAYS.items():
         with planted(fault, tmp_path, seconds=4 if fault == "hang" else 60) as ran:
@@ -126,6 +128,12 @@ def test_check_happens_once_per_node_and_size(checks: list[Any]) -> None:
     assert ask(dtype=torch.bfloat16) is None and len(checks) == 2
 
 
+def test_no_cache_directory_means_one_check_per_process(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification_file, "cache_folder", lambda: None)
+    assert ask() is None and ask(dtype=torch.bfloat16) is None and ask() is None
+    assert len(checks) == 2
+
+
 def test_time_of_checks_is_bounded(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_seconds", [verification.CHECK_SECONDS])
     assert "not checked here within 20 s" in str(ask()) and not checks
@@ -193,8 +201,8 @@ def test_shipped_results_need_equal_sources(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_shipped_results_are_of_these_sources(tmp_path: Path) -> None:
-    """If this fails, kernels changed after the GPU run that verified.json records: bench/tools/verified.py
-    says which, and how to carry the result over or to drop it."""
+    """If this fails, kernels changed after the GPU run that verified.json records:
+    bench/tools/verified.py says which, and how to carry the result over or to drop it."""
     tool = runpy.run_path(str(ROOT / "bench" / "tools" / "verified.py"))
     assert tool["stale"](verified.table()) == []
     for part in ("csrc/cuda", "csrc/common", "kernels"):
@@ -248,7 +256,8 @@ def test_warm_call_asks_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_jobs_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five jobs the second crashes and the fourth hangs; time that is up leaves the rest unchecked."""
+    """Of five jobs the second crashes and the fourth hangs; time that is up leaves the rest
+    unchecked."""
     monkeypatch.setattr(
         checking,
         "PREAMBLE",
@@ -283,7 +292,8 @@ w._lost_context = lambda job: "the context is lost" if job["n"] == 7 else None""
 
 @pytest.mark.unpoisoned
 def test_tracing_checks_too_and_guards_nothing(tmp_path: Path) -> None:
-    """Under activate() the choice is made while torch.compile traces: symbolic sizes are looked at without a guard."""
+    """Under activate() the choice is made while torch.compile traces: symbolic sizes are looked at
+    without a guard."""
     attend = torch.nn.functional.scaled_dot_product_attention
     with planted("", tmp_path) as ran, pt.activate():
         compiled = torch.compile(lambda x: attend(x, x, x), backend="aot_eager", dynamic=True, fullgraph=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which backends are tried: on a GPU by what was measured for the kind of call.
 
-preferences.csv holds the times of kernels on GPUs that we measured, by op, direction, dtype, kind, size
-(the last dimension) and length (keys, or rows); bench/tools/preferences.py writes it from committed results.
-A call uses the nearest row. Backends without a verification result come last, so that a call does not wait
-for a check while a backend that is known to be right can compute it. docs/decisions/0147.
+preferences.csv holds the times of kernels on GPUs that we measured, by op, direction, dtype, kind,
+size (the last dimension) and length (keys, or rows); bench/tools/preferences.py writes it from
+committed results. A call uses the nearest row. Backends without a verification result come last, so
+that a call does not wait for a check while a backend that is known to be right can compute it.
+docs/decisions/0147.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Cell:
     dtype: str
     kind: str
     size: int
-    length: int
+    length: int  # rounded up to a power of two
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Row:
     times: dict[Entry, float]
 
     def order(self) -> list[Entry]:
-        """Return the measured entries, fastest first; within MARGIN the order of BACKENDS decides."""
+        """Return the measured entries, fastest first; within MARGIN the order of BACKENDS
+        decides."""
         rest, ordered = sorted(self.times, key=lambda e: BACKENDS.index(e[0])), []
         while rest:
             limit = min(self.times[e] for e in rest) * MARGIN
@@ -101,7 +103,8 @@ def cell_of(op: Op, a: Any, direction: str) -> Cell:
         length = number(a.num_keys)
     else:
         length = number(first.numel()) // last
-    return Cell(op.name, direction, str(first.dtype)[6:], kind, last, max(1, length))
+    length = 1 << (max(1, length) - 1).bit_length()  # few classes: the order of each is cached
+    return Cell(op.name, direction, str(first.dtype)[6:], kind, last, length)
 
 
 def distance(cell: Cell, row: Cell) -> float:
@@ -120,8 +123,8 @@ def distance(cell: Cell, row: Cell) -> float:
 def measured(arch: str, cell: Cell, stem: str, deterministic: bool) -> list[Entry]:
     """Return the entries of the nearest row, fastest first; none if the op was not measured.
 
-    PyTorch's kernels choose their splits by the batch, so a sequence's result may depend on its neighbors:
-    they come first only for calls with ``deterministic=False``."""
+    PyTorch's kernels choose their splits by the batch, so a sequence's result may depend on its
+    neighbors: they come first only for calls with ``deterministic=False``."""
     if not table():
         return []
     rows = table()[min(table(), key=lambda known: abs(_number_of(known) - _number_of(arch)))]

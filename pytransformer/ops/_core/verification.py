@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification results: which backends are known to be right on a device, and the check that finds out.
+"""Verification results: which backends are known to be right on a device, and the check that finds
+out.
 
-On a GPU, and for the backends made for GPUs, a call uses a backend without being told to only if a result
-says that the backend is right there. Results come with the package (verified.py), from `pytransformer
-verify`, or from a short check at first use. The CPU's backends need no result, but a bad one excludes them.
-A forced backend needs none. A result holds for (op, backend, dtype, size class). docs/decisions/0146.
+On a GPU, and for the backends made for GPUs, a call uses a backend without being told to only if a
+result says that the backend is right there. Results come with the package (verified.py), from
+`pytransformer verify`, or from a short check at first use. The CPU's backends need no result, but a
+bad one excludes them. A forced backend needs none. A result holds for (op, backend, dtype, size
+class). docs/decisions/0146.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Result:
     wrong: dict[int, str] = field(default_factory=dict)  # reasons by size class
 
     def reason(self, size: int) -> str | None:
-        """Return why the backend is excluded, None if it is right, UNKNOWN if nobody has checked. One
-        wrong case excludes its size class, and every class in which no case was right."""
+        """Return why the backend is excluded, None if it is right, UNKNOWN if nobody has checked.
+        One wrong case excludes its size class, and every class in which no case was right."""
         if size in self.wrong:
             return self.wrong[size]
         if size in self.right:
@@ -83,7 +85,8 @@ def size_class(a: Any) -> int:
 
 
 def number(n: Any) -> Any:
-    """Return the current value of a symbolic size: reading it must not add a guard to a traced graph."""
+    """Return the current value of a symbolic size: reading it must not add a guard to a traced
+    graph."""
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
@@ -92,8 +95,8 @@ def needs_result(backend: str, device: torch.device) -> bool:
 
 
 def why_not(op: Op, backend: str, a: Any, key: Key, *, ask: bool = True) -> str | None:
-    """Return why the backend must not compute this call unless forced, or None. With ``ask``, an unknown
-    backend is checked now, in a child process."""
+    """Return why the backend must not compute this call unless forced, or None. With ``ask``, an
+    unknown backend is checked now, in a child process."""
     if key in settled or backend == "reference" or (how := mode()) == "off":
         return None
     device, size = key[2], size_class(a)
@@ -121,8 +124,8 @@ def is_known(op: str, backend: str, device: torch.device, dtype: torch.dtype, si
 
 
 def _check_first(op: Op, backend: str, a: Any, size: int) -> str | None:
-    """Check small problems in a child process, once per node, and store the outcome. Local ranks other
-    than 0 of a distributed job wait for rank 0's result."""
+    """Check small problems in a child process, once per node, and store the outcome. Local ranks
+    other than 0 of a distributed job wait for rank 0's result."""
     device, dtype = a[0].device, str(a[0].dtype)[6:]
     name = (op.name, backend, dtype)
 
@@ -192,7 +195,8 @@ def results(device: torch.device) -> Results:
 
 def _reread(device: torch.device) -> None:
     content = verification_file.load(device) or {"checks": []}
-    merged: Results = {name: Result(complete=True) for name in verified.names(device)}
+    # What this process learned stays: without a cache directory it stands nowhere else.
+    merged = _devices.get(device) or {name: Result(complete=True) for name in verified.names(device)}
     _devices[device] = _add(merged, content["checks"], content.get("complete", ()))
     for name, order in content.get("order", {}).items():
         measured_order[name, device.type] = tuple(order)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of verification results: one JSON file for each machine and build, in the user's cache directory.
+"""Files of verification results: one JSON file for each machine and build, in the user's cache
+directory.
 
-A file is checked as a whole before anything reads it: a damaged one is ignored, with one warning. Without a
-home directory there is no cache, and results last as long as the process.
+A file is checked as a whole before anything reads it: a damaged one is ignored, with one warning.
+Without a home directory there is no cache, and results last as long as the process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _warned: set[Path] = set()
 
 
 def cache_folder() -> Path | None:
-    """Return PYTRANSFORMER_CACHE, or pytransformer in the user's cache directory; None without a home."""
+    """Return PYTRANSFORMER_CACHE, or pytransformer in the user's cache directory; None without a
+    home."""
     if folder := os.environ.get("PYTRANSFORMER_CACHE"):
         return Path(folder)
     try:
@@ -50,7 +52,8 @@ def cache_folder() -> Path | None:
 
 
 def key(device: torch.device) -> dict[str, str]:
-    """Return what a result depends on: the device, its driver, the compiling libraries and our build."""
+    """Return what a result depends on: the device, its driver, the compiling libraries and our
+    build."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         name = "{} (sm_{}{})".format(torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index))
@@ -89,8 +92,8 @@ def triton_version() -> str:
 
 @functools.cache
 def _build() -> tuple[str, str]:
-    """Return digests of the sources of kernels and backends, and of the compiled files (by name, size and
-    the build's record)."""
+    """Return digests of the sources of kernels and backends, and of the compiled files (by name,
+    size and the build's record)."""
     sources, binaries = hashlib.sha256(), hashlib.sha256()
     for folder in (*kernel_folders(), *(native.PACKAGE / name for name in CODE)):
         for path in sorted(path for end in ("*.py", "*.json") for path in folder.rglob(end)):
@@ -207,8 +210,8 @@ def check(content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(name: str, seconds: float) -> Iterator[bool]:
-    """Hold a lock file of the cache directory: one process of the node at a time. Yields whether it is
-    held; without a cache directory, or after ``seconds``, it is not."""
+    """Hold a lock file of the cache directory: one process of the node at a time. Yields whether it
+    is held; without a cache directory, or after ``seconds``, it is not."""
     folder = cache_folder()
     try:
         if folder is None:
@@ -238,8 +241,8 @@ def _acquire(descriptor: int, until: float) -> bool:
 
 
 def update(device: torch.device, change: Callable[[dict[str, Any] | None], dict[str, Any]]) -> Path | None:
-    """Replace the contents by ``change`` of them, one writer at a time; return the file, or None if the
-    directory cannot be written."""
+    """Replace the contents by ``change`` of them, one writer at a time; return the file, or None if
+    the directory cannot be written."""
     with locked("write", LOCK_SECONDS) as held:
         if held and (folder := cache_folder()) is not None:
             for left in folder.glob("verification-*.tmp"):  # of a writer that was killed

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification results that come with the package: what our own runs on a GPU showed to be right.
 
-verified.json lists, by compute capability, backend and op family, the commit that was tested and a digest of
-its kernel sources. An entry holds if the kernels here have the same digest; the Triton version must match
-too. The file is written by bench/tools/verified.py. docs/decisions/0146.
+verified.json lists, by compute capability, backend and op family, the commit that was tested and a
+digest of its kernel sources. An entry holds if the kernels here have the same digest; the Triton
+version must match too. The file is written by bench/tools/verified.py. docs/decisions/0146.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def is_current(backend: str, stem: str, family: dict[str, Any] | None) -> bool:
 
 @functools.cache
 def sources(backend: str) -> dict[str, str]:
-    """Return digests of the kernels' sources by op family: of what the build compiled, or of Triton's."""
+    """Return digests of the kernels' sources by op family: of what the build compiled, or of
+    Triton's."""
     if backend == "cuda":
         return dict((native.build_info() or {}).get("cuda_sources", {}))
     return {
