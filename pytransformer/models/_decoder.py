@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models that continue a sequence share: the caches that fit them."""
+"""The base of models that continue a sequence: their caches, and calls that change a cache only if they return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..nn.blocks import Stack
-from ..nn.cache import KeyValueCache
+from ..nn.cache import DecoderCache, KeyValueCache
 from ..nn.paged_cache import PagedCache
 
 
@@ -17,6 +17,14 @@ class Decoder:
 
     decoder: Stack
     config: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, its hooks included, in a transaction of the cache ``past_key_values``."""
+        cache: DecoderCache | None = kwargs.get("past_key_values")
+        if cache is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with cache.transaction():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def make_cache(self, max_length: int | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
         """For ``past_key_values``: a buffer for each sequence; max_length None: the config's.

@@ -6,7 +6,8 @@ Keys and values of what was read are kept in a cache that is allocated once; tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Decoding:
         for name in ("max_new_tokens", "beams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Decoding: {name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(
                 f"Decoding: temperature must be above 0, got {self.temperature}; for the maximum leave sample=False"
             )
@@ -105,8 +106,8 @@ def generate(
         decoding: how; or its fields as keywords: ``generate(model, ids, beams=4, stop=(3,))``.
         prefix_lengths: (B,), of a prefix-LM: the prompt's tokens before it see each other.
         generator: for sample=True.
-        cache: where keys and values are kept: ``"contiguous"``, ``"paged"``, or a cache of the model, empty, whose memory is used again:
-            it is empty afterwards.
+        cache: where keys and values are kept: ``"contiguous"``, ``"paged"``, or a cache of the model, empty, whose memory is
+            used again: it is empty afterwards. If the call raises, the cache is as it was before.
 
     Raises:
         ValueError: settings that make no sense, a prompt without tokens, more tokens than the model has positions, or a cache that
@@ -119,15 +120,26 @@ def generate(
         raise ValueError(f"generate: input_ids must be (B, L) with L > 0, got shape {tuple(input_ids.shape)}")
     if isinstance(cache, DecoderCache) and cache.length:
         raise ValueError(f"generate: the cache holds {cache.length} positions; free() it, or give another")
-    training = model.training
-    model.eval()
-    try:
+    given = cache if isinstance(cache, DecoderCache) else None
+    with evaluation(model), nullcontext() if given is None else given.transaction():
         reader = _Reader(model, input_ids, attention_mask, how, prefix_lengths, cache)
-        return _beam_search(reader, how) if how.beams > 1 else _one_by_one(reader, how, generator)
+        generated = _beam_search(reader, how) if how.beams > 1 else _one_by_one(reader, how, generator)
+        if given is not None:
+            given.free()
+    return generated
+
+
+@contextmanager
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Run the block in eval mode, then return each submodule to its mode: parts of a training model may be frozen."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        if training:
+            model.eval()
+        yield
     finally:
-        model.train(training)
-        if isinstance(cache, DecoderCache):
-            cache.free()
+        for module in training:
+            module.training = True
 
 
 def compact(

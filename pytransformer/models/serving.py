@@ -1,56 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many prompts continued together, which join and leave between the steps: continuous batching over a paged cache.
+"""Continuous batching over a paged cache: requests join and leave between the steps.
 
 Source: Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models" (2022), section 3.1.
 """
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ..nn.paged_cache import PagedCache
-from .generation import Decoding, choose, most_positions
+from .generation import Decoding, choose, evaluation, most_positions
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # raised while one request draws, but no fault of its own
 
 
 class Finished(NamedTuple):
-    """A request's new tokens, without prompt and stop token, and their log-probability, the stop token's included."""
+    """The end of a request.
+
+    Attributes:
+        request: its number.
+        tokens: the new tokens, without prompt and stop token.
+        score: their log-probability, the stop token's included.
+        error: the exception that ended the request, CancelledError after :meth:`Batcher.cancel`; None: it ran to its end.
+    """
 
     request: int
     tokens: list[int]
     score: float
+    error: Exception | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
-    number: int
     prompt: list[int]
     how: Decoding
     generator: torch.Generator | None
-    sequence: int = -1
-    read: int = 0  # of prompt and new tokens, how many the cache holds
+    number: int = -1
+    sequence: int | None = None  # None: it waits
+    read: int = 0  # tokens of prompt and new ones that the cache holds
     new: list[int] = field(default_factory=list)
     score: float = 0.0
+    result: Finished | None = None
 
     @property
-    def longest(self) -> int:
-        """Positions that it will hold at most: the last token is not read."""
+    def max_positions(self) -> int:
+        """The most positions that the cache will hold: the last token is not read."""
         return len(self.prompt) + self.how.max_new_tokens - 1
 
     @property
     def unread(self) -> list[int]:
         return self.prompt[self.read :] if self.read < len(self.prompt) else self.new[self.read - len(self.prompt) :]
 
+    def snapshot(self) -> Any:
+        draws = self.generator.get_state() if self.generator is not None and self.how.sample else None
+        return self.sequence, self.read, len(self.new), self.score, self.result, draws
+
+    def restore(self, snapshot: Any) -> None:
+        self.sequence, self.read, count, self.score, self.result, draws = snapshot
+        del self.new[count:]
+        if self.generator is not None and draws is not None:
+            self.generator.set_state(draws)
+
 
 class Batcher:
     """Requests to a decoder model, each with its own :class:`Decoding`; its tokens are those of :func:`generate` alone.
 
-    A request waits until a slot is free and there are pages for all that it may become, so none is ever interrupted. Prompts are read in
-    pieces, between which the others go on; those that begin like an earlier one share its full pages, if ``share``.
+    A request waits until a slot is free and the pages suffice for the most tokens it may get, so none is ever interrupted. A step reads
+    one piece of each prompt; with ``share``, prompts that begin like an earlier one share its full pages.
 
         batcher = Batcher(model, model.make_paged_cache(num_pages=4096), slots=32)
         number = batcher.submit(prompt, max_new_tokens=40, stop=(3,))
@@ -58,11 +83,13 @@ class Batcher:
             for finished in batcher.step():
                 ...
 
+    One thread calls :meth:`step`; any thread may call :meth:`submit` and :meth:`cancel`.
+
     Args:
-        model: that continues prompts, in eval mode while :meth:`step` runs.
-        cache: of the model; the batcher's alone.
-        slots: requests at a time.
-        piece: tokens of a prompt that one step reads at most.
+        model: a decoder model; :meth:`step` runs it in eval mode.
+        cache: a cache of the model that nothing else uses.
+        slots: the most requests at a time.
+        piece: the most tokens of a prompt that one step reads.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, slots: int = 16, piece: int = 256, share: bool = True) -> None:
@@ -75,13 +102,15 @@ class Batcher:
                 raise ValueError(f"Batcher: {name} must be at least 1, got {value}")
         self.model, self.cache, self.slots, self.piece, self.share = model, cache, slots, piece, share
         self._device = next(model.parameters()).device
+        self._lock = threading.Lock()  # of the three below
         self._waiting: deque[_Request] = deque()
-        self._active: list[_Request] = []
+        self._cancelled: set[int] = set()
         self._count = 0
+        self._active: list[_Request] = []  # with a sequence, or a result that no step has returned; replaced, never changed
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not finished."""
+        """Whether a step has something to do or to return."""
         return bool(self._waiting or self._active)
 
     def submit(
@@ -92,91 +121,183 @@ class Batcher:
         generator: torch.Generator | None = None,
         **settings: Any,
     ) -> int:
-        """A request's number, at once.
+        """Queue a request and return its number.
 
         Args:
-            prompt: token ids, at least one.
-            decoding: how; or its fields as keywords.
-            generator: for sample=True, the request's own.
+            prompt: token ids, at least one; a list or a tensor of one dimension.
+            decoding: a :class:`Decoding`; or its fields as keywords.
+            generator: for sample=True, used by this request alone.
 
         Raises:
-            ValueError: beams, no tokens, or more of them than the model has positions or the cache pages.
+            TypeError: ids that are no integers, or another kind of generator.
+            ValueError: no ids or ids outside the vocabulary, beams, or more tokens than the model has positions or the cache pages.
         """
         if decoding is not None and settings:
             raise ValueError(f"Batcher.submit: wanted decoding or its fields, got both: {', '.join(settings)}")
-        request = _Request(self._count, [int(token) for token in prompt], decoding or Decoding(**settings), generator)
-        if not request.prompt:
-            raise ValueError("Batcher.submit: the prompt has no tokens; wanted at least one")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"Batcher.submit: generator must be a torch.Generator or None, got {generator!r}")
+        request = _Request(self._ids(prompt), decoding or Decoding(**settings), generator)
         if request.how.beams > 1 or not request.how.use_cache:
             raise ValueError("Batcher.submit: wanted beams=1 and use_cache=True; generate does the others")
-        pages, positions = self.cache.pages, most_positions(self.model)
-        if positions is not None and request.longest > positions:
-            raise ValueError(f"Batcher.submit: {request.longest} positions, and the model has {positions}")
-        if pages.pages_for(request.longest) > pages.num_pages:
+        pages, positions, longest = self.cache.pages, most_positions(self.model), request.max_positions
+        if positions is not None and longest > positions:
+            raise ValueError(f"Batcher.submit: {longest} positions, and the model has {positions}")
+        if pages.pages_for(longest) > pages.num_pages:
             raise ValueError(
-                f"Batcher.submit: {request.longest} positions need {pages.pages_for(request.longest)} pages of {pages.page_size}, and the "
+                f"Batcher.submit: {longest} positions need {pages.pages_for(longest)} pages of {pages.page_size}, and the "
                 f"cache has {pages.num_pages}"
             )
-        self._count += 1
-        self._waiting.append(request)
+        with self._lock:
+            request.number = self._count
+            self._count += 1
+            self._waiting.append(request)
         return request.number
 
-    @torch.no_grad()
-    def step(self) -> list[Finished]:
-        """Lets requests join, reads a piece of each new prompt and one token of each other request; returns those that have ended."""
-        self._admit()
-        training = self.model.training
-        self.model.eval()
+    def _ids(self, prompt: Iterable[Any]) -> list[int]:
+        """The prompt's ids, checked here: in a step a wrong one would raise for every request of the batch."""
+        if isinstance(prompt, torch.Tensor):
+            if prompt.dim() != 1 or prompt.is_floating_point():
+                raise TypeError(
+                    f"Batcher.submit: prompt must be integers of one dimension, got {prompt.dtype} of shape {tuple(prompt.shape)}"
+                )
+            prompt = prompt.tolist()
         try:
-            prompts = [request for request in self._active if not request.new]
-            others = [request for request in self._active if request.new]
-            return [end for requests in (prompts, others) if requests for end in self._read(requests)]
-        finally:
-            self.model.train(training)
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise TypeError(f"Batcher.submit: prompt must be token ids, one integer each; {error}") from None
+        if not ids:
+            raise ValueError("Batcher.submit: the prompt has no tokens; wanted at least one")
+        size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        for token in (min(ids), max(ids)):
+            if token < 0 or (size is not None and token >= size):
+                end = "" if size is None else f" to {size - 1}, the end of the vocabulary"
+                raise ValueError(f"Batcher.submit: token ids must be from 0{end}, got {token}; use the model's tokenizer")
+        return ids
+
+    def cancel(self, number: int) -> bool:
+        """End a request: the next step returns it with the tokens so far, unless a step that runs now ends it first.
+
+        Return False if it has ended, or if there is no such number.
+        """
+        with self._lock:
+            running = any(r.number == number and r.result is None for r in (*self._waiting, *self._active))
+            if running:
+                self._cancelled.add(number)
+        return running
+
+    def step(self) -> list[Finished]:
+        """Let requests join, read a piece of each new prompt and one token of each other request; return those that have ended.
+
+        An error of one request ends it, and is in its result. Everything else that the step raises, out of memory or
+        KeyboardInterrupt for example, leaves each request as it was, or as the first of the step's two calls of the model left it.
+        The next step goes on from there, and returns what ended in this one.
+        """
+        with evaluation(self.model), torch.no_grad():
+            self._cancel()
+            self._admit()
+            running = self._running()
+            prompts = [request for request in running if not request.new]
+            others = [request for request in running if request.new]
+            for requests in (prompts, others):
+                if requests:
+                    self._read(requests)
+        finished = [request.result for request in self._active if request.result is not None]
+        self._active = self._running()
+        return finished
+
+    def _running(self) -> list[_Request]:
+        return [request for request in self._active if request.result is None]
+
+    @contextmanager
+    def _transaction(self, requests: Sequence[_Request]) -> Iterator[None]:
+        """Leave the requests and the cache as they were if the block raises. One ``try`` for both, so they agree at any interrupt."""
+        active, snapshots, cached = self._active, [request.snapshot() for request in requests], self.cache.snapshot()
+        try:
+            yield
+        except BaseException:
+            self._active = active
+            self.cache.restore(cached)
+            for request, snapshot in zip(requests, snapshots):
+                request.restore(snapshot)
+            raise
+
+    def _cancel(self) -> None:
+        if not self._cancelled:
+            return
+        with self._lock:
+            numbers = set(self._cancelled)
+            requests = [r for r in (*self._active, *self._waiting) if r.number in numbers and r.result is None]
+        with self._transaction(requests):
+            for request in requests:
+                if request.sequence is None:
+                    request.sequence = self.cache.open()  # it leaves the queue like any other
+                    self._active = [*self._active, request]
+                self._end(request, CancelledError("cancelled"))
+        with self._lock:
+            self._cancelled -= numbers
 
     def _admit(self) -> None:
-        pages = self.cache.pages
-        promised = sum(pages.pages_for(request.longest) for request in self._active)
-        while self._waiting and len(self._active) < self.slots:
+        pages, running = self.cache.pages, self._running()
+        free, promised = self.slots - len(running), sum(pages.pages_for(request.max_positions) for request in running)
+        while self._waiting:
             request = self._waiting[0]
-            promised += pages.pages_for(request.longest)
-            if promised > pages.num_pages:
-                break
-            self._active.append(self._waiting.popleft())
-            request.sequence = self.cache.open(request.prompt if self.share else ())
-            request.read = pages.lengths[request.sequence]
+            if request.sequence is None:  # else it was admitted or cancelled already
+                promised += pages.pages_for(request.max_positions)
+                if not free or promised > pages.num_pages:
+                    break
+                with self._transaction([request]):
+                    request.sequence = self.cache.open(request.prompt if self.share else ())
+                    request.read = pages.lengths[request.sequence]
+                    self._active = [*self._active, request]
+                free -= 1
+            with self._lock:
+                self._waiting.popleft()
 
-    def _read(self, requests: list[_Request]) -> list[Finished]:
-        """One call of the model, and the next token of each request that has been read to its end."""
-        pieces = [request.unread[: self.piece] for request in requests]
-        longest = max(map(len, pieces))
-        ids = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=self._device)
-        self.cache.select([request.sequence for request in requests])
-        for request, piece in zip(requests, pieces):
-            request.read += len(piece)
-        ragged = any(len(piece) < longest for piece in pieces)
-        more = (
-            {"attention_mask": torch.tensor([request.read for request in requests])} if ragged else {}
-        )  # the cache reads it here
-        out = self.model(ids, **more, past_key_values=self.cache, logits_to_keep=1)
-        if all(request.unread for request in requests):
-            return []
-        probabilities = out.logits[:, -1].float().log_softmax(-1)
-        ended = [self._next(request, row) for request, row in zip(requests, probabilities) if not request.unread]
-        return [end for end in ended if end is not None]
+    def _read(self, requests: list[_Request]) -> None:
+        """Call the model once, and choose the next token of each request that has been read to its end."""
+        with self._transaction(requests):
+            pieces = [request.unread[: self.piece] for request in requests]
+            longest = max(map(len, pieces))
+            ids = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=self._device)
+            self.cache.select([request.sequence for request in requests if request.sequence is not None])
+            for request, piece in zip(requests, pieces):
+                request.read += len(piece)
+            more = {}
+            if any(len(piece) < longest for piece in pieces):  # on the CPU, where the cache reads it
+                more["attention_mask"] = torch.tensor([request.read for request in requests])
+            out = self.model(ids, **more, past_key_values=self.cache, logits_to_keep=1)
+            if all(request.unread for request in requests):
+                return
+            probabilities = out.logits[:, -1].float().log_softmax(-1)
+            for request, row in zip(requests, probabilities):
+                if not request.unread:
+                    self._next(request, row)
 
-    def _next(self, request: _Request, probabilities: torch.Tensor) -> Finished | None:
+    def _next(self, request: _Request, probabilities: torch.Tensor) -> None:
         how = request.how
-        token = int(choose(probabilities[None], how, request.generator))
-        request.score += float(probabilities[token])
+        try:
+            token = int(choose(probabilities[None], how, request.generator))
+            score, stops = float(probabilities[token]), token in how.stop
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            self._end(request, error)
+            return
         if self.share and not request.new:
-            self.cache.know(request.sequence, request.prompt)
-        if token not in how.stop:
+            self._know(request, request.prompt)
+        request.score += score
+        if not stops:
             request.new.append(token)
-            if len(request.new) < how.max_new_tokens:
-                return None
-        if self.share:
-            self.cache.know(request.sequence, (request.prompt + request.new)[: request.read])
+        if stops or len(request.new) >= how.max_new_tokens:
+            if self.share:
+                self._know(request, (request.prompt + request.new)[: request.read])
+            self._end(request)
+
+    def _know(self, request: _Request, tokens: list[int]) -> None:
+        assert request.sequence is not None
+        self.cache.know(request.sequence, tokens)
+
+    def _end(self, request: _Request, error: Exception | None = None) -> None:
+        assert request.sequence is not None
         self.cache.close(request.sequence)
-        self._active.remove(request)
-        return Finished(request.number, request.new, request.score)
+        request.result = Finished(request.number, list(request.new), request.score, error)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -113,9 +114,10 @@ class Reserved(NamedTuple):
 
 
 class DecoderCache(abc.ABC):
-    """What every cache of a decoder can do: the ``past_key_values`` of the models, and ``generate``'s ``cache``.
+    """The interface of every cache of a decoder: the models' ``past_key_values``, and ``generate``'s ``cache``.
 
-    A model asks for the next :class:`Step`, and each of its layers then appends what it computed.
+    A model requests the next :class:`Step`, and each of its layers then appends what it computed. A call of a model is a
+    :meth:`transaction`; a stack of another kind opens one around its steps.
     """
 
     @property
@@ -159,6 +161,27 @@ class DecoderCache(abc.ABC):
     @abc.abstractmethod
     def free(self) -> None:
         """The sequences end; their memory is kept for others."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> Any:
+        """Return what :meth:`restore` needs: lengths, pages and the keys of cross-attention, without the contents."""
+
+    @abc.abstractmethod
+    def restore(self, snapshot: Any) -> None:
+        """Undo every step, crop, open, fork and close since the snapshot, also those that an exception interrupted.
+
+        :meth:`reorder` of a cache with one buffer for each sequence moves its contents and cannot be undone.
+        """
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Leave the cache as it was if the block raises, KeyboardInterrupt included."""
+        snapshot = self.snapshot()
+        try:
+            yield
+        except BaseException:
+            self.restore(snapshot)
+            raise
 
 
 def new_tokens(
@@ -387,6 +410,13 @@ class KeyValueCache(DecoderCache):
     def free(self) -> None:
         for layer in self.layers:
             layer.length, layer.lengths, layer.cross, layer.step = 0, None, None, None
+
+    def snapshot(self) -> Any:
+        return [(layer.length, layer.lengths, layer.cross) for layer in self.layers]
+
+    def restore(self, snapshot: Any) -> None:
+        for layer, (length, lengths, cross) in zip(self.layers, snapshot):
+            layer.length, layer.lengths, layer.cross, layer.step = length, lengths, cross, None
 
     def reset(self) -> None:
         """Forget everything, buffers too."""

@@ -58,6 +58,7 @@ class FixedSteps(DecoderCache):
         self._lengths, self._room, self._most = reserved.lengths.clone(), reserved.lengths + tokens, reserved.most
         self._reserved: Reserved | None = reserved
         self._step: Step | None = None
+        self._new = self._lengths  # (B,), tokens of the current step
 
     @property
     def layers(self) -> list[FixedLayer]:
@@ -98,14 +99,15 @@ class FixedSteps(DecoderCache):
         column = torch.arange(columns, device=held.device)
         positions = torch.where(column < new[:, None], held[:, None] + column, -1)
         total = held + new
-        self._lengths.add_(asked)  # beyond the room too: finish() sees it
         visible: dict[str, Any] = {"causal": "bottom_right", "key_lengths": total}
         if self._layers and (table := self._layers[0].held.page_table) is not None:
             visible["page_table"] = table
         if some:
             visible["query_lengths"] = new
         start = max(0, self._most - columns)
+        self._new = new
         self._step = Step(start, self._most, visible, new if some else None, total, positions)
+        self._lengths.add_(asked)  # beyond the room too: finish() sees it
         return self._step
 
     def _check(self, lengths: torch.Tensor) -> None:
@@ -123,9 +125,9 @@ class FixedSteps(DecoderCache):
         """
         if self._reserved is None:
             raise ValueError("FixedSteps: it was finished before")
-        reserved, self._reserved, self._step = self._reserved, None, None
         lengths, room = self._lengths.tolist(), self._room.tolist()
-        reserved.done([min(n, most) for n, most in zip(lengths, room)])
+        self._reserved.done([min(n, most) for n, most in zip(lengths, room)])
+        self._reserved = self._step = None
         for b, (n, most) in enumerate(zip(lengths, room)):
             if n > most:
                 raise ValueError(
@@ -139,6 +141,14 @@ class FixedSteps(DecoderCache):
             torch.minimum(self._lengths, length.to(self._lengths), out=self._lengths)
         else:
             self._lengths.clamp_max_(length)
+
+    def snapshot(self) -> None:
+        self._step = None  # restore() undoes a step alone: a copy of the lengths would cost a launch in each step
+
+    def restore(self, snapshot: None) -> None:
+        if self._step is not None and self._step.total is not None:
+            self._lengths.copy_(self._step.total - self._new)
+        self._step = None
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
         raise ValueError("FixedSteps: rows keep their places; finish() and reorder() the cache")

@@ -28,7 +28,6 @@ class PagedLayer:
         self.stored: KeyValues | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
         self.step: Step | None = None
-        self.copies: list[tuple[int, int]] = []  # pages, before the next write
 
     @property
     def pools(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -63,17 +62,15 @@ class PagedLayer:
             want = (step.positions.shape[0], pool.shape[1], step.positions.shape[1], pool.shape[3])
             if tuple(new.shape) != want:
                 raise ValueError(f"PagedCache: {name} must be {want} as before, got {tuple(new.shape)}; reset() the cache")
-        self.copy()
         write(self.stored._replace(page_table=step.visible["page_table"]), key, value, step.positions)
         return self.stored[:2]
 
-    def copy(self) -> None:
-        """Of pages that are about to be written while others read them."""
-        if self.copies and self.stored is not None:
-            source, to = torch.tensor(self.copies, device=self.stored.key.device).T
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to): the next write changes them while other sequences read them."""
+        if pages and self.stored is not None:
+            source, to = torch.tensor(pages, device=self.stored.key.device).T
             for pool in self.stored.numbers:
                 pool[to] = pool[source]
-        self.copies = []
 
 
 class PagedCache(DecoderCache):
@@ -119,16 +116,11 @@ class PagedCache(DecoderCache):
         Raises:
             OutOfPages: it says how many more are needed; nothing has changed.
         """
-        opened = not self.rows
-        if opened:
-            self.rows = [self.pages.open() for _ in range(ids.shape[0])]
-        self._device = ids.device
-        try:
+        with self.transaction():
+            if not self.rows:
+                self.rows = [self.pages.open() for _ in range(ids.shape[0])]
+            self._device = ids.device
             return self._step(ids.shape[0], ids.shape[1], attention_mask)
-        except Exception:
-            if opened:
-                self.free()
-            raise
 
     def _step(self, batch: int, columns: int, attention_mask: torch.Tensor | None) -> Step:
         if len(self.rows) != batch:
@@ -159,8 +151,8 @@ class PagedCache(DecoderCache):
             visible["query_lengths"] = new
         step = Step(start, self.length, visible, None if lengths is None else new, total, positions, at)
         for layer in self.layers:
+            layer.copy(copies)
             layer.step = step
-            layer.copies += copies
         return step
 
     # ---- sequences by name
@@ -197,12 +189,12 @@ class PagedCache(DecoderCache):
     # ---- the batch
 
     def reorder(self, rows: torch.Tensor, cross: bool = True) -> None:
-        before, self.rows = self.rows, []
-        kept = set()
+        before, after, kept = self.rows, list[int](), set[int]()
         for row in rows.tolist():
             name = before[row]
-            self.rows.append(self.pages.fork(name) if name in kept else name)
+            after.append(self.pages.fork(name) if name in kept else name)
             kept.add(name)
+        self.rows = after
         for name in before:
             if name not in kept:
                 self.pages.close(name)
@@ -232,11 +224,11 @@ class PagedCache(DecoderCache):
         if not self.rows or any(layer.stored is None for layer in self.layers):
             raise ValueError("PagedCache: let it read a prompt first: its pools are made then")
         lengths, longest, names = self.lengths, self.length, list(self.rows)
-        copies = self.pages.grow(dict.fromkeys(names, tokens))
-        for layer in self.layers:
-            layer.copies += copies
-            layer.copy()
-        table = self.table
+        with self.transaction():
+            copies = self.pages.grow(dict.fromkeys(names, tokens))
+            for layer in self.layers:
+                layer.copy(copies)
+            table = self.table
         layers = [(layer.stored._replace(page_table=table), layer.cross) for layer in self.layers if layer.stored is not None]
 
         def done(lengths: list[int]) -> None:
@@ -251,6 +243,15 @@ class PagedCache(DecoderCache):
         self.rows = []
         for layer in self.layers:
             layer.cross, layer.step = None, None
+
+    def snapshot(self) -> Any:
+        return dict(self.pages.tables), dict(self.pages.lengths), self.rows, [layer.cross for layer in self.layers]
+
+    def restore(self, snapshot: Any) -> None:
+        tables, lengths, self.rows, cross = snapshot
+        self.pages.restore(tables, lengths)
+        for layer, kept in zip(self.layers, cross):
+            layer.cross, layer.step = kept, None
 
     def reset(self) -> None:
         """Forget everything, pools and known pages too."""

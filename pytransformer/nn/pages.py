@@ -31,9 +31,9 @@ class Pages:
     """Sequences, named by numbers, over ``num_pages`` pages of ``page_size`` positions.
 
     Attributes:
-        tables: of each sequence, its pages.
-        lengths: of each sequence, its positions.
-        counts: of each page, how many tables it is in.
+        tables: each sequence's pages. A list is replaced, never changed, so a copy of the dict is a snapshot.
+        lengths: each sequence's number of positions.
+        counts: for each page, the number of tables that contain it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -90,7 +90,7 @@ class Pages:
         for name, count in new.items():
             if count == 0:
                 continue
-            table, length = self.tables[name], self.lengths[name]
+            table, length = list(self.tables[name]), self.lengths[name]
             if length % self.page_size:
                 last = table[-1]
                 if self.counts[last] > 1:
@@ -99,9 +99,9 @@ class Pages:
                     self._release(last)
                 else:
                     self._forget(last)  # it will hold something else
-            self.lengths[name] = length + count
             while len(table) < self.pages_for(length + count):
                 table.append(self._take())
+            self.tables[name], self.lengths[name] = table, length + count
         return copies
 
     def _needed(self, new: Mapping[int, int]) -> int:
@@ -118,22 +118,42 @@ class Pages:
     def fork(self, name: int) -> int:
         """A new sequence with the same positions, in the same pages."""
         other = next(self._names)
-        self.tables[other], self.lengths[other] = list(self.tables[name]), self.lengths[name]
+        self.tables[other], self.lengths[other] = self.tables[name], self.lengths[name]
         for page in self.tables[name]:
             self._hold(page)
         return other
 
     def crop(self, name: int, length: int) -> None:
         """Forget the positions from ``length`` on."""
-        table = self.tables[name]
-        while len(table) > self.pages_for(length):
-            self._release(table.pop())
+        table, count = self.tables[name], self.pages_for(length)
+        for page in reversed(table[count:]):
+            self._release(page)
+        if count < len(table):
+            self.tables[name] = table[:count]
         self.lengths[name] = length
 
     def close(self, name: int) -> None:
         """The sequence ends."""
         self.crop(name, 0)
         del self.tables[name], self.lengths[name]
+
+    def restore(self, tables: Mapping[int, list[int]], lengths: Mapping[int, int]) -> None:
+        """Return to a snapshot of :attr:`tables` and :attr:`lengths`, from any state, also one that an exception interrupted.
+
+        All else follows from the tables and from the pages that are still known by their tokens: they were forgotten before anything
+        else was written to them.
+        """
+        self.tables, self.lengths = dict(tables), dict(lengths)
+        counts = [0] * self.num_pages
+        for table in self.tables.values():
+            for page in table:
+                counts[page] += 1
+        self.counts = counts
+        self._pages = {known.key: page for page, known in self._known.items()}
+        idle = dict.fromkeys(self._idle) | dict.fromkeys(self._known)  # keep the order of use
+        self._idle = OrderedDict.fromkeys(page for page in idle if page in self._known and not counts[page])
+        free = dict.fromkeys(self._free) | dict.fromkeys(range(self.num_pages))
+        self._free = [page for page in free if page not in self._known and not counts[page]]
 
     def know(self, name: int, tokens: Sequence[int]) -> None:
         """Let the sequence's full pages be found by its ``tokens``, those that it holds, from the first on."""

@@ -9,13 +9,14 @@ pt.attention(query, *pools.contiguous, key_lengths=lengths)      # the same bits
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..nn.paged_cache import PagedCache
+from ..nn.paged_cache import PagedCache, Pages
 from .guarded import place
 
 FREE = 3  # pages that no sequence has
@@ -73,6 +74,22 @@ def widened(keywords: dict[str, Any], num_keys: int, width: int, batch: int, len
     if (t := keywords.get("key_segments")) is not None:
         found["key_segments"] = torch.cat([t, t.new_zeros(batch, width - num_keys)], 1)
     return found
+
+
+def check_pages(pages: Pages) -> None:
+    """Assert that each page is in tables, free, or known and idle, that it is counted right, and that the index is one to one."""
+    counts = Counter(page for table in pages.tables.values() for page in table)
+    assert pages.tables.keys() == pages.lengths.keys()
+    assert all(len(table) == pages.pages_for(pages.lengths[name]) for name, table in pages.tables.items())
+    assert pages.counts == [counts[page] for page in range(pages.num_pages)]
+    free, idle = set(pages._free), set(pages._idle)
+    assert len(free) == len(pages._free), "a page is free twice"
+    assert free | idle == {page for page in range(pages.num_pages) if not counts[page]}
+    assert not free & idle
+    assert pages.available == pages.num_pages - len(counts)
+    assert idle <= pages._known.keys()
+    assert not free & pages._known.keys()
+    assert {known.key: page for page, known in pages._known.items()} == pages._pages
 
 
 def poison_free_rows(cache: PagedCache) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import pytransformer as pt
 from pytransformer import nn
 from pytransformer.testing.models import assert_same_logits
-from pytransformer.testing.pages import poison_free_rows
+from pytransformer.testing.pages import check_pages, poison_free_rows
 
 
 class Contents:
@@ -40,22 +39,12 @@ class Contents:
 
     def check(self) -> None:
         pages, size = self.pages, self.size
-        assert pages.tables.keys() == pages.lengths.keys() == self.truth.keys()
+        assert pages.tables.keys() == self.truth.keys()
         for name, truth in self.truth.items():
             table = pages.tables[name]
             assert pages.lengths[name] == len(truth)
-            assert len(table) == -(-len(truth) // size)
             assert [self.slots[table[i // size]][i % size] for i in range(len(truth))] == truth
-        counts = Counter(page for table in pages.tables.values() for page in table)
-        assert pages.counts == [counts[page] for page in range(pages.num_pages)]
-        free, idle = set(pages._free), set(pages._idle)
-        assert len(free) == len(pages._free), "a page is free twice"
-        assert free | idle == {page for page in range(pages.num_pages) if not counts[page]}
-        assert not free & idle
-        assert pages.available == pages.num_pages - len(counts)
-        assert idle <= pages._known.keys()
-        assert not free & pages._known.keys()
-        assert {known.key: page for page, known in pages._known.items()} == pages._pages
+        check_pages(pages)
         for page, (key, _) in pages._known.items():
             assert self.slots[page] == list(key[1]), "a known page holds what it is known by"
 
