@@ -275,7 +275,7 @@ class LayerCache:
                 buffer[:, :, step.start : step.end] = new
         positions = step.positions
         if positions is None and self.dtype is not None:
-            positions = step.places(key.shape[2], key.device).expand(key.shape[0], -1)
+            positions = torch.arange(step.start, step.end, device=key.device).expand(key.shape[0], -1)
         if positions is not None:
             write(self.stored, key, value, positions)
         self.length, self.lengths = step.end, step.total

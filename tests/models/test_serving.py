@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -99,10 +102,21 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
         ([5] * 8, {"max_new_tokens": 42}, "49 positions, and the model has 48"),
         ([5], {"decoding": Decoding(), "stop": (3,)}, "got both: stop"),
     ]
+    refused += [
+        ([5, VOCABULARY], {}, "ids must be from 0 to 22, the end of the vocabulary, got 23"),
+        ([-1, 5], {}, "ids must be from 0 to 22, the end of the vocabulary, got -1"),
+        ([5, 2**40], {}, f"got {2**40}"),
+    ]
     for prompt, settings, said in refused:
         with pytest.raises(ValueError, match=said):
             batcher.submit(prompt, **settings)
+    for wrong in ([5.0], ["5"], [[5]], 5, torch.tensor([5.0]), torch.tensor([[5]]), torch.tensor(5)):
+        with pytest.raises(TypeError, match=r"Batcher\.submit: prompt must be"):
+            batcher.submit(wrong)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got 7"):
+        batcher.submit([5], sample=True, generator=7)
     assert not batcher.busy
+    assert batcher.submit(torch.tensor([5, 22]), max_new_tokens=1) == 0
     with pytest.raises(ValueError, match="T5 answers sources"):
         Batcher(T5(T5Config(vocab_size=9, d_model=8, head_dim=4, hidden=8, num_layers=1, num_heads=2)), batcher.cache)
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
@@ -123,3 +137,66 @@ def test_the_same_prompt_again_reads_no_page_twice(length: int) -> None:
             said += [finished.tokens for finished in batcher.step()]
     assert read == [0, 4 * ((length - 1) // 4)]
     assert said == generate(model, torch.tensor([prompt, prompt]), max_new_tokens=3).lists()
+
+
+def test_cancel_ends_a_request_with_its_tokens_so_far() -> None:
+    """One that runs, one that waits behind another, one that has ended."""
+    model = gpt()
+    batcher = Batcher(model, model.make_paged_cache(8, page_size=4), slots=1)
+    running, waiting, last = (batcher.submit([token], max_new_tokens=6) for token in (5, 6, 7))
+    batcher.step()
+    assert batcher.cancel(running) and batcher.cancel(waiting)
+    ended = {finished.request: finished for finished in batcher.step()}
+    assert ended.keys() == {running, waiting}
+    assert all(isinstance(finished.error, CancelledError) for finished in ended.values())
+    alone = generate(model, torch.tensor([[5], [7]]), max_new_tokens=6).lists()
+    assert ended[running].tokens == alone[0][:1] and ended[waiting].tokens == []
+    assert not batcher.cancel(running) and not batcher.cancel(99)
+    ends = []
+    while batcher.busy:
+        ends += batcher.step()
+    assert [(f.request, f.tokens, f.error) for f in ends] == [(last, alone[1], None)]
+    assert batcher.cache.pages.available == 8 and not batcher._cancelled
+
+
+def test_submodules_return_to_their_own_modes() -> None:
+    model = gpt().train()
+    model.decoder.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    batcher = Batcher(model, model.make_paged_cache(8, page_size=4))
+    batcher.submit([5], max_new_tokens=1)
+    batcher.step()
+    assert [module.training for module in model.modules()] == modes
+    generate(model, torch.tensor([[5]]), max_new_tokens=1)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_threads_that_submit_and_cancel_get_one_result_a_request() -> None:
+    model = gpt()
+    batcher = Batcher(model, model.make_paged_cache(40, page_size=4), slots=8)
+    numbers: list[int] = []
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(40):
+            number = batcher.submit([rng.randrange(4, VOCABULARY)], max_new_tokens=2)
+            numbers.append(number)
+            if rng.random() < 0.3:
+                batcher.cancel(rng.choice([number, number // 2]))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        ended = []
+        while batcher.busy or any(thread.is_alive() for thread in threads):
+            ended += batcher.step()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(numbers) == sorted(finished.request for finished in ended) == list(range(160))
+    assert any(finished.error for finished in ended) and not all(finished.error for finished in ended)
+    assert batcher.cache.pages.available == 40

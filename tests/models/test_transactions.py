@@ -252,3 +252,159 @@ def test_survivors_of_a_fault_in_a_step_get_the_tokens_of_generate(
     plants, survivors = exhaust(kind, stride, run)
     assert plants > 10 and survivors > 10
     print(f"{kind}: {plants} plants, {survivors} survivors")
+
+
+# ---- generate with a caller's cache
+
+
+def caches(model: Any, kind: str) -> nn.DecoderCache:
+    """An empty cache; a paged one holds another sequence."""
+    if kind == "contiguous":
+        return model.make_cache(24)
+    cache = model.make_paged_cache(40, page_size=4)
+    if not hasattr(model, "encode"):
+        cache.select([cache.open()])
+        with torch.no_grad():
+            model(torch.tensor([[9] * 6]), past_key_values=cache)
+        cache.rows = []
+    return cache
+
+
+def modes(model: Any) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+GENERATE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
+    "greedy": (gpt, "contiguous", {}),
+    "beams": (gpt, "paged", {"beams": 3}),
+    "drawn": (gpt, "paged", DRAWN),
+    "an encoder's": (t5, "paged", {"beams": 2}),
+    "an encoder's, contiguous": (t5, "contiguous", {"beams": 2}),
+}
+
+
+@pytest.mark.parametrize("name", GENERATE)
+@pytest.mark.parametrize(("kind", "stride"), [("modules", 53), ("operations", 211), ("pages", 3), ("lines", 137)])
+def test_generate_that_raises_leaves_a_cache_as_it_was(
+    name: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, cached, settings = GENERATE[name]
+    model, ids = make(), torch.tensor([[*BEGINNING, 12], [8, 7, 6, 5, 3, 4]])
+    lengths = torch.tensor([6, 4])
+    run = lambda cache: generate(
+        model, ids, lengths, max_new_tokens=5, stop=(3,), generator=seeded(1), cache=cache, **settings
+    )
+    cache, expected = caches(model, cached), run(caches(model, cached))
+    held = dict(cache.pages.tables) if isinstance(cache, nn.PagedCache) else {}
+
+    def at(event: int) -> tuple[int, int]:
+        plant = Plant(event, ERRORS[event % len(ERRORS)]("planted"))
+        for number, module in enumerate(model.modules()):
+            module.training = number % 3 == 0
+        before = modes(model)
+        try:
+            with planted(kind, plant, monkeypatch):
+                run(cache)
+        except BaseException as error:
+            assert error is plant.error
+        assert modes(model) == before or kind == "lines"  # a line of what restores them can be interrupted too
+        model.eval()
+        assert cache.length == 0
+        poison(cache)
+        assert not isinstance(cache, nn.PagedCache) or (cache.pages.tables == held and not cache.rows)
+        again = run(cache)
+        assert again.lists() == expected.lists() and torch.equal(again.scores, expected.scores)
+        return int(plant.raised), 1
+
+    plants, _ = exhaust(kind, stride, at)
+    assert plants or (kind == "pages" and cached == "contiguous")
+
+
+# ---- calls of a model
+
+
+def _chain(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
+    """Two prompts of different lengths, a token each, tokens for one of them, a chain of drafts."""
+    call = lambda ids, lengths=None: model(torch.tensor(ids), lengths, past_key_values=cache)
+    return [
+        lambda: call([[5, 6, 7, 8, 9], [9, 8, 7, 0, 0]], torch.tensor([5, 3])),
+        lambda: call([[4], [6]]),
+        lambda: call([[4, 7], [0, 0]], torch.tensor([8, 4])),
+        lambda: call([[4, 7, 8], [6, 5, 4]]),
+    ]
+
+
+def _tree(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
+    sees = torch.ones(1, 3, 9, dtype=torch.bool).tril(6)
+    sees[:, 2, 7] = False
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    return [
+        lambda: model(ids, past_key_values=cache),
+        lambda: model(torch.tensor([[4, 6, 8]]), sees, past_key_values=cache),
+    ]
+
+
+def _fork(cache: Any, model: Any) -> list[Callable[[], Any]]:
+    """Two sequences share a page that is full in part, which the next call copies."""
+    model(torch.tensor([[5, 6, 7, 8, 9, 10]]), past_key_values=cache)
+    cache.rows = [*cache.rows, cache.fork(cache.rows[0])]
+    return [lambda: model(torch.tensor([[4, 5], [6, 7]]), past_key_values=cache)]
+
+
+def _fixed(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
+    model(torch.tensor([[5, 6, 7], [9, 8, 0]]), torch.tensor([3, 2]), past_key_values=cache)
+    steps = nn.FixedSteps(cache, 4)
+    return [
+        lambda: model(torch.tensor([[4], [6]]), past_key_values=steps),
+        lambda: model(torch.tensor([[4, 5], [6, 0]]), steps.lengths + torch.tensor([2, 1]), past_key_values=steps),
+        lambda: model(torch.tensor([[4], [6]]), past_key_values=steps),
+    ]
+
+
+def _encoder(cache: nn.DecoderCache, model: Any) -> list[Callable[[], Any]]:
+    memory = model.encode(torch.tensor([[5, 6, 7, 8]]))
+    call = lambda ids: model(encoder_outputs=memory, decoder_input_ids=torch.tensor([ids]), past_key_values=cache)
+    return [lambda: call([0, 5]), lambda: call([7])]
+
+
+CALLS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "chain": (gpt, _chain), "tree": (gpt, _tree), "fork": (gpt, _fork), "fixed": (gpt, _fixed), "encoder": (t5, _encoder),
+}  # fmt: skip
+CACHES: dict[str, Callable[[Any], nn.DecoderCache]] = {
+    "contiguous": lambda model: model.make_cache(20),
+    "paged": lambda model: model.make_paged_cache(12, page_size=4),
+    "int8": lambda model: model.make_cache(20, torch.int8),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "cached"), [(n, c) for n in CALLS for c in CACHES if n != "fork" or c == "paged"])
+@pytest.mark.parametrize(("kind", "stride"), [("modules", 7), ("operations", 29), ("pages", 1)])
+def test_a_call_that_raises_changes_no_later_logit(
+    name: str, cached: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, scenario = CALLS[name]
+    model = make()
+    new = lambda: CACHES[cached](model)
+    cache = new()
+    expected = [call().logits for call in scenario(cache, model)]
+
+    def at(event: int) -> tuple[int, int]:
+        cache, plants = new(), 0
+        for number, call in enumerate(scenario(cache, model)):
+            plant, before = Plant(event, ERRORS[(event + number) % len(ERRORS)]("planted")), cache.lengths
+            try:
+                with planted(kind, plant, monkeypatch):
+                    out = call()
+            except BaseException as error:
+                assert error is plant.error
+                if name != "fixed":  # it has room beyond the lengths
+                    assert torch.equal(cache.lengths, before) or before.sum() == cache.lengths.sum() == 0
+                    poison(cache)
+                plants += 1
+                out = call()
+            assert_same_logits(out.logits, expected[number])
+        return plants, 1
+
+    plants, _ = exhaust(kind, stride, at)
+    assert plants or kind == "pages"
