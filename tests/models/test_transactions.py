@@ -408,3 +408,15 @@ def test_a_call_that_raises_changes_no_later_logit(
 
     plants, _ = exhaust(kind, stride, at)
     assert plants or kind == "pages"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", CACHES)
+def test_a_first_call_that_raises_leaves_no_keys_of_its_source(cached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, start = t5(), torch.tensor([[0, 5]])
+    memories = [model.encode(torch.tensor([source])) for source in ([5, 6, 7, 8], [9, 4, 3, 3])]
+    call = lambda cache, memory: model(encoder_outputs=memory, decoder_input_ids=start, past_key_values=cache)
+    expected, cache = call(CACHES[cached](model), memories[1]).logits, CACHES[cached](model)
+    with pytest.raises(KeyboardInterrupt), planted("modules", Plant(30, KeyboardInterrupt()), monkeypatch):
+        call(cache, memories[0])
+    assert_same_logits(call(cache, memories[1]).logits, expected)
