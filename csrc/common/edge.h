@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the torch edges of the tiers share: tensors in, plain data out. Stable ABI only; no kernel includes this.
+// The torch bindings of all backends share these functions. Stable ABI only; no kernel includes this.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 #include "common/dtype.h"
@@ -30,6 +31,64 @@ inline DType dtype_of(const Tensor& t, const char* name, Float64 float64) {
       STD_TORCH_CHECK(false, name, " has dtype number ", int(t.scalar_type()), "; wanted float32, bfloat16",
                       float64 == Float64::taken ? ", float16 or float64" : " or float16");
   }
+}
+
+// Bytes from a tensor's first element to the end of its last one.
+inline int64_t extent_of(const Tensor& t) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) == 0) return 0;
+    last += (t.size(d) - 1) * t.stride(d);
+  }
+  return (last + 1) * int64_t(t.element_size());
+}
+
+// Raise unless the storage holds every element. A freed storage has no bytes, but the tensor keeps
+// its shape, and the address of a view with an offset is not null.
+inline void check_storage(const char* op, const Tensor& t, const char* name) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  const int64_t extent = extent_of(t);
+  if (extent == 0) return;
+  const int64_t needed = t.storage_offset() * int64_t(t.element_size()) + extent;
+  STD_TORCH_CHECK(bytes > 0, op, ": ", name,
+                  " has no storage: it was freed (FSDP2 reshard, or untyped_storage().resize_(0)); "
+                  "keep it allocated until backward has run");
+  STD_TORCH_CHECK(needed <= bytes, op, ": ", name, " must have a storage of at least ", needed, " bytes, got ", bytes,
+                  "; its storage was resized");
+}
+
+// The address of a tensor whose storage holds every element; null only if it has no elements.
+inline const void* read_address(const char* op, const Tensor& t, const char* name) {
+  check_storage(op, t, name);
+  return t.const_data_ptr();  // mutable_data_ptr would copy a tensor that is shared until written
+}
+inline void* write_address(const char* op, const Tensor& t, const char* name) {
+  check_storage(op, t, name);
+  return t.mutable_data_ptr();
+}
+
+// Read a dropout seed on the host.
+inline uint64_t seed_of(const char* op, const MaybeTensor& seed) {
+  STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, op,
+                  ": dropout_seed must be one int64; dropout needs it");
+  return *static_cast<const uint64_t*>(read_address(op, *seed, "dropout_seed"));
+}
+
+// Raise unless the index of a first row, column, head or batch element leaves room for sums.
+inline void check_start(const char* op, int64_t start, const char* name) {
+  STD_TORCH_CHECK(start >= 0 && start < int64_t(1) << 48, op, ": ", name, " must be between 0 and 2^48 - 1, got ", start);
+}
+
+// Raise unless the sizes are positive and the bytes of any two of them multiplied fit in 62 bits.
+inline void check_sizes(const char* op, std::initializer_list<int64_t> sizes) {
+  int64_t largest = 1, second = 1;
+  for (int64_t size : sizes) {
+    STD_TORCH_CHECK(size > 0, op, ": sizes must be positive, got ", size, "; nothing to compute");
+    if (size > largest) second = largest, largest = size;
+    else if (size > second) second = size;
+  }
+  STD_TORCH_CHECK(largest <= (int64_t(1) << 58) / second, op, ": a matrix of ", largest, " x ", second, " must have at most 2^58 elements");
 }
 
 // The probability of dropout in units of 1 / 65536, half to even: 0 drops nothing, 65536 everything.

@@ -39,25 +39,15 @@ inline EightBits eight_bits_of(const Tensor& t) {
   }
 }
 
-// Bytes from a tensor's first to its last element.
-inline size_t extent_of(const Tensor& t) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) == 0) return 0;
-    last += (t.size(d) - 1) * t.stride(d);
-  }
-  return size_t(last + 1) * t.element_size();
-}
-
 // The tensor's memory, which kernels may reach from now on: to read, or to write.
-inline const void* read_from(const Tensor& t, const char* name, Reachable& reachable) {
-  const void* data = t.const_data_ptr();  // mutable_data_ptr would copy what is shared until written
-  reachable.add(data, extent_of(t), name);
+inline const void* read_from(const char* op, const Tensor& t, const char* name, Reachable& reachable) {
+  const void* data = read_address(op, t, name);
+  reachable.add(data, size_t(extent_of(t)), name);
   return data;
 }
-inline void* write_to(const Tensor& t, const char* name, Reachable& reachable) {
-  void* data = t.mutable_data_ptr();
-  reachable.add(data, extent_of(t), name);
+inline void* write_to(const char* op, const Tensor& t, const char* name, Reachable& reachable) {
+  void* data = write_address(op, t, name);
+  reachable.add(data, size_t(extent_of(t)), name);
   return data;
 }
 

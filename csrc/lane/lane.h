@@ -60,7 +60,8 @@ bool unwatched();
 // Tells the traces of ops/_core/registry.py, if there are any, which raw op ran.
 void record(const char* op, const char* direction, const char* backend = "cpu");
 
-// Whether a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, of no subclass, no wrapper, no tangent.
+// Whether a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, of no subclass, no wrapper, no tangent,
+// and with a storage that holds every element (FSDP2 frees it).
 bool plain(const Tensor& t);
 bool plain(PyObject* tensor);  // its Python type too
 

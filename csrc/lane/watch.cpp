@@ -37,6 +37,17 @@ bool holds_nothing(PyObject* o) {
   return !__atomic_load_n(&size, __ATOMIC_RELAXED);
 }
 
+bool holds_data(const Tensor& t) {
+  const c10::IntArrayRef sizes = t.sizes(), strides = t.strides();
+  int64_t last = t.storage_offset();
+  for (size_t d = 0; d < sizes.size(); d++) {
+    if (sizes[d] == 0) return true;
+    last += (sizes[d] - 1) * strides[d];
+  }
+  const c10::Storage& storage = t.unsafeGetTensorImpl()->unsafe_storage();
+  return (last + 1) * int64_t(t.element_size()) <= int64_t(storage.nbytes());
+}
+
 bool has_tangent(const Tensor& t) { return torch::autograd::isFwGradDefined(t); }
 
 }  // namespace
@@ -79,7 +90,8 @@ void record(const char* op, const char* direction, const char* backend) {
 
 bool plain(const Tensor& t) {
   if (!t.defined()) return true;
-  return (PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) && (PT_FAULT(tangents_lost) || !has_tangent(t));
+  return (PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) &&
+         (PT_FAULT(freed_storage_taken) || PT_FAULT(any_keys_taken) || holds_data(t)) && (PT_FAULT(tangents_lost) || !has_tangent(t));
 }
 
 bool plain(PyObject* o) {

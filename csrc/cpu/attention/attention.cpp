@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
-#include "common/edge.h"
 #include "cpu/attention/problem.h"
-#include "cpu/core/isa.h"
-#include "cpu/core/parallel.h"
+#include "cpu/core/edge.h"
 
 PT_DECLARE_KERNELS(AttentionKernels, attention_kernels);
 
@@ -19,6 +18,9 @@ namespace {
 using pt::ScalarType;
 using pt::Tensor;
 using Maybe = pt::MaybeTensor;
+using pt::edge::IndexCopies;
+
+constexpr const char* kOp = "attention";
 
 // Messages that start so become ValueError in Python.
 #define CHECK_VALUE(condition, ...) STD_TORCH_CHECK(condition, "ValueError: ", __VA_ARGS__)
@@ -30,18 +32,25 @@ void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_
   STD_TORCH_CHECK(same, name, " has the wrong shape");
 }
 
+const void* read(const Tensor& t, const char* name) { return pt::read_address(kOp, t, name); }
+void* write(const Tensor& t, const char* name) { return pt::write_address(kOp, t, name); }
+
 const int64_t* integers(const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->is_contiguous(), name, " is not a contiguous int64 tensor");
-  return static_cast<const int64_t*>(t->data_ptr());
+  return static_cast<const int64_t*>(read(*t, name));
+}
+const int64_t* copied_integers(IndexCopies& copies, const Maybe& t, const char* name, std::initializer_list<int64_t> shape) {
+  const int64_t* data = integers(t, name, shape);
+  return t ? copies.copy<int64_t>(data, t->numel()) : nullptr;
 }
 
-const void* statistics(const Maybe& t, const char* name, ScalarType work, std::initializer_list<int64_t> shape) {
+void* statistics(const Maybe& t, const char* name, ScalarType work, std::initializer_list<int64_t> shape) {
   if (!t) return nullptr;
   check_shape(*t, name, shape);
   STD_TORCH_CHECK(t->scalar_type() == work && t->is_contiguous(), name, " is not contiguous, or not of the dtype scores are computed in");
-  return t->data_ptr();
+  return write(*t, name);
 }
 
 // (B, H, L, D), or packed (total, H, D)
@@ -54,7 +63,7 @@ pt::Strides strides_of(const Tensor& t, const char* name, bool packed) {
   return packed ? pt::Strides{0, t.stride(1), t.stride(0), 1} : pt::Strides{t.stride(0), t.stride(1), t.stride(2), 1};
 }
 
-pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p) {
+pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p, bool may_be_boolean) {
   pt::Dense d;
   if (!t) return d;
   STD_TORCH_CHECK(t->dim() == 4, name, " has ", t->dim(), " dimensions; wanted 4");
@@ -65,9 +74,10 @@ pt::Dense dense(const Maybe& t, const char* name, const pt::AttentionProblem& p)
                     " or 1");
     stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
   }
-  d.data = t->data_ptr();
+  d.data = read(*t, name);
   d.stride = {stride[0], stride[1], stride[2], stride[3]};
   d.boolean = t->scalar_type() == ScalarType::Bool;
+  STD_TORCH_CHECK(may_be_boolean || !d.boolean, name, " is boolean; wanted a floating dtype");
   if (!d.boolean) d.dtype = dtype_of(*t, name, pt::Float64::taken);
   return d;
 }
@@ -90,7 +100,8 @@ void check_offsets(const int64_t* cu, const char* name, int64_t sequences, int64
 
 // Block n of queries has the entries offsets[n] .. offsets[n + 1]: every block of keys and every place of bits is looked at here, since
 // kernels take addresses from them.
-pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe& bits, const pt::AttentionProblem& p) {
+pt::BlockMask block_mask(IndexCopies& copies, const Maybe& offsets, const Maybe& entries, const Maybe& bits,
+                         const pt::AttentionProblem& p) {
   pt::BlockMask m;
   if (!offsets) return m;
   STD_TORCH_CHECK(entries && bits, "block_offsets, block_entries and block_bits come together");
@@ -99,15 +110,17 @@ pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe
   STD_TORCH_CHECK(offsets->dim() == 3 && bits->dim() == 3, "block_offsets or block_bits has not 3 dimensions");
   const int64_t n = entries->size(0), places = bits->size(0), rows = bits->size(1), keys = 32 * bits->size(2);
   check_shape(*entries, "block_entries", {n, 2});
-  STD_TORCH_CHECK(rows >= 32 && keys >= 32 && !(rows & (rows - 1)) && !(keys & (keys - 1)), "blocks are of ", rows, " x ", keys,
-                  " pairs; wanted powers of two from 32 on");
+  const auto power_of_two = [](int64_t n) { return n >= 32 && n <= 1 << 20 && !(n & (n - 1)); };
+  STD_TORCH_CHECK(power_of_two(rows) && power_of_two(keys), "blocks are of ", rows, " x ", keys,
+                  " pairs; wanted powers of two from 32 to 2^20");
   m.B = offsets->size(0), m.H = offsets->size(1), m.row_bits = __builtin_ctzll(rows), m.key_bits = __builtin_ctzll(keys);
   const int64_t down = (p.Lq + rows - 1) / rows, across = (p.Lk + keys - 1) / keys;
   STD_TORCH_CHECK((m.B == 1 || m.B == p.B) && (m.H == 1 || m.H == p.Hq), "the block mask is of ", m.B, " x ", m.H,
                   " batch elements and heads");
   check_shape(*offsets, "block_offsets", {m.B, m.H, down + 1});
-  m.offsets = static_cast<const int32_t*>(offsets->data_ptr()), m.entries = static_cast<const int32_t*>(entries->data_ptr());
-  m.bits = static_cast<const uint32_t*>(bits->data_ptr());
+  m.offsets = copies.copy<int32_t>(read(*offsets, "block_offsets"), offsets->numel());
+  m.entries = copies.copy<int32_t>(read(*entries, "block_entries"), entries->numel());
+  m.bits = static_cast<const uint32_t*>(read(*bits, "block_bits"));
   for (int64_t list = 0; list < m.B * m.H; list++)
     for (int64_t i = 0; i <= down; i++) {
       const int32_t at = m.offsets[list * (down + 1) + i], before = i ? m.offsets[list * (down + 1) + i - 1] : 0;
@@ -125,22 +138,23 @@ pt::BlockMask block_mask(const Maybe& offsets, const Maybe& entries, const Maybe
 }
 
 // Keys and values in pages: every entry that kernels take an address from is looked at here.
-pt::Pages pages_of(const Maybe& table, const Tensor& key, const pt::AttentionProblem& p, int64_t key_start) {
+pt::Pages pages_of(IndexCopies& copies, const Maybe& table, const Tensor& key, const pt::AttentionProblem& p, int64_t key_start) {
   pt::Pages pages;
   if (!table) return pages;
   const bool wide = table->scalar_type() == ScalarType::Long;
   STD_TORCH_CHECK((wide || table->scalar_type() == ScalarType::Int) && table->is_contiguous(),
                   "page_table is not contiguous int32 or int64");
   STD_TORCH_CHECK(p.key_lengths || p.B == 0, "page_table needs key_lengths");
-  pages = {table->data_ptr(), key.size(2), table->size(1), wide};
+  const void* data = read(*table, "page_table");
+  const void* entries =
+      wide ? static_cast<const void*>(copies.copy<int64_t>(data, table->numel())) : copies.copy<int32_t>(data, table->numel());
+  pages = {entries, key.size(2), table->size(1), wide};
   for (int64_t b = 0; b < p.B; b++) {
     const int64_t keys = std::min(p.key_lengths[b] - key_start, p.Lk);
     for (int64_t n = 0; n * pages.size < keys; n++)
       CHECK_VALUE(pages.at(b, n) >= 0 && pages.at(b, n) < key.size(0), "page_table[", b, ", ", n, "] is ", pages.at(b, n),
                   "; wanted a page from 0 to ", key.size(0) - 1);
   }
-  static const int32_t none[1] = {};
-  if (!pages.table) pages.table = none;  // an empty tensor has no address, and a table stands for "pages" to the kernels
   return pages;
 }
 
@@ -159,7 +173,7 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
   if (!t) return {};
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && key.dim() == 4, name, " is not float32");
   check_shape(*t, name, {key.size(0), key.size(1), key.size(2)});
-  return {static_cast<const float*>(t->data_ptr()), {t->stride(0), t->stride(1), t->stride(2), 1}};
+  return {static_cast<const float*>(read(*t, name)), {t->stride(0), t->stride(1), t->stride(2), 1}};
 }
 
 // The arguments that forward and backward share, after the outputs of each.
@@ -182,8 +196,8 @@ pt::RowScales scales_of(const Maybe& t, const char* name, const Tensor& key, con
 
 ScalarType work_of(const pt::AttentionProblem& p) { return p.dtype == pt::DType::f64 ? ScalarType::Double : ScalarType::Float; }
 
-// The tensors must outlive the problem.
-pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
+// The tensors and the copies must outlive the problem.
+pt::AttentionProblem problem(IndexCopies& copies, const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_PARAMETERS) {
   pt::AttentionProblem p{};
   const bool packed = cu_q.has_value(), paged = page_table.has_value();
   STD_TORCH_CHECK(cu_k.has_value() == packed, "cu_q and cu_k come together");
@@ -195,15 +209,17 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   const int length = packed ? 0 : 2, last = packed ? 2 : 3;
   p.B = packed ? cu_q->numel() - 1 : query.size(0);
   p.Hq = query.size(head), p.Hkv = key.size(head), p.D = query.size(last), p.Dv = value.size(last);
-  p.Lq = packed ? max_q : query.size(length), p.Lk = packed ? max_k : key.size(length);
+  const int64_t q_rows = query.size(length), k_rows = key.size(length);
+  STD_TORCH_CHECK(!packed || (max_q >= 0 && max_k >= 0), "max_q and max_k are ", max_q, " and ", max_k, "; wanted at least 0");
+  p.Lq = packed ? std::min(max_q, q_rows) : q_rows, p.Lk = packed ? std::min(max_k, k_rows) : k_rows;
   if (paged) {
     STD_TORCH_CHECK(p.Lk >= 1, "pages have no rows");
     STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == p.B, "page_table has the wrong shape");
     p.Lk *= page_table->size(1);
   }
-  const int64_t q_rows = query.size(length), k_rows = key.size(length);
   constexpr int64_t kMaxHead = 512;  // rows of a head lie on the stack in places
-  STD_TORCH_CHECK(p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted at most ", kMaxHead);
+  STD_TORCH_CHECK(p.D >= 1 && p.Dv >= 1 && p.D <= kMaxHead && p.Dv <= kMaxHead, "head sizes are ", p.D, " and ", p.Dv, "; wanted 1 to ",
+                  kMaxHead);
   STD_TORCH_CHECK(p.Hkv > 0 ? p.Hq % p.Hkv == 0 : p.Hq == 0, "query has ", p.Hq, " heads; wanted a multiple of key's ", p.Hkv);
   if (packed) {
     check_shape(key, "key", {k_rows, p.Hkv, p.D}), check_shape(value, "value", {k_rows, p.Hkv, p.Dv});
@@ -214,9 +230,10 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   }
   p.key_scale = scales_of(key_scale, "key_scale", key, p), p.value_scale = scales_of(value_scale, "value_scale", key, p);
   const ScalarType work = work_of(p);
-  p.q = query.data_ptr(), p.k = key.data_ptr(), p.v = value.data_ptr();
+  p.q = read(query, "query"), p.k = read(key, "key"), p.v = read(value, "value");
 
-  p.mask = dense(mask, "mask", p), p.bias = dense(bias, "bias", p), p.blocks = block_mask(block_offsets, block_entries, block_bits, p);
+  p.mask = dense(mask, "mask", p, true), p.bias = dense(bias, "bias", p, false);
+  p.blocks = block_mask(copies, block_offsets, block_entries, block_bits, p);
   STD_TORCH_CHECK(!mask || !block_offsets, "mask and a block mask exclude each other");
   p.slopes = statistics(slopes, "slopes", work, {p.Hq}), p.sinks = statistics(sinks, "sinks", work, {p.Hq});
   if (table) {
@@ -227,16 +244,24 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
                     "table needs bucket_starts and at least one bucket a direction");
   }
 
-  p.query_lengths = integers(query_lengths, "query_lengths", {p.B}), p.key_lengths = integers(key_lengths, "key_lengths", {p.B});
-  p.prefix_lengths = integers(prefix_lengths, "prefix_lengths", {p.B});
+  const std::pair<int64_t, const char*> starts[] = {{batch_start, "batch_start"},
+                                                    {head_start, "head_start"},
+                                                    {query_start, "query_start"},
+                                                    {key_start, "key_start"},
+                                                    {global_keys, "global_keys"}};
+  for (auto [start, name] : starts) pt::check_start(kOp, start, name);
+  p.query_lengths = copied_integers(copies, query_lengths, "query_lengths", {p.B});
+  p.key_lengths = copied_integers(copies, key_lengths, "key_lengths", {p.B});
+  p.prefix_lengths = copied_integers(copies, prefix_lengths, "prefix_lengths", {p.B});
   check_lengths(p.query_lengths, "query_lengths", p.B, query_start + p.Lq),
       check_lengths(p.key_lengths, "key_lengths", p.B, key_start + p.Lk);
   check_lengths(p.prefix_lengths, "prefix_lengths", p.B, key_start + p.Lk);
-  p.pages = pages_of(page_table, key, p, key_start);
+  p.pages = pages_of(copies, page_table, key, p, key_start);
   p.query_segments = integers(query_segments, "query_segments", {p.B, p.Lq}),
   p.key_segments = integers(key_segments, "key_segments", {p.B, p.Lk});
   STD_TORCH_CHECK(query_segments.has_value() == key_segments.has_value(), "query_segments and key_segments come together");
-  p.cu_q = integers(cu_q, "cu_seqlens_q", {p.B + 1}), p.cu_k = integers(cu_k, "cu_seqlens_k", {p.B + 1});
+  p.cu_q = copied_integers(copies, cu_q, "cu_seqlens_q", {p.B + 1});
+  p.cu_k = copied_integers(copies, cu_k, "cu_seqlens_k", {p.B + 1});
   if (packed) {
     check_offsets(p.cu_q, "cu_seqlens_q", p.B, q_rows, p.Lq), check_offsets(p.cu_k, "cu_seqlens_k", p.B, k_rows, p.Lk);
     STD_TORCH_CHECK(!mask && !bias && !block_offsets && !query_segments,
@@ -247,11 +272,7 @@ pt::AttentionProblem problem(const Tensor& query, const Tensor& key, const Tenso
   p.align = pt::Align(align), p.left = left, p.right = right, p.global_keys = global_keys, p.bidirectional = bidirectional;
   p.batch_start = batch_start, p.head_start = head_start, p.query_start = query_start, p.key_start = key_start;
   p.scale = scale, p.softcap = softcap, p.drop_threshold = pt::drop_threshold_of(dropout_p);
-  if (p.drop_threshold > 0) {
-    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dropout_seed->scalar_type() == ScalarType::Long,
-                    "dropout_seed is not one int64");
-    p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
-  }
+  if (p.drop_threshold > 0) p.seed = pt::seed_of(kOp, dropout_seed);
   p.threads = pt::pool_threads();
   return p;
 }
@@ -270,7 +291,7 @@ void add_outputs(pt::AttentionProblem& p, const Tensor& query, const Tensor& out
     check_shape(out, "out", {p.B, p.Hq, rows, p.Dv}), check_shape(lse, "lse", {p.B, p.Hq, rows});
     p.lse_s = {lse.stride(0), lse.stride(1), lse.stride(2), 1};
   }
-  p.out = out.data_ptr(), p.lse = lse.data_ptr();
+  p.out = write(out, "out"), p.lse = write(lse, "lse");
 }
 
 // Rows of packed outputs behind the last sequence.
@@ -285,7 +306,8 @@ void clear_rest(const pt::AttentionProblem& p, int64_t rows) {
 }
 
 void attention_fwd(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, ATTENTION_PARAMETERS) {
-  pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
+  IndexCopies copies;
+  pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
   add_outputs(p, query, out, lse);
   if (p.cu_q && p.dtype == pt::DType::f64) clear_rest<double>(p, query.size(0));
   else if (p.cu_q) clear_rest<float>(p, query.size(0));
@@ -301,7 +323,7 @@ void* gradient(const Maybe& t, const char* name, const Tensor& of, bool packed, 
   bool same = t->scalar_type() == of.scalar_type();
   for (int64_t i = 0; same && i < of.dim(); i++) same = t->size(i) == of.size(i);
   STD_TORCH_CHECK(same, name, " differs in shape or dtype from the tensor it is the gradient of");
-  return t->data_ptr();
+  return write(*t, name);
 }
 
 pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, ScalarType work) {
@@ -312,7 +334,7 @@ pt::DenseGrad dense_gradient(const Maybe& t, const char* name, const Maybe& of, 
   check_shape(*t, name, {of->size(0), of->size(1), of->size(2), of->size(3)});
   int64_t stride[4];
   for (int i = 0; i < 4; i++) stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
-  g.data = t->data_ptr(), g.stride = {stride[0], stride[1], stride[2], stride[3]};
+  g.data = write(*t, name), g.stride = {stride[0], stride[1], stride[2], stride[3]};
   return g;
 }
 
@@ -326,7 +348,8 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
                    Maybe dq, Maybe dk, Maybe dv, Maybe dmask, Maybe dbias, Maybe dslopes, Maybe dtable, Maybe dsinks) {
   STD_TORCH_CHECK(!page_table, "pages have no gradients");
   STD_TORCH_CHECK(!key_scale, "keys in eight bits have no gradients");
-  pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
+  IndexCopies copies;
+  pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
   add_outputs(p, query, out, lse);
   const bool packed = p.cu_q;
   const ScalarType work = lse.scalar_type();
@@ -336,7 +359,7 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
     bool same = grad_lse->scalar_type() == work && grad_lse->dim() == lse.dim();
     for (int64_t i = 0; same && i < lse.dim(); i++) same = grad_lse->size(i) == lse.size(i);
     STD_TORCH_CHECK(same, "grad_lse differs in shape or dtype from lse");
-    g.d_lse = grad_lse->data_ptr();
+    g.d_lse = read(*grad_lse, "grad_lse");
     g.d_lse_s = packed ? pt::Strides{0, grad_lse->stride(0), grad_lse->stride(1), 1}
                        : pt::Strides{grad_lse->stride(0), grad_lse->stride(1), grad_lse->stride(2), 1};
   }
@@ -345,9 +368,9 @@ void attention_bwd(Tensor grad_out, Maybe grad_lse, Tensor query, Tensor key, Te
   g.d_mask = dense_gradient(dmask, "dmask", mask, work), g.d_bias = dense_gradient(dbias, "dbias", bias, work);
   STD_TORCH_CHECK((!dslopes || p.slopes) && (!dtable || p.table) && (!dsinks || p.sinks),
                   "dslopes, dtable or dsinks without slopes, table or sinks");
-  g.d_slopes = const_cast<void*>(statistics(dslopes, "dslopes", work, {p.Hq}));
-  g.d_table = const_cast<void*>(statistics(dtable, "dtable", work, {p.buckets, p.Hq}));
-  g.d_sinks = const_cast<void*>(statistics(dsinks, "dsinks", work, {p.Hq}));
+  g.d_slopes = statistics(dslopes, "dslopes", work, {p.Hq});
+  g.d_table = statistics(dtable, "dtable", work, {p.buckets, p.Hq});
+  g.d_sinks = statistics(dsinks, "dsinks", work, {p.Hq});
   if (packed) {
     const int64_t element = query.element_size();
     clear_rest(g.dq, g.dqs, p.cu_q[p.B], query.size(0), p.Hq, p.D * element, element);
@@ -372,8 +395,9 @@ pt::DenseGrad planned_gradient(const pt::Dense& term, const Maybe& of, void* dat
 
 // Of forward, and of backward with all gradients if there may be one.
 int64_t attention_scratch(Tensor query, Tensor key, Tensor value, ATTENTION_PARAMETERS, bool backward) {
-  const pt::AttentionProblem p = problem(query, key, value, ATTENTION_ARGUMENTS);
-  void* any = query.data_ptr();  // stands for every gradient; nothing is written
+  IndexCopies copies;
+  const pt::AttentionProblem p = problem(copies, query, key, value, ATTENTION_ARGUMENTS);
+  void* any = const_cast<void*>(p.q);  // stands for every gradient; nothing is written
   pt::AttentionGrads g{};
   g.dq = g.dk = g.dv = any;
   g.d_mask = planned_gradient(p.mask, mask, any), g.d_bias = planned_gradient(p.bias, bias, any);

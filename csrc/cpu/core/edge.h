@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the torch edges of the ops on matrices share: checks of shape and layout, data pointers. Stable ABI only.
+// The torch bindings of the CPU share these checks of shape, layout and storage. Stable ABI only.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
 
 #include "common/edge.h"
 #include "cpu/core/isa.h"
@@ -12,6 +16,21 @@
 
 namespace pt {
 namespace edge {
+
+// Copies of tensors whose values become addresses. A binding checks the copy, and kernels read it:
+// another thread may change the tensor after the check.
+class IndexCopies {
+ public:
+  template <class T>
+  const T* copy(const void* data, int64_t n) {
+    copies_.push_back(std::make_unique<std::byte[]>(n * sizeof(T)));
+    if (n) std::memcpy(copies_.back().get(), data, n * sizeof(T));
+    return reinterpret_cast<const T*>(copies_.back().get());
+  }
+
+ private:
+  std::vector<std::unique_ptr<std::byte[]>> copies_;
+};
 
 // Checks the tensors of one call. `like` has the dtype that its matrices must have.
 class Edge {
@@ -23,13 +42,13 @@ class Edge {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->is_contiguous() && t->scalar_type() == dtype_, op_,
                     ": ", name, " must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
-    return t->mutable_data_ptr();
+    return write_address(op_, *t, name);
   }
   // A (rows, columns) matrix whose transpose is contiguous.
   void* transposed(const Tensor& t, const char* name, int64_t rows, int64_t columns) const {
     STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == columns && t.stride(0) == 1 && t.stride(1) == rows && t.scalar_type() == dtype_, op_,
                     ": ", name, " or its transpose must be a contiguous (", rows, ", ", columns, ") matrix of the dtype of x");
-    return t.mutable_data_ptr();
+    return write_address(op_, t, name);
   }
   // A matrix as above, to be written.
   void* target(const MaybeTensor& t, const char* name, int64_t rows, int64_t columns) const {
@@ -48,7 +67,7 @@ class Edge {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == type, op_, ": ", name, " must be contiguous, of ", n, " ",
                     wanted, " numbers");
-    return t->mutable_data_ptr();
+    return write_address(op_, *t, name);
   }
   const char* op_;
   ScalarType dtype_;

@@ -17,18 +17,18 @@ using pt::edge::Edge;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
-                                   int64_t ignore_index, double label_smoothing) {
+pt::CrossEntropyProblem problem_of(pt::edge::IndexCopies& copies, const Tensor& x, const Tensor& weight, const Tensor& target,
+                                   const MaybeTensor& bias, int64_t ignore_index, double label_smoothing) {
   pt::CrossEntropyProblem p{};
   const Edge edge(kOp, x);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, kOp, ": x and weight must be matrices");
   p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
   p.rows = x.size(0), p.depth = x.size(1), p.classes = weight.size(0);
-  STD_TORCH_CHECK(p.rows > 0 && p.depth > 0 && p.classes > 0, kOp, ": nothing to multiply");
+  pt::check_sizes(kOp, {p.rows, p.depth, p.classes});
   p.x = edge.matrix(x, "x", p.rows, p.depth);
   p.weight = edge.matrix(weight, "weight", p.classes, p.depth);
   p.bias = edge.vector(bias, "bias", p.classes);
-  p.target = static_cast<const int64_t*>(edge.integers(target, "target", p.rows));
+  p.target = copies.copy<int64_t>(edge.integers(target, "target", p.rows), p.rows);
   p.ignore_index = ignore_index, p.label_smoothing = label_smoothing;
   for (int64_t r = 0; r < p.rows; r++)
     STD_TORCH_CHECK(p.target[r] == ignore_index || (p.target[r] >= 0 && p.target[r] < p.classes), kOp, ": target ", p.target[r],
@@ -39,7 +39,8 @@ pt::CrossEntropyProblem problem_of(const Tensor& x, const Tensor& weight, const 
 
 void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor loss, Tensor split_lse, MaybeTensor product,
                               int64_t ignore_index, double label_smoothing) {
-  const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
+  pt::edge::IndexCopies copies;
+  const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   void* kept = edge.vector(product, "product", p.rows * p.classes);
   if (kept) pt::advise_huge_pages(kept, product->numel() * product->element_size());
@@ -49,7 +50,8 @@ void linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, MaybeTenso
 void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor target, MaybeTensor bias, Tensor split_lse,
                               MaybeTensor product, MaybeTensor dx, MaybeTensor dweight, MaybeTensor dbias, int64_t ignore_index,
                               double label_smoothing) {
-  const pt::CrossEntropyProblem p = problem_of(x, weight, target, bias, ignore_index, label_smoothing);
+  pt::edge::IndexCopies copies;
+  const pt::CrossEntropyProblem p = problem_of(copies, x, weight, target, bias, ignore_index, label_smoothing);
   const Edge edge(kOp, x);
   pt::CrossEntropyBackward f;
   f.split_lse = edge.vector(split_lse, "split_lse", 2 * p.rows);
@@ -63,7 +65,7 @@ void linear_cross_entropy_bwd(Tensor upstream, Tensor x, Tensor weight, Tensor t
 
 // What forward and backward hold beside tensors. x: of its dtype. kept: forward leaves the product for backward.
 int64_t linear_cross_entropy_scratch(Tensor x, int64_t rows, int64_t depth, int64_t classes, bool kept) {
-  STD_TORCH_CHECK(rows > 0 && depth > 0 && classes > 0, kOp, ": nothing to multiply");
+  pt::check_sizes(kOp, {rows, depth, classes});
   pt::CrossEntropyProblem p{};
   p.dtype = pt::dtype_of(x, "linear_cross_entropy: x", pt::Float64::taken);
   p.rows = rows, p.depth = depth, p.classes = classes, p.threads = pt::pool_threads();

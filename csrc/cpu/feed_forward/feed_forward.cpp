@@ -18,13 +18,16 @@ using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
 
+constexpr const char* kOp = "feed_forward";
+
 pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const MaybeTensor& gate_weight, const Tensor& w2,
                                   const MaybeTensor& seed, int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p{};
   STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2, "feed_forward: x, w1 and w2 must be matrices");
-  const pt::edge::Edge edge("feed_forward", x);
+  const pt::edge::Edge edge(kOp, x);
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = x.size(0), p.in = x.size(1), p.hidden = w1.size(0), p.out = w2.size(0);
+  pt::check_sizes(kOp, {p.rows, p.in, p.hidden, p.out});
   p.x = edge.matrix(x, "x", p.rows, p.in);
   p.w1 = edge.matrix(w1, "w1", p.hidden, p.in);
   p.gate_weight = edge.matrix(gate_weight, "gate_weight", p.hidden, p.in);
@@ -32,10 +35,8 @@ pt::FeedForwardProblem problem_of(const Tensor& x, const Tensor& w1, const Maybe
   STD_TORCH_CHECK(activation >= 0 && activation < int64_t(pt::kActivationNames.size()), "feed_forward: unknown activation ", activation);
   p.activation = pt::Activation(activation);
   p.row_start = row_start, p.column_start = column_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
-  if (p.drop_threshold) {
-    STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
-    p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());
-  }
+  pt::check_start(kOp, row_start, "row_start"), pt::check_start(kOp, column_start, "column_start");
+  if (p.drop_threshold) p.seed = pt::seed_of(kOp, seed);
   p.threads = pt::pool_threads();
   return p;
 }
@@ -44,7 +45,7 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
                       MaybeTensor dropout_seed, MaybeTensor pre, MaybeTensor gate, MaybeTensor out, int64_t activation, int64_t row_start,
                       int64_t column_start, double dropout_p) {
   pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
-  const pt::edge::Edge edge("feed_forward", x);
+  const pt::edge::Edge edge(kOp, x);
   p.b1 = edge.vector(b1, "b1", p.hidden);
   p.gate_bias = edge.vector(gate_bias, "gate_bias", p.hidden);
   p.b2 = edge.vector(b2, "b2", p.out);
@@ -52,13 +53,14 @@ void feed_forward_fwd(Tensor x, Tensor w1, MaybeTensor b1, MaybeTensor gate_weig
   f.pre = edge.target(pre, "pre", p.rows, p.hidden);
   f.gate = edge.target(gate, "gate", p.rows, p.hidden);
   f.y = edge.target(out, "out", p.rows, p.out);
+  STD_TORCH_CHECK(p.gate_weight || (!p.gate_bias && !f.gate), kOp, ": gate and gate_bias need a gate_weight");
   PT_SELECT(feed_forward_kernels).forward(p, f);
 }
 
 // out = x weight^T + bias. weight or its transpose is contiguous.
 void feed_forward_linear(Tensor x, Tensor weight, MaybeTensor bias, Tensor out) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "linear: x and weight must be matrices");
-  STD_TORCH_CHECK(x.numel() > 0 && weight.numel() > 0, "linear: nothing to multiply");
+  pt::check_sizes("linear", {x.size(0), x.size(1), weight.size(0)});
   const pt::edge::Edge edge("linear", x);
   pt::FeedForwardProblem p{};
   p.dtype = pt::dtype_of(x, "linear: x", pt::Float64::taken);
@@ -76,7 +78,7 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
                       MaybeTensor db1, MaybeTensor dgate_weight, MaybeTensor dgate_bias, MaybeTensor dw2, MaybeTensor db2,
                       int64_t activation, int64_t row_start, int64_t column_start, double dropout_p) {
   const pt::FeedForwardProblem p = problem_of(x, w1, gate_weight, w2, dropout_seed, activation, row_start, column_start, dropout_p);
-  const pt::edge::Edge edge("feed_forward", x);
+  const pt::edge::Edge edge(kOp, x);
   pt::FeedForwardBackward f;
   f.dy = edge.matrix(d_out, "d_out", p.rows, p.out);
   f.pre = edge.matrix(pre, "pre", p.rows, p.hidden);
@@ -92,16 +94,19 @@ void feed_forward_bwd(Tensor d_out, Tensor x, Tensor w1, MaybeTensor gate_weight
   f.db1 = edge.vector(db1, "db1", p.hidden);
   f.dgate_bias = edge.vector(dgate_bias, "dgate_bias", p.hidden);
   f.db2 = edge.vector(db2, "db2", p.out);
+  STD_TORCH_CHECK(p.gate_weight || (!f.gate && !f.dgate && !f.dgate_weight && !f.dgate_bias), kOp,
+                  ": gate, d_gate and the gradients of a gate need a gate_weight");
   PT_SELECT(feed_forward_kernels).backward(p, f);
 }
 
 // What forward and backward hold beside tensors. x: of its dtype.
 int64_t feed_forward_scratch(Tensor x, int64_t rows, int64_t in, int64_t hidden, int64_t out, bool gated) {
-  STD_TORCH_CHECK(rows > 0 && in > 0 && hidden > 0 && out > 0, "feed_forward: nothing to multiply");
+  pt::check_sizes(kOp, {rows, in, hidden, out});
   pt::FeedForwardProblem p{};
   p.dtype = pt::dtype_of(x, "feed_forward: x", pt::Float64::taken);
   p.rows = rows, p.in = in, p.hidden = hidden, p.out = out, p.threads = pt::pool_threads();
-  p.x = p.w1 = p.w2 = x.const_data_ptr(), p.gate_weight = gated ? p.w1 : nullptr;
+  static const char any = 0;  // stands for each operand; nothing is read
+  p.x = p.w1 = p.w2 = &any, p.gate_weight = gated ? &any : nullptr;
   return PT_SELECT(feed_forward_kernels).scratch_bytes(p);
 }
 

@@ -21,11 +21,13 @@ using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
 
+constexpr const char* kOp = "layer_norm";
+
 // The rows of a tensor on the problem's grid.
 template <class R>
 R rows_of(const Tensor& t, const char* name, const pt::NormProblem& p) {
   R rows;
-  rows.data = t.mutable_data_ptr(), rows.dtype = dtype_of(t, name, pt::Float64::taken);
+  rows.data = pt::write_address(kOp, t, name), rows.dtype = dtype_of(t, name, pt::Float64::taken);
   if (t.is_contiguous()) {
     STD_TORCH_CHECK(t.numel() == p.outer * p.inner * p.columns, "layer norm: ", name, " has ", t.numel(), " elements; wanted ",
                     p.outer * p.inner * p.columns);
@@ -46,8 +48,9 @@ R rows_of(const MaybeTensor& t, const char* name, const pt::NormProblem& p) {
 // Rows to be written.
 pt::RowsOut target_of(const MaybeTensor& t, const char* name, const pt::NormProblem& p) {
   if (!t) return {};
-  if (t->is_contiguous()) pt::advise_huge_pages(t->mutable_data_ptr(), t->numel() * t->element_size());
-  return rows_of<pt::RowsOut>(*t, name, p);
+  const pt::RowsOut rows = rows_of<pt::RowsOut>(*t, name, p);
+  if (t->is_contiguous()) pt::advise_huge_pages(rows.data, t->numel() * t->element_size());
+  return rows;
 }
 
 // A contiguous vector of the work type, or null.
@@ -56,23 +59,22 @@ void* vector_of(const MaybeTensor& t, const char* name, int64_t n, const Tensor&
   const auto work = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == work, "layer norm: ", name, " must be contiguous, of ", n,
                   " float32 numbers (float64 for float64)");
-  return t->mutable_data_ptr();
+  return pt::write_address(kOp, *t, name);
 }
 
 pt::NormProblem problem_of(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& seed, int64_t outer,
                            int64_t columns, int64_t row_start, double eps, double dropout_p, bool rms) {
   pt::NormProblem p{};
-  STD_TORCH_CHECK(outer > 0 && columns > 0 && x.numel() > 0 && x.numel() % (outer * columns) == 0, "layer norm: ", x.numel(),
+  const int64_t n = x.numel();
+  STD_TORCH_CHECK(outer > 0 && columns > 0 && n > 0 && n % columns == 0 && n / columns % outer == 0, "layer norm: ", n,
                   " elements are not outer = ", outer, " times rows of ", columns, " columns");
-  p.outer = outer, p.inner = x.numel() / (outer * columns), p.columns = columns;
+  p.outer = outer, p.inner = n / columns / outer, p.columns = columns;
+  pt::check_start(kOp, row_start, "row_start");
   p.rms = rms, p.eps = eps;
   p.weight = vector_of(weight, "weight", p.columns, x);
   p.bias = vector_of(bias, "bias", p.columns, x);
   p.row_start = row_start, p.drop_threshold = pt::drop_threshold_of(dropout_p);
-  if (p.drop_threshold) {
-    STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer norm: dropout needs an int64 seed");
-    p.seed = *static_cast<const uint64_t*>(seed->const_data_ptr());
-  }
+  if (p.drop_threshold) p.seed = pt::seed_of(kOp, seed);
   p.threads = pt::pool_threads();
   return p;
 }
@@ -92,9 +94,10 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
   f.out = target_of(out, "out", p);
   f.residual_out = target_of(residual_out, "residual_out", p);
   STD_TORCH_CHECK(f.out.dtype == f.x.dtype, "layer norm: out must have the dtype of x");
-  if (f.residual_out.data) check_stream(f.x, f.residual_out.dtype, "residual_out");
+  if (f.residual.data) check_stream(f.x, f.residual.dtype, "residual");
   STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !p.drop_threshold), "layer norm: residual or dropout needs residual_out");
-  STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "layer norm: residual and residual_out differ in dtype");
+  STD_TORCH_CHECK(!f.residual_out.data || f.residual_out.dtype == (f.residual.data ? f.residual : f.x).dtype,
+                  "layer norm: residual_out must have the dtype of residual, or of x without a residual");
   f.mean = rms ? nullptr : vector_of(mean, "mean", p.outer * p.inner, x);
   f.rstd = vector_of(rstd, "rstd", p.outer * p.inner, x);
   PT_SELECT(layer_norm_kernels).forward(p, f);
@@ -126,7 +129,7 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
 // What forward and backward hold beside tensors.
 int64_t layer_norm_scratch(Tensor x, int64_t columns) {
   pt::NormProblem p{};
-  STD_TORCH_CHECK(columns > 0, "layer norm: columns is ", columns, "; wanted at least 1");
+  pt::check_sizes(kOp, {columns});
   p.outer = 1, p.inner = x.numel() / columns, p.columns = columns, p.threads = pt::pool_threads();
   return PT_SELECT(layer_norm_kernels).scratch_bytes(p, dtype_of(x, "x", pt::Float64::taken));
 }

@@ -13,6 +13,8 @@ using pt::MaybeTensor;
 using pt::ScalarType;
 using pt::Tensor;
 
+constexpr const char* kOp = "rotary";
+
 // The rows of a (batch, heads, length, columns) tensor of x's dtype.
 template <class Rows>
 Rows heads_of(const Tensor& t, const char* name, const Tensor& x, int64_t batch, int64_t length, int64_t columns) {
@@ -20,7 +22,7 @@ Rows heads_of(const Tensor& t, const char* name, const Tensor& x, int64_t batch,
                   "rotary: ", name, " must have the shape (", batch, ", heads, ", length, ", ", columns, ") and the dtype of x");
   STD_TORCH_CHECK(t.stride(3) == 1 || columns <= 1, "rotary: the last dimension of ", name, " must be contiguous");
   Rows rows;
-  rows.data = t.mutable_data_ptr(), rows.heads = t.size(1);
+  rows.data = pt::write_address(kOp, t, name), rows.heads = t.size(1);
   rows.strides = {t.stride(0), t.stride(1), t.stride(2), 1};
   return rows;
 }
@@ -51,7 +53,7 @@ pt::RotaryProblem problem_of(const Tensor& x, const MaybeTensor& cos, const Mayb
                     "rotary: cos and sin must be contiguous float32 (float64 for float64) of the shape (", p.batch, " or 1, ", p.length,
                     ", turned)");
   STD_TORCH_CHECK(p.turned % 2 == 0 && p.turned <= p.dim, "rotary: cos has ", p.turned, " columns; wanted an even number up to ", p.dim);
-  p.cos = cos->const_data_ptr(), p.sin = sin->const_data_ptr();
+  p.cos = pt::read_address(kOp, *cos, "cos"), p.sin = pt::read_address(kOp, *sin, "sin");
   p.table_batch = cos->size(0) == 1 ? 0 : p.length * p.turned;
   return p;
 }
@@ -85,10 +87,10 @@ void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeT
   PT_SELECT(rotary_kernels).backward(p, f);
 }
 
-const int64_t* integers_of(const Tensor& t, const char* name, int64_t rows) {
+const int64_t* integers_of(pt::edge::IndexCopies& copies, const Tensor& t, const char* name, int64_t rows) {
   STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.is_contiguous() && t.scalar_type() == ScalarType::Long, "append_kv: ", name,
                   " must be a contiguous int64 matrix of ", rows, " rows");
-  return static_cast<const int64_t*>(t.const_data_ptr());
+  return copies.copy<int64_t>(pt::read_address("append_kv", t, name), t.numel());
 }
 
 void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table, Tensor positions,
@@ -106,14 +108,15 @@ void append_kv(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor 
   f.value = heads_of<pt::Heads>(value, "value", query, p.batch, p.length, f.value_dim);
   f.query.weight = edge.vector(q_norm, "q_norm", p.dim);
   f.key.weight = edge.vector(k_norm, "k_norm", p.dim);
-  f.positions = integers_of(positions, "positions", p.batch);
+  pt::edge::IndexCopies copies;
+  f.positions = integers_of(copies, positions, "positions", p.batch);
   STD_TORCH_CHECK(positions.size(1) == p.length, "append_kv: positions must have ", p.length, " columns");
   f.num_pages = key_cache.size(0), f.page_size = key_cache.size(2);
   f.key_cache = heads_of<pt::HeadsOut>(key_cache, "key_cache", query, f.num_pages, f.page_size, p.dim);
   f.value_cache = heads_of<pt::HeadsOut>(value_cache, "value_cache", query, f.num_pages, f.page_size, f.value_dim);
   for (int64_t heads : {f.value.heads, f.key_cache.heads, f.value_cache.heads})
     STD_TORCH_CHECK(heads == f.key.x.heads, "append_kv: key, value and the caches must have the same heads");
-  if (page_table) f.table = integers_of(*page_table, "page_table", p.batch), f.pages = page_table->size(1);
+  if (page_table) f.table = integers_of(copies, *page_table, "page_table", p.batch), f.pages = page_table->size(1);
   STD_TORCH_CHECK(f.table || f.num_pages == p.batch, "append_kv: the caches must have a row for each sequence");
   PT_SELECT(rotary_kernels).append(p, f);
 }

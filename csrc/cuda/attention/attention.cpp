@@ -135,7 +135,7 @@ void reduce_partials(AttentionEdge& e, const AttentionBackward& g, int tiles, co
     STD_TORCH_CHECK(bucket_ranges->scalar_type() == ScalarType::Int && bucket_ranges->is_contiguous() &&
                         bucket_ranges->numel() * e.p.heads == 2 * dtable->numel(),
                     "attention: bucket_ranges must be contiguous int32, (buckets, 2)");
-    sums.ranges = static_cast<const int32_t*>(read_from(*bucket_ranges, "bucket_ranges", e.reachable));
+    sums.ranges = static_cast<const int32_t*>(read_from(kAttention, *bucket_ranges, "bucket_ranges", e.reachable));
     sums.partials = g.diagonal_partials, sums.sums = e.floats<float>(dtable, "dtable", dtable->numel());
     sums.width = e.p.before + e.p.after + 1, sums.outputs = int(dtable->numel() / e.p.heads);
     attention_backward_reduce_partials(sums, stream);

@@ -55,6 +55,8 @@ namespace pt::cuda {
 #define PT_SCHEMA(type, name, schema) schema " " #name ", "
 #define PT_MEMBER(type, name, schema) type name;
 
+inline constexpr const char* kAttention = "attention";
+
 struct AttentionArguments {
   PT_ATTENTION_ARGUMENTS(PT_MEMBER)
 };
@@ -89,7 +91,7 @@ class AttentionEdge {
     const int64_t last = dims() - 1;
     STD_TORCH_CHECK(t->dim() == dims() && t->size(1) == heads && t->size(packed_ ? 0 : 2) == rows && t->size(last) <= columns,
                     "attention: ", name, " has the wrong shape");
-    out.data = write_to(*t, name, reachable), out.stride = strides(*t, name), out.columns = int(t->size(last));
+    out.data = write_to(kAttention, *t, name, reachable), out.stride = strides(*t, name), out.columns = int(t->size(last));
     const auto even = [](int64_t n) { return n % 2 == 0; };
     out.pairs = reinterpret_cast<uintptr_t>(out.data) % 4 == 0 && even(out.columns) && even(out.stride.batch) && even(out.stride.head) &&
                 even(out.stride.row);
@@ -112,7 +114,7 @@ class AttentionEdge {
     AttentionDbias f{};
     if (!t) return f;
     const Tensor& d = *t;
-    f.data = write_to(d, name, reachable), f.dtype = dtype_of(d, name);
+    f.data = write_to(kAttention, d, name, reachable), f.dtype = dtype_of(d, name);
     STD_TORCH_CHECK(of && d.dim() == 4, "attention: ", name, " must have the shape of what it is the gradient of");
     for (int i = 0; i < 4; ++i) {
       STD_TORCH_CHECK(d.size(i) == of->size(i), "attention: ", name, " must have the shape of what it is the gradient of");
@@ -180,8 +182,8 @@ class AttentionEdge {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "attention: ", name,
                     " must be contiguous, of ", n, " float32 numbers");
-    if constexpr (std::is_const_v<T>) return static_cast<T*>(read_from(*t, name, reachable));
-    else return static_cast<T*>(write_to(*t, name, reachable));
+    if constexpr (std::is_const_v<T>) return static_cast<T*>(read_from(kAttention, *t, name, reachable));
+    else return static_cast<T*>(write_to(kAttention, *t, name, reachable));
   }
 
   int64_t rows_q() const { return packed_ ? p.total_queries : p.num_queries; }
@@ -199,7 +201,7 @@ class AttentionEdge {
     const auto fits = [&](const HeadRows& s) { return s.batch % per == 0 && s.head % per == 0 && s.row % per == 0; };
     const bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && width % per == 0;
     if (planning_ && !(aligned && (width <= 1 || t.stride(dims() - 1) == 1) && fits(strides(t, name)))) return {kPlanned, kPlannedStrides};
-    const In in{read_from(t, name, reachable), strides(t, name)};
+    const In in{read_from(kAttention, t, name, reachable), strides(t, name)};
     STD_TORCH_CHECK(!whole || (aligned && fits(in.stride)), "attention: rows of ", name, " are no multiples of 16 bytes");
     return in;
   }
@@ -210,11 +212,17 @@ class AttentionEdge {
     const int length = packed_ ? 0 : 2, last = int(dims()) - 1;
     p.dtype = dtype_of(query, "query");
     p.sequences = int(packed_ ? a.cu_q->numel() - 1 : query.size(0));
+    STD_TORCH_CHECK(key.size(1) > 0, "attention: key has no heads");
+    for (const Tensor* t : {&query, &key, &value})
+      for (int64_t d = 0; d < dims(); ++d)
+        STD_TORCH_CHECK(t->size(d) < int64_t(1) << 31, "attention: sizes must be below 2^31, got ", t->size(d));
     p.heads = int(query.size(1)), p.group = p.heads / int(key.size(1));
+    STD_TORCH_CHECK(a.max_q >= 0 && a.max_k >= 0 && a.max_q < 1 << 28 && a.max_k < 1 << 28,
+                    "attention: max_q and max_k must be from 0 to 2^28 - 1");
     p.num_queries = int(packed_ ? a.max_q : query.size(2)), p.num_keys = int(packed_ ? a.max_k : key.size(2));
     p.head_dim = int(query.size(last)), p.value_dim = int(value.size(last));
     p.total_queries = query.size(length), p.total_keys = key.size(length);
-    STD_TORCH_CHECK(p.head_dim <= 256 && p.value_dim <= 256, "attention: head sizes up to 256");
+    STD_TORCH_CHECK(p.head_dim >= 1 && p.value_dim >= 1 && p.head_dim <= 256 && p.value_dim <= 256, "attention: head sizes from 1 to 256");
     const int64_t key_batch = a.page_table ? key.size(0) : p.sequences;
     STD_TORCH_CHECK(key.size(last) == p.head_dim && value.size(length) == p.total_keys && value.size(1) == key.size(1) &&
                         (packed_ || (key.size(0) == key_batch && value.size(0) == key_batch)),
@@ -238,7 +246,7 @@ class AttentionEdge {
       STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3, "attention: ", name, " must be float32 of 3 dimensions");
       for (int d = 0; d < 3; ++d)
         STD_TORCH_CHECK(t.size(d) == key.size(d), "attention: ", name, " must have a number for each row of key, expanded or not");
-      return In{read_from(t, name, reachable), {t.stride(0), t.stride(1), t.stride(2)}};
+      return In{read_from(kAttention, t, name, reachable), {t.stride(0), t.stride(1), t.stride(2)}};
     };
     p.key_scale = scales(*a.key_scale, "key_scale"), p.value_scale = scales(*a.value_scale, "value_scale");
     return true;
@@ -253,7 +261,7 @@ class AttentionEdge {
         "attention: page_table must be contiguous (B, pages), int32 or int64");
     const int64_t keys = table.size(1) * key.size(2);
     STD_TORCH_CHECK(keys < 1 << 28, "attention: positions must be below 2^28");
-    p.pages.table = read_from(table, "page_table", reachable), p.pages.width = table.size(1), p.pages.count = key.size(0);
+    p.pages.table = read_from(kAttention, table, "page_table", reachable), p.pages.width = table.size(1), p.pages.count = key.size(0);
     p.pages.size = int(key.size(2)), p.pages.wide = type == ScalarType::Long;
     p.pages.shift = p.pages.size & (p.pages.size - 1) ? -1 : log2_of(p.pages.size);
     p.num_keys = int(keys);
@@ -264,7 +272,8 @@ class AttentionEdge {
     const int64_t start = a.query_start > a.key_start ? a.query_start : a.key_start;
     p.query_start = a.query_start, p.key_start = a.key_start;
     p.batch_start = uint32_t(a.batch_start), p.head_start = uint32_t(a.head_start);
-    STD_TORCH_CHECK(a.query_start >= 0 && a.key_start >= 0 && longest + start < 1 << 28, "attention: positions must be below 2^28");
+    STD_TORCH_CHECK(a.query_start >= 0 && a.key_start >= 0 && start < 1 << 28 && longest + start < 1 << 28,
+                    "attention: positions must be below 2^28");
     STD_TORCH_CHECK(a.align >= 0 && a.align <= 2, "attention: align is ", a.align, "; wanted 0, 1 or 2");
     p.causal = a.align != 0, p.bottom_right = a.align == 2;
     const auto side = [](int64_t width) { return int(width < 0 || width > kUnbounded ? kUnbounded : width); };
@@ -284,6 +293,7 @@ class AttentionEdge {
 
   void read_score_mod(const AttentionArguments& a) {
     p.mask = dense(a.mask, "mask"), p.bias = dense(a.bias, "bias");
+    STD_TORCH_CHECK(!a.bias || a.bias->scalar_type() != ScalarType::Bool, "attention: bias must be floating, got bool");
     p.slopes = floats<const float>(a.slopes, "slopes", p.heads);
     p.sinks = floats<const float>(a.sinks, "sinks", p.heads);
     if (a.diagonals) {
@@ -298,7 +308,7 @@ class AttentionEdge {
     if (p.drop_threshold) {
       const MaybeTensor& seed = a.dropout_seed;
       STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "attention: dropout needs an int64 seed");
-      p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
+      p.seed = static_cast<const uint64_t*>(read_from(kAttention, *seed, "dropout_seed", reachable));
     }
   }
 
@@ -318,7 +328,7 @@ class AttentionEdge {
                     "attention: a block mask goes with no other mask, no packed sequences, and a key_start that is a multiple of 32");
     const auto integers_of = [&](const Tensor& t, const char* name) {
       STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous(), "attention: ", name, " must be contiguous int32");
-      return static_cast<const int32_t*>(read_from(t, name, reachable));
+      return static_cast<const int32_t*>(read_from(kAttention, t, name, reachable));
     };
     const auto lists = [&](const Tensor& offsets, const Tensor& entries, int64_t rows, int64_t of_rows, int64_t columns,
                            int64_t of_columns) {
@@ -357,7 +367,7 @@ class AttentionEdge {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == n && t->is_contiguous() && t->scalar_type() == ScalarType::Long, "attention: ", name,
                     " must be contiguous, of ", n, " int64 numbers");
-    return static_cast<const int64_t*>(read_from(*t, name, reachable));
+    return static_cast<const int64_t*>(read_from(kAttention, *t, name, reachable));
   }
   Dense dense(const MaybeTensor& t, const char* name) {
     Dense d;
@@ -369,7 +379,7 @@ class AttentionEdge {
       STD_TORCH_CHECK(t->size(i) == full[i] || t->size(i) == 1, "attention: ", name, " has size ", t->size(i), " in dimension ", i);
       stride[i] = t->size(i) == 1 ? 0 : t->stride(i);
     }
-    d = {read_from(*t, name, reachable), stride[0], stride[1], stride[2], stride[3]};
+    d = {read_from(kAttention, *t, name, reachable), stride[0], stride[1], stride[2], stride[3]};
     const int64_t size = t->element_size();
     const auto aligned = [&](int64_t n) {
       return reinterpret_cast<uintptr_t>(d.data) % (n * size) == 0 && stride[0] % n == 0 && stride[1] % n == 0 && stride[2] % n == 0 &&
@@ -389,7 +399,7 @@ class AttentionEdge {
   template <class T>
   T* scratch(const Tensor& like, const char* name, std::vector<int64_t> shape, ScalarType type, bool zeros) {
     scratch_.push_back(zeros ? torch::stable::new_zeros(like, shape, type) : torch::stable::new_empty(like, shape, type));
-    return static_cast<T*>(write_to(scratch_.back(), name, reachable));
+    return static_cast<T*>(write_to(kAttention, scratch_.back(), name, reachable));
   }
 
   bool planning_, packed_, lists_mask_;

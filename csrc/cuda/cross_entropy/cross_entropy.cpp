@@ -8,6 +8,8 @@ namespace {
 
 using namespace pt::cuda;
 
+constexpr const char* kOp = "linear_cross_entropy";
+
 // The product of the logits: x and, transposed, weight (d, classes).
 Product logits_of(const Tensor& x, const Tensor& weight, Reachable& reachable) {
   Product p{};
@@ -24,16 +26,16 @@ void check_numbers(const Tensor& t, const char* name, ScalarType type, int64_t c
 }
 const float* floats_from(const Tensor& t, const char* name, int64_t count, Reachable& reachable) {
   check_numbers(t, name, ScalarType::Float, count);
-  return static_cast<const float*>(read_from(t, name, reachable));
+  return static_cast<const float*>(read_from(kOp, t, name, reachable));
 }
 float* floats_to(const Tensor& t, const char* name, int64_t count, Reachable& reachable) {
   check_numbers(t, name, ScalarType::Float, count);
-  return static_cast<float*>(write_to(t, name, reachable));
+  return static_cast<float*>(write_to(kOp, t, name, reachable));
 }
 
 Labels labels_of(const Tensor& target, int64_t ignore_index, double smoothing, int64_t rows, Reachable& reachable) {
   check_numbers(target, "target", ScalarType::Long, rows);
-  return {static_cast<const int64_t*>(read_from(target, "target", reachable)), ignore_index, float(1 - smoothing), float(smoothing)};
+  return {static_cast<const int64_t*>(read_from(kOp, target, "target", reachable)), ignore_index, float(1 - smoothing), float(smoothing)};
 }
 
 // parts, picked: room for what tiles leave.

@@ -13,6 +13,8 @@ namespace {
 
 using namespace pt::cuda;
 
+constexpr const char* kOp = "feed_forward";
+
 Activation activation_of(int64_t number) {
   STD_TORCH_CHECK(number >= 0 && number < int64_t(pt::kActivationNames.size()), "feed_forward: activation ", number);
   return Activation(number);
@@ -23,8 +25,9 @@ HiddenDropout dropout_of(const MaybeTensor& seed, int64_t row_start, int64_t col
   const uint32_t threshold = uint32_t(std::nearbyint((PT_FAULT(dropouts_threshold_too_low) ? 65000 : 65536) * p));
   if (!threshold) return {};
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "feed_forward: dropout needs an int64 seed");
+  pt::check_start(kOp, row_start, "row_start"), pt::check_start(kOp, column_start, "column_start");
   STD_TORCH_CHECK(column_start % 32 == 0, "feed_forward: column_start is ", column_start, "; wanted a multiple of 32");
-  return {static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable)), threshold, uint32_t(column_start), row_start};
+  return {static_cast<const uint64_t*>(read_from(kOp, *seed, "dropout_seed", reachable)), threshold, uint32_t(column_start), row_start};
 }
 
 // An operand, of the product's dtype.
@@ -59,7 +62,7 @@ float* parts_of(const MaybeTensor& t, const char* name, const Product& p, Reacha
   STD_TORCH_CHECK(
       t->dim() == 2 && t->size(0) == rows && t->size(1) == p.columns && t->is_contiguous() && t->scalar_type() == ScalarType::Float,
       "feed_forward: ", name, " must be contiguous float32, (", rows, ", ", p.columns, ")");
-  return static_cast<float*>(write_to(*t, name, reachable));
+  return static_cast<float*>(write_to(kOp, *t, name, reachable));
 }
 
 void hidden_bwd(Tensor d_out, Tensor w2, Tensor pre, MaybeTensor gate, MaybeTensor dropout_seed, MaybeTensor d_pre, MaybeTensor d_gate,

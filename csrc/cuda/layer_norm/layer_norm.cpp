@@ -11,14 +11,17 @@ namespace {
 
 using namespace pt::cuda;
 
+constexpr const char* kOp = "layer_norm";
+
 // Fills in the parts of a problem from tensors; what it finds about alignment decides between the kernels.
 class Builder {
  public:
   Builder(const Tensor& x, int64_t outer, int64_t columns) : outer_(outer), columns_(columns), aligned_(columns % kVectorColumns == 0) {
-    STD_TORCH_CHECK(outer > 0 && columns > 0 && x.numel() > 0 && x.numel() % (outer * columns) == 0, "layer_norm: ", x.numel(),
+    const int64_t n = x.numel();
+    STD_TORCH_CHECK(outer > 0 && columns > 0 && n > 0 && n % columns == 0 && n / columns % outer == 0, "layer_norm: ", n,
                     " elements are not outer = ", outer, " times rows of ", columns, " columns");
     STD_TORCH_CHECK(columns < int64_t(1) << 31, "layer_norm: ", columns, " columns, at most 2147483647 are possible");
-    inner_ = x.numel() / (outer * columns);
+    inner_ = n / columns / outer;
   }
 
   LayerNormProblem problem(const MaybeTensor& weight, const MaybeTensor& seed, int64_t row_start, double dropout_p, bool rms) {
@@ -26,10 +29,11 @@ class Builder {
     p.rows = rows(), p.inner = inner_, p.columns = columns();
     p.rms = rms;
     p.weight = columns_of(weight, "weight");
+    pt::check_start(kOp, row_start, "row_start");
     p.row_start = row_start, p.drop_threshold = drop_threshold_of(dropout_p);
     if (p.drop_threshold) {
       STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, "layer_norm: dropout needs an int64 seed");
-      p.seed = static_cast<const uint64_t*>(read_from(*seed, "dropout_seed", reachable));
+      p.seed = static_cast<const uint64_t*>(read_from(kOp, *seed, "dropout_seed", reachable));
     }
     return p;
   }
@@ -39,8 +43,8 @@ class Builder {
     R r;
     if (!t) return r;
     r.dtype = dtype_of(*t, name);
-    if constexpr (std::is_same_v<R, Rows>) r.data = read_from(*t, name, reachable);
-    else r.data = write_to(*t, name, reachable);
+    if constexpr (std::is_same_v<R, Rows>) r.data = read_from(kOp, *t, name, reachable);
+    else r.data = write_to(kOp, *t, name, reachable);
     if (t->is_contiguous()) {
       STD_TORCH_CHECK(t->numel() == rows() * columns_, "layer_norm: ", name, " has ", t->numel(), " elements; wanted ", rows() * columns_);
       r.outer = inner_ * columns_, r.inner = columns_;
@@ -59,7 +63,7 @@ class Builder {
   Columns columns_of(const MaybeTensor& t, const char* name) {
     if (!t) return {};
     STD_TORCH_CHECK(t->numel() == columns() && t->is_contiguous(), "layer_norm: ", name, " must be contiguous, of ", columns(), " numbers");
-    const Columns c{read_from(*t, name, reachable), dtype_of(*t, name)};
+    const Columns c{read_from(kOp, *t, name, reachable), dtype_of(*t, name)};
     aligned_ &= at_piece(c.data);
     return c;
   }
@@ -69,7 +73,7 @@ class Builder {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == rows() && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "layer_norm: ", name,
                     " must be contiguous, of ", rows(), " float32 numbers");
-    return static_cast<float*>(write_to(*t, name, reachable));
+    return static_cast<float*>(write_to(kOp, *t, name, reachable));
   }
 
   int64_t rows() const { return outer_ * inner_; }
@@ -99,7 +103,8 @@ void layer_norm_fwd(Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTen
   f.residual_out = b.rows_of<RowsOut>(residual_out, "residual_out");
   STD_TORCH_CHECK(f.out.dtype == f.x.dtype, "layer_norm: out must have the dtype of x");
   STD_TORCH_CHECK(f.residual_out.data || (!f.residual.data && !f.p.drop_threshold), "layer_norm: residual or dropout needs residual_out");
-  STD_TORCH_CHECK(!f.residual.data || f.residual.dtype == f.residual_out.dtype, "layer_norm: residual and residual_out differ in dtype");
+  STD_TORCH_CHECK(!f.residual_out.data || f.residual_out.dtype == (f.residual.data ? f.residual : f.x).dtype,
+                  "layer_norm: residual_out must have the dtype of residual, or of x without a residual");
   f.mean = rms ? nullptr : b.per_row(mean, "mean");
   f.rstd = b.per_row(rstd, "rstd");
   STD_TORCH_CHECK(rms || f.mean, "layer_norm: mean is missing");
@@ -138,7 +143,7 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
   LayerNormReduce r{{nullptr, nullptr}, {nullptr, nullptr}, {}, int(plan.blocks), b.columns()};
   if (dweight || dbias) {
     partials = torch::stable::new_empty(d_out, {2, plan.blocks, b.columns()}, ScalarType::Float);
-    auto* p = static_cast<float*>(write_to(*partials, "partial sums", b.reachable));
+    auto* p = static_cast<float*>(write_to(kOp, *partials, "partial sums", b.reachable));
     if (dweight) f.dweight_partials = p;
     if (dbias) f.dbias_partials = p + plan.blocks * b.columns();
   }
@@ -148,7 +153,7 @@ void layer_norm_bwd(Tensor d_out, MaybeTensor d_residual_out, Tensor h, MaybeTen
     if (!*sums[i]) continue;
     const char* name = i ? "dbias" : "dweight";
     const Columns c = b.columns_of(*sums[i], name);
-    r.sums[i] = write_to(**sums[i], name, b.reachable), r.dtype[i] = c.dtype;
+    r.sums[i] = write_to(kOp, **sums[i], name, b.reachable), r.dtype[i] = c.dtype;
   }
   layer_norm_backward(f, plan, reinterpret_cast<void*>(stream));
   if (partials) layer_norm_reduce(r, reinterpret_cast<void*>(stream));

@@ -13,7 +13,7 @@ inline Matrix matrix_of(const Tensor& t, const char* name, Reachable& reachable)
   const bool transposed = t.stride(1) != 1 && t.stride(0) == 1;
   STD_TORCH_CHECK(transposed || t.stride(1) == 1, "products: rows or columns of ", name, " must be contiguous");
   const int rows = transposed ? 1 : 0;
-  return {read_from(t, name, reachable), t.size(rows), t.size(1 - rows), t.stride(rows), transposed};
+  return {read_from("products", t, name, reachable), t.size(rows), t.size(1 - rows), t.stride(rows), transposed};
 }
 
 // A result of so many rows and columns, of the operands' dtype or float32; its rows hold a multiple of eight columns.
@@ -24,7 +24,7 @@ inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product
                   p.rows, ", ", width, "), its columns contiguous");
   STD_TORCH_CHECK(dtype_of(*t, name) == (sums ? DType::f32 : p.dtype), "products: ", name,
                   sums ? " must be float32" : " must have the operands' dtype");
-  const MatrixOut out{write_to(*t, name, reachable), t->stride(0)};
+  const MatrixOut out{write_to("products", *t, name, reachable), t->stride(0)};
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data) % 16 == 0 && (p.rows == 1 || out.stride % 8 == 0), "products: rows of ", name,
                   " must begin at multiples of 16 bytes");
   return out;
@@ -33,7 +33,7 @@ inline MatrixOut result_of(const MaybeTensor& t, const char* name, const Product
 // Of so many columns, in memory a multiple of eight.
 inline Bias bias_of(const MaybeTensor& t, const char* name, int64_t columns, Reachable& reachable) {
   if (!t) return {};
-  const Bias bias{read_from(*t, name, reachable), dtype_of(*t, name)};
+  const Bias bias{read_from("products", *t, name, reachable), dtype_of(*t, name)};
   STD_TORCH_CHECK(t->dim() == 1 && t->size(0) >= columns && t->size(0) % 2 == 0 && t->stride(0) == 1 &&
                       reinterpret_cast<uintptr_t>(bias.data) % 16 == 0,
                   "products: ", name, " must be contiguous, aligned to 16 bytes, of an even number of at least ", columns, " numbers");

@@ -10,6 +10,8 @@ namespace {
 
 using namespace pt::cuda;
 
+constexpr const char* kAppend = "append_kv";
+
 // Fills in the parts of a problem from tensors; what it finds about alignment decides between the kernels.
 class Builder {
  public:
@@ -38,8 +40,8 @@ class Builder {
     STD_TORCH_CHECK(t->stride(3) == 1 || columns <= 1, op_, ": the last dimension of ", name, " must be contiguous");
     STD_TORCH_CHECK(pages || rows_of(t->size(1)) <= kMaxRotaryRows, op_, ": ", name, " has more than ", kMaxRotaryRows, " rows");
     r.heads = t->size(1), r.strides = {t->stride(0), t->stride(1), t->stride(2), 1};
-    if constexpr (std::is_same_v<R, Heads>) r.data = read_from(*t, name, reachable);
-    else r.data = write_to(*t, name, reachable);
+    if constexpr (std::is_same_v<R, Heads>) r.data = read_from(op_, *t, name, reachable);
+    else r.data = write_to(op_, *t, name, reachable);
     see(*t, r.data);
     return r;
   }
@@ -47,7 +49,7 @@ class Builder {
   Columns weight_of(const MaybeTensor& t, const char* name) {
     if (!t) return {};
     STD_TORCH_CHECK(t->numel() == p.dim && t->is_contiguous(), op_, ": ", name, " must be contiguous, of ", p.dim, " numbers");
-    const Columns c{read_from(*t, name, reachable), dtype_of(*t, name)};
+    const Columns c{read_from(op_, *t, name, reachable), dtype_of(*t, name)};
     see(*t, c.data);
     return c;
   }
@@ -57,7 +59,7 @@ class Builder {
     if (!t) return nullptr;
     STD_TORCH_CHECK(t->numel() == rows_of(heads) && t->is_contiguous() && t->scalar_type() == ScalarType::Float, op_,
                     ": rstd must be contiguous, of ", rows_of(heads), " float32 numbers");
-    return static_cast<float*>(write_to(*t, "rstd", reachable));
+    return static_cast<float*>(write_to(op_, *t, "rstd", reachable));
   }
 
   // What of the plan kernels know too.
@@ -82,7 +84,7 @@ class Builder {
     STD_TORCH_CHECK(t.dim() == 3 && (t.size(0) == p.batch || t.size(0) == 1) && t.size(1) == p.length && t.size(2) == p.turned, op_, ": ",
                     name, " must have the shape (", p.batch, " or 1, ", p.length, ", ", p.turned, ")");
     STD_TORCH_CHECK(t.stride(2) == 1 || p.turned <= 1, op_, ": the last dimension of ", name, " must be contiguous");
-    const AngleTable table{read_from(t, name, reachable), dtype_of(t, name), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1)};
+    const AngleTable table{read_from(op_, t, name, reachable), dtype_of(t, name), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1)};
     see(t, table.data);
     return table;
   }
@@ -134,10 +136,11 @@ void rotary_bwd(Tensor d_out, Tensor x, MaybeTensor cos, MaybeTensor sin, MaybeT
   if (dweight) {
     r.blocks = int(plan.whole ? plan.blocks : plan.blocks * plan.rows_per_block()), r.columns = b.p.dim;
     partials = torch::stable::new_empty(d_out, {r.blocks, r.columns}, ScalarType::Float);
-    f.dweight_partials = static_cast<float*>(write_to(*partials, "partial sums", b.reachable));
+    f.dweight_partials = static_cast<float*>(write_to("rotary", *partials, "partial sums", b.reachable));
     STD_TORCH_CHECK(dweight->numel() == b.p.dim && dweight->is_contiguous(), "rotary: dweight must be contiguous, of ", b.p.dim,
                     " numbers");
-    r.partials[0] = f.dweight_partials, r.sums[0] = write_to(*dweight, "dweight", b.reachable), r.dtype[0] = dtype_of(*dweight, "dweight");
+    r.partials[0] = f.dweight_partials, r.sums[0] = write_to("rotary", *dweight, "dweight", b.reachable),
+    r.dtype[0] = dtype_of(*dweight, "dweight");
   }
   rotary_backward(b.p, f, plan, reinterpret_cast<void*>(stream));
   if (dweight) layer_norm_reduce(r, reinterpret_cast<void*>(stream));
@@ -154,7 +157,7 @@ void fill_scales(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor&
     STD_TORCH_CHECK(t.dim() == 3 && t.scalar_type() == ScalarType::Float, "append_kv: ", name, " must be float32 of 3 dimensions");
     for (int d = 0; d < 3; ++d) STD_TORCH_CHECK(t.size(d) == cache.size(d), "append_kv: ", name, " must have a number for each row");
     HeadsOut out;
-    out.data = write_to(t, name, b.reachable), out.heads = t.size(1), out.strides = {t.stride(0), t.stride(1), t.stride(2), 1};
+    out.data = write_to(kAppend, t, name, b.reachable), out.heads = t.size(1), out.strides = {t.stride(0), t.stride(1), t.stride(2), 1};
     return out;
   };
   if (wanted) f.key_scales = scales(*key_scale, key_cache, "key_scale"), f.value_scales = scales(*value_scale, value_cache, "value_scale");
@@ -176,7 +179,7 @@ void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& 
   STD_TORCH_CHECK(positions.dim() == 2 && positions.size(0) == b.p.batch && positions.size(1) == b.p.length && positions.is_contiguous() &&
                       positions.scalar_type() == ScalarType::Long,
                   "append_kv: positions must be a contiguous int64 matrix (", b.p.batch, ", ", b.p.length, ")");
-  f.positions = static_cast<const int64_t*>(read_from(positions, "positions", b.reachable));
+  f.positions = static_cast<const int64_t*>(read_from(kAppend, positions, "positions", b.reachable));
   if (!page_table) {
     STD_TORCH_CHECK(f.num_pages == b.p.batch, "append_kv: the caches must have a row for each sequence");
     return;
@@ -185,14 +188,14 @@ void fill_cache(Builder& b, AppendKV& f, const Tensor& key_cache, const Tensor& 
   STD_TORCH_CHECK(page_table->dim() == 2 && page_table->size(0) == b.p.batch && page_table->is_contiguous() &&
                       (f.table_is_int64 || page_table->scalar_type() == ScalarType::Int),
                   "append_kv: page_table must be a contiguous int64 or int32 matrix of ", b.p.batch, " rows");
-  f.table = read_from(*page_table, "page_table", b.reachable);
+  f.table = read_from(kAppend, *page_table, "page_table", b.reachable);
 }
 
 void append_kv_op(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, MaybeTensor page_table,
                   MaybeTensor key_scale, MaybeTensor value_scale, Tensor positions, MaybeTensor cos, MaybeTensor sin, MaybeTensor q_norm,
                   MaybeTensor k_norm, Tensor out, bool interleaved, double eps, double weight_offset, int64_t device, int64_t stream) {
   // Of the key, which is of the query's batch, length and dimension: a query may have no heads, where only a cache is written.
-  Builder b("append_kv", key, cos, sin, interleaved);
+  Builder b(kAppend, key, cos, sin, interleaved);
   b.p.eps = float(eps), b.p.weight_offset = float(weight_offset);
   AppendKV f{};
   f.query.x = b.heads_of<Heads>(query, "query", b.p.dim), f.query.out = b.heads_of<HeadsOut>(out, "out", b.p.dim);

@@ -72,7 +72,7 @@ from .preference import ordered
 from .sharded import is_sharded
 from .sharded import run as run_sharded
 from .table import OPS as OPS
-from .tensors import empty_in_order, looks_at_values
+from .tensors import check_storage, empty_in_order, looks_at_values
 
 LIBRARY = Library("pytransformer", "DEF")
 replaced: list[str] = []  # ops whose backends are not those they were declared with
@@ -118,6 +118,7 @@ class Op:
         self.num_args, self.num_tensors = len(names), sum(is_tensor)
         assert all(is_tensor[: self.num_tensors]), f"{name}: the tensors come first among the arguments"
         self.empty_outputs = empty_outputs
+        self._tensor_names = tuple(names[: self.num_tensors])
         self._fwd_name, self._bwd_name = f"{name}_fwd", f"{name}_bwd"
 
         def returns(items: Sequence[str]) -> str:
@@ -232,6 +233,7 @@ class Op:
 
     def run(self, a: Any, backend: str | None = None, strict: bool = False, save: bool = True) -> tuple[torch.Tensor, ...]:
         """What the forward raw op does; with ``save=False`` it may leave out the outputs that only backward needs."""
+        check_storage(self.name, self._tensor_names, a)
         chosen = self.select(a, backend, strict)
         record(self._fwd_name, chosen.name)
         for observer in _observers:
@@ -252,6 +254,8 @@ class Op:
     def run_backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
         """The body of the backward raw op, but that gradients not wanted are None."""
         grads, a, saved, wanted, rest = self._split_backward(args)
+        for names, tensors in ((self.grad_names, grads), (self._tensor_names, a), (self.saved, saved)):
+            check_storage(self.name, names, tensors)
         chosen = self.select(a, *rest, direction="bwd")
         record(self._bwd_name, chosen.name)
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +29,32 @@ def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: in
         raise TypeError(
             f"{op}: {name} must be a dense tensor, got a {layout} one; {_INSTEAD.get(layout, 'to_dense() makes one')}"
         )
+    check_storage(op, (name,), (t,))
     if floating and t.dtype not in FLOATING:
         raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64, got {t.dtype}")
     if ndim is not None and t.dim() != ndim:
         raise ValueError(f"{op}: {name} must have {ndim} dimensions, got {t.dim()} with shape {shape_of(t)}")
+
+
+def is_freed(t: torch.Tensor) -> bool:
+    """Whether a plain tensor has elements but its storage has no bytes. FSDP2 frees a parameter's storage when it reshards, and
+    PyTorch's own elementwise functions read such a tensor at address 0."""
+    if type(t) not in _TENSORS or torch.compiler.is_compiling():
+        return False
+    try:
+        return not t.untyped_storage().nbytes() and t.numel() > 0 and not t._is_zerotensor()
+    except (NotImplementedError, RuntimeError):  # a transform's wrapper, or a sparse tensor: without a storage
+        return False
+
+
+def check_storage(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
+    """Raise RuntimeError if the storage of one of the tensors was freed."""
+    for name, t in zip(names, values):
+        if t is not None and is_freed(t):
+            raise RuntimeError(
+                f"{op}: {name} has no storage: it was freed (FSDP2 reshard, or untyped_storage().resize_(0)); keep it "
+                "allocated until backward has run"
+            )
 
 
 def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False) -> None:
@@ -125,7 +147,12 @@ def autocast(device: torch.device, *tensors: _TensorOrNone) -> tuple[_TensorOrNo
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     kept = (torch.float64, torch.float8_e4m3fn)
-    return tuple(t if t is None or t.dtype in kept or not t.is_floating_point() else t.to(dtype) for t in tensors)
+
+    def cast(t: Any) -> Any:  # a freed tensor stays as it is, and check_storage refuses it by name
+        as_is = t is None or t.dtype in kept or not t.is_floating_point() or is_freed(t)
+        return t if as_is else t.to(dtype)
+
+    return tuple(map(cast, tensors))
 
 
 def empty_in_order(like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
