@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--torch-seed", type=int, default=0, help="other random numbers everywhere: shifts the seeds that tests set too"
     )
+    parser.addoption("--raw-cases", type=int, default=2000, help="random wrong calls of the raw ops")
     parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the fuzzer (printed with every failure)")
 
 

@@ -43,7 +43,7 @@ class _Below(TorchDispatchMode):
         self.calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == NATIVE:
+        if func.namespace == NATIVE and args:
             self.calls.append(RawCall(NATIVE, func._opname, tuple(map(_copied, args))))
         return func(*args, **(kwargs or {}))
 
