@@ -21,8 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import Library, get_kernel
 
 from . import drop_in_nested
@@ -32,7 +30,7 @@ from .ops._core.autograd import compiling_a_derivative
 from .ops._core.failures import is_broken
 from .ops._core.fallbacks import NotLaunched, record_fallback
 from .ops._core.registry import Op
-from .ops._core.tensors import FLOATING, shape_of
+from .ops._core.tensors import FLOATING, PLAIN, shape_of
 from .ops.attention import attention_op
 from .ops.attention_varlen import attention_varlen_op
 from .ops.scaled_dot_product import four_dimensional
@@ -42,7 +40,6 @@ OP = "scaled_dot_product_attention"
 # kernel, which is the same for every device: an alias key has no kernel of its own to fetch.
 COMPOSITE = "CompositeImplicitAutograd"
 HOOKS = {COMPOSITE: "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
 AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 
 _lock = threading.RLock()

@@ -151,6 +151,8 @@ Tensor bucket_starts(int64_t buckets, bool bidirectional, int64_t max_distance) 
   return known[key] = at::tensor(starts, at::kLong);
 }
 
+constexpr int64_t kMaxBuckets = 1 << 16;  // MAX_BUCKETS of ops/masks.py
+
 // A bias that is a value with a tensor in it, AlibiBias or RelativePositionBias.
 template <class A>
 void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumbers& n) {
@@ -166,7 +168,8 @@ void read_bias(Reader& read, PyObject* o, typename A::Inputs& t, AttentionNumber
   table = read.tensor(py::object(bias.attr("table")).ptr());
   n.bidirectional = read.boolean(py::object(bias.attr("bidirectional")).ptr());
   n.max_distance = read.natural(py::object(bias.attr("max_distance")).ptr());
-  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) && !(n.bidirectional && table.size(0) % 2));
+  read.require(read && table.dim() == 2 && table.size(0) >= (n.bidirectional ? 4 : 2) && table.size(0) <= kMaxBuckets &&
+               !(n.bidirectional && table.size(0) % 2));
   read.require(read && table.size(0) / (n.bidirectional ? 4 : 2) < n.max_distance && n.max_distance < int64_t(1) << 31);
   if (read) t[A::kStarts] = bucket_starts(table.size(0), n.bidirectional, n.max_distance);
 }
@@ -175,13 +178,16 @@ void read_positions(Reader& read, PyObject* const* a, AttentionNumbers& n) {
   PyObject *causal = a[0], *window = a[1];
   const int64_t global_keys = read.natural(a[2]);
   if (causal != Py_None) n.align = 1 + (read.choice(causal, {"top_left", "bottom_right"}) && !PT_FAULT(always_top_left));
+  // Python words the error of global keys without a window.
+  read.require(window != Py_None || !global_keys);
   if (window == Py_None) return;
   read.require(PyTuple_CheckExact(window) && PyTuple_GET_SIZE(window) == 2);
   for (int side : {0, 1}) {
     PyObject* given = read ? PyTuple_GET_ITEM(window, side) : Py_None;
     if (given != Py_None) ((side == 1) != PT_FAULT(sides_swapped) ? n.right : n.left) = read.natural(given);
   }
-  if ((n.left >= 0 || n.right >= 0) && !PT_FAULT(global_keys_lost)) n.global_keys = global_keys;
+  read.require(n.left >= 0 || n.right >= 0 || !global_keys);
+  if (!PT_FAULT(global_keys_lost)) n.global_keys = global_keys;
 }
 
 // As check_pages of ops/_attention_arguments.py has it; a call that needs a gradient is refused there.

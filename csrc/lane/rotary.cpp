@@ -215,7 +215,8 @@ void read_angles(Reader& read, const Tensor& positions, const Tensor& x, std::ar
   const auto [dims, base, scaling] = dims_base_scaling;
   read.require(bool(read) && positions.is_cpu() && positions.dim() >= 1 && positions.dim() <= 2 && x.dim() == 4 && floating(x));
   const int64_t turned = !read ? 0 : dims == Py_None ? x.size(3) : read.natural(dims);
-  read.require(turned > 0 && turned % 2 == 0 && positions.numel() * turned <= 2 * kMostAngles && read.number(base) > 0);
+  read.require(turned > 0 && turned % 2 == 0 && turned <= x.size(3) && positions.numel() * turned <= 2 * kMostAngles &&
+               read.number(base) > 0);
   read.require(scaling == Py_None || reinterpret_cast<PyObject*>(Py_TYPE(scaling)) == fact("RotaryScaling"));
   if (!read) return;
   const bool wide = x.scalar_type() == at::kDouble;
@@ -233,6 +234,19 @@ void read_angles(Reader& read, const Tensor& positions, const Tensor& x, std::ar
   } catch (const std::exception&) { read.require(false); }
 }
 
+// The defaults of the public functions. An argument that differs and has no effect is an error, which Python words.
+constexpr double kBase = 10000.0, kEps = 1e-6;
+
+void require_norm_if_given(Reader& read, bool norm, const RotaryNumbers& n) {
+  read.require(norm || (n.eps == kEps && n.weight_offset == 0));
+}
+
+// `dims` must confirm tables that are narrower than x.
+void require_width(Reader& read, PyObject* dims, const Tensor& cos, const Tensor& x) {
+  if (!read || cos.dim() == 0 || x.dim() != 4) return read.require(false);
+  read.require(cos.size(-1) == (dims == Py_None ? x.size(3) : read.natural(dims)));
+}
+
 // Refused where the angles would be learned, and where what a cache holds would need a gradient.
 void refuse_gradients(Reader& read, at::TensorList tensors) { read.require(PT_FAULT(gradients_lost) || !needs_gradient(tensors)); }
 
@@ -247,6 +261,8 @@ LANE_ENTRY(rotary) {
   R::Inputs t{read.tensor(a[0]), read.tensor_or_none(a[9])};
   if (a[1] == Py_None) {
     t[R::kCos] = read.tensor(a[2]), t[R::kSin] = read.tensor(a[3]);
+    read.require(read.number(a[4]) == kBase && a[5] == Py_None && a[6] == Py_None);
+    require_width(read, a[7], t[R::kCos], t[R::kX]);
     refuse_gradients(read, {t[R::kCos], t[R::kSin]});
   } else {
     const Tensor &x = t[R::kX], positions = read_places(read, a[1]);
@@ -254,6 +270,7 @@ LANE_ENTRY(rotary) {
     read.require(read && (positions.dim() == 1 || positions.size(0) == 1 || positions.size(0) == x.size(0)));
     read_angles(read, positions, x, {a[7], a[4], a[6]}, n.interleaved, t[R::kCos], t[R::kSin]);
   }
+  require_norm_if_given(read, t[R::kWeight].defined(), n);
   return finish<R>(read, t, n, 1, 1, read.route(a[12], a[13]), [&] { return Given{a, count}.tuple(); });
   END_HANDLE_TH_ERRORS
 }
@@ -261,27 +278,33 @@ LANE_ENTRY(rotary) {
 LANE_ENTRY(append_kv) {
   HANDLE_TH_ERRORS
   using A = AppendKV;
-  if (count != 13 || reinterpret_cast<PyObject*>(Py_TYPE(a[3])) != fact("KeyValues") || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
+  if (count != 14 || reinterpret_cast<PyObject*>(Py_TYPE(a[3])) != fact("KeyValues") || !unwatched()) Py_RETURN_NOTIMPLEMENTED;
   if (PyTuple_GET_ITEM(a[3], 3) != Py_None || PyTuple_GET_ITEM(a[3], 4) != Py_None) Py_RETURN_NOTIMPLEMENTED;  // scales of eight bits
   Reader read;
-  A::Numbers n{read.boolean(a[6]), read.number(a[9]), read.number(a[10])};
+  A::Numbers n{read.boolean(a[6]), read.number(a[10]), read.number(a[11])};
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
   t[A::kKeyCache] = read.tensor(PyTuple_GET_ITEM(a[3], 0)), t[A::kValueCache] = read.tensor(PyTuple_GET_ITEM(a[3], 1));
   if (PyObject* table = PyTuple_GET_ITEM(a[3], 2); table != Py_None) t[A::kPageTable] = read_places(read, table).contiguous();
-  t[A::kQNorm] = read.tensor_or_none(a[7]), t[A::kKNorm] = read.tensor_or_none(a[8]);
+  t[A::kQNorm] = read.tensor_or_none(a[8]), t[A::kKNorm] = read.tensor_or_none(a[9]);
+  require_norm_if_given(read, t[A::kQNorm].defined() || t[A::kKNorm].defined(), n);
   const Tensor positions = read_places(read, a[4]);
   if (read) t[A::kPositions] = read.integers_or_none(a[4]);
   if (reinterpret_cast<PyObject*>(Py_TYPE(a[5])) == fact("RotaryPositions")) {
     const py::handle turning(a[5]);
     const py::object dims = turning.attr("dims"), base = turning.attr("base"), scaling = turning.attr("scaling");
-    n.interleaved = read.boolean(py::object(turning.attr("interleaved")).ptr());
+    const bool interleaved = read.boolean(py::object(turning.attr("interleaved")).ptr());
+    read.require(a[7] == Py_None && (interleaved || !n.interleaved));
+    n.interleaved = interleaved;
     read_angles(read, t[A::kPositions], t[A::kQuery], {dims.ptr(), base.ptr(), scaling.ptr()}, n.interleaved, t[A::kCos], t[A::kSin]);
   } else if (a[5] != Py_None) {
     read.require(PyTuple_CheckExact(a[5]) && PyTuple_GET_SIZE(a[5]) == 2);
     if (read) t[A::kCos] = read.tensor(PyTuple_GET_ITEM(a[5], 0)), t[A::kSin] = read.tensor(PyTuple_GET_ITEM(a[5], 1));
+    require_width(read, a[7], t[A::kCos], t[A::kQuery]);
+  } else {
+    read.require(!n.interleaved && a[7] == Py_None);
   }
   refuse_gradients(read, t);
-  PyObject* found = finish<A>(read, t, n, 0, 1, read.route(a[11], a[12]), [&] { return Given{a, count}.tuple(); });
+  PyObject* found = finish<A>(read, t, n, 0, 1, read.route(a[12], a[13]), [&] { return Given{a, count}.tuple(); });
   if (found == Py_NotImplemented || PT_FAULT(version_kept)) return found;
   for (int cache : {A::kKeyCache, A::kValueCache})  // autograd is to notice that a tensor it saved was changed
     if (!t[cache].is_inference()) t[cache].unsafeGetTensorImpl()->bump_version();

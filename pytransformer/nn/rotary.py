@@ -64,6 +64,7 @@ class RotaryMultiHeadAttention(MultiHeadAttention):
                 torch.arange(length, device=device) if cache is None else cache.positions(length, device)
             )
         cos, sin = tables
-        shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved, "eps": self.eps}
+        shared: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": self.rotary.interleaved}
+        shared |= {"dims": self.rotary.dims} | ({} if self.query_norm is None else {"eps": self.eps})
         query, key = rotary(query, weight=self.query_norm, **shared), rotary(key, weight=self.key_norm, **shared)
         return (query[0].transpose(0, 1), key[0].transpose(0, 1)) if packed else (query, key)

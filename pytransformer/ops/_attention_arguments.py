@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 
 from ..reference.eight_bit import LIMITS
 from ._core.options import Alignment
-from ._core.tensors import check_choice, check_same, check_tensor, shape_of
+from ._core.tensors import (
+    as_integer,
+    check_choice,
+    check_integer,
+    check_same,
+    check_tensor,
+    shape_of,
+)
 from .block_mask import as_block_mask
-from .masks import AlibiBias, RelativePositionBias
+from .masks import MAX_BUCKETS, AlibiBias, RelativePositionBias
 
 EIGHT_BITS = tuple(LIMITS)
 ALIGNMENTS = (None, *get_args(Alignment))
@@ -128,18 +136,17 @@ def check_pages(table: Any, key_lengths: Any, query: torch.Tensor, pool: torch.T
 def positions(causal: Any, window: Any, global_keys: Any) -> tuple[str, int, int, int]:
     """(alignment, left, right, global keys) of the raw op; -1: unbounded. Without a window there are no global keys."""
     check_choice("attention", "causal", causal, ALIGNMENTS)
-    if isinstance(global_keys, bool) or not isinstance(global_keys, (int, torch.SymInt)) or global_keys < 0:
-        raise ValueError(f"attention: global_keys must be an int >= 0, got {global_keys!r}")
-    if window is None:
-        return causal or "none", -1, -1, 0
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    global_keys = check_integer("attention", "global_keys", global_keys)
+    sides = (None, None) if window is None else window
+    found = [None if side is None else as_integer(side) for side in sides] if isinstance(sides, (tuple, list)) else []
+    if len(found) != 2 or any(number is None or number < 0 for side, number in zip(sides, found) if side is not None):
         raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)) or side < 0):
-            raise ValueError(f"attention: window must be (left, right), each an int >= 0 or None, got {window!r}")
-    left, right = (-1 if side is None else side for side in window)
-    first: Any = global_keys if left >= 0 or right >= 0 else 0  # may be a SymInt, as both sides
-    return causal or "none", left, right, first
+    if found == [None, None] and global_keys != 0:
+        raise ValueError(
+            f"attention: global_keys must be left out without a window, which alone hides keys, got {global_keys!r}"
+        )
+    left, right = (-1 if side is None else side for side in found)  # a side may be a SymInt
+    return causal or "none", left, right, global_keys
 
 
 def biases(
@@ -159,17 +166,21 @@ def biases(
         check_tensor(op, "bias.table", table, floating=True, ndim=2)
         check_same(op, "query", query, "bias.table", table)
         least = 4 if bias.bidirectional else 2
+        if table.shape[0] > MAX_BUCKETS:
+            raise ValueError(f"{op}: bias.table must have at most {MAX_BUCKETS:,} buckets, got {table.shape[0]:,}")
         if table.shape[1] != heads or table.shape[0] < least or (bias.bidirectional and table.shape[0] % 2):
             even = "an even number of, " if bias.bidirectional else ""
             raise ValueError(
                 f"{op}: bias.table must be (buckets, Hq) with {even}at least {least} buckets and {heads} heads, got {shape_of(table)}"
             )
         exact = table.shape[0] // (4 if bias.bidirectional else 2)
-        if isinstance(distance, bool) or not isinstance(distance, int) or not exact < distance < 2**31:
+        found = as_integer(distance)
+        if found is None or not exact < found < 2**31:
             raise ValueError(
-                f"{op}: bias.max_distance must be an int greater than {exact} for {table.shape[0]} buckets, got {distance!r}"
+                f"{op}: bias.max_distance must be an int greater than {exact} for "
+                f"{table.shape[0]} buckets, and below 2**31, got {distance!r}"
             )
-        return None, None, table, bool(bias.bidirectional), distance
+        return None, None, table, bool(bias.bidirectional), found
     raise TypeError(f"{op}: bias must be a Tensor, AlibiBias or RelativePositionBias, got {type(bias).__name__}")
 
 
@@ -182,6 +193,44 @@ def check_sinks(op: str, sinks: Any, query: torch.Tensor, heads: int) -> torch.T
     if sinks.shape[0] != heads:
         raise ValueError(f"{op}: sinks must have one logit per query head, {heads}, got {sinks.shape[0]}")
     return sinks
+
+
+def as_causal_bias(mask: Any) -> Any:
+    """Return the mask if it is a CausalBias of torch.nn.attention, else None. Without the module
+    that defines it there is none."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return mask if module is not None and isinstance(mask, module.CausalBias) else None
+
+
+def causal_terms(
+    mask: Any, full: tuple[int, ...], query: torch.Tensor, causal: Any, others: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Return (attn_mask, causal) with a CausalBias of torch.nn.attention lowered to ``causal``.
+
+    ``causal`` also aligns windows, lengths and position biases, and yields to a prefix. Where one
+    of ``others`` makes the two differ, the bias becomes a boolean (Lq, Lk) mask:
+
+        upper left, Lq = 2, Lk = 4      lower right
+            1 0 0 0                         1 1 1 0
+            1 1 0 0                         1 1 1 1
+    """
+    bias = as_causal_bias(mask)
+    if bias is None:
+        return mask, causal
+    num_queries, num_keys = full[2:]
+    if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
+        raise ValueError(
+            f"attention: attn_mask must be a CausalBias of (Lq, Lk) = ({num_queries}, {num_keys}), "
+            f"got one of ({bias.seq_len_q}, {bias.seq_len_kv})"
+        )
+    offset = 0 if bias.variant.name == "UPPER_LEFT" else num_keys - num_queries
+    align = "bottom_right" if offset else "top_left"
+    aligned = [name for name, value in others.items() if value is not None]
+    differs = bool(aligned) if offset else "prefix_lengths" in aligned
+    if causal in (None, align) and not differs:
+        return None, align
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+    return visible.tril(offset), causal
 
 
 def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tuple[Sequence[torch.Tensor | None], Any]:

@@ -17,9 +17,9 @@ from ._backends.triton import rotary as triton
 from ._core import lane
 from ._core.registry import Op, check_backend
 from ._core.sharded import is_sharded
-from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
+from ._core.tensors import check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
 from ._problem.rotary import check_positions
-from .rotary import check_integers, check_tables, check_weight
+from .rotary import EPS, check_integers, check_tables, check_weight
 from .rotary_positions import RotaryPositions
 
 
@@ -103,9 +103,10 @@ def append_kv(
     *,
     rotary: RotaryPositions | tuple[torch.Tensor, torch.Tensor] | None = None,
     interleaved: bool = False,
+    dims: int | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = EPS,
     weight_offset: float = 0.0,
     backend: str | None = None,
     strict: bool = False,
@@ -121,6 +122,7 @@ def append_kv(
         positions: (B, L) int64 or int32. A negative one writes nothing: padding.
         rotary: the angles of the positions, or their tables (cos, sin), which all layers share; None: nothing turns.
         interleaved: the layout of the pairs with tables; :class:`RotaryPositions` has its own.
+        dims: how many columns turn, needed with tables of fewer columns than D.
         q_norm, k_norm: (D,): the weights of the RMS norms over D, before the turning; None: no norm.
         eps, weight_offset: of the norms; Gemma's weight_offset is 1.
         backend, strict: as in :func:`rotary`.
@@ -135,13 +137,13 @@ def append_kv(
     """
     if not torch.compiler.is_compiling():
         found = lane.append_kv(
-            query, key, value, cache, positions, rotary, interleaved, q_norm, k_norm, eps, weight_offset, backend, strict
+            query, key, value, cache, positions, rotary, interleaved, dims, q_norm, k_norm, eps, weight_offset, backend, strict
         )
         if found is not NotImplemented:
             return found
     prepared = _prepare(
-        query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
-        weight_offset=weight_offset, backend=backend, strict=strict,
+        query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, dims=dims, q_norm=q_norm,
+        k_norm=k_norm, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
     )  # fmt: skip
     out = append_kv_op(*prepared)[0]
     if not torch.compiler.is_compiling():
@@ -158,9 +160,10 @@ def _prepare(
     *,
     rotary: Any = None,
     interleaved: Any = False,
+    dims: Any = None,
     q_norm: Any = None,
     k_norm: Any = None,
-    eps: Any = 1e-6,
+    eps: Any = EPS,
     weight_offset: Any = 0.0,
     backend: Any = None,
     strict: bool = False,
@@ -171,6 +174,9 @@ def _prepare(
     check_integers(op, "positions", positions, "query", query, shared=False)
     cos = sin = None
     if isinstance(rotary, RotaryPositions):
+        check_unused(op, "beside RotaryPositions", dims=(dims, None))
+        if not rotary.interleaved:
+            check_unused(op, "beside RotaryPositions with another layout", interleaved=(interleaved, False))
         interleaved = rotary.interleaved
         if rotary.dims > query.shape[3]:
             raise ValueError(f"{op}: rotary turns {rotary.dims} dimensions, and query's last dimension is {query.shape[3]}")
@@ -179,7 +185,11 @@ def _prepare(
     elif rotary is not None:
         if not isinstance(rotary, tuple) or len(rotary) != 2:
             raise TypeError(f"{op}: rotary must be a RotaryPositions, a pair (cos, sin) or None, got {type(rotary).__name__}")
-        cos, sin = check_tables(op, "query", query, *rotary)
+        cos, sin = check_tables(op, "query", query, *rotary, dims)
+    else:
+        check_unused(op, "without rotary", interleaved=(interleaved, False), dims=(dims, None))
+    if q_norm is None and k_norm is None:
+        check_unused(op, "without q_norm and k_norm", eps=(eps, EPS), weight_offset=(weight_offset, 0.0))
     check_weight(op, "q_norm", q_norm, "query", query)
     check_weight(op, "k_norm", k_norm, "key", key)
     check_backend(op, backend)

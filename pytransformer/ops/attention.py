@@ -17,6 +17,7 @@ from ..reference.attention import attention_forward
 from ._attention_arguments import (
     biases,
     block_tensors,
+    causal_terms,
     check_pages,
     check_rows,
     check_scales,
@@ -150,11 +151,11 @@ def attention(
     Args:
         query, key, value: (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv) in one floating dtype; any strides; Hq a multiple of Hkv.
         attn_mask: broadcastable to (B, Hq, Lq, Lk), never expanded: bool (True = attend) or floating (added; -inf hides;
-            has a gradient). Or a :class:`BlockMask`, or FlexAttention's: what it hides by blocks costs nothing.
+            has a gradient). Or a :class:`BlockMask`, or FlexAttention's; or torch's CausalBias, which becomes ``causal``.
         causal: ``"top_left"`` (j <= i) or ``"bottom_right"`` (j <= i + Lk - Lq by each sequence's own lengths: with a cache).
         window: (left, right), ``i + offset - left <= j <= i + offset + right``; None on a side is unbounded. The offset is
             that of ``causal``, and shifts ALiBi and T5 distances too.
-        global_keys: the first so many keys lie in every query's window (not before causality, lengths and masks allow them).
+        global_keys: the first so many keys lie in every query's window, which it requires; other masks still hide them.
         query_lengths, key_lengths: (B,) integers: what lies at or past them is padding, read as zero.
         prefix_lengths: (B,) integers, needs ``causal``: the keys before it are visible to every query.
         query_segments, key_segments: (B, Lq), (B, Lk) integers, both or neither: attend only where equal.
@@ -236,6 +237,13 @@ def _prepare(
         page_table, num_keys = check_pages(page_table, key_lengths, query, key)
     key_scale, value_scale = check_scales(query, key, value, key_scale, value_scale)
     full = (batch, heads, num_queries, num_keys)
+    attn_mask, causal = causal_terms(
+        attn_mask, full, query, causal,
+        {
+            "window": window, "query_lengths": query_lengths, "key_lengths": key_lengths,
+            "prefix_lengths": prefix_lengths, "bias": None if isinstance(bias, torch.Tensor) else bias,
+        },
+    )  # fmt: skip
     align, left, right, global_keys = positions(causal, window, global_keys)
     if prefix_lengths is not None and align == "none":
         raise ValueError(

@@ -18,7 +18,16 @@ from ._backends.triton import attention as triton_attention
 from ._core import lane
 from ._core.options import Alignment, PackedOptions
 from ._core.registry import Op, check_backend
-from ._core.tensors import autocast, check_number, check_same, check_tensor, dropout_arguments, empty_in_order, shape_of
+from ._core.tensors import (
+    autocast,
+    check_integer,
+    check_number,
+    check_same,
+    check_tensor,
+    dropout_arguments,
+    empty_in_order,
+    shape_of,
+)
 from ._problem.attention import PackedAttention
 from .masks import AlibiBias, RelativePositionBias
 
@@ -198,9 +207,8 @@ def _prepare(
         raise ValueError(
             f"{op}: cu_seqlens_q and cu_seqlens_k must have the same length, got {shape_of(cu_q)} and {shape_of(cu_k)}"
         )
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)) or longest < 0:
-            raise ValueError(f"{op}: {name} must be an int >= 0, got {longest!r}")
+    max_seqlen_q = check_integer(op, "max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = check_integer(op, "max_seqlen_k", max_seqlen_k)
     if isinstance(bias, torch.Tensor):
         raise TypeError(f"{op}: bias must be AlibiBias or RelativePositionBias; a dense bias has no packed form")
     align, left, right, global_keys = positions(causal, window, global_keys)

@@ -115,6 +115,8 @@ def _arguments(op: str, query: torch.Tensor, key: torch.Tensor, lse: torch.Tenso
 def _index(name: str, chosen: Any, size: int, query: torch.Tensor) -> torch.Tensor:
     if chosen is None:
         return torch.arange(size, device=query.device)
+    if isinstance(chosen, torch.Tensor):
+        check_tensor("attention_weights", name, chosen)
     index = torch.as_tensor(chosen, device=query.device)
     if index.dim() != 1 or (index.numel() and index.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"attention_weights: {name} must be a list of indices, got {chosen!r}")

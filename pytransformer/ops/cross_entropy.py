@@ -16,7 +16,7 @@ from ._core import lane
 from ._core.autograd import needs_gradient
 from ._core.options import Reduction
 from ._core.registry import Op, check_backend
-from ._core.tensors import autocast, check_choice, check_number, check_same, check_tensor, shape_of
+from ._core.tensors import as_integer, autocast, check_choice, check_number, check_same, check_tensor, shape_of
 
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, str reduction, bool save"
@@ -136,7 +136,7 @@ def _prepare(
         check_same(op, "x", x, "bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {shape_of(bias)}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+    if (index := as_integer(ignore_index)) is None:
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     smoothing = check_number(op, "label_smoothing", label_smoothing)
     if not 0.0 <= smoothing <= 1.0:
@@ -145,7 +145,7 @@ def _prepare(
     check_backend(op, backend)
     return (
         linear_cross_entropy_op.Arguments(
-            x, weight, target, bias, ignore_index, smoothing, reduction, needs_gradient(x, weight, bias)
+            x, weight, target, bias, index, smoothing, reduction, needs_gradient(x, weight, bias)
         ),
         backend,
         bool(strict),

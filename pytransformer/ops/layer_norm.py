@@ -17,6 +17,7 @@ from ._core.options import NormKind
 from ._core.registry import Op, check_backend
 from ._core.tensors import (
     alike,
+    as_integer,
     check_choice,
     check_number,
     check_same,
@@ -282,10 +283,11 @@ def _trailing(op: str, x: torch.Tensor, normalized_shape: Any, name: str = "norm
         return (normalized_shape,)
     if type(normalized_shape) in (tuple, torch.Size) and len(normalized_shape) == 1 and last == normalized_shape:
         return normalized_shape
-    given = (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
+    one = as_integer(normalized_shape)
+    given = normalized_shape if one is None else (one,)
     if isinstance(given, torch.Tensor) or not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(f"{op}: {name} must be an int or a sequence of ints, got {type(normalized_shape).__name__}")
-    shape = tuple(given)
+    shape = tuple(n if (size := as_integer(n)) is None else size for n in given)
     if not shape:
         raise ValueError(f"{op}: {name} must have at least one dimension, got ()")
     if len(shape) > x.dim() or tuple(x.shape[x.dim() - len(shape) :]) != shape:

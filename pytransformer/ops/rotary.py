@@ -13,8 +13,10 @@ from ._backends.cuda import rotary as cuda
 from ._backends.triton import rotary as triton
 from ._core import lane
 from ._core.registry import Op, check_backend
-from ._core.tensors import check_number, check_same, check_tensor, empty_in_order, shape_of
+from ._core.tensors import as_integer, check_number, check_same, check_tensor, check_unused, empty_in_order, shape_of
 from .rotary_positions import RotaryPositions, RotaryScaling, known_frequencies, tables
+
+BASE, EPS = 10000.0, 1e-6  # the defaults; csrc/lane/rotary.cpp has them too
 
 
 def _empty_rotary(a: Any) -> tuple[torch.Tensor, ...]:
@@ -39,13 +41,13 @@ def rotary(
     *,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
-    base: float = 10000.0,
+    base: float = BASE,
     frequencies: torch.Tensor | None = None,
     scaling: RotaryScaling | None = None,
     dims: int | None = None,
     interleaved: bool = False,
     weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = EPS,
     weight_offset: float = 0.0,
     backend: str | None = None,
     strict: bool = False,
@@ -63,10 +65,10 @@ def rotary(
         base: of the frequencies ``base^(-2 i / dims)``.
         frequencies: (dims / 2,) floating, radians a position, instead of base, scaling and dims.
         scaling: for sequences longer than trained on.
-        dims: the first so many columns turn; all by default.
+        dims: the first so many columns turn; all by default. Needed beside narrower tables.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + dims / 2), as in Llama.
         weight: (D,), any floating dtype: normalise first.
-        eps, weight_offset: of the norm; Gemma's weight_offset is 1.
+        eps, weight_offset: of the norm, which needs a weight; Gemma's weight_offset is 1.
         backend: force ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``; raises if that cannot do it.
         strict: raise rather than run on the reference.
 
@@ -98,23 +100,24 @@ def _prepare(
     *,
     cos: Any = None,
     sin: Any = None,
-    base: Any = 10000.0,
+    base: Any = BASE,
     frequencies: Any = None,
     scaling: Any = None,
     dims: Any = None,
     interleaved: Any = False,
     weight: Any = None,
-    eps: Any = 1e-6,
+    eps: Any = EPS,
     weight_offset: Any = 0.0,
     backend: Any = None,
     strict: bool = False,
 ) -> tuple[Any, str | None, bool]:
     op = "rotary"
     check_tensor(op, "x", x, floating=True, ndim=4)
-    if (positions is None) == (cos is None):
+    if (positions is None) == (cos is None) or (positions is not None and sin is not None):
         raise ValueError(f"{op}: give positions, or cos and sin, and not both")
     if positions is None:
-        cos, sin = check_tables(op, "x", x, cos, sin)
+        check_unused(op, "beside cos and sin", base=(base, BASE), frequencies=(frequencies, None), scaling=(scaling, None))
+        cos, sin = check_tables(op, "x", x, cos, sin, dims)
     else:
         check_integers(op, "positions", positions, "x", x)
         if frequencies is None:
@@ -125,12 +128,13 @@ def _prepare(
         else:
             check_tensor(op, "frequencies", frequencies, floating=True, ndim=1)
             check_same(op, "x", x, "frequencies", frequencies)
-            if dims is not None or scaling is not None:
-                raise ValueError(f"{op}: frequencies say how many dimensions turn and how: leave dims and scaling out")
+            check_unused(op, "beside frequencies", base=(base, BASE), scaling=(scaling, None), dims=(dims, None))
             _turning(op, x, 2 * len(frequencies), "2 * len(frequencies)")
             cos, sin = tables(positions, frequencies.detach(), bool(interleaved), 1.0, _table_dtype(x))
         cos, sin = (t[None] if t.dim() == 2 else t for t in (cos, sin))
     check_weight(op, "weight", weight, "x", x)
+    if weight is None:
+        check_unused(op, "without weight", eps=(eps, EPS), weight_offset=(weight_offset, 0.0))
     check_backend(op, backend)
     numbers = (check_number(op, "eps", eps), check_number(op, "weight_offset", weight_offset))
     return rotary_op.Arguments(x, cos, sin, weight, bool(interleaved), *numbers), backend, bool(strict)
@@ -148,10 +152,10 @@ def _table_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _turning(op: str, x: torch.Tensor, dims: Any, name: str = "dims") -> int:
-    dims = x.shape[3] if dims is None else dims
-    if isinstance(dims, bool) or not isinstance(dims, int) or dims <= 0 or dims % 2 or dims > x.shape[3]:
+    found = x.shape[3] if dims is None else as_integer(dims)
+    if found is None or found <= 0 or found % 2 or found > x.shape[3]:
         raise ValueError(f"{op}: {name} must be an even number from 2 to x's last dimension, {x.shape[3]}, got {dims!r}")
-    return dims
+    return found
 
 
 def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, shared: bool = True) -> None:
@@ -166,8 +170,9 @@ def check_integers(op: str, name: str, t: Any, first: str, x: torch.Tensor, *, s
         raise ValueError(f"{op}: {name} must have the shape {wanted}, (batch, length) of {first}, got {shape_of(t)}")
 
 
-def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as (B or 1, L, turned)."""
+def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any, dims: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin as (B or 1, L, turned). ``dims`` must confirm tables that are narrower
+    than x: FlashAttention's have a column for each pair, half of x's columns."""
     for name, t in (("cos", cos), ("sin", sin)):
         check_tensor(op, name, t, floating=True)
         check_same(op, first, x, name, t)
@@ -180,7 +185,12 @@ def check_tables(op: str, first: str, x: torch.Tensor, cos: Any, sin: Any) -> tu
             raise ValueError(f"{op}: {name} has no gradient; detach() it, or turn x by plain PyTorch where angles are learned")
     if cos.shape != sin.shape:
         raise ValueError(f"{op}: cos and sin must have one shape, got {shape_of(cos)} and {shape_of(sin)}")
-    _turning(op, x, cos.shape[-1], "the last dimension of cos")
+    width = _turning(op, x, cos.shape[-1], "the last dimension of cos")
+    if width != (x.shape[3] if dims is None else as_integer(dims)):
+        raise ValueError(
+            f"{op}: cos must have {x.shape[3] if dims is None else dims} columns, got {width}; give dims={width} if so "
+            "many columns turn, or repeat tables that have a column for each pair: torch.cat((cos, cos), -1)"
+        )
     return (cos, sin) if cos.dim() == 3 else (cos[None], sin[None])
 
 

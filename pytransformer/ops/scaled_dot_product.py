@@ -8,6 +8,7 @@ import math
 import torch
 
 from . import nested
+from ._attention_arguments import as_causal_bias
 from ._core import lane
 from ._core.tensors import check_tensor, shape_of
 from .attention import attention
@@ -28,7 +29,8 @@ def scaled_dot_product_attention(
     Args, shapes and result are that function's: query (..., Hq, Lq, D), key (..., H, Lk, D), value (..., H, Lk, Dv), any
     leading dimensions, causal aligned top left. Unlike there, a mask and ``is_causal`` together intersect, and floating
     masks need not have query's dtype. Nested tensors of either layout, (B, H, L*, D) or (B, L*, D), run as packed sequences and
-    give one of query's layout; they take no mask.
+    give one of query's layout; they take no mask. ``attn_mask`` may be a CausalBias of
+    torch.nn.attention.
     """
     if not torch.compiler.is_compiling():
         found = lane.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -67,7 +69,7 @@ def four_dimensional(
 
     q, k, v = four(query), four(key), four(value)
     mask = attn_mask
-    if mask is not None:
+    if mask is not None and as_causal_bias(mask) is None:
         check_tensor(name, "attn_mask", mask)
     if mask is not None and mask.dim() > 2 and query.dim() != 4:
         heads = (*lead, q.shape[1]) if keep == 3 else lead

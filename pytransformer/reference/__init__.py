@@ -16,6 +16,11 @@ if TYPE_CHECKING:  # the same names, arguments and results
 
 def _public(op: Op) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
+        for name in ("backend", "strict", "deterministic"):
+            if name in kwargs:
+                raise TypeError(
+                    f"reference.{op.name}: {name} must be left out, got {kwargs[name]!r}; pytransformer.{op.name} accepts it"
+                )
         a, _, _ = op.prepare(*args, **kwargs)
         results = op.reference(a)
         wanted = 2 if kwargs.get("return_lse") else len(op.returned)

@@ -279,8 +279,12 @@ def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tenso
     """The results of the public function, by name."""
     import pytransformer as pt
 
-    keywords = {n: v for n, v in p.keywords.items() if n in ("eps", "weight_offset")} | {"backend": backend, "strict": True}
+    keywords: dict[str, Any] = {"backend": backend, "strict": True}
+    if {"weight", "q_norm", "k_norm"} & leaves.keys():  # without a norm they have no effect
+        keywords |= {n: v for n, v in p.keywords.items() if n in ("eps", "weight_offset")}
     t = turning(p)
+    if "cos" in leaves:
+        keywords["dims"] = leaves["cos"].shape[-1]
     if p.op == "rotary":
         given: dict[str, Any] = {n: leaves.get(n) for n in ("positions", "cos", "sin", "frequencies", "weight")}
         if "dims" in p.keywords:
@@ -288,8 +292,10 @@ def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tenso
         return {"out": pt.rotary(leaves["x"], **given, interleaved=t.interleaved, **keywords)}
     cache = pt.KeyValues(leaves["key_cache"], leaves["value_cache"], leaves.get("page_table"))
     angles: Any = t if "base" in p.keywords else (leaves["cos"], leaves["sin"]) if "cos" in leaves else None
+    if angles is not None:
+        keywords["interleaved"] = t.interleaved
     out = pt.append_kv(
-        leaves["query"], leaves["key"], leaves["value"], cache, leaves["positions"], rotary=angles, interleaved=t.interleaved,
+        *(leaves[n] for n in ("query", "key", "value")), cache, leaves["positions"], rotary=angles,
         q_norm=leaves.get("q_norm"), k_norm=leaves.get("k_norm"), **keywords,
     )  # fmt: skip
     return {"out": out, "key_cache": cache.key, "value_cache": cache.value}

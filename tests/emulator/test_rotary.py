@@ -67,7 +67,7 @@ def test_without_a_norm_the_bits_are_the_cpus(dims: int, interleaved: bool) -> N
         x = torch.randn(2, 3, 2, 64, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
         grad, results = torch.randn_like(x), []
         for backend in ("cuda", "cpu"):
-            out = pt.rotary(x, cos=cos, sin=sin, interleaved=interleaved, backend=backend)
+            out = pt.rotary(x, cos=cos, sin=sin, dims=dims, interleaved=interleaved, backend=backend)
             results.append((out, *torch.autograd.grad(out, x, grad)))
         assert all(torch.equal(mine, other) and mine.stride() == x.stride() for mine, other in zip(*results))
 

@@ -87,7 +87,7 @@ def rotary(**angles: Any) -> dict[str, Any]:
 
 
 def turned_by_tables() -> dict[str, Any]:
-    return rotary(cos=torch.randn(2, 3, 8), sin=torch.randn(2, 3, 8))
+    return rotary(cos=torch.randn(2, 3, 8), sin=torch.randn(2, 3, 8), dims=8)
 
 
 def turned_by_positions() -> dict[str, Any]:

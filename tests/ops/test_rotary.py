@@ -158,7 +158,7 @@ def test_ways_to_say_the_same(op_backend: str) -> None:
     plain = pt.rotary(x, positions, base=500.0, dims=12, backend=op_backend)
     turning = pt.RotaryPositions(12, 500.0)
     cos, sin = turning.tables(positions)
-    assert torch.equal(plain, pt.rotary(x, cos=cos, sin=sin, backend=op_backend))
+    assert torch.equal(plain, pt.rotary(x, cos=cos, sin=sin, dims=12, backend=op_backend))
     assert torch.equal(plain, pt.rotary(x, positions, frequencies=turning.frequencies(), backend=op_backend))
     assert torch.equal(plain[:1], pt.rotary(x[:1], positions[0].int(), base=500.0, dims=12, backend=op_backend))
     assert torch.equal(x, pt.rotary(x, torch.zeros(7, dtype=torch.int64), backend=op_backend))
@@ -190,9 +190,8 @@ def test_gradcheck_and_gradgradcheck(norm: bool, interleaved: bool, op_backend: 
     positions = torch.randint(0, 50, (2, 3))
 
     def function(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        return pt.rotary(
-            x, positions, dims=4, interleaved=interleaved, weight=weight, eps=1e-3, weight_offset=0.5, backend=op_backend
-        )
+        of_norm = {} if weight is None else {"weight": weight, "eps": 1e-3, "weight_offset": 0.5}
+        return pt.rotary(x, positions, dims=4, interleaved=interleaved, **of_norm, backend=op_backend)
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
@@ -303,7 +302,7 @@ POSITIONS = torch.arange(3)
         (lambda x: pt.rotary(x, POSITIONS, dims=3), ValueError, "dims must be an even number from 2 to x's last dimension, 8, got 3"),
         (lambda x: pt.rotary(x, POSITIONS, dims=10), ValueError, "dims must be an even number"),
         (lambda x: pt.rotary(x, POSITIONS, base=0.0), ValueError, "base must be greater than 0"),
-        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(4), dims=8), ValueError, "leave dims and scaling out"),
+        (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(4), dims=8), ValueError, "dims must be left out beside"),
         (lambda x: pt.rotary(x, POSITIONS, frequencies=torch.ones(5)), ValueError, r"2 \* len\(frequencies\) must be an even"),
         (lambda x: pt.rotary(x, POSITIONS, weight=torch.ones(4)), ValueError, r"weight must have the shape \(8,\)"),
         (lambda x: pt.rotary(x, cos=torch.ones(3, 8)), TypeError, "sin must be a Tensor"),

@@ -35,7 +35,7 @@ def test_as_the_other_backends_turn() -> None:
     weight, grad = torch.randn(96, requires_grad=True), torch.randn(2, 6, 50, 96, dtype=torch.bfloat16)
     results = []
     for backend in ("triton", "cpu"):
-        out = pt.rotary(x, cos=cos, sin=sin, weight=weight, backend=backend)
+        out = pt.rotary(x, cos=cos, sin=sin, dims=64, weight=weight, backend=backend)
         results.append([out, *torch.autograd.grad(out, (x, weight), grad)])
     assert results[0][0].stride() == results[0][1].stride() == x.stride()
     for mine, other in zip(*results):

@@ -106,7 +106,8 @@ def _turned(
     x: torch.Tensor, norm: Any, tables: tuple[torch.Tensor, torch.Tensor], offset: float, interleaved: bool = False
 ) -> torch.Tensor:
     settings: dict[str, Any] = {} if norm is None else {"weight": norm.weight, "eps": _norm_eps(norm), "weight_offset": offset}
-    return rotary(x, cos=tables[0], sin=tables[1], interleaved=interleaved, **settings)
+    cos, sin = tables
+    return rotary(x, cos=cos, sin=sin, dims=cos.shape[-1], interleaved=interleaved, **settings)
 
 
 class WindowOfConfig(RotaryAttention):  # Mistral

@@ -5,13 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
+import operator
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+# The classes whose storage, or whose trace, is the tensor. torch.func's wrappers are torch.Tensor.
+PLAIN = (*_TENSORS, torch.nn.Buffer, FakeTensor, FunctionalTensor)
+# Wrappers that unwrap themselves in __torch_dispatch__, by module: none exists before its module
+# is imported.
+_UNWRAPPED = {
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
+}
 _TensorOrNone = TypeVar("_TensorOrNone", torch.Tensor, torch.Tensor | None)
 _INSTEAD = {"nested": "scaled_dot_product_attention takes nested tensors, attention_varlen packed sequences"}
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,9 +35,15 @@ def shape_of(t: torch.Tensor) -> str:
 
 
 def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: int | None = None) -> None:
-    """TypeError unless a dense tensor (of a floating dtype the kernels know), ValueError unless it has ndim dimensions."""
+    """Raise TypeError unless t is a dense tensor (of a floating dtype that kernels support), and
+    ValueError unless it has ndim dimensions."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
+    if type(t) not in PLAIN and has_own_meaning(t):
+        raise TypeError(
+            f"{op}: {name} must be a plain tensor, got {_class_name(t)}, a subclass with a meaning "
+            "of its own; as_subclass(torch.Tensor), dequantize() or the like makes one"
+        )
     if (layout := unusual_layout(t)) is not None:
         raise TypeError(
             f"{op}: {name} must be a dense tensor, got a {layout} one; {_INSTEAD.get(layout, 'to_dense() makes one')}"
@@ -55,6 +74,29 @@ def check_storage(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
                 f"{op}: {name} has no storage: it was freed (FSDP2 reshard, or untyped_storage().resize_(0)); keep it "
                 "allocated until backward has run"
             )
+
+
+def has_own_meaning(t: torch.Tensor) -> bool:
+    """Return whether t's class may stand for other values than its storage holds.
+
+    A class that redefines ``__torch_function__`` or ``__torch_dispatch__`` may; PLAIN, nested
+    tensors (checked by layout) and the wrappers of _UNWRAPPED do not.
+    """
+    if type(t) in PLAIN or t.is_nested:
+        return False
+    for module, name in _UNWRAPPED.items():
+        if module in sys.modules and isinstance(t, getattr(sys.modules[module], name)):
+            return False
+    kind = type(t)
+    function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
+    usual = function == torch._C._disabled_torch_function_impl or (
+        getattr(function, "__func__", None) is getattr(torch.Tensor.__torch_function__, "__func__", None)
+    )
+    return not usual or dispatch != torch._C._disabled_torch_dispatch_impl
+
+
+def _class_name(t: torch.Tensor) -> str:
+    return f"{type(t).__module__}.{type(t).__qualname__}"
 
 
 def check_same(op: str, first: str, a: torch.Tensor, name: str, t: torch.Tensor | None, *, dtype: bool = False) -> None:
@@ -94,16 +136,56 @@ def alike(*tensors: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
-    """The value as a finite float."""
+    """Return the value as a finite float. NumPy scalars and 0-dimensional tensors are numbers too,
+    except those that require a gradient, which no scalar argument has."""
     if type(value) is float and (0.0 < value < math.inf or (not positive and -math.inf < value < math.inf)):
         return value
-    if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, torch.Tensor) and _is_scalar(value):
+        value = value.item()
+    if isinstance(value, (torch.Tensor, bool)) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be finite, got {value}")
-    if positive and not value > 0:
+    if positive and not float(value) > 0:
         raise ValueError(f"{op}: {name} must be greater than 0, got {value}")
     return float(value)
+
+
+def as_integer(value: Any) -> Any:
+    """Return the value as an int or a SymInt, and None if it is no integer. NumPy integers and
+    0-dimensional integer tensors are integers; a bool is not."""
+    if type(value) is int:
+        return value
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    if isinstance(value, torch.Tensor) and not _is_scalar(value):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a floating tensor
+        return None
+
+
+def check_integer(op: str, name: str, value: Any, low: int = 0) -> Any:
+    """Return the value as an int or a SymInt of at least ``low``."""
+    found = as_integer(value)
+    if found is None or found < low:
+        raise ValueError(f"{op}: {name} must be an int >= {low}, got {value!r}")
+    return found
+
+
+def _is_scalar(t: torch.Tensor) -> bool:
+    return t.dim() == 0 and not t.requires_grad and t.dtype != torch.bool and not t.is_complex()
+
+
+def check_unused(op: str, reason: str, **given: tuple[Any, Any]) -> None:
+    """Raise ValueError if an argument that has no effect in this call was given: each is a pair
+    (value, default), and ``reason`` says why it has none."""
+    for name, (value, default) in given.items():
+        if value is not default and (isinstance(value, torch.Tensor) or value != default):
+            raise ValueError(f"{op}: {name} must be left out {reason}, got {value!r}")
 
 
 def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -126,13 +208,15 @@ def dropout_arguments(op: str, p: Any, seed: Any, device: torch.device) -> tuple
     if seed is None:
         return p, torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, torch.Tensor):
+        check_tensor(op, "dropout_seed", seed)
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(f"{op}: dropout_seed must be one int64, got {seed.dtype} of shape {shape_of(seed)}")
         if seed.device != device:
             raise ValueError(f"{op}: dropout_seed is on {seed.device} but the input is on {device}; move it")
         return p, seed.reshape(())
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(seed).__name__}")
+    given, seed = seed, as_integer(seed)
+    if seed is None:
+        raise TypeError(f"{op}: dropout_seed must be an int or an int64 tensor, got {type(given).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"{op}: dropout_seed must fit in 64 bits, got {seed}")
     # Filled in on the device: a copy from the host would wait for it, and a CUDA graph cannot capture one.
