@@ -6,14 +6,46 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._core.tensors import as_integer, check_number, check_unused
+
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
-NEEDS_LENGTH = ("dynamic", "llama3", "yarn")
+# The fields of RotaryScaling that each kind reads, besides kind and factor.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": ("original_length",),
+    "llama3": ("original_length", "low_frequency_factor", "high_frequency_factor"),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+# The keys of a configuration's rope parameters that each kind reads, and those of all kinds.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "alpha"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+_KEYS_OF_ALL = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+    "max_position_embeddings",
+    "llama_4_scaling_beta",  # scales queries, not angles
+)  # fmt: skip
+# A configuration's own fields about rotary positions: those that are read, and those without
+# influence on the angles (layout, and which layers turn at all).
+_CONFIG_FIELDS = (
+    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_dim",
+    "qk_rope_head_dim", "rope_interleave", "no_rope_layers", "no_rope_layer_interval",
+    "ignore_keys_at_rope_validation",
+)  # fmt: skip
+_OTHER_POSITIONS = {"ernie4_5_vl_moe_text": "orders frequencies by time, height and width"}
+MAX_DIMS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -24,7 +56,7 @@ class RotaryScaling:
         kind: ``"linear"``: all divided by factor. ``"dynamic"``: the base grows with the sequence beyond original_length (NTK).
             ``"llama3"``: low frequencies divided, high ones kept, a line between. ``"yarn"``: a ramp over the dimensions, and cos and
             sin times attention_factor.
-        factor: how much longer sequences may be.
+        factor: how much longer sequences may be. The fields below belong to the kinds that they name, and raise with another.
         original_length: the trained length; of all kinds but linear.
         low_frequency_factor, high_frequency_factor: of llama3: turns within original_length where the line begins and ends.
         beta_fast, beta_slow: of yarn, likewise.
@@ -50,10 +82,12 @@ class RotaryScaling:
             raise ValueError(
                 f"RotaryScaling: kind must be one of {', '.join(map(repr, get_args(ScalingKind)))}, got {self.kind!r}"
             )
-        if not self.factor > 0:
-            raise ValueError(f"RotaryScaling: factor must be greater than 0, got {self.factor}")
-        if self.kind in NEEDS_LENGTH and not self.original_length:
+        check_number("RotaryScaling", "factor", self.factor, positive=True)
+        if "original_length" in _FIELDS[self.kind] and not self.original_length:
             raise ValueError(f"RotaryScaling: {self.kind} needs original_length, the length that the model was trained on")
+        unread = [f for f in fields(self) if f.name not in ("kind", "factor", *_FIELDS[self.kind])]
+        given = {f.name: (getattr(self, f.name), f.default) for f in unread}
+        check_unused("RotaryScaling", f"with kind {self.kind!r}", **given)
 
     @property
     def of_tables(self) -> float:
@@ -80,10 +114,13 @@ class RotaryPositions:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.dims, bool) or not isinstance(self.dims, int) or self.dims <= 0 or self.dims % 2:
-            raise ValueError(f"RotaryPositions: dims must be an even int greater than 0, got {self.dims!r}")
-        if not self.base > 0:
-            raise ValueError(f"RotaryPositions: base must be greater than 0, got {self.base}")
+        dims = as_integer(self.dims)
+        if dims is None or not 0 < dims <= MAX_DIMS or dims % 2:
+            raise ValueError(f"RotaryPositions: dims must be an even int from 2 to {MAX_DIMS:,}, got {self.dims!r}")
+        if self.scaling is not None and self.scaling.kind == "dynamic" and dims == 2:
+            raise ValueError("RotaryPositions: dims must be at least 4 with dynamic scaling, got 2")
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "base", check_number("RotaryPositions", "base", self.base, positive=True))
 
     def frequencies(
         self, length: int | None = None, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
@@ -119,17 +156,22 @@ class RotaryPositions:
 
     @classmethod
     def from_hugging_face(cls, config: Any, *, interleaved: bool = False, layer_type: str | None = None) -> RotaryPositions:
-        """What a configuration of transformers says: ``rope_parameters``, or the ``rope_theta`` and ``rope_scaling`` of older ones.
+        """Read a configuration of transformers: ``rope_parameters``, or the ``rope_theta``,
+        ``rope_scaling`` and ``rotary_dim`` of older ones. ``layer_type``: a key of
+        ``rope_parameters`` where layers differ, as ``"sliding_attention"``.
 
         Raises:
-            ValueError: a kind that is not known here, as longrope; ``pytransformer.rotary(frequencies=…)`` takes any.
+            ValueError: the configuration has no rotary positions, several for want of a
+                ``layer_type``, a key that is not read here, or a kind that is not supported, as
+                longrope; ``pytransformer.rotary(frequencies=…)`` takes any frequencies.
         """
-        found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        found = found[layer_type] if layer_type is not None else found
-        base = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-        return cls(int(head * share), float(base), _scaling(found, config), interleaved)
+        found = _rope_parameters(config, layer_type)
+        base = float(found.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+        dims = _turned_dims(found, config, layer_type)
+        kind = found.get("rope_type", found.get("type", "default"))
+        if kind == "dynamic" and found.get("alpha"):  # HunYuan: the base for any length
+            return cls(dims, base * found["alpha"] ** (dims / (dims - 2)), None, interleaved)
+        return cls(dims, base, _scaling(kind, found, config), interleaved)
 
 
 def _computed(positions: RotaryPositions, base: float, dtype: torch.dtype) -> torch.Tensor:
@@ -217,11 +259,68 @@ def _grown(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _scaling(found: Mapping[str, Any], config: Any) -> RotaryScaling | None:
-    """The scaling of a configuration's rope parameters."""
+def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
+    """Return the rope parameters of a configuration, and of one layer type if it has several.
+    ValueError if it has none, or says what is not read here."""
+    op, name = "RotaryPositions.from_hugging_face", type(config).__name__
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sources = (found, getattr(config, "rope_theta", None), getattr(config, "rotary_dim", None))
+    how = getattr(config, "position_embedding_type", None) or "rotary"
+    if not any(sources) or how not in ("rotary", "rope"):
+        raise ValueError(
+            f"{op}: config must have rotary positions (rope_parameters, rope_theta or rotary_dim), "
+            f"got a {name}" + ("" if how == "rotary" else f" with position_embedding_type {how!r}")
+        )
+    if getattr(config, "patch_size", None) and not getattr(config, "vocab_size", None):
+        raise ValueError(f"{op}: config must be of sequences, got a {name} of images, whose positions are pairs")
+    if reason := _OTHER_POSITIONS.get(getattr(config, "model_type", "")):
+        raise ValueError(f"{op}: config must be of a supported model, got a {name}, which {reason}")
+    types = [key for key, value in found.items() if isinstance(value, Mapping)]
+    if types and layer_type not in types:
+        raise ValueError(
+            f"{op}: layer_type must be one of {', '.join(map(repr, types))}, whose rope_parameters "
+            f"differ in a {name}, got {layer_type!r}"
+        )
+    if layer_type is not None and not types:
+        raise ValueError(f"{op}: layer_type must be None, for all layers of this {name} turn alike, got {layer_type!r}")
+    found = found[layer_type] if types else found
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
+    read = (*_KEYS_OF_ALL, *_KEYS.get(kind, found))  # another kind is refused by name
+    unread = [key for key, value in found.items() if value is not None and key not in read]
+    own = {key: value for key, value in vars(config).items() if "rope" in key or "rotary" in key}
+    unread += [key for key, value in own.items() if value and key not in _CONFIG_FIELDS]
+    if unread:
+        raise ValueError(
+            f"{op}: config must say nothing that is not read here, got {', '.join(map(repr, unread))} "
+            f"in a {name}; give the model's own frequencies to pytransformer.rotary(frequencies=…)"
+        )
+    return found
+
+
+def _turned_dims(found: Mapping[str, Any], config: Any, layer_type: str | None) -> int:
+    """Return how many dimensions of a head turn. Models with rope_parameters ignore rotary_dim."""
+    if not found and getattr(config, "rotary_dim", None):
+        return int(config.rotary_dim)
+    if layer_type is not None and hasattr(type(config), "per_layer_config"):
+        config = config.per_layer_config[layer_type]  # Gemma 4: heads differ by layer
+    head, hidden = (getattr(config, name, None) for name in ("head_dim", "hidden_size"))
+    if not head and not hidden:
+        raise ValueError(
+            "RotaryPositions.from_hugging_face: config must have head_dim or hidden_size, got a "
+            f"{type(config).__name__} without; give one of its parts"
+        )
+    share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    return int((head or hidden // config.num_attention_heads) * (share or 1.0))
+
+
+def _scaling(kind: str | None, found: Mapping[str, Any], config: Any) -> RotaryScaling | None:
+    """Return the scaling of a configuration's rope parameters."""
+    if kind in ("default", None):
         return None
+    if kind in _KEYS and kind != "yarn":
+        for key in _KEYS[kind]:
+            if key != "alpha" and found.get(key) is None:
+                raise ValueError(f"RotaryPositions.from_hugging_face: rope_type {kind!r} needs {key!r}")
     original = found.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     longest = getattr(config, "max_position_embeddings", None)
     match kind:
