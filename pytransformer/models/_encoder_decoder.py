@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..nn.cache import DecoderCache, Step
-from ..nn.heads import IGNORE, Classifier, learned
+from ..nn.heads import IGNORE, Classifier, check_labels, learned
 from ..nn.masks import padding
 from ._base import Model, ModelConfig
 from ._decoder import Decoder
@@ -86,6 +86,8 @@ class EncoderDecoder(Decoder, Model, abc.ABC):
         memory = getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
         if decoder_input_ids is None:
             decoder_input_ids = shifted_right(labels, self.config.start_token_id, self.config.pad_token_id)
+        if labels is not None:
+            check_labels(labels, decoder_input_ids.shape)
         step = self._step(past_key_values, decoder_input_ids, decoder_attention_mask)
         if self.context is not None and input_ids is None:
             raise ValueError("in context_parallel give input_ids, which tell how long the source is")

@@ -52,5 +52,7 @@ def shifted_right(labels: torch.Tensor | None, start: int, pad: int) -> torch.Te
     """Decoder inputs for teacher forcing: ``start``, then all labels but the last; -100 becomes ``pad``."""
     if labels is None:
         raise ValueError("give decoder_input_ids, or labels to make them from")
+    if labels.dim() != 2:
+        raise ValueError(f"labels must have the shape (B, L), got {tuple(labels.shape)}")
     shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
     return shifted.masked_fill(shifted == IGNORE, pad)

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..nn.attention import MultiHeadAttention
 from ..nn.blocks import Block, Stack
 from ..nn.experts import Experts, network
-from ..nn.heads import IGNORE, Classifier, learned
+from ..nn.heads import IGNORE, Classifier, check_labels, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.masks import padding
 from ..nn.patterns import Pattern
@@ -161,6 +161,8 @@ class BERT(Model):
         """
         visible = padding(attention_mask, *input_ids.shape, queries=True)
         tuned = self.classifier is not None or self.answer is not None
+        if labels is not None:
+            check_labels(labels, self._shape_of_labels(*input_ids.shape))
         wanted = None if tuned else learned(labels)
         hidden = self.encoder(self._embed(input_ids, token_type_ids), visible, wanted=wanted)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
@@ -188,6 +190,12 @@ class BERT(Model):
             hidden, self._with_balance(sum(losses[1:], losses[0]) if losses else None), pooler_output=pooled, compute_logits=logits,
             next_sentence_logits=None if self.nsp is None else self.nsp(pooled),
         )  # fmt: skip
+
+    def _shape_of_labels(self, batch: int, length: int) -> tuple[int, ...]:
+        heads = self.config.heads
+        if "answer" in heads:
+            return (batch, 2)
+        return (batch,) if "classification" in heads else (batch, length)
 
     def _fine_tuned(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..nn.cache import DecoderCache
-from ..nn.masks import is_lengths
+from ..nn.masks import check_not_additive, is_lengths
 from ..nn.positions import Positions
 
 PAGE_SIZE = 64  # of a paged cache that generate makes
@@ -153,6 +153,7 @@ def compact(
     batch, length = input_ids.shape
     if attention_mask is None:
         return input_ids, None, prefix_lengths
+    check_not_additive(attention_mask)
     column = torch.arange(length, device=input_ids.device)
     mask = column < attention_mask[:, None] if is_lengths(attention_mask, batch) else attention_mask.bool()
     if mask.shape != input_ids.shape:

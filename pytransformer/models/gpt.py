@@ -15,7 +15,7 @@ from ..nn.blocks import Block, Stack
 from ..nn.cache import DecoderCache
 from ..nn.experts import Experts, MixtureOfExperts, network
 from ..nn.feed_forward import FeedForward
-from ..nn.heads import IGNORE, Classifier, learned
+from ..nn.heads import IGNORE, Classifier, check_labels, learned
 from ..nn.layer_norm import LayerNorm
 from ..nn.positions import Alibi, LearnedPositions
 from ..nn.rotary import RotaryMultiHeadAttention
@@ -138,6 +138,8 @@ class GPT(Decoder, Model):
             prefix_lengths: (B,): tokens before it are visible to all.
             logits_to_keep: logits of the last so many positions only, with lengths of each sequence's own last; 0: all.
         """
+        if labels is not None:
+            check_labels(labels, input_ids.shape)
         step = self._step(past_key_values, input_ids, attention_mask)
         x = self.embedding(self._rows(input_ids))
         if self.positions is not None:

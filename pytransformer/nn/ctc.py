@@ -24,6 +24,8 @@ def ctc_loss(logits: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor | No
 
     Source: Graves et al., "Connectionist temporal classification" (2006); PyTorch's ``ctc_loss``.
     """
+    if labels.dim() != 2 or len(labels) != len(logits):
+        raise ValueError(f"labels must have the shape ({len(logits)}, S), got {tuple(labels.shape)}")
     log_p = logits.float().log_softmax(-1)
     if keep is not None:
         certain = torch.full_like(log_p[0, 0], -torch.inf)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -22,6 +23,12 @@ def learned(labels: torch.Tensor | None) -> torch.Tensor | None: ...
 def learned(labels: torch.Tensor | None) -> torch.Tensor | None:
     """Where labels say what is to be learned, bool; None without labels."""
     return None if labels is None else labels != IGNORE
+
+
+def check_labels(labels: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless labels have exactly this shape: flattened, others would fit too."""
+    if tuple(labels.shape) != tuple(shape):
+        raise ValueError(f"labels must have the shape {tuple(shape)}, got {tuple(labels.shape)}")
 
 
 class Classifier(nn.Module):
@@ -64,6 +71,7 @@ class Classifier(nn.Module):
         Args:
             x: (..., d_model). labels: (...), int64.
         """
+        check_labels(labels, x.shape[:-1])
         known = learned(labels)
         if worth_selecting(known):  # no logit is computed where there is nothing to learn
             rows = known.flatten().nonzero().squeeze(1)

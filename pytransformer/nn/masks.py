@@ -19,15 +19,15 @@ def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, que
     """The visibility arguments of :func:`pytransformer.attention` for keys of (batch, length) tokens with this mask.
 
     Args:
-        attention_mask: None; (B, L), bool or numbers, 0 = padding on any side; or (B,) integers, the lengths of sequences
-            padded at the end.
+        attention_mask: None; (B, L), bool or integers, 0 = padding on any side; or (B,) integers,
+            the lengths of sequences padded at the end.
         queries: the queries are the same tokens (self-attention): with lengths, padding is not even computed.
 
     Returns:
         ``{}``, ``{"attn_mask": (B, 1, 1, L) bool}`` (a view of the mask, read once a row by the kernel) or ``{"key_lengths": ...}``.
 
     Raises:
-        ValueError: a mask of another shape.
+        ValueError: a mask of another shape, or a floating one, which may be additive.
     """
     if attention_mask is None:
         return {}
@@ -39,7 +39,17 @@ def padding(attention_mask: torch.Tensor | None, batch: int, length: int, *, que
             f"attention_mask must be ({batch}, {length}), one entry for each token (cached ones too), or lengths ({batch},); "
             f"got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
         )
+    check_not_additive(attention_mask)
     return {"attn_mask": attention_mask.bool()[:, None, None, :]}
+
+
+def check_not_additive(attention_mask: torch.Tensor) -> None:
+    """Raise ValueError for a floating mask: in an additive one 0 is a token, and not padding."""
+    if attention_mask.dtype.is_floating_point:
+        raise ValueError(
+            f"attention_mask must be bool or integers, 0 = padding, got {attention_mask.dtype}; "
+            "give mask.bool() for ones and zeros, or mask == 0 for an additive mask"
+        )
 
 
 def causal(visible: dict[str, Any], cached: int, new: int) -> dict[str, Any]:
