@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 NAME = "pytransformer"
+INSTALL = "run pip install transformers"
 
 
 def register(name: str = NAME) -> None:
@@ -20,19 +21,19 @@ def register(name: str = NAME) -> None:
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
     """
-    found = "it is not installed"
     try:
         import transformers
-
-        found = f"this is {transformers.__version__}"
+    except ImportError as error:
+        raise ImportError(f"pytransformer: attn_implementation={name!r} needs transformers; {INSTALL} ({error})") from error
+    try:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         from . import hugging_face
         from .hugging_face import models
     except ImportError as error:
         raise ImportError(
-            f"pytransformer: attn_implementation={name!r} needs transformers >= 5.17, and {found}: "
-            'pip install "pytransformer-kernels[hf]"'
+            f"pytransformer: attn_implementation={name!r} cannot be registered with transformers {transformers.__version__}: "
+            f"{error}; transformers >= 5.17 is supported"
         ) from error
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
@@ -62,10 +63,11 @@ def switch(model: Any, name: str = NAME) -> None:
 
 
 def growing_cache(model: Any) -> Any:
-    """An empty ``DynamicCache`` for ``model.generate(..., past_key_values=growing_cache(model))``, or for a call of the model.
+    """Return an empty cache for ``model.generate(..., past_key_values=growing_cache(model))``.
 
-    transformers' own copies all keys and values for each token; this one keeps room behind them (a quarter more memory) and writes the
-    token there. For any ``attn_implementation``. See :mod:`.hugging_face.growing`.
+    A ``DynamicCache`` copies all keys and values for each token. This cache allocates a quarter more
+    memory and writes the token in place. For an encoder-decoder it is an ``EncoderDecoderCache``. It
+    works with any ``attn_implementation``. transformers 5.24 names the keyword ``cache``.
     """
     from .hugging_face.growing import growing_cache
 

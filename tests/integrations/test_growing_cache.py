@@ -55,6 +55,18 @@ def test_generates_as_with_transformers_own(hugging_face: Any, name: str, settin
     assert name == "mistral" or all(type(layer) is GrowingLayer for layer in growing_cache(model).layers)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_cache_of_an_encoder_decoder_keeps_tokens(hugging_face: Any, name: str) -> None:
+    """Self-attention and cross-attention need separate caches; padding shows a mix-up in both."""
+    model = FAMILIES[name].build("eager")
+    inputs = {k: v for k, v in inputs_of(FAMILIES[name], "left").items() if not k.startswith("decoder_")}
+    how = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    cache = growing_cache(model)
+    grown = model.generate(**inputs, **how, past_key_values=cache)
+    assert torch.equal(grown, model.generate(**inputs, **how, use_cache=False))
+    assert all(type(layer) is GrowingLayer for layer in cache.self_attention_cache.layers)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "crop": lambda layer: layer.crop(-1),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,13 @@ def tokens(model: Any, **settings: Any) -> list[list[int]]:
     return [said[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
 
 
+def model_updates_cache() -> bool:
+    """Return True if the model, and not its attention function, updates the paged cache."""
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    return "cache" not in inspect.signature(flash_attention_forward).parameters
+
+
 @pytest.fixture
 def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in every page that is not written yet."""
@@ -85,9 +93,9 @@ def test_tokens_as_transformers_own(paged: ModuleType, request: pytest.FixtureRe
     assert model.config._attn_implementation == "eager"
     in_place, gathered = (("attention_fwd", "cpu") in ran, ("attention_varlen_fwd", "cpu") in ran)
     assert gathered
-    assert in_place == (name != "mistral"), (
-        "a window's ring of pages is gathered; all else is read where it lies, a token at a time"
-    )
+    # transformers 5.24 updates the cache in the model, which gathers the keys. 5.23 leaves that to
+    # the attention, which reads pages in place unless they are the ring of a sliding window.
+    assert in_place == (name != "mistral" and not model_updates_cache())
     assert {backend for _, backend in ran} == {"cpu"}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 
@@ -65,8 +65,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no t
         return {**self.__dict__, "_room": None, "_filled": 0}
 
 
-def growing_cache(config: Any) -> DynamicCache:
-    """``DynamicCache(config=config)`` whose layers grow; those with a sliding window, which are short, stay as they are."""
+def growing_cache(config: Any) -> DynamicCache | EncoderDecoderCache:
+    """Return ``DynamicCache(config=config)`` with growing layers; sliding windows stay as they are.
+
+    An encoder-decoder needs one cache per attention: its self-attention's grows, and its
+    cross-attention's is written once.
+    """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    if getattr(config, "is_encoder_decoder", False):
+        return EncoderDecoderCache(cache, DynamicCache())
     return cache

@@ -38,23 +38,28 @@ def paged_attention_forward(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer to the keys of each token's request, which are written first.
+    """Compute one layer's attention of each token to the keys of its request.
 
-    A step of one token a request reads the keys where they lie, by a table of pages; pieces of prompts, and layers with a sliding window,
-    whose pages are a ring, read what the cache has gathered, as transformers' own attention does.
+    transformers 5.23 passes ``cache``, and this function writes the new keys first. A step of one
+    token per request then reads the keys in their pages. Prompt chunks, and layers with a sliding
+    window, whose pages are a ring, read the keys that the cache gathers. From 5.24 on the model
+    updates the cache itself, so key and value arrive gathered and there is no ``cache``.
 
     Args:
-        query, key, value: (1, H, tokens, D), request after request.
-        cache: transformers', with ``read_index``, ``write_index`` and ``cu_seq_lens_*`` in kwargs.
+        query: (1, Hq, tokens, D), request after request.
+        key, value: (1, Hkv, tokens, D) with ``cache``; else all keys of all requests.
+        cache: transformers' cache, with ``read_index`` and ``write_index`` in kwargs.
+        kwargs: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
 
     Returns:
         (1, tokens, Hq, Dv), and None.
 
     Raises:
-        ValueError: no cache, a mask, or a table made for flash attention's own kernels.
+        ValueError: a call outside continuous batching, a mask, or flash attention's block table.
     """
     name = type(module).__name__
-    if not isinstance(cache, PagedAttentionCache):
+    paged = isinstance(cache, PagedAttentionCache)
+    if not paged and not isinstance(kwargs.get("cu_seq_lens_k"), torch.Tensor):
         raise ValueError(
             f"pytransformer: {name} was called without continuous batching's cache, under the name {NAME!r}, which is for generate_batch "
             "alone; use attn_implementation='pytransformer'"
@@ -73,21 +78,40 @@ def paged_attention_forward(
     terms: dict[str, Any] = {"causal": "bottom_right", "sinks": sinks, "softcap": softcap, "scale": scaling}
     if sliding_window is not None:
         terms["window"] = (sliding_window - 1, None)
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    if cache is not None and paged:
+        in_place = _attend_pages(module, query, key, value, cache, kwargs, terms)
+        if in_place is not None:
+            return in_place, None
+        key, value = cache.update(key, value, module.layer_idx, kwargs)
+    queries, keys = (kwargs[f"cu_seq_lens_{side}"].to(torch.int32) for side in "qk")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = attention_varlen(q, k, v, queries, keys, kwargs["max_length_q"], kwargs["max_length_k"], **terms)
+    return out[None], None
+
+
+def _attend_pages(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: PagedAttentionCache,
+    kwargs: dict[str, Any],
+    terms: dict[str, Any],
+) -> torch.Tensor | None:
+    """Return the attention to keys in their pages, or None unless each request has one token."""
+    layer: int = module.layer_idx
     allocator = cache.layer_to_allocator[layer]
     read = kwargs["read_index"][allocator.index]
     single = kwargs["max_length_q"] == 1 and query.shape[2] == len(kwargs["cu_seq_lens_q"]) - 1
-    if single and len(read) and allocator.supports_block_table:
-        kwargs["read_index"] = [index[:0] for index in kwargs["read_index"]]  # it writes, and gathers nothing
-        cache.update(key, value, layer, kwargs)
-        pools = [pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer)]
-        table, lengths = table_of(read, kwargs["cu_seq_lens_k"], pools[0].shape[2])
-        out = attention(query[0].transpose(0, 1)[:, :, None], *pools, page_table=table, key_lengths=lengths, **terms)
-        return out.transpose(1, 2).transpose(0, 1).contiguous(), None
-    key, value = cache.update(key, value, layer, kwargs)
-    queries, keys = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["cu_seq_lens_k"]
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return attention_varlen(q, k, v, queries, keys, kwargs["max_length_q"], kwargs["max_length_k"], **terms)[None], None
+    if not (single and len(read) and allocator.supports_block_table):
+        return None
+    kwargs["read_index"] = [index[:0] for index in kwargs["read_index"]]  # write, gather nothing
+    cache.update(key, value, layer, kwargs)
+    pools = [pages.transpose(1, 2) for pages in allocator.get_cache_for_block_table(layer)]
+    table, lengths = table_of(read, kwargs["cu_seq_lens_k"], pools[0].shape[2])
+    q = query[0].transpose(0, 1)[:, :, None]
+    out = attention(q, *pools, page_table=table, key_lengths=lengths, **terms)
+    return out.transpose(1, 2).transpose(0, 1).contiguous()
 
 
 def table_of(read: torch.Tensor, offsets: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
