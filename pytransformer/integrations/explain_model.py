@@ -114,13 +114,7 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
         rule = None if isinstance(module, Converted) else find_rule(type(module))
         innermost = not any("Attention" in type(child).__name__ for child in module.children())
         if "Attention" in of and innermost and not inside(name, "attention"):
-            found.append(
-                (
-                    name,
-                    of,
-                    "computes attention itself: it may ignore attn_implementation; pt.activate() or convert may reach it",
-                )
-            )
+            found.append((name, of, _attention_advice(module)))
         elif (
             rule is not None
             and rule.kind in ("norm", "feed_forward")
@@ -129,3 +123,17 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
         ):
             found.append((name, of, f"pytransformer.integrations.convert(model) would make it {rule.what}"))
     return found
+
+
+def _attention_advice(module: torch.nn.Module) -> str:
+    """Return the step that brings the attention of a bypassed module to our ops."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if name is not None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        from .hugging_face import attention_forward, models
+
+        ours = ALL_ATTENTION_FUNCTIONS.get(name) is attention_forward
+        if not ours and models.why_not(type(module).__module__) is None:
+            return f"runs attn_implementation={name!r}; call pytransformer.integrations.transformers.register() and .switch(model)"
+    return "computes attention itself: it may ignore attn_implementation; pt.activate() or convert may reach it"

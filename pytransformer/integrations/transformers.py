@@ -16,7 +16,8 @@ def register(name: str = NAME) -> None:
 
     Registers both the attention and the mask that goes with it (:mod:`pytransformer.integrations.hugging_face`), and has models
     that ask for ``name`` checked when they are built: one that computes attention in code of its own raises ValueError. Nothing
-    changes for other implementations. Idempotent; never done on import. :func:`switch` changes a model that is already built.
+    changes for other implementations. Idempotent; never done on import. A pickled model registers the
+    name where it is loaded, in a spawned process too. :func:`switch` changes a model that is already built.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
@@ -38,6 +39,7 @@ def register(name: str = NAME) -> None:
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
     models.watch(hugging_face.attention_forward)
+    models.pickle_with_name(hugging_face.attention_forward)
 
 
 def switch(model: Any, name: str = NAME) -> None:

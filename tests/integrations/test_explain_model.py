@@ -37,13 +37,21 @@ def test_each_layer_is_told(hugging_face: Any) -> None:
     assert "2 calls, first in bert.encoder.layer.0.attention.self" in str(forced)
 
 
-def test_what_runs_past_us_is_told(hugging_face: Any) -> None:
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_bypassed_attention_gets_advice_that_works(hugging_face: Any, implementation: str) -> None:
     family = FAMILIES["bert"]
-    found = pt.explain(family.build("eager"), **inputs_of(family, "right"))
+    model = family.build(implementation)
+    found = pt.explain(model, **inputs_of(family, "right"))
     assert found.calls == []
     reasons = {name: advice for name, _, advice in found.bypassed}
-    assert "may ignore attn_implementation" in reasons["bert.encoder.layer.0.attention.self"]
+    expected = f"runs attn_implementation='{implementation}'; call"
+    assert reasons["bert.encoder.layer.0.attention.self"].startswith(expected)
     assert "convert(model) would make it layer_norm" in reasons["bert.embeddings.LayerNorm"]
+    pt.integrations.transformers.register()
+    pt.integrations.transformers.switch(model)
+    after = pt.explain(model, **inputs_of(family, "right"))
+    assert "attention" in {call.op for call in after.calls}
+    assert not any("attn_implementation" in advice for _, _, advice in after.bypassed)
 
 
 def test_a_model_that_ignores_the_setting_shows(hugging_face: Any) -> None:

@@ -14,7 +14,7 @@ import re
 import sys
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(\s*nn\.Module\b", re.MULTILINE)
@@ -36,6 +36,35 @@ def watch(ours: Any) -> None:
 
     checked.watches = ours  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_attn_implementation = checked
+
+
+def pickle_with_name(ours: Any) -> None:
+    """Make configs that name the attention function ``ours`` register the name when unpickled.
+
+    A spawned process has only transformers' own names. Every model, converted or not, and most of
+    their modules hold a config. Other configs pickle as before. Idempotent.
+    """
+    if getattr(PreTrainedConfig.__reduce_ex__, "pickles", None) is ours:
+        return
+    before = PreTrainedConfig.__reduce_ex__
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced = before(self, protocol)
+        name = getattr(self, "_attn_implementation", None)
+        if not isinstance(name, str) or ALL_ATTENTION_FUNCTIONS.get(name) is not ours:
+            return reduced
+        return (_rebuild, (name, *reduced[:2]), *reduced[2:])
+
+    reduce.pickles = ours  # type: ignore[attr-defined]
+    PreTrainedConfig.__reduce_ex__ = reduce
+
+
+def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
+    """Register the name, then build the object as its pickle says."""
+    from ..transformers import register
+
+    register(name)
+    return build(*arguments)
 
 
 def check(model: Any) -> None:
