@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from transformers.utils import output_capturing
+from typing_extensions import Unpack
 
-from ...ops._core.options import Alignment, MaskAndBias
+from ...ops._core.options import Alignment, MaskAndBias, PackedOptions
 from ...ops.attention import attention
 from ...ops.attention_varlen import attention_varlen
 from ...ops.attention_weights import attention_weights
@@ -21,6 +22,7 @@ from ...ops.masks import RelativePositionBias, buckets_of
 from .keywords import gate_of_sinks, refuse_unknown, selected, sinks_of
 from .mask import Mask, Packed
 from .models import described
+from .packing import given_bounds, numbers_of
 
 
 def attention_forward(
@@ -61,6 +63,9 @@ def attention_forward(
     attention_mask = selected(module, attention_mask, query, key, kwargs)
     mask, causal, window, lengths = _mask_terms(module, attention_mask, query.shape[2], key.shape[2])
     batch = max(query.shape[0], key.shape[0], key=lambda n: n != 1)
+    bounds = given_bounds(type(module).__name__, kwargs, batch, query.shape[2], key.shape[2])
+    if bounds is None and isinstance(attention_mask, Mask) and mask is None:
+        bounds = attention_mask.sequence_bounds()
     query, key, value = (t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in (query, key, value))
     bias: torch.Tensor | RelativePositionBias | None = position_bias
     if position_bias is not None and position_bias.dim() == 2:
@@ -72,7 +77,15 @@ def attention_forward(
         "attn_mask": mask, "causal": causal, "window": window, "bias": bias, "sinks": sinks, "softcap": kwargs.get("softcap"),
         "scale": scaling, "key_lengths": lengths if lengths is None or len(lengths) == batch else lengths.expand(batch),
     }  # fmt: skip
-    if sinks_by_query is None and not weights_wanted(kwargs):
+    only_output = sinks_by_query is None and not weights_wanted(kwargs)
+    if bounds is not None:
+        if only_output and bias is None and mask is None and lengths is None:
+            scores: PackedOptions = {
+                "causal": causal, "window": window, "sinks": sinks, "softcap": kwargs.get("softcap"), "scale": scaling,
+            }  # fmt: skip
+            return _flattened(query, key, value, bounds, dropout_p=dropout, **scores), None
+        terms["query_segments"] = terms["key_segments"] = numbers_of(bounds[0], batch)
+    if only_output:
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None
     out, lse = attention(query, key, value, dropout_p=dropout, return_lse=True, **terms)
     weights = None
@@ -112,6 +125,20 @@ def _packed(
     longest = int(offsets.diff().max())
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     return attention_varlen(q, k, v, offsets, offsets, longest, longest, scale=scaling, dropout_p=dropout)[None]
+
+
+def _flattened(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, int],
+    **options: Unpack[PackedOptions],
+) -> torch.Tensor:
+    """Return the attention of sequences that a (B, L) batch has in a row, (B, L, Hq, Dv)."""
+    offsets, longest = bounds
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attention_varlen(q, k, v, offsets, offsets, longest, longest, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def weights_wanted(kwargs: dict[str, Any]) -> bool:

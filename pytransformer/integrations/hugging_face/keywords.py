@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' models hand to their attention besides queries, keys, values and mask: honoured, harmless by name, or refused.
+"""The keywords that transformers' models pass to their attention: supported, ignored or refused.
 
-Models pass on whatever their caller gave them, so that attention sees many words that are not for it. One that it does not know may
-well be for it: the keys that an indexer selected, say. A keyword is harmless only if eager code does not read it.
+Models pass on whatever their caller gave them, so attention receives columns of the batch too. sdpa
+ignores every keyword that it does not know. This module ignores one only if eager code cannot read it:
+neither the attention class nor the ``eager_attention_forward`` of its file contains the name, and it is
+not in :data:`REFUSED`, the keywords that change attention in other libraries' functions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import re
+import sys
+from typing import Any, Generic, Protocol
 
 import torch
 from transformers import GenerationConfig
 
+from . import packing
 from .mask import Mask
 
-HONOURED = frozenset({"softcap", "output_attentions", "s_aux", "sinks", "indices", "block_indices"})
+HONOURED = frozenset({"softcap", "output_attentions", "s_aux", "sinks", "indices", "block_indices", *packing.KEYWORDS})
 
 HARMLESS = {
     "sliding_window": "the mask already has it",
@@ -37,22 +44,41 @@ HARMLESS = {
 
 REFUSED = {
     "cache": "a paged cache (run generate_batch within pytransformer.integrations.transformers.continuous_batching(model))",
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"), "offsets, which transformers names cu_seq_lens_q and cu_seq_lens_k"),
     **dict.fromkeys(
-        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "packed sequences by their lengths, which flash attention reads and eager code does not (position_ids alone say the same)",
+        ("block_table", "block_mask", "score_mod", "mask_mod", "head_mask", "attention_bias", "attn_bias", "attn_mask", "alibi",
+         "alibi_slopes", "window_size", "learnable_sink", "logit_softcapping"),
+        "which changes attention elsewhere",
     ),
-}
+}  # fmt: skip
 
 
 def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for a keyword that is neither honoured nor harmless, unless it is None or False."""
+    """Raise for a keyword that could change attention and is not supported, unless it is None or False."""
     for name, value in kwargs.items():
         if name in HARMLESS or name in HONOURED or value is None or value is False:
+            continue
+        if name not in REFUSED and not eager_code_reads(type(module), name):
             continue
         what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not know"
         raise ValueError(
             f"pytransformer: {type(module).__name__} hands its attention the keyword {name!r}{what}; use attn_implementation='eager'"
         )
+
+
+@functools.cache
+def eager_code_reads(cls: type, name: str) -> bool:
+    """Return True if the eager attention of a class may read the keyword, or has no source to check.
+
+    The code checked is that of the class and its bases, and of ``eager_attention_forward`` in their files.
+    """
+    classes = [base for base in cls.__mro__ if base not in (*torch.nn.Module.__mro__, Generic, Protocol)]
+    functions = [getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in classes]
+    try:
+        sources = [inspect.getsource(part) for part in (*classes, *functions) if part is not None]
+    except (OSError, TypeError):
+        return True
+    return not sources or any(re.search(rf"\b{re.escape(name)}\b", source) for source in sources)
 
 
 def selected(

@@ -14,6 +14,7 @@ import torch
 from transformers import masking_utils as masking
 
 from .mask import Mask, dense_mask
+from .packing import unpack_mask_function
 
 # By model type: code that looks whether its mask is a tensor before it adds columns to it, and leaves any other as it is. DeepSeek V4
 # adds one for each compressed key.
@@ -50,6 +51,9 @@ def attention_mask(
     if getattr(arguments.get("config"), "model_type", None) in EXTENDED:
         additive: torch.Tensor = masking.eager_mask(**arguments)
         return additive
+    mask_function, segments = unpack_mask_function(mask_function)
+    if segments is not None and (attention_mask is not None or segments.shape != (batch_size, kv_length)):
+        mask_function, segments = arguments["mask_function"], None
     bidirectional = mask_function is masking.bidirectional_mask_function
     window = None if bidirectional else causal_window(mask_function)
     recognised = bidirectional or window is not None or mask_function is masking.causal_mask_function
@@ -64,14 +68,15 @@ def attention_mask(
         return Mask(arguments, dense=dense, causal="top_left" if left_out else None)
     padding = _key_padding(attention_mask, kv_length, kv_offset, there)
     padding = None if padding is None else padding.expand(batch_size, 1, 1, kv_length)
-    if bidirectional and padding is None and allow_is_bidirectional_skip:
+    if bidirectional and padding is None and segments is None and allow_is_bidirectional_skip:
         return None  # as eager code gets it, which takes that for what it is; so does attention_forward
     if isinstance(there, torch.Tensor) or there < kv_length:
         lengths = torch.as_tensor(there, dtype=torch.int64, device=device).repeat(batch_size)
-        return Mask(arguments, padding, "bottom_right", window, lengths)
+        return Mask(arguments, padding, "bottom_right", window, lengths, segments=segments)
     if bidirectional or (q_length == 1 and (window is None or window >= kv_length)):
-        return Mask(arguments, padding)
-    return Mask(arguments, padding, "bottom_right", None if window is None or window >= kv_length else window)
+        return Mask(arguments, padding, segments=segments)
+    window = None if window is None or window >= kv_length else window
+    return Mask(arguments, padding, "bottom_right", window, segments=segments)
 
 
 def _window_codes() -> tuple[Any, Any]:

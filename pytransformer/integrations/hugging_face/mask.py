@@ -22,6 +22,7 @@ from transformers import masking_utils as masking
 
 from ...ops._core.options import Alignment
 from .models import described
+from .packing import sequence_bounds
 
 # By model type: code that takes its mask for True where a key is visible, whatever its dtype. Nemotron ASR hides where logical_not says
 # True; the additive mask, 0 where a key is visible, hides the reverse, and its eager outputs are NaN.
@@ -39,8 +40,10 @@ class Mask:
         window: how many keys a query sees, its own included; needs ``causal``.
         lengths: (B,) int64, how many of the keys are there yet, the last query's the last: a static cache's. None: all.
         dense: (B, 1, Lq, Lk) bool: what the mask is if the rest is None, else the same once more.
+        segments: (B, L) integers, the sequence of each token in a packed batch; None for one sequence per row.
         moved: the device, if it is no longer that of ``arguments``.
         additive: eager code's mask, once something has touched this one.
+        bounds: offsets and longest sequence of ``segments``, once a layer has read them.
     """
 
     arguments: dict[str, Any]
@@ -49,8 +52,10 @@ class Mask:
     window: int | None = None
     lengths: torch.Tensor | None = None
     dense: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
     moved: torch.device | None = None
     additive: torch.Tensor | None = None
+    bounds: tuple[torch.Tensor, int] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -82,11 +87,17 @@ class Mask:
         target = args[0] if args else kwargs.get("device")
         if len(args) > 1 or not isinstance(target, (str, int, torch.device)) or kwargs.keys() - {"device", "non_blocking"}:
             return self.touched().to(*args, **kwargs)
-        there = dataclasses.replace(self, moved=torch.device(target))
-        for name in ("padding", "lengths", "dense", "additive"):
+        there = dataclasses.replace(self, moved=torch.device(target), bounds=None)
+        for name in ("padding", "lengths", "dense", "segments", "additive"):
             tensor = getattr(self, name)
             setattr(there, name, tensor if tensor is None else tensor.to(target))
         return there
+
+    def sequence_bounds(self) -> tuple[torch.Tensor, int] | None:
+        """Return offsets and longest sequence of a packed batch, read once per forward pass."""
+        if self.bounds is None and self.segments is not None:
+            self.bounds = sequence_bounds(self.segments)
+        return self.bounds
 
     def as_dense(self) -> torch.Tensor:
         """transformers' own (B, 1, Lq, Lk) bool mask; made once."""
