@@ -39,7 +39,13 @@ def register(name: str = NAME) -> None:
     AttentionInterface.register(name, hugging_face.attention_forward)
     AttentionMaskInterface.register(name, hugging_face.attention_mask)
     models.watch(hugging_face.attention_forward)
-    models.pickle_with_name(hugging_face.attention_forward)
+    models.pickle_with_name(hugging_face.attention_forward, _rebuild)
+
+
+def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
+    """Register the name, then build the config as its pickle describes."""
+    register(name)
+    return build(*arguments)
 
 
 def switch(model: Any, name: str = NAME) -> None:

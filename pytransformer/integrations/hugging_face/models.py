@@ -38,7 +38,7 @@ def watch(ours: Any) -> None:
     PreTrainedModel.get_correct_attn_implementation = checked
 
 
-def pickle_with_name(ours: Any) -> None:
+def pickle_with_name(ours: Any, rebuild: Any) -> None:
     """Make configs that name the attention function ``ours`` register the name when unpickled.
 
     A spawned process has only transformers' own names. Every model, converted or not, and most of
@@ -53,18 +53,10 @@ def pickle_with_name(ours: Any) -> None:
         name = getattr(self, "_attn_implementation", None)
         if not isinstance(name, str) or ALL_ATTENTION_FUNCTIONS.get(name) is not ours:
             return reduced
-        return (_rebuild, (name, *reduced[:2]), *reduced[2:])
+        return (rebuild, (name, *reduced[:2]), *reduced[2:])
 
     reduce.pickles = ours  # type: ignore[attr-defined]
     PreTrainedConfig.__reduce_ex__ = reduce
-
-
-def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
-    """Register the name, then build the object as its pickle says."""
-    from ..transformers import register
-
-    register(name)
-    return build(*arguments)
 
 
 def check(model: Any) -> None:
