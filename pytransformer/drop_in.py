@@ -17,6 +17,7 @@ import contextlib
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -43,55 +44,73 @@ HOOKS = {COMPOSITE: "CPU", "FuncTorchVmapMode": "FuncTorchVmapMode"}
 AUTOCAST_KEYS = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 
 _lock = threading.RLock()
-_open: set[Activation] = set()
+_open: Counter[Activation] = Counter()
 _library: Library | None = None
 _fast_path = True
 _told_compiled = False
 
 
 class Activation:
-    """What :func:`activate` returns. As a context manager it ends its own activation; the last to end restores PyTorch."""
+    """The result of :func:`activate`. As a context manager it ends its own activation, and a later
+    ``with`` starts it again; the last to end restores PyTorch."""
+
+    _entered = False
 
     def __enter__(self) -> Activation:
+        with _lock:
+            if self._entered or not _open[self]:  # the first block ends what activate() began
+                _begin(self)
+            self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            _open.discard(self)
-            if not _open:
+            if _open[self] > 0:  # else deactivate() came first
+                _open[self] -= 1
+            if not +_open:
                 _restore()
 
 
 def activate() -> Activation:
     """Run every ``scaled_dot_product_attention`` call of the process on our kernels, until :func:`deactivate`.
 
-    ``pt.activate()`` at the top of a script is enough; ``with pt.activate():`` ends with the block. Contexts nest, and
-    calling it twice is harmless. Activate before ``torch.compile`` first traces a model: a graph traced earlier keeps what it
-    was traced with, which a warning tells once; ``torch._dynamo.reset()`` makes it be traced anew.
+    ``pt.activate()`` at the top of a script is enough; ``with pt.activate():`` ends with the block.
+    Blocks are counted: they may nest, overlap in threads, coroutines and generators, and end in any
+    order. Our kernels serve the whole process while one is open, because PyTorch has one table of
+    kernels, and because a checkpoint's backward must recompute with the kernel of its forward.
+
+    A graph of ``torch.compile`` keeps the kernels that it was traced with. Activate before the
+    first trace: a warning reports earlier graphs once. A graph traced while active runs our
+    kernels afterwards too. ``torch._dynamo.reset()`` traces anew.
     """
-    global _library, _fast_path
     activation = Activation()
     with _lock:
-        _open.add(activation)
-        if _library is None:
-            library = Library("aten", "IMPL")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
-                for key, runtime_key in HOOKS.items():
-                    replacement = _replacement(get_kernel(f"aten::{OP}", runtime_key))
-                    if key != COMPOSITE or not lane.activate(replacement):
-                        library.impl(OP, replacement, key, with_keyset=True)
-            _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-            drop_in_nested.install()
-            _tell_compiled()
+        _begin(activation)
     return activation
+
+
+def _begin(activation: Activation) -> None:
+    """Count the activation; the first one puts our kernels in place."""
+    global _library, _fast_path
+    _open[activation] += 1
+    if _library is not None:
+        return
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
+        for key, runtime_key in HOOKS.items():
+            replacement = _replacement(get_kernel(f"aten::{OP}", runtime_key))
+            if key != COMPOSITE or not lane.activate(replacement):
+                library.impl(OP, replacement, key, with_keyset=True)
+    _library, _fast_path = library, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    drop_in_nested.install()
+    _tell_compiled()
 
 
 def deactivate() -> None:
     """Give PyTorch its own kernels and settings back, however often :func:`activate` was called."""
     with _lock:
-        _open.clear()
         _restore()
 
 
@@ -108,7 +127,7 @@ def _tell_compiled() -> None:
             "pytransformer.activate: what torch.compile traced before keeps PyTorch's attention. Activate first, or call "
             "torch._dynamo.reset() afterwards, which compiles anew",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -119,6 +138,7 @@ def is_active() -> bool:
 
 def _restore() -> None:
     global _library
+    _open.clear()
     if _library is not None:
         _library._destroy()
         lane.deactivate()

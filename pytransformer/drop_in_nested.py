@@ -22,32 +22,55 @@ from .ops._core.fallbacks import record_fallback
 from .ops.attention_varlen import attention_varlen, attention_varlen_op
 
 MODULE, JAGGED = "torch.nested._internal.ops", "jagged_scaled_dot_product_attention"  # private: left alone where it is not
-_original: Callable[..., torch.Tensor] | None = None
+_patches: list[Patch] = []
+
+
+class Patch:
+    """One attribute of a module or class, replaced by ``wrap(patch, original)`` until :meth:`remove`.
+
+    Another library may patch the same attribute later. Its patch then stays, and calls through
+    ours, which must do nothing of its own once ``on`` is false.
+    """
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+        self.owner, self.name, self.on = owner, name, True
+        self.inherited = name not in vars(owner)
+        self.original = getattr(owner, name)
+        self.ours = wrap(self, self.original)
+        setattr(owner, name, self.ours)
+
+    def remove(self) -> None:
+        self.on = False
+        if vars(self.owner).get(self.name) is not self.ours:
+            return
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
 
 
 def install() -> None:
-    global _original
     module = importlib.import_module(MODULE)
-    _original = getattr(module, JAGGED, None)
-    if _original is not None:
-        setattr(module, JAGGED, _jagged(_original))
+    if hasattr(module, JAGGED):
+        _patches.append(Patch(module, JAGGED, _jagged))
     # Not its forward, which torch.jit.script reads.
-    nn.MultiheadAttention.__call__ = _multihead_call  # type: ignore[method-assign]  # inherited before, and after restore()
+    _patches.append(Patch(nn.MultiheadAttention, "__call__", _multihead_call))
 
 
 def restore() -> None:
-    if _original is not None:
-        setattr(importlib.import_module(MODULE), JAGGED, _original)
-    del nn.MultiheadAttention.__call__
+    while _patches:
+        _patches.pop().remove()
 
 
-def _jagged(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _jagged(patch: Patch, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def attend(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not patch.on:
+            return original(*arguments)
         try:
             a, finish = nested.lower(*arguments)
             reason = attention_varlen_op.why_not_fused(a)
@@ -61,15 +84,19 @@ def _jagged(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return attend
 
 
-def _multihead_call(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args[:3], *kwargs.values())):
-        return nn.Module.__call__(self, *args, **kwargs)
-    reason = _why_not(self, *args, **kwargs)
-    if reason is None:
-        return _multihead(self, *args, **kwargs), None
-    record_fallback("nn.MultiheadAttention", reason, instead="PyTorch's fast path")
-    with _fast_path():
-        return nn.Module.__call__(self, *args, **kwargs)
+def _multihead_call(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        tensors = (*args[:3], *kwargs.values())
+        if not patch.on or not any(isinstance(t, torch.Tensor) and t.is_nested for t in tensors):
+            return original(self, *args, **kwargs)
+        reason = _why_not(self, *args, **kwargs)
+        if reason is None:
+            return _multihead(self, *args, **kwargs), None
+        record_fallback("nn.MultiheadAttention", reason, instead="PyTorch's fast path")
+        with _fast_path():
+            return original(self, *args, **kwargs)
+
+    return call
 
 
 def _why_not(

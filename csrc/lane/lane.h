@@ -57,7 +57,7 @@ const Tensor& pick(const Tensors& all) {
 // all of Python's watchers are empty.
 bool unwatched();
 
-// Tells the traces of ops/_core/registry.py, if there are any, which raw op ran.
+// Adds the raw op that ran to the traces of ops/_core/choice.py, if one is open in the process.
 void record(const char* op, const char* direction, const char* backend = "cpu");
 
 // Whether a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, of no subclass, no wrapper, no tangent,
@@ -65,9 +65,9 @@ void record(const char* op, const char* direction, const char* backend = "cpu");
 bool plain(const Tensor& t);
 bool plain(PyObject* tensor);  // its Python type too
 
-// From Python, see ops/_core/lane.py: a tuple of the dicts and lists that are empty where nobody watches; the list of traces; the way back
-// into Python's backward, backward(op, grads, tensors, others, saved, wanted) -> one gradient or None for each differentiable input; and
-// what the ops' own files know, by name.
+// From Python, see ops/_core/lane.py: a tuple of the dicts and lists that are empty where nobody watches; the list of open traces; the way
+// back into Python's backward, backward(op, grads, tensors, others, saved, wanted) -> one gradient or None for each differentiable input;
+// and what the ops' own files know, by name.
 void connect(PyObject* watchers, PyObject* traces, PyObject* backward, PyObject* facts);
 PyObject* fact(const char* name);  // borrowed; the caller has the GIL
 struct Limits {

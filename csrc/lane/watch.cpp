@@ -84,8 +84,7 @@ bool unwatched() {
 void record(const char* op, const char* direction, const char* backend) {
   if (PT_FAULT(traces_forgotten) || holds_nothing(traces)) return;
   const py::gil_scoped_acquire gil;
-  for (py::handle trace : py::reinterpret_borrow<py::list>(traces))
-    trace.attr("append")(py::make_tuple(std::string(op) + direction, backend));
+  py::handle(fact("trace"))(std::string(op) + direction, backend);
 }
 
 bool plain(const Tensor& t) {

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pytransformer as pt
-from pytransformer.ops._core import fallbacks, lane, registry
+from pytransformer.ops._core import fallbacks, lane
+from pytransformer.ops._core.choice import tracing
 from pytransformer.ops._core.registry import OPS, observing, trace
 from pytransformer.testing.cases import Case, case, leaves
 from pytransformer.testing.lanes import Functions, Sees, needs_lane, qkv, results, same, same_in_both, taken_by
@@ -336,15 +337,15 @@ def test_many_calls_take_no_memory(problem: Case) -> None:
         for _ in range(count):
             torch.autograd.grad(loss(problem, args, kwargs), wanted)
 
-    traces = registry._traces[:]
-    registry._traces.clear()  # the test run keeps a record of each call, 200 bytes
+    traces = tracing.open[:]
+    tracing.open.clear()  # the test run records each call, 200 bytes
     try:
         calls(2_000)
         before = resident()
         calls(100_000)
         assert resident() - before < 1 << 20  # 10 bytes a call
     finally:
-        registry._traces[:] = traces
+        tracing.open[:] = traces
 
 
 def test_every_op_of_the_package_is_in_the_lane() -> None:

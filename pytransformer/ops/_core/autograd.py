@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from .choice import carried, open_blocks
 from .table import OPS
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
     def remember(ctx: Any, tensors: Sequence[Any], others: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.save_for_backward(*tensors, *[output[i] for i in saved_places])
         ctx.others = others
+        ctx.blocks = None if torch.compiler.is_compiling() else open_blocks()
         ctx.mark_non_differentiable(*output[num_grads:])
         ctx.set_materialize_grads(False)
 
@@ -157,7 +160,8 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
         wanted = [needed[i] for i in positions]
         by_position: list[torch.Tensor | None] = [None] * num_inputs
         if any(wanted) and any(g is not None for g in grads[:num_grads]):
-            results = gradients(grads, ctx.saved_tensors, ctx.others, wanted, run)
+            with nullcontext() if ctx.blocks is None else carried(ctx.blocks):
+                results = gradients(grads, ctx.saved_tensors, ctx.others, wanted, run)
             for position, result, want in zip(positions, results, wanted):
                 if want:
                     by_position[position] = result

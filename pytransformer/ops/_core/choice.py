@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs, as the process wants it, and what ran: forced choices, observers and traces."""
+"""The forced backends, observers and traces of a context."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .scopes import Block, Scope
 from .table import OPS
 
 if TYPE_CHECKING:
     from .registry import Op
 
-# Process-wide on purpose: thread-locals and context variables do not reach autograd's device threads.
-_forced: dict[str, str] = {}
-_traces: list[list[tuple[str, str]]] = []
-_observers: list[Callable[[Op, Any, str], None]] = []
+Record = list[tuple[str, str]]
+forcing: Scope[dict[str, str | None]] = Scope("forcing")
+observing_ops: Scope[Callable[[Op, Any, str], None]] = Scope("observing")
+tracing: Scope[Record] = Scope("tracing")
+SCOPES: tuple[Scope[Any], ...] = (forcing, observing_ops, tracing)
 
 
 def record(raw: str, backend: str) -> None:
-    for trace in _traces:
-        trace.append((raw, backend))
+    """Add a raw op that ran to the traces of this context."""
+    if tracing.open:
+        for trace in tracing.values():
+            trace.append((raw, backend))
 
 
-@contextlib.contextmanager
-def use_backend(**choice: str | None) -> Iterator[None]:
-    """Force backends by op, in the whole process: ``with use_backend(attention="cpu"): ...``.
+def use_backend(**choice: str | None) -> contextlib.AbstractContextManager[None]:
+    """Force backends by op: ``with use_backend(attention="cpu"): ...``.
 
-    Forced means forced: a call that the backend cannot do raises :class:`BackendError` with the reason. Takes effect
-    without recompiling a compiled function. ``None`` lifts an outer choice.
+    A call that the forced backend cannot do raises :class:`BackendError` with the reason. The
+    choice holds in this context: other threads and tasks keep their own, and a new thread starts
+    without one. Backward runs by the blocks around ``backward()`` and around forward, while they
+    are open. A compiled function follows the choice without recompiling. ``None`` lifts an outer
+    choice.
 
     Raises:
         ValueError: unknown op, or a backend that the op does not have.
@@ -37,22 +43,16 @@ def use_backend(**choice: str | None) -> Iterator[None]:
         if op not in OPS:
             raise ValueError(f"use_backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
         check_backend(op, backend)
-    saved = dict(_forced)
-    for op, backend in choice.items():
-        if backend is None:
-            _forced.pop(op, None)
-        else:
-            _forced[op] = backend
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(saved)
+    return forcing.holding(choice)
 
 
 def forced_backend(op: str) -> str | None:
-    """The backend that :func:`use_backend` forces for the op, or None."""
-    return _forced.get(op)
+    """Return the backend that :func:`use_backend` forces for the op here, or None."""
+    if forcing.open:
+        for choice in reversed(forcing.values()):
+            if op in choice:
+                return choice[op]
+    return None
 
 
 def check_backend(op: str, backend: str | None) -> None:
@@ -61,22 +61,32 @@ def check_backend(op: str, backend: str | None) -> None:
         raise ValueError(f"{op}: unknown backend {backend!r}; it has {', '.join(OPS[op].backends)}")
 
 
-@contextlib.contextmanager
-def observing(observer: Callable[[Op, Any, str], None]) -> Iterator[None]:
-    """Call ``observer(op, arguments, backend)`` before each forward op that runs inside the block."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+def observing(
+    observer: Callable[[Op, Any, str], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Call ``observer(op, arguments, backend)`` before each forward op inside the block."""
+    return observing_ops.holding(observer)
 
 
 @contextlib.contextmanager
-def trace() -> Iterator[list[tuple[str, str]]]:
+def trace() -> Iterator[Record]:
     """Record (raw op, backend) of every raw op that runs inside the block, in order."""
-    record: list[tuple[str, str]] = []
-    _traces.append(record)
-    try:
+    record: Record = []
+    with tracing.holding(record):
         yield record
-    finally:
-        _traces[:] = [t for t in _traces if t is not record]  # by identity: nested traces may be equal
+
+
+def open_blocks() -> list[Sequence[Block[Any]]] | None:
+    """Return what holds here, for :func:`carried`; None if nothing does."""
+    if forcing.open or observing_ops.open or tracing.open:
+        return [scope.blocks() for scope in SCOPES]
+    return None
+
+
+@contextlib.contextmanager
+def carried(blocks: Sequence[Sequence[Block[Any]]]) -> Iterator[None]:
+    """Let what held in forward hold in backward, which may run in a thread of autograd's."""
+    with contextlib.ExitStack() as stack:
+        for scope, saved in zip(SCOPES, blocks, strict=True):
+            stack.enter_context(scope.carried(saved))
+        yield

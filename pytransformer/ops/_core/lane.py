@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..masks import AlibiBias, RelativePositionBias, bucket_starts
-from . import native, recording, registry, verification
+from . import choice, native, recording, registry, verification
 from .fallbacks import failures
 from .registry import OPS
 
@@ -47,8 +47,16 @@ facts: dict[str, Any] = {
     "bucket_starts": bucket_starts,
     "record_forward": recording.forward,
     "record_backward": recording.backward,
+    "trace": choice.record,
 }
-_watchers: list[Any] = [registry._forced, registry._observers, registry.replaced, failures, verification.watched, _off]
+_watchers: list[Any] = [
+    choice.forcing.open,
+    choice.observing_ops.open,
+    registry.replaced,
+    failures,
+    verification.watched,
+    _off,
+]
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -93,7 +101,7 @@ def why_not() -> str | None:
     if module is not None:
         verification.prepare_cpu()
         recording.Recorder.precision = staticmethod(module.precision)
-        module.connect(tuple(_watchers), registry._traces, _backward, facts)
+        module.connect(tuple(_watchers), choice.tracing.open, _backward, facts)
     globals().update({name: _refuse if module is None else getattr(module, name) for name in ENTRIES})
     return reason
 
@@ -133,7 +141,7 @@ def watch(*containers: dict[Any, Any] | list[Any]) -> None:
     new = [c for c in containers if not any(c is known for known in _watchers)]
     if new:
         _watchers.extend(new)
-        _call("connect", tuple(_watchers), registry._traces, _backward, facts)
+        _call("connect", tuple(_watchers), choice.tracing.open, _backward, facts)
 
 
 def forget() -> None:

@@ -57,13 +57,10 @@ from .backend import WRONG_DEVICE as WRONG_DEVICE
 from .backend import Backend as Backend
 from .backend import Backends
 from .backend import at_home as at_home
-from .choice import _forced as _forced
-from .choice import _observers as _observers
-from .choice import _traces as _traces
 from .choice import check_backend as check_backend
 from .choice import forced_backend as forced_backend
 from .choice import observing as observing
-from .choice import record
+from .choice import observing_ops, record
 from .choice import trace as trace
 from .choice import use_backend as use_backend
 from .failures import is_broken, step_down, unasked_reason
@@ -236,14 +233,15 @@ class Op:
         check_storage(self.name, self._tensor_names, a)
         chosen = self.select(a, backend, strict)
         record(self._fwd_name, chosen.name)
-        for observer in _observers:
-            observer(self, a, chosen.name)
+        if observing_ops.open:
+            for observer in observing_ops.values():
+                observer(self, a, chosen.name)
         try:
             if not save and chosen.infer is not None:
                 return chosen.infer(a)
             return tuple(chosen.forward(a))
         except Exception as error:
-            step_down(self.name, chosen.name, a, error, forced=bool(backend or _forced.get(self.name)))
+            step_down(self.name, chosen.name, a, error, forced=bool(backend or forced_backend(self.name)))
         return self.run(a, backend, strict, save)
 
     def run_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -261,7 +259,7 @@ class Op:
         try:
             return chosen.backward(a, grads, saved, wanted)
         except Exception as error:
-            step_down(self.name, chosen.name, a, error, forced=any(rest[:1]) or bool(_forced.get(self.name)))
+            step_down(self.name, chosen.name, a, error, forced=bool(any(rest[:1]) or forced_backend(self.name)))
         return self.run_backward(*args)
 
     def backward(self, *args: Any) -> Sequence[torch.Tensor | None]:
@@ -300,7 +298,7 @@ class Op:
 
     def select(self, a: Any, backend: str | None = None, strict: bool = False, *, direction: str = "fwd") -> Backend:
         """Return the backend that computes this problem; raises BackendError if a forced one cannot."""
-        forced = backend or _forced.get(self.name)
+        forced = backend or forced_backend(self.name)
         if forced is not None:
             reason = self.reason(forced, a)
             if reason is not None:
@@ -341,7 +339,7 @@ class Op:
 
     def why_not_fused(self, a: Any) -> str | None:
         """None if a backend is forced or one other than the reference can do the problem, else why none can."""
-        if _forced.get(self.name) is not None:
+        if forced_backend(self.name) is not None:
             return None
         device, reasons = a[0].device.type, dict[str, str]()
         for name, candidate in self.backends.items():
