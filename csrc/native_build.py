@@ -371,7 +371,10 @@ def install(plan: Plan, files: dict[str, Path], package: Path) -> list[Path]:
         temporary = package / f"{name}.new"
         shutil.copy2(built, temporary)
         os.replace(temporary, package / name)
-    (package / BUILD_INFO).write_text(json.dumps(plan.build_info(), indent=1) + "\n")
+    info = plan.build_info()
+    if package.resolve() == CSRC.parent / package.name:
+        info["checkout"] = str(CSRC.parent)  # the package compares itself with the sources there
+    (package / BUILD_INFO).write_text(json.dumps(info, indent=1) + "\n")
     return [package / name for name in (*files, BUILD_INFO)]
 
 

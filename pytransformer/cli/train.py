@@ -8,6 +8,7 @@ if there are any: on other batches, or with --mesh on parts of the model too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,26 @@ def _add_common(parser: argparse.ArgumentParser, out: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..training.checkpoint import locked
     from ..training.distributed import LostProcess, distributed
+    from ..training.trainer import Diverged
 
     if arguments.threads is not None:
         if arguments.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     try:
-        with distributed(arguments.device, **_mesh_options(arguments)) as world:
+        with (
+            contextlib.ExitStack() as stack,
+            distributed(arguments.device, **_mesh_options(arguments)) as world,
+        ):
+            stack.enter_context(locked(arguments.out) if world.first else contextlib.nullcontext())
             training = Run(arguments, world)
             training.begin()
             return tasks.module(arguments.task).train(training)
+    except Diverged as error:
+        print(f"pytransformer train: error: {error}", file=sys.stderr, flush=True)
+        return WRONG
     except LostProcess as error:
         print(f"pytransformer train: error: {error}: start all again, with --resume", file=sys.stderr, flush=True)
         return WRONG

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..console import Console
+from ..models import _files
 from ..models._base import Model
 from ..training import Batches, Recipe, Trainer, of_model, plot_runs
 from ..training.batching import mix
@@ -83,7 +84,7 @@ class Run:
         options = {name: str(value) for name, value in vars(self.arguments).items() if self._matters(name)}
         path = self.out / "run.json"
         if self.arguments.resume and path.exists():
-            then = json.loads(path.read_text())
+            then = _files.read_json(path)
             other = [f"{n}={then.get(n)} instead of {value}" for n, value in options.items() if then.get(n) != value]
             if other:
                 raise ValueError(f"--resume: {self.out} was begun with {', '.join(other)}: use those, or another --out")
@@ -101,7 +102,7 @@ class Run:
         """The options that a resumed run must share, into run.json: after the data has been found good."""
         if self.world.first:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "run.json").write_text(json.dumps(self._options, indent=2) + "\n")
+            _files.write_text(self.out / "run.json", json.dumps(self._options, indent=2) + "\n")
 
     def fit(
         self,
@@ -145,7 +146,7 @@ class Run:
         )  # fmt: skip
         if self.world.first:
             self.write_options()
-            (folder / "begin.txt").write_text(mark)
+            _files.write_text(folder / "begin.txt", mark)
         self.say(f"{stage}: {parameters:.2f} million parameters, {len(batches.examples)} examples, {steps} steps")
         if options.resume and trainer.resume():
             self.say(f"going on from step {trainer.step}")
@@ -180,7 +181,7 @@ class Run:
             "threads": torch.get_num_threads(),
             "versions": {name: version for name in _LIBRARIES if (version := machine.version_of(name))},
         }
-        (self.out / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        _files.write_text(self.out / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         try:
             runs = {name: trainer.metrics.rows for name, trainer in self.stages.items()}
             plot_runs(runs, self.out / "training.png", self.arguments.task)

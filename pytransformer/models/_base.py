@@ -21,6 +21,7 @@ from ..ops._core.sharded import is_sharded
 from . import _convert, _files
 from ._output import Output
 from ._parameters import PARTS, ParameterTable, parameter_table
+from ._settings import Undrawn, check_settings
 
 if TYPE_CHECKING:
     from ..nn.context import Context
@@ -174,9 +175,29 @@ class Model(nn.Module):
         if unknown := (about["config"] | changes).keys() - fields.keys():
             raise ValueError(f"{folder}: {cls.Config.__name__} has no field {', '.join(sorted(unknown))}")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in (about["config"] | changes).items()}
-        model = cls(cls.Config(**settings))._in_dtype_of(state)
+        config = cls._checked_config(settings, state, f"{folder}")
+        cls._without_memory(config, f"{folder}")._check_state(state, f"{folder}")
+        model = cls(config)._in_dtype_of(state)
         model.load_state(state, f"{folder}")
         return model
+
+    @classmethod
+    def _without_memory(cls, config: Any, source: str) -> Self:
+        """A model on the meta device, to compare shapes before memory is spent on them."""
+        try:
+            with torch.device("meta"), Undrawn():
+                return cls(config)
+        except (RuntimeError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{source}: {cls.__name__} cannot be built from its config: {error}") from error
+
+    @classmethod
+    def _checked_config(cls, settings: dict[str, Any], state: dict[str, torch.Tensor], source: str) -> Any:
+        """The config of these settings. ValueError if one has a wrong type or does not fit the weights."""
+        check_settings(cls.Config, settings, state, source)
+        try:
+            return cls.Config(**settings)
+        except TypeError as error:
+            raise ValueError(f"{source}: {error}") from error
 
     def _in_dtype_of(self, state: dict[str, torch.Tensor]) -> Self:
         """This model in the floating dtype of the tensors, if they have only one."""
@@ -185,6 +206,12 @@ class Model(nn.Module):
 
     def load_state(self, state: dict[str, torch.Tensor], source: str) -> None:
         """Copy tensors in by name, all or none. ValueError lists each that is missing, unknown or of another shape."""
+        self._check_state(state, source)
+        with torch.no_grad():
+            for name, t in self.state().items():
+                t.copy_(state[name])
+
+    def _check_state(self, state: dict[str, torch.Tensor], source: str) -> None:
         mine = self.state()
         wrong = [f"{name} is missing" for name in mine.keys() - state.keys()]
         wrong += [f"{name} is unknown" for name in state.keys() - mine.keys()]
@@ -196,9 +223,6 @@ class Model(nn.Module):
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(f"{source} does not fit {type(self).__name__}: {'; '.join(sorted(wrong)[:8])}{more}")
-        with torch.no_grad():
-            for name, t in mine.items():
-                t.copy_(state[name])
 
     # ---- Hugging Face
 
@@ -215,15 +239,29 @@ class Model(nn.Module):
     def load_hf(cls, folder: str | os.PathLike[str]) -> Self:
         """As :meth:`from_hf`, in eval mode, from a local folder of ``config.json`` and safetensors. Needs no transformers."""
         state, config = _files.read_hugging_face(folder)
-        return cls._converted(config, state, (config.get("architectures") or [""])[0]).eval()
+        architectures = config.get("architectures")
+        if architectures and not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+            raise ValueError(f"{folder}: architectures must be a list of names, got {architectures!r:.60}")
+        return cls._converted(config, state, (architectures or [""])[0]).eval()
 
     @classmethod
     def _converted(cls, config: dict[str, Any], state: dict[str, torch.Tensor], architecture: str) -> Self:
         kind = config.get("model_type")
-        if kind not in cls.CONVERSIONS:
+        if not isinstance(kind, str) or kind not in cls.CONVERSIONS:
             known = ", ".join(cls.CONVERSIONS) or "none"
             raise ValueError(f"{cls.__name__}: cannot take the Hugging Face model type {kind!r}; it takes {known}")
         conversion = cls.CONVERSIONS[kind]
-        model = cls(cls.Config(**conversion.settings(config, state, architecture)))._in_dtype_of(state)
-        model.load_state(conversion.translate(model.state(), state), f"the Hugging Face model {architecture}")
+        source = f"the Hugging Face model {architecture}"
+        try:
+            settings = conversion.settings(config, state, architecture)
+        except KeyError as error:
+            raise ValueError(f"{source}: its config or its weights lack {error.args[0]!r}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{source}: its config has a value of a wrong type: {error}") from error
+        ours = cls._checked_config(settings, state, source)
+        shell = cls._without_memory(ours, source)
+        translated = conversion.translate(shell.state(), state)
+        shell._check_state(translated, source)
+        model = cls(ours)._in_dtype_of(state)
+        model.load_state(translated, source)
         return model

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import json
 import os
+import shlex
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ import torch
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+DIGEST = "sha256"  # the name of the header's entry, and of the digest
+MAX_HEADER = 32 << 20  # bytes; the largest models' headers take about one megabyte
+MAX_JSON = 32 << 20
 
 
 def _safetensors() -> Any:
@@ -29,39 +35,121 @@ def _safetensors() -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its place once written and synced: a reader sees the old file or the new."""
+    """Yield a temporary file that takes the place of ``path`` once it is written and synced.
+
+    A reader sees the old file or the new one, also after a power failure. The file gets the
+    permissions of any new file, whatever its writer sets.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        with open(temporary, "xb") as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
         yield temporary
         with open(temporary, "rb") as file:
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file by one with this text."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Replace a safetensors file. Its header holds ``metadata`` and a digest of everything.
+
+    Raises:
+        OSError: the file system refused, as when the disk is full.
+    """
+    safetensors = _safetensors()
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
+    header = {**metadata, DIGEST: digest(tensors, metadata)}
+    with replacing(path) as temporary:
+        try:
+            safetensors.torch.save_file(tensors, temporary, metadata=header)
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the digest of the tensors, with their names, dtypes and shapes, and of the metadata."""
+    state = hashlib.new(DIGEST)
+    for key, value in sorted(metadata.items()):
+        state.update(json.dumps([key, value]).encode() if key != DIGEST else b"")
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        if tensor.numel():
+            state.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return state.hexdigest()
 
 
 def write(folder: str | os.PathLike[str], state: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
-    """``folder/model.safetensors`` with ``about`` in its header, so that weights and config cannot part, and a readable
-    ``config.json``. Each file is replaced as a whole."""
+    """Write ``folder/model.safetensors`` with ``about`` in its header, so that weights and config
+    cannot part, and a readable ``config.json``. Each file is replaced as a whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(about, indent=2, sort_keys=True)
-    with replacing(folder / WEIGHTS) as temporary:
-        tensors = {name: t.detach().contiguous() for name, t in state.items()}
-        _safetensors().torch.save_file(tensors, temporary, metadata={"format": "pt", "pytransformer": text})
-    with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(text + "\n")
+    write_tensors(folder / WEIGHTS, state, {"format": "pt", "pytransformer": text})
+    write_text(folder / CONFIG, text + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the ``about`` of what :func:`write` wrote; ``path`` is its folder or file."""
+    """Return the tensors and the ``about`` that :func:`write` wrote; ``path`` is its folder or file."""
     path = weights_file(Path(path))
     state, metadata = tensors(path)
     if "pytransformer" not in metadata:
         raise ValueError(
             f"{path} was not written by pytransformer: its header holds no config. For Hugging Face's use load_hf"
         )
-    return state, json.loads(metadata["pytransformer"])
+    about = parse(metadata["pytransformer"], f"the config in the header of {path}")
+    if not isinstance(about.get("config"), dict):
+        raise ValueError(f"the config in the header of {path} must have an object 'config'")
+    return state, about
+
+
+def parse(text: str, source: str) -> dict[str, Any]:
+    """Return the JSON object of a text from outside.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file from outside.
+
+    Raises:
+        ValueError: it is no JSON object, no UTF-8, or too large.
+    """
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path} must be at most {MAX_JSON} bytes, got {path.stat().st_size}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    return parse(text, str(path))
 
 
 def weights_file(path: Path) -> Path:
@@ -92,22 +180,37 @@ def refuse_pickle(path: Path) -> None:
             magic = file.read(4)
     if path.suffix not in PICKLES and magic != b"PK\x03\x04" and magic[:1] != b"\x80":
         return
-    new = path.with_name(WEIGHTS)
+    code = (
+        "import torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() for k, v in "
+        f"torch.load({str(path)!r}, map_location='cpu', weights_only=True).items()}}, "
+        f"{str(path.with_name(WEIGHTS))!r})"
+    )
     raise ValueError(
         f"{path} is a pickle, which can run any code when read; only safetensors are. If you trust where it is from, convert it:\n"
-        '    python -c "import torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() for k, v in '
-        f"torch.load('{path}', map_location='cpu', weights_only=True).items()}}, '{new}')\""
+        f"    {shlex.join(['python', '-c', code])}"
     )
 
 
 def tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors of a safetensors file and the metadata of its header."""
+    """Return all tensors of a safetensors file and the metadata of its header.
+
+    Raises:
+        ValueError: the file is damaged: its header, its size, or the digest if it has one.
+    """
     safetensors = _safetensors()
+    with open(path, "rb") as binary:
+        size = int.from_bytes(binary.read(8), "little")
+    if size > MAX_HEADER:
+        raise ValueError(f"{path} is not a safetensors file: its header of {size} bytes is over the limit of {MAX_HEADER}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (safetensors.SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is not a safetensors file, or an incomplete one: {error}") from error
+    if DIGEST in metadata and metadata[DIGEST] != digest(state, metadata):
+        raise ValueError(f"{path} is damaged: its tensors or its header are not what was written; use another copy")
+    return state, metadata
 
 
 def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -116,10 +219,25 @@ def read_hugging_face(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Ten
     if not (folder / CONFIG).is_file():
         refuse_pickle(folder)
         raise FileNotFoundError(f"{folder} holds no {CONFIG}; load_hf wants the folder of a Hugging Face model")
-    config = json.loads((folder / CONFIG).read_text())
+    config = read_json(folder / CONFIG)
     if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        if any(Path(name).name != name for name in files):
-            raise ValueError(f"{folder / INDEX} names files outside its folder: {files}")
-        return {k: v for name in files for k, v in tensors(weights_file(folder / name))[0].items()}, config
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{folder / INDEX}: weight_map must be an object of file names, got {places!r:.80}")
+        files = sorted(set(places.values()))
+        if outside := [name for name in files if not _is_file_name(name)]:
+            raise ValueError(f"{folder / INDEX} names files outside its folder: {outside[:8]}")
+        return {k: v for name in files for k, v in tensors(_shard(folder, name))[0].items()}, config
     return tensors(weights_file(folder))[0], config
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether the name stays in its folder. A link there may point elsewhere: caches use them."""
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+
+
+def _shard(folder: Path, name: str) -> Path:
+    refuse_pickle(folder / name)
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"{folder / INDEX} names {name}, which is not in its folder")
+    return folder / name

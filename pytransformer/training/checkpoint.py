@@ -8,9 +8,12 @@ interrupts the writing leaves the checkpoints of before as they were.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ from ..models import _files
 
 _NAME = re.compile(r"checkpoint-(\d+)\.safetensors")
 _HEADER = "training"
+_held: set[Path] = set()  # folders that this process has locked
 
 
 class Checkpoint(NamedTuple):
@@ -30,14 +34,13 @@ class Checkpoint(NamedTuple):
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Writes the file whole or not at all. Tensors that share memory (tied weights) are written once for each name."""
-    safetensors = require("safetensors.torch", "models", "writing a checkpoint")
+    require("safetensors.torch", "models", "writing a checkpoint")
     tensors, seen = {}, set()
     for name, tensor in checkpoint.tensors.items():
         tensor = tensor.detach().contiguous()
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    with _files.replacing(path) as unfinished:
-        safetensors.save_file(tensors, unfinished, {_HEADER: json.dumps(checkpoint.facts)})
+    _files.write_tensors(path, tensors, {_HEADER: json.dumps(checkpoint.facts)})
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -49,7 +52,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors, header = _files.tensors(path)
     if _HEADER not in header:
         raise ValueError(f"{path} is not a checkpoint of a training run: its header has no entry {_HEADER!r}")
-    return Checkpoint(tensors, json.loads(header[_HEADER]))
+    return Checkpoint(tensors, _files.parse(header[_HEADER], f"the header of {path}"))
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -60,6 +63,53 @@ def checkpoints(folder: Path) -> list[Path]:
     """The finished checkpoints of a folder, oldest first."""
     found = {path: match for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: int(found[path][1]))
+
+
+def newest_whole(folder: Path) -> tuple[Path, Checkpoint, list[str]] | None:
+    """Return the newest checkpoint that can be read, and what is wrong with each newer one; None if
+    the folder holds no checkpoint.
+
+    Raises:
+        ValueError: all are damaged.
+    """
+    wrong: list[str] = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, read_checkpoint(path), wrong
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError(f"{folder} holds no checkpoint that can be read: {'; '.join(wrong)}")
+    return None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder. The lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: another run holds the lock.
+    """
+    folder = folder.resolve()
+    if folder in _held:  # the command's, around the trainer's
+        yield
+        return
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run writes into {folder}: wait for it, or name another folder") from None
+        _held.add(folder)
+        yield
+    finally:
+        _held.discard(folder)
+        os.close(handle)
+        if created:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if nothing was written
 
 
 def prune(folder: Path, keep: int) -> None:

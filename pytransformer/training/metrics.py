@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models._files import replacing
+from ..models._files import parse, write_text
 
 Row = dict[str, Any]
 
@@ -25,14 +26,15 @@ class Metrics:
         if self.path is None:
             return
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else []
-        with replacing(self.path) as unfinished:
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -45,7 +47,7 @@ def read_metrics(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line else []
+            rows += [parse(line, "the line")] if line else []
         except ValueError as error:
             if number < len(lines):  # the last one lacks its line break
                 raise ValueError(f"{path}, line {number}: no JSON object: {line[:60]!r}") from error

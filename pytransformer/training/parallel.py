@@ -138,18 +138,17 @@ class SplitModel:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(now)
 
-    def finish_gradients(self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None) -> None:
-        """Times a factor, and clipped to a norm of the whole gradient."""
+    def finish_gradients(self, parameters: Iterable[torch.Tensor], factor: float, clip: float | None) -> float:
+        """Times a factor, and clipped to a norm of the whole gradient, which is returned."""
         kinds = list(by_mesh(parameters).values())
         gradients = [[p.grad for p in kind if p.grad is not None] for kind in kinds]
         for kind in gradients:
             torch._foreach_mul_(kind, factor)
-        if clip is None:
-            return
         norms = [nn.utils.get_total_norm(kind) for kind in gradients]
         total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
-        for kind in kinds:
-            nn.utils.clip_grads_with_norm_(kind, clip, total)
+        for kind in kinds if clip is not None else ():
+            nn.utils.clip_grads_with_norm_(kind, clip or 0.0, total)
+        return total.item()
 
     def give_back(self) -> None:
         """The whole model has its parameters and buffers again, trained. Every rank must call, and has memory for all of them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from ..models import _files
 
 PAD, UNKNOWN, START, END, MASK = "<pad>", "<unk>", "<s>", "</s>", "<mask>"
 SPECIAL = (PAD, UNKNOWN, START, END, MASK)  # the first ids of every tokenizer, in this order
@@ -58,15 +59,17 @@ class Tokenizer:
             OSError: the file cannot be read.
         """
         tokenizers = require("tokenizers", "models", _PURPOSE)
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_text(encoding="utf-8")
             inner = tokenizers.Tokenizer.from_str(text)
+        except OSError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
         return cls(inner)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self._inner.to_str(), encoding="utf-8")
+        _files.write_text(Path(path), self._inner.to_str())
 
     def __len__(self) -> int:
         """The number of tokens."""

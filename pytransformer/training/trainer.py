@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from .checkpoint import (
     Checkpoint,
     checkpoint_path,
     checkpoints,
+    locked,
+    newest_whole,
     pack_optimizer,
     prune,
     read_checkpoint,
@@ -62,7 +65,7 @@ class Recipe:
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a finite number."""
+    """The loss, the gradient or a parameter is no longer a finite number."""
 
 
 _ADAM = partial(torch.optim.Adam, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
@@ -142,36 +145,44 @@ class Trainer:
         self.step, self.epoch, self.position = 0, 0, 0  # position: batches of this epoch that are used up
         self.last_loss = math.nan
         self.epoch_sums = [0.0, 0.0]  # loss times labels and labels, of this process, since the last epoch was told
+        self.log_sums = [0.0, 0.0]  # the same since the last row of the metrics
+        self._damaged: list[Path] = []
 
     def fit(self, until: int | None = None) -> None:
         """Trains up to step `until`, or to the recipe's last one, from where the trainer stands. Writes a checkpoint at the end.
 
         Raises:
-            Diverged: the loss is not finite.
+            Diverged: the loss or the gradient is not finite.
+            ValueError: another run trains in the same folder.
         """
+        with locked(self.out) if self.out is not None and self.world.first else nullcontext():
+            self._fit(until)
+
+    def _fit(self, until: int | None) -> None:
         last = self.recipe.steps if until is None else min(until, self.recipe.steps)
         if self.step >= last:
             return
-        stream, since, start = self._stream(), [0.0, 0, 0], time.monotonic()
+        stream, steps, tokens, start = self._stream(), 0, 0, time.monotonic()
         self.model.train()
         progress = self.console.progress(last - self.step) if self.console and self.console.terminal else nullcontext()
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []), progress as bar:
             while self.step < last:
                 loss, count = self._train_step(stream)
-                since[0], since[1], since[2] = since[0] + loss * count, since[1] + count, since[2] + 1
+                self.log_sums = [self.log_sums[0] + loss * count, self.log_sums[1] + count]
+                steps, tokens = steps + 1, tokens + count
                 self.epoch_sums = [self.epoch_sums[0] + loss * count, self.epoch_sums[1] + count]
                 if bar is not None:
                     bar.advance()
                     bar.step(f"step {self.step}, loss {self.last_loss:.3f}")
                 if self.step % self.recipe.log_every == 0 or self.step == last:
-                    self._log(since, time.monotonic() - start)
-                    since, start = [0.0, 0, 0], time.monotonic()
+                    self._log(steps, tokens, time.monotonic() - start)
+                    steps, tokens, start = 0, 0, time.monotonic()
                 if self.recipe.epoch_steps and self.step % self.recipe.epoch_steps == 0:
                     self._tell_epoch()
                 elif self._due(self.recipe.evaluate_every, last):
                     self._evaluate()
                 if self._due(self.recipe.save_every, last):
-                    self._gather_epoch()
+                    self._gather_sums()
                     self.save()
 
     def gather(self) -> None:
@@ -182,7 +193,11 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Writes a checkpoint of this step and removes all but the newest `recipe.keep`. Returns its path. Every process calls it, and the
-        first one writes: of a model that is split it gathers the whole, on the CPU."""
+        first one writes: of a model that is split it gathers the whole, on the CPU.
+
+        Raises:
+            Diverged: a parameter is not finite. Nothing is written.
+        """
         if self.out is None or not (self.world.first or self.split):
             return None
         if self.split is None:
@@ -192,29 +207,40 @@ class Trainer:
             of_optimizer = self.split.optimizer_state(self.optimizer, keep=self.world.first)
         if not self.world.first:
             return None
+        if wrong := [name for name in self._trained(state) if not bool(state[name].isfinite().all())]:
+            raise Diverged(f"{', '.join(wrong[:3])} is not finite at step {self.step}; no checkpoint is written")
         tensors, rest = pack_optimizer(of_optimizer)
         named = {f"model.{name}": tensor for name, tensor in state.items()}
         named |= {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
         facts = {"place": [self.step, self.epoch, self.position], "optimizer": rest, "run": self._run()}
-        facts["epoch_sums"] = self.epoch_sums
+        facts |= {"epoch_sums": self.epoch_sums, "log_sums": self.log_sums}
         path = checkpoint_path(self.out, self.step)
         write_checkpoint(path, Checkpoint(named, facts))
+        for damaged in self._damaged:  # else it would count as one of the newest
+            if damaged != path:
+                damaged.unlink(missing_ok=True)
+        self._damaged = []
         prune(self.out, self.recipe.keep)
         return path
 
     def resume(self, path: Path | None = None) -> bool:
-        """Goes back to a checkpoint, by default the newest one of `out`. Returns False if there is none.
+        """Goes back to a checkpoint, by default the newest one of `out` that can be read, and warns of
+        damaged ones. Returns False if there is none.
 
         Raises:
             ValueError: the checkpoint is damaged, of another model, or of a run with other batches or seeds, which could not go on. With
                 as many batches a step on another mesh the run goes on equal but for rounding, on the same one bit for bit.
         """
         if path is None:
-            found = checkpoints(self.out) if self.out is not None else []
-            if not found:
+            result = newest_whole(self.out) if self.out is not None else None
+            if result is None or self.out is None:
                 return False
-            path = found[-1]
-        checkpoint = read_checkpoint(path)
+            path, checkpoint, wrong = result
+            self._damaged = [each for each in checkpoints(self.out) if each.name > path.name]
+            if wrong:
+                warnings.warn(f"resuming from {path.name}, because {'; '.join(wrong)}", RuntimeWarning, stacklevel=2)
+        else:
+            checkpoint = read_checkpoint(path)
         then, now = checkpoint.facts["run"], self._run()
         if different := [f"{name} {then.get(name)} instead of {now[name]}" for name in now if then.get(name) != now[name]]:
             raise ValueError(f"{path} is of another run: it has {', '.join(different)}")
@@ -232,6 +258,8 @@ class Trainer:
         self.step, self.epoch, self.position = checkpoint.facts["place"]
         sums = checkpoint.facts.get("epoch_sums", [0.0, 0.0])
         self.epoch_sums = list(sums) if self.world.first else [0.0, 0.0]
+        sums = checkpoint.facts.get("log_sums", [0.0, 0.0])
+        self.log_sums = list(sums) if self.world.first else [0.0, 0.0]
         self.metrics.resume(self.step)
         return True
 
@@ -281,7 +309,12 @@ class Trainer:
                 f"the loss is {total_loss / total} at step {self.step} (learning rate {rate:.3g}): a lower rate, a longer warm-up or "
                 "a bound of the gradient's norm may help; the checkpoints of before are as they were"
             )
-        self._finish_gradients(self.world.replicas / total)  # DDP has divided by the number of replicas already
+        norm = self._finish_gradients(self.world.replicas / total)  # DDP has divided by the number of replicas already
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"the gradient's norm is {norm} at step {self.step} (loss {total_loss / total:.4g}); the parameters and the "
+                "checkpoints of before are as they were"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -304,25 +337,29 @@ class Trainer:
 
         return context_parallel(self.model, mesh.context_group)
 
-    def _finish_gradients(self, factor: float) -> None:
-        """Times a factor, and clipped."""
+    def _finish_gradients(self, factor: float) -> float:
+        """Times a factor, and clipped. Returns the norm before clipping."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.split is not None:
-            self.split.finish_gradients(parameters, factor, self.recipe.clip)
-            return
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+            return self.split.finish_gradients(parameters, factor, self.recipe.clip)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+        norm = nn.utils.get_total_norm(gradients)
         if self.recipe.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, self.recipe.clip)
+            nn.utils.clip_grads_with_norm_(parameters, self.recipe.clip, norm)
+        return norm.item()
 
-    def _log(self, since: list[float], seconds: float) -> None:
-        sums = self._over_processes(since[:2])
+    def _log(self, steps: int, tokens: int, seconds: float) -> None:
+        sums = self._over_processes([*self.log_sums, tokens])
+        if self.step % self.recipe.log_every == 0 or self.step == self.recipe.steps:  # else fit(until=...) ends here
+            self.log_sums = [0.0, 0.0]
         row = {
             "step": self.step,
             "epoch": self.epoch,
             "loss": sums[0] / sums[1],
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "milliseconds_a_step": 1e3 * seconds / since[2],
-            "tokens_a_second": sums[1] / max(seconds, 1e-9),
+            "milliseconds_a_step": 1e3 * seconds / steps,
+            "tokens_a_second": sums[2] / max(seconds, 1e-9),
         }
         self._tell(row, f"loss {row['loss']:.4f}  {row['milliseconds_a_step']:.0f} ms a step")
 
@@ -347,10 +384,15 @@ class Trainer:
         told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         self._tell({"step": self.step} | figures, told)
 
-    def _gather_epoch(self) -> None:
-        """Gives the first process, which writes the checkpoint, the sums of all."""
-        sums = self._over_processes(self.epoch_sums)
-        self.epoch_sums = sums if self.world.first else [0.0, 0.0]
+    def _gather_sums(self) -> None:
+        """Give the first process, which writes the checkpoint, the sums of all."""
+        sums = self._over_processes([*self.epoch_sums, *self.log_sums])
+        self.epoch_sums, self.log_sums = (sums[:2], sums[2:]) if self.world.first else ([0.0, 0.0], [0.0, 0.0])
+
+    def _trained(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of parameters in a state dict; a buffer may hold an infinite value."""
+        buffers = {name for name, _ in self.model.named_buffers()}
+        return [name for name, t in state.items() if name not in buffers and t.is_floating_point()]
 
     def _tell_epoch(self) -> None:
         loss_sum, count = self._over_processes(self.epoch_sums)

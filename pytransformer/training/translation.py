@@ -88,8 +88,7 @@ class Translator:
             tokenizer: Tokenizer = getattr(self, name)
             tokenizer.save(folder / f"{name}.tokenizer.json")
             facts[name] = tokenizer.fingerprint
-        with _files.replacing(folder / _FACTS) as unfinished:
-            unfinished.write_text(json.dumps({"tokenizers": facts}, indent=2) + "\n")
+        _files.write_text(folder / _FACTS, json.dumps({"tokenizers": facts}, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Translator:
@@ -101,7 +100,7 @@ class Translator:
         """
         folder = Path(folder)
         model = Transformer.load(folder).eval()
-        facts = json.loads((folder / _FACTS).read_text())
+        facts = _files.read_json(folder / _FACTS)
         tokenizers = {}
         for name in _TOKENIZERS:
             path = folder / f"{name}.tokenizer.json"

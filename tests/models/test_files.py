@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ def test_the_command_converts(tmp_path: Path):
     with pytest.raises(ValueError) as refusal:
         models.GPT.load(file)
     command = str(refusal.value).splitlines()[1].strip()
-    exec(command.removeprefix('python -c "').removesuffix('"'))
+    program, option, code = shlex.split(command)
+    assert (program, option) == ("python", "-c")
+    exec(code)
     state, _ = _files.tensors(tmp_path / "model.safetensors")
     assert state.keys() == model.state_dict().keys()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...models import _files
 from .. import OK, UsageError
 from ..training_run import Run
 from ._text import add_pairs, pairs_of
@@ -122,7 +123,7 @@ def _report(translator: Any, pairs: tuple[list[Any], list[Any]], plan: Any, out:
     except ImportError as error:
         say(f"no BLEU and chrF: {error}")
     report["seconds"] = round(time.monotonic() - started, 1)
-    (out / "report.json").write_text(json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n")
+    _files.write_text(out / "report.json", json.dumps({**report, "plan": dataclasses.asdict(plan)}, indent=2) + "\n")
     say(f"{report['seconds']:.0f} s")
 
 

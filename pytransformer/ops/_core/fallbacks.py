@@ -40,11 +40,12 @@ _lock = threading.Lock()
 # Why a backend did not run a kind of problem: see failures.py. Empty unless something is wrong with this machine.
 failures: dict[tuple[Any, ...], str] = {}
 MOST_FAILURES = 1024  # the oldest is forgotten, and its backend tried again
+MAX_FALLBACKS = 1024  # a reason may name a shape, and a server meets any number of shapes
 
 
 def fallbacks() -> list[Fallback]:
     """The calls, by place and reason, that ran on the reference where a fused backend was expected, or on the next backend after one
-    that failed."""
+    that failed. The newest 1,024 are stored."""
     with _lock:
         return list(_fallbacks.values())
 
@@ -75,6 +76,8 @@ def record_fallback(op: str, why: str, *, instead: str, strict: bool = False, on
     site = _call_site()
     with _lock:
         record = _fallbacks.setdefault((op, site, why), Fallback(op, site, why))
+        if len(_fallbacks) > MAX_FALLBACKS:
+            del _fallbacks[next(iter(_fallbacks))]
         record.count += 1
         told = once and any(f.op == op and f.reason == why and f is not record for f in _fallbacks.values())
     if record.count == 1 and not told:

@@ -120,8 +120,8 @@ def refusal(info: dict[str, Any], package: Path = native.PACKAGE) -> str | None:
         return f"built for torch {built['torch']} ({built['git_version'][:12]}), and this is {here[0]} ({here[1][:12]}): {native.OLDER}"
     if not (package / MODULE).is_file():
         return f"{MODULE} is missing: {native.OLDER}"
-    interface = package.parent / "csrc" / "interface.py"
-    if interface.is_file() and runpy.run_path(str(interface))["digest"](interface.parent, "lane") != built["sources"]:
+    csrc = native.sources(info, package)
+    if csrc and runpy.run_path(str(csrc / "interface.py"))["digest"](csrc, "lane") != built["sources"]:
         return f"built from other sources than this code: {native.OLDER}"
     return native.why_not("attention_fwd")
 

@@ -43,7 +43,17 @@ def _why_not_loaded() -> str | None:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{LIBRARY} does not load: {error}"
-    return _why_not_current(PACKAGE.parent / "csrc")
+    csrc = sources(build_info() or {})
+    return None if csrc is None else _why_not_current(csrc)
+
+
+def sources(info: dict[str, Any], package: Path = PACKAGE) -> Path | None:
+    """Return the folder of the sources if the package was built inside its checkout, else None.
+
+    The build information, which lies inside the package, decides. A folder beside an installed
+    package may belong to anyone, and nothing in it is run.
+    """
+    return package.parent / "csrc" if info.get("checkout") == str(package.parent) else None
 
 
 def _why_not_current(csrc: Path) -> str | None:
