@@ -88,6 +88,9 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
     def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         stack.pop()
 
+    from .convert.modules import observed, unhooked
+
+    observed.update(m for m in names if unhooked(m) is None)
     hooks = [m.register_forward_pre_hook(enter, prepend=True) for m in names]
     hooks += [m.register_forward_hook(leave, always_call=True) for m in names]
     try:
@@ -96,6 +99,7 @@ def explain_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> ModelExp
     finally:
         for hook in hooks:
             hook.remove()
+        observed.clear()
     return ModelExplanation(calls, _bypassed(names, ran, calls))
 
 
@@ -111,6 +115,11 @@ def _bypassed(names: dict[torch.nn.Module, str], ran: set[str], calls: list[Call
         if name not in ran:
             continue
         of = type(module).__name__
+        if isinstance(module, Converted):
+            converted_by = find_rule(module.converted_from)
+            if converted_by is not None and (reason := converted_by.condition(module)) is not None:
+                found.append((name, of, f"is converted but runs its original {converted_by.method}: it {reason}"))
+                continue
         rule = None if isinstance(module, Converted) else find_rule(type(module))
         innermost = not any("Attention" in type(child).__name__ for child in module.children())
         if "Attention" in of and innermost and not inside(name, "attention"):

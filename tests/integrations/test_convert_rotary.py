@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import pytransformer as pt
-from pytransformer.integrations.convert import rules
 from pytransformer.ops._core.registry import trace
 from pytransformer.testing.hugging_face import (
     AS_EXACT,
@@ -76,24 +74,13 @@ def build(name: str, dtype: torch.dtype = torch.float32, implementation: str | N
     return model
 
 
-@pytest.fixture
-def turned_by_us(hugging_face: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the functions by which a model's own file turns queries and keys raise."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the model's own code turned queries and keys")
-
-    return lambda model: monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", refuse)
-
-
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_as_eager(turned_by_us: Any, name: str, padding: str) -> None:
+def test_outputs_and_gradients_as_eager(hugging_face: Any, name: str, padding: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, padding)
     logits, grads = run(family.build("eager"), family, inputs)
     model = build(name)
-    turned_by_us(model)
     with trace() as ran:
         ours, our_grads = run(model, family, inputs)
     count = [op for op, _ in ran]
@@ -119,13 +106,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "gptj"])
-def test_generation_as_eager(turned_by_us: Any, name: str, way: str) -> None:
+def test_generation_as_eager(hugging_face: Any, name: str, way: str) -> None:
     inputs = inputs_of(MODELS[name], "left")
     settings: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, **WAYS[way]}
     tokens = []
     for model in (MODELS[name].build("eager"), build(name)):
-        if tokens:
-            turned_by_us(model)
         torch.manual_seed(5)
         tokens.append(model.generate(**inputs, **settings))
     assert torch.equal(*tokens)
@@ -133,7 +118,7 @@ def test_generation_as_eager(turned_by_us: Any, name: str, way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_a_cache_of_the_users_own(turned_by_us: Any, name: str, kind: str) -> None:
+def test_a_cache_of_the_users_own(hugging_face: Any, name: str, kind: str) -> None:
     """In pieces of 4, 1, 3 and 3 tokens: what eager code has on the whole sequence."""
     family = MODELS[name]
     ids = inputs_of(family, "none")["input_ids"]
@@ -141,7 +126,6 @@ def test_a_cache_of_the_users_own(turned_by_us: Any, name: str, kind: str) -> No
     with torch.no_grad():
         want = family.build("eager")(input_ids=ids).logits
         model = build(name)
-        turned_by_us(model)
         cache = (
             transformers.DynamicCache(config=model.config)
             if kind == "dynamic"
@@ -156,12 +140,11 @@ def test_a_cache_of_the_users_own(turned_by_us: Any, name: str, kind: str) -> No
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_every_attention_of_transformers_still_serves(turned_by_us: Any, name: str, implementation: str) -> None:
+def test_every_attention_of_transformers_still_serves(hugging_face: Any, name: str, implementation: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, "left")
     want = run(family.build(implementation), family, inputs)[0]
     model = build(name, implementation=implementation)
-    turned_by_us(model)
     assert distance(run(model, family, inputs)[0], want) < LIMIT
 
 
@@ -183,20 +166,19 @@ def test_attention_is_handed_what_the_model_hands_it(hugging_face: Any, name: st
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_neox", "gptj"])
-def test_bfloat16_is_as_exact_as_eager(turned_by_us: Any, name: str) -> None:
+def test_bfloat16_is_as_exact_as_eager(hugging_face: Any, name: str) -> None:
     """The norm, both products and their sum are rounded once, where eager code rounds each."""
     family = MODELS[name]
     inputs = inputs_of(family, "right", batch=MANY)
     exact, _ = run(family.build("eager"), family, inputs)
     eager, _ = run(family.build("eager", torch.bfloat16), family, inputs)
     model = build(name, torch.bfloat16)
-    turned_by_us(model)
     ours, _ = run(model, family, inputs)
     assert ours.dtype == torch.bfloat16
     assert distance(ours, exact) < AS_EXACT * distance(eager, exact)
 
 
-def test_positions_of_the_users_own(turned_by_us: Any) -> None:
+def test_positions_of_the_users_own(hugging_face: Any) -> None:
     family = MODELS["qwen3"]
     inputs = inputs_of(family, "none")
     inputs["position_ids"] = (
@@ -204,14 +186,13 @@ def test_positions_of_the_users_own(turned_by_us: Any) -> None:
     )
     want = run(family.build("eager"), family, inputs)[0]
     model = build("qwen3")
-    turned_by_us(model)
     assert distance(run(model, family, inputs)[0], want) < LIMIT
     del inputs["position_ids"]
     assert distance(run(model, family, inputs)[0], want) > 100 * LIMIT
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt_neox"])
-def test_dropout_of_weights_drops_where_it_did(turned_by_us: Any, name: str) -> None:
+def test_dropout_of_weights_drops_where_it_did(hugging_face: Any, name: str) -> None:
     """With probability 1 dropout is not random: attention then adds nothing."""
     family = MODELS[name]
     inputs = inputs_of(family, "none")
@@ -246,7 +227,7 @@ def test_tables_that_are_learned_stay_the_models_own(hugging_face: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gptj"])
-def test_compiles_without_a_graph_break(turned_by_us: Any, name: str) -> None:
+def test_compiles_without_a_graph_break(hugging_face: Any, name: str) -> None:
     family = MODELS[name]
     inputs = inputs_of(family, "left")
     real = real_tokens(family, inputs)
@@ -254,7 +235,6 @@ def test_compiles_without_a_graph_break(turned_by_us: Any, name: str) -> None:
         want = family.build("eager")(**inputs).logits[real]
         torch._dynamo.reset()
         model = build(name)
-        turned_by_us(model)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert distance(compiled(**inputs).logits[real], want) < LIMIT
 
@@ -273,11 +253,7 @@ def test_another_turn_is_left_alone(hugging_face: Any, monkeypatch: pytest.Monke
         return x.flip(-1)
 
     monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
-    rules.digest.cache_clear()
-    try:
-        skipped = reasons(FAMILIES["llama"].build("eager"))
-    finally:
-        rules.digest.cache_clear()
+    skipped = reasons(FAMILIES["llama"].build("eager"))
     want = "its rotate_half in this version of transformers is not one we have checked"
     assert skipped["model.layers.0.self_attn"] == want
 

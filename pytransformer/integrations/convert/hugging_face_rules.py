@@ -13,8 +13,18 @@ from typing import Any
 import torch
 
 from ...ops.layer_norm import rms_norm
-from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
-from .rules import RULES, Rule
+from .modules import (
+    add_norm,
+    droppable,
+    feed_forward,
+    first_reason,
+    fusable_norm,
+    needs,
+    probability,
+    special_weights,
+    unhooked,
+)
+from .rules import RULES, Rule, original_class
 
 
 def _rule(rule: Rule, **models: str) -> None:
@@ -32,12 +42,12 @@ class ScaledNorm:
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype != self.weight.dtype:  # whose result has torch's promoted dtype
-            return super().forward(hidden_states)  # type: ignore[misc]
+            return NotImplemented
         return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 _rule(
-    Rule("norm", "rms_norm", ScaledNorm, digests=("a44bf2f44ac6", "f5ab9e3de87c")),
+    Rule("norm", "rms_norm", ScaledNorm, special_weights, ("a44bf2f44ac6", "f5ab9e3de87c")),
     llama="LlamaRMSNorm", mistral="MistralRMSNorm", qwen2="Qwen2RMSNorm", qwen3="Qwen3RMSNorm", phi3="Phi3RMSNorm",
     mixtral="MixtralRMSNorm", qwen3_moe="Qwen3MoeRMSNorm", dots1="Dots1RMSNorm", t5="T5LayerNorm", mt5="MT5LayerNorm", umt5="UMT5LayerNorm",
 )  # fmt: skip
@@ -51,7 +61,7 @@ class ShiftedScaleNorm:
 
 
 _rule(
-    Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, digests=("63e6486ed81a",)),
+    Rule("norm", "rms_norm with 1 + weight", ShiftedScaleNorm, special_weights, ("63e6486ed81a",)),
     gemma="GemmaRMSNorm",
     gemma2="Gemma2RMSNorm",
     gemma3="Gemma3RMSNorm",
@@ -71,12 +81,16 @@ def _network(
         def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
             first, second = getattr(self, linear1), getattr(self, linear2)
             if first.weight.dtype != second.weight.dtype:  # T5 may keep `wo` in float32
-                return super().forward(hidden_states)  # type: ignore[misc]
+                return NotImplemented
             p = probability(self.dropout, self.training) if dropout else 0.0
             through = None if gate is None else getattr(self, gate)
             return feed_forward(hidden_states, first, second, getattr(self, activation), gate=through, dropout=p)
 
-    return FeedForward, lambda m: needs(getattr(m, activation), *(getattr(m, n) for n in names))
+    def condition(m: Any) -> str | None:
+        reason = needs(getattr(m, activation), *[getattr(m, n) for n in names])
+        return droppable(m.dropout) if reason is None and dropout else reason
+
+    return FeedForward, condition
 
 
 def _network_rule(digest: str, *attributes: str, gate: str | None = None, dropout: bool = False, **models: str) -> None:
@@ -143,17 +157,33 @@ class FeedForwardChunk:
         return add_norm(hidden, attention_output, last.LayerNorm, probability(last.dropout, self.training))[0]
 
 
+def _sublayers_changed(layer: Any) -> str | None:
+    """Return why the layer's network is not made of its file's own two classes, or None."""
+    name = original_class(layer).__name__.removesuffix("Layer")
+    for inner, ending in ((layer.intermediate, "Intermediate"), (layer.output, "Output")):
+        cls = original_class(inner)
+        if (cls.__module__, cls.__name__) != (type(layer).__module__, name + ending):
+            return f"has a {type(inner).__name__} where {name}{ending} was expected"
+    return None
+
+
 _bert = dict(bert="Bert", roberta="Roberta", xlm_roberta="XLMRoberta", electra="Electra", camembert="Camembert")
 _rule(
-    Rule("block", "add_norm", ResidualNorm, lambda m: fusable_norm(m.LayerNorm), ("7041c0929031",)),
+    Rule(
+        "block",
+        "add_norm",
+        ResidualNorm,
+        lambda m: first_reason(droppable(m.dropout), fusable_norm(m.LayerNorm)),
+        ("7041c0929031",),
+    ),
     **{model: f"{name}SelfOutput {name}Output" for model, name in _bert.items()},
 )
 _rule(
     Rule(
         "block", "feed_forward and add_norm", FeedForwardChunk,
         lambda m: first_reason(
-            needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense), fusable_norm(m.output.LayerNorm),
-            unhooked(m.intermediate, m.output),
+            _sublayers_changed(m), needs(m.intermediate.intermediate_act_fn, m.intermediate.dense, m.output.dense),
+            droppable(m.output.dropout), fusable_norm(m.output.LayerNorm), unhooked(m.intermediate, m.output),
         ),
         ("ef0dc32604fb",), "feed_forward_chunk",
     ),
@@ -172,7 +202,7 @@ def _is_half(x: torch.Tensor) -> bool:
 class PostNormEncoderLayer:  # BART
     def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         if _is_half(hidden_states):
-            return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
+            return NotImplemented
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         return _post_norm_network(self, _post_norm(self, attended, hidden_states, self.self_attn_layer_norm))
 
@@ -188,14 +218,15 @@ class PostNormDecoderLayer:  # BART
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
+        cache = {self.cache_keyword: past_key_values}
+        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **cache, **kwargs)
         hidden_states = _post_norm(self, attended, hidden_states, self.self_attn_layer_norm)
         if encoder_hidden_states is not None:
             attended, _ = self.encoder_attn(
                 hidden_states,
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
-                past_key_values=past_key_values,
+                **cache,
                 **kwargs,
             )
             hidden_states = _post_norm(self, attended, hidden_states, self.encoder_attn_layer_norm)
@@ -213,7 +244,8 @@ def _post_norm_network(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _bart_condition(m: Any) -> str | None:
     norms = [m.self_attn_layer_norm, m.final_layer_norm, *([m.encoder_attn_layer_norm] if hasattr(m, "encoder_attn") else [])]
-    return first_reason(needs(m.activation_fn, m.fc1, m.fc2), fusable_norm(*norms))
+    dropouts = droppable(m.dropout, m.activation_dropout)
+    return first_reason(needs(m.activation_fn, m.fc1, m.fc2), dropouts, fusable_norm(*norms))
 
 
 _bart = "feed_forward and add_norm"
@@ -230,7 +262,7 @@ _rule(
 class PreNormEncoderLayer:  # MBART, Whisper
     def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         if _is_half(hidden_states):
-            return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
+            return NotImplemented
         p = probability(self.dropout, self.training)
         attended, _ = self.self_attn(
             hidden_states=self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, **kwargs
@@ -253,16 +285,20 @@ def _pre_norm(
     """Mixin and condition of a pre-norm block whose second norm is fused with the sum before it."""
 
     class PreNormBlock:
-        def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
-                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            attended = getattr(self, attention)(getattr(self, attention_norm)(hidden_states), *args, **kwargs)[0]
+                return NotImplemented
+            attended = getattr(self, attention)(getattr(self, attention_norm)(hidden_states), **kwargs)[0]
             p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
             normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)
             out = getattr(self, network)(normed)
             return stream + (out if dropout is None else getattr(self, dropout)(out))
 
-    return PreNormBlock, lambda m: fusable_norm(getattr(m, network_norm))
+    def condition(m: Any) -> str | None:
+        reason = fusable_norm(getattr(m, network_norm))
+        return droppable(getattr(m, dropout)) if reason is None and dropout is not None else reason
+
+    return PreNormBlock, condition
 
 
 def _block_rule(digest: str, *attributes: str | None, **models: str) -> None:

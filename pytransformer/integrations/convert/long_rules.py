@@ -26,8 +26,8 @@ from ...ops._problem.blocks import SIZES
 from ...ops.attention import attention
 from ...ops.block_mask import BlockMask
 from .hugging_face_rules import _rule
-from .modules import probability
-from .rules import Converted, Rule, find_rule
+from .modules import droppable, probability
+from .rules import Converted, Rule, find_rule, update_cache
 from .t5_rules import _weights_wanted
 
 BLOCK = 64  # of Longformer's masks, whose windows are no blocks
@@ -64,9 +64,7 @@ class WindowAndGlobal:
         output_attentions: bool = False,
     ) -> Any:
         if output_attentions:
-            return super().forward(  # type: ignore[misc]
-                hidden_states, attention_mask, is_index_masked, is_index_global_attn, is_global_attn, output_attentions
-            )
+            return NotImplemented
         half = self.one_sided_attn_window_size
         p = self.dropout if self.training else 0.0
         query, key, value = (_split(f(hidden_states), self.head_dim) for f in (self.query, self.key, self.value))
@@ -151,9 +149,7 @@ class BlockSparse:
     ) -> Any:
         length, size = hidden_states.shape[1], self.block_size
         if length % size or _weights_wanted(kwargs):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, band_mask, from_mask, to_mask, from_blocked_mask, to_blocked_mask, **kwargs
-            )
+            return NotImplemented
         pattern, again = plan(self, length)
 
         def repeated(t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -247,9 +243,7 @@ class Full:
         **kwargs: Any,
     ) -> Any:
         if _weights_wanted(kwargs):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
-            )
+            return NotImplemented
         cross, cache = encoder_hidden_states is not None, past_key_values
         if cross and cache is not None and cache.get_seq_length(self.layer_idx) > 0:
             key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
@@ -257,7 +251,7 @@ class Full:
             source = encoder_hidden_states if cross else hidden_states
             key, value = (_split(f(source), self.attention_head_size) for f in (self.key, self.value))
             if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
+                key, value = update_cache(self, cache, key, value, kwargs)
         query = _split(self.query(hidden_states), self.attention_head_size)
         mask = encoder_attention_mask if cross else attention_mask  # ours, of a model told to ask our interface, or additive
         out, _ = _on_the_interface()(self, query, key, value, mask, dropout=probability(self.dropout, self.training))
@@ -289,7 +283,7 @@ _rule(
     big_bird="BigBirdBlockSparseAttention", bigbird_pegasus="BigBirdPegasusBlockSparseAttention",
 )  # fmt: skip
 _rule(
-    Rule("attention", "attention", Full, digests=("102cefeb6c2c",)),
+    Rule("attention", "attention", Full, lambda m: droppable(m.dropout), ("102cefeb6c2c",)),
     big_bird="BigBirdSelfAttention", bigbird_pegasus="BigBirdPegasusSelfAttention",
 )  # fmt: skip
 _rule(
@@ -311,11 +305,10 @@ class DecoderAttention:
         past_key_values: Any = None,
         attention_mask: Any = None,
         output_attentions: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if output_attentions:
-            return super().forward(  # type: ignore[misc]
-                hidden_states, key_value_states, past_key_values, attention_mask, output_attentions
-            )
+            return NotImplemented
         cross, cache, layer = key_value_states is not None, past_key_values, self.layer_idx
         updated = getattr(cache, "is_updated", None)  # of a cache with two parts
         if updated is not None:
@@ -326,7 +319,7 @@ class DecoderAttention:
             source = key_value_states if cross else hidden_states
             key, value = (_split(f(source), self.head_dim) for f in (self.k_proj, self.v_proj))
             if cache is not None:
-                key, value = cache.update(key, value, layer)
+                key, value = update_cache(self, cache, key, value, kwargs)
                 if cross and updated is not None:
                     updated[layer] = True
         out = attention(

@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from ...ops import feed_forward as ff
 from ...ops import layer_norm as norms
 from ...ops._core.options import ActivationName
-from .rules import find_rule
+from .rules import find_rule, original_class
 
+_PLAIN = (nn.Parameter, torch.Tensor)
+# Tensors that stand for plain ones while a program is traced, and DTensor, for which the ops have rules.
+_KNOWN_SUBCLASSES = ("torch._subclasses", "torch.distributed.tensor", "torch.fx", "torch.nn.parameter")
+observed: set[nn.Module] = set()  # modules whose only hooks are explain's, which change nothing
 _FUNCTIONS: dict[Any, ActivationName] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
 # Classes by module. transformers' GELUActivation may compute erf in Python, which is the same function.
 _CLASSES: dict[str, dict[str, ActivationName]] = {
@@ -42,18 +48,48 @@ def activation_name(activation: Any) -> ActivationName | None:
 
 
 def unfusable(*linears: nn.Module) -> str | None:
-    """Why these linear layers cannot be computed from their weights alone, or None."""
+    """Return why these linear layers cannot be computed from their weights alone, or None."""
     for linear in linears:
-        if getattr(type(linear), "converted_from", type(linear)) is not nn.Linear:
+        if original_class(linear) is not nn.Linear:
             return f"has a {type(linear).__name__} where a torch.nn.Linear was expected"
     return unhooked(*linears)
 
 
 def unhooked(*modules: nn.Module) -> str | None:
-    """Why these modules must be called as such, or None."""
+    """Return why these modules must be called, not bypassed, or None: hooks, a ``forward`` set on the instance, special weights."""
+    if _has_any_global_hook():
+        return "hooks for all modules are registered, which a fused op would not call"
     for m in modules:
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+        hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        if hooked and m not in observed:
             return f"has a {type(m).__name__} with hooks, which a fused op would not call"
+        if "forward" in m.__dict__:
+            return f"has a {type(m).__name__} with a forward of its own, set on the instance"
+        if (reason := special_weights(m)) is not None:
+            return reason
+    return None
+
+
+def special_weights(m: nn.Module) -> str | None:
+    """Return why an op cannot read the module's parameters as dense numbers, or None: a tensor subclass, or no memory."""
+    for name, t in m._parameters.items():
+        if t is None or type(t) in _PLAIN:
+            continue
+        if not type(t).__module__.startswith(_KNOWN_SUBCLASSES):
+            return f"its {name} is a {type(t).__name__}, whose numbers our ops cannot read"
+    return None
+
+
+def droppable(*dropouts: Any) -> str | None:
+    """Return why :func:`probability` cannot describe these dropouts, or None."""
+    for dropout in dropouts:
+        if isinstance(dropout, nn.Module):
+            if type(dropout) is not nn.Dropout and type(dropout) is not nn.Identity:
+                return f"has a {type(dropout).__name__} where a torch.nn.Dropout was expected"
+            if (reason := unhooked(dropout)) is not None:
+                return reason
+        elif not isinstance(dropout, (int, float)):
+            return f"has a {type(dropout).__name__} where a dropout was expected"
     return None
 
 
@@ -61,6 +97,8 @@ def needs(activation: Any, *linears: nn.Module) -> str | None:
     """The condition of a feed-forward network's rule."""
     if activation_name(activation) is None:
         return f"its activation, {getattr(activation, '__name__', type(activation).__name__)}, is not one of ours"
+    if isinstance(activation, nn.Module) and (reason := unhooked(activation)) is not None:
+        return reason
     return unfusable(*linears)
 
 
@@ -75,7 +113,7 @@ def feed_forward(
 ) -> torch.Tensor:
     """``linear2(dropout(activation(linear1(x))))``, or with a gate ``linear2(dropout(activation(gate(x)) * linear1(x)))``."""
     name = activation_name(activation)
-    assert name is not None, "checked when the module was converted"
+    assert name is not None, "the rule's condition holds at each call"
     return ff.feed_forward(
         x,
         linear1.weight,
@@ -106,31 +144,46 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, norm: Any, dropout: float)
     )
 
 
+_Norm = tuple[Any, str, Callable[[Any], str | None]]
+_NORMS: dict[type, _Norm] = {}  # by class: its forward, what its rule makes it, and the rule's condition
+
+
+def _norm(cls: type) -> _Norm:
+    """Look the class's rule up once, and again if its forward was replaced. torch.compile can trace a look into a dict, but not the
+    digest of a source."""
+    if cls not in _NORMS or not (torch.compiler.is_compiling() or _NORMS[cls][0] is cls.forward):  # type: ignore[attr-defined]
+        rule = find_rule(cls)
+        known = rule is not None and rule.checked(cls)
+        what, condition = (rule.what, rule.condition) if known and rule is not None else ("", lambda module: None)
+        _NORMS[cls] = (cls.forward, what, condition)  # type: ignore[attr-defined]
+    return _NORMS[cls]
+
+
 def fusable_norm(*candidates: nn.Module) -> str | None:
     """The condition of a rule that takes a block's norms into add_norm. They may be converted already."""
     for norm in candidates:
-        cls = getattr(type(norm), "converted_from", type(norm))
-        if is_norm(cls, "layer_norm"):
+        cls = original_class(norm)
+        _, what, condition = _norm(cls)
+        if what == "layer_norm":
             if not isinstance(norm.weight, torch.Tensor) or norm.weight.dim() != 1:
                 return "its norm has no weight, or is over more than one dimension"
-            rule = find_rule(cls)
-            assert rule is not None
-            if (reason := rule.condition(norm)) is not None:
+            if (reason := condition(norm)) is not None:
                 return f"its norm {reason}"
-        elif cls is nn.RMSNorm or not is_norm(cls, "rms_norm"):
+        elif cls is nn.RMSNorm or what != "rms_norm":
             return f"has a {type(norm).__name__} where a LayerNorm or a known RMS norm was expected"
     return unhooked(*candidates)
 
 
-def is_norm(cls: type, what: str) -> bool:
-    """Whether the class has a rule that makes it this op, and has the code that the rule knows."""
-    rule = find_rule(cls)
-    return rule is not None and rule.what == what and rule.checked(cls)
+def is_norm(module: nn.Module, what: str) -> bool:
+    """Whether the module's class has a rule that makes it this op, and has the code that the rule knows."""
+    return _norm(original_class(module))[1] == what
 
 
-def probability(dropout: nn.Dropout | float, training: bool) -> float:
-    """The probability with which a module's dropout drops at the moment."""
-    return (dropout if isinstance(dropout, float) else dropout.p) if training else 0.0
+def probability(dropout: nn.Module | float, training: bool) -> float:
+    """Return the probability with which this dropout drops now: a module's own mode decides, for a number its owner's."""
+    if isinstance(dropout, nn.Module):
+        return dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    return float(dropout) if training else 0.0
 
 
 def first_reason(*reasons: str | None) -> str | None:

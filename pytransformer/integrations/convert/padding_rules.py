@@ -18,14 +18,13 @@ from .rules import Rule
 
 
 class PackedEncoder:
-    def forward(
-        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        packing = None
-        if not any(a is not None for a in (*args, kwargs.get("encoder_hidden_states"), kwargs.get("past_key_values"))):
-            packing = _packing(self, hidden_states, attention_mask, kwargs)
+    def forward(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        others = ("encoder_hidden_states", "encoder_attention_mask", self.cache_keyword)
+        if any(kwargs.get(name) is not None for name in others):
+            return NotImplemented
+        packing = _packing(self, hidden_states, attention_mask, kwargs)
         if packing is None:
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
+            return NotImplemented
         from ..hugging_face.mask import Packed
 
         packed = Packed(packing.offsets)

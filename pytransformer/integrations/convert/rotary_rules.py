@@ -18,8 +18,8 @@ import torch
 from ...ops.attention import attention
 from ...ops.rotary import rotary
 from .hugging_face_rules import _rule
-from .modules import first_reason, is_norm, probability, unhooked
-from .rules import Rule, digest
+from .modules import droppable, first_reason, is_norm, probability, unhooked
+from .rules import Rule, digest, update_cache
 
 _HALVES = {"apply_rotary_pos_emb": ("298829ea877e", "5f7a7cb52cb2", "d0fffa33108a"), "rotate_half": ("d5641e8a5bec",)}
 _NEIGHBOURS = {"apply_rotary_pos_emb": ("ab03ba130e4b",), "rotate_every_two": ("407381a98b7f",)}
@@ -27,13 +27,19 @@ _NEIGHBOURS = {"apply_rotary_pos_emb": ("ab03ba130e4b",), "rotate_every_two": ("
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _turns_otherwise(module: Any, known: Mapping[str, tuple[str, ...]] = _HALVES) -> str | None:
-    """Why the functions by which this module's file turns queries and keys are not those that we know, or None."""
-    file = sys.modules[type(module).__module__]
-    for name, digests in known.items():
-        if not hasattr(file, name) or digest(file, name) not in digests:
-            return f"its {name} in this version of transformers is not one we have checked"
-    return None
+_TURNS: dict[str, tuple[list[Any], str | None]] = {}  # by file: its functions, and what _turns_otherwise returns
+
+
+def _turns_otherwise(file: str, known: Mapping[str, tuple[str, ...]] = _HALVES) -> str | None:
+    """Return why the functions by which this file turns queries and keys are not those that we know, or None."""
+    if file in _TURNS and torch.compiler.is_compiling():  # which can trace a look into a dict, but not the digest of a source
+        return _TURNS[file][1]
+    functions = [getattr(sys.modules[file], name, None) for name in known]
+    if file not in _TURNS or any(a is not b for a, b in zip(_TURNS[file][0], functions)):
+        unknown = [n for n, f in zip(known, functions) if f is None or digest(f) not in known[n]]
+        why = f"its {unknown[0]} in this version of transformers is not one we have checked" if unknown else None
+        _TURNS[file] = functions, why
+    return _TURNS[file][1]
 
 
 def _tables_fit(cos: Any, sin: Any) -> bool:
@@ -73,7 +79,7 @@ class Turned:
         by = [getattr(self, name) for name in self.norms] or [None, None]
         query, key = (_turned(t, norm, tables, self.norm_offset) for t, norm in zip((query, key), by))
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value = update_cache(self, cache, key, value, kwargs)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -95,10 +101,7 @@ class RotaryAttention(Turned):  # Llama
         **kwargs: Any,
     ) -> Any:
         if position_embeddings is None or not _tables_fit(*position_embeddings):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
-                past_key_values=past_key_values, **kwargs,
-            )  # fmt: skip
+            return NotImplemented
         return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
 
 
@@ -153,9 +156,7 @@ class ProjectionByHead(Turned):  # GPT-NeoX: rows of one matrix are query, key a
         self: Any, hidden_states: torch.Tensor, attention_mask: Any, layer_past: Any = None, position_embeddings: Any = None, **kwargs: Any
     ) -> Any:  # fmt: skip
         if position_embeddings is None or not _tables_fit(*position_embeddings):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, attention_mask, layer_past=layer_past, position_embeddings=position_embeddings, **kwargs
-            )
+            return NotImplemented
         return self.turned_and_attended(hidden_states, position_embeddings, attention_mask, layer_past, kwargs)
 
 
@@ -176,9 +177,7 @@ class OwnAttention:  # GPT-J
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if output_attentions:
-            return super().forward(  # type: ignore[misc]
-                hidden_states, layer_past, attention_mask, position_ids, use_cache, output_attentions, **kwargs
-            )
+            return NotImplemented
         shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -204,9 +203,9 @@ def _rotary_rule(mixin: type[Turned], digest_of_forward: str, **models: str) -> 
     def condition(module: Any) -> str | None:
         norms = [getattr(module, name) for name in mixin.norms]
         for norm in norms:
-            if not is_norm(getattr(type(norm), "converted_from", type(norm)), expected):
+            if not is_norm(norm, expected):
                 return f"has a {type(norm).__name__} where a known RMS norm was expected"
-        return first_reason(_turns_otherwise(module), unhooked(*norms))
+        return first_reason(_turns_otherwise(type(module).__module__), unhooked(*norms))
 
     what = "rotary with the norms of queries and keys" if mixin.norms else "rotary"
     _rule(Rule("attention", what, mixin, condition, (digest_of_forward,)), **models)
@@ -229,7 +228,7 @@ _rotary_rule(ProjectionByHead, "23ff7c175a5b", gpt_neox="GPTNeoXAttention")
 _rule(
     Rule(
         "attention", "rotary and attention", OwnAttention,
-        lambda m: first_reason(_turns_otherwise(m, _NEIGHBOURS), unhooked(m.attn_dropout)), ("130974329dc8",),
+        lambda m: first_reason(_turns_otherwise(type(m).__module__, _NEIGHBOURS), droppable(m.attn_dropout)), ("130974329dc8",),
     ),
     gptj="GPTJAttention",
 )  # fmt: skip

@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +23,7 @@ class Converted:
     """Base of every converted module's class; ``converted_from`` is the class it had."""
 
     converted_from: ClassVar[type]
+    cache_keyword: ClassVar[str]  # the name of the original method's cache argument
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled and copied as what it is: the class is made anew from the one it came from."""
@@ -35,7 +35,7 @@ class Converted:
 
 def _rebuild(original: type[torch.nn.Module]) -> torch.nn.Module:
     rule = find_rule(original)
-    cls = original if rule is None else rule.subclass(original)
+    cls = original if rule is None or not rule.checked(original) else rule.subclass(original)
     return torch.nn.Module.__new__(cls)
 
 
@@ -43,8 +43,10 @@ def _rebuild(original: type[torch.nn.Module]) -> torch.nn.Module:
 class Rule:
     """How modules of one class are converted.
 
-    ``mixin`` goes before the class and overrides its methods; ``condition(module)`` says why a module cannot be converted;
-    ``digests`` are those of the ``method`` the rule was written against (empty: torch's own, whose meaning is documented).
+    ``mixin`` goes before the class and overrides ``method``, which may return NotImplemented to run the original.
+    ``condition(module)`` returns why the module may not be fused as it is now, or None. It is evaluated at conversion and again
+    at each call, because hooks, adapters and other weights may come later; the original method runs while there is a reason.
+    ``digests`` are those of the ``method`` that the rule was written against (empty: torch's own, whose meaning is documented).
     """
 
     kind: str
@@ -57,34 +59,92 @@ class Rule:
     def why_not(self, module: torch.nn.Module) -> str | None:
         if not self.checked(type(module)):
             return f"its {self.method} in this version of {type(module).__module__.split('.')[0]} is not one we have checked"
-        return self.condition(module)
+        return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
         """Whether the class has the code the rule was written against."""
-        return not self.digests or digest(cls, self.method) in self.digests
+        return not self.digests or digest(getattr(cls, self.method)) in self.digests
 
     def subclass(self, original: type) -> type:
-        return _subclass(self.mixin, original)
+        return _subclass(self, original)
+
+
+def original_class(module: torch.nn.Module) -> type:
+    """Return the class that the module had before it was converted. A subclass that came later, by a parametrization, is another."""
+    cls = type(module)
+    base: type = getattr(cls, "converted_from", cls)
+    return base if cls.__name__ == base.__name__ else cls
+
+
+def why_replaced(module: torch.nn.Module) -> str | None:
+    """Return why another class would not change what a call of the module runs, or None."""
+    return "has a forward of its own, set on the instance" if "forward" in module.__dict__ else None
 
 
 @functools.cache
-def _subclass(mixin: type, original: type) -> type:
+def _subclass(rule: Rule, original: type) -> type:
+    names = {"converted_from": original, "__module__": original.__module__}
+    if rule.method in vars(rule.mixin) or hasattr(rule.mixin, rule.method):
+        parameters = [n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"]
+        names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
+        names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])
     # The name stays, so that printing the model and code that looks at the name see what they knew.
-    return type(
-        original.__name__, (mixin, Converted, original), {"converted_from": original, "__module__": original.__module__}
-    )
+    return type(original.__name__, (rule.mixin, Converted, original), names)
+
+
+def _guarded(rule: Rule, original: type, parameters: tuple[str, ...], cache_keyword: str) -> Callable[..., Any]:
+    """Return the converted class's method: the mixin's where the condition holds, else the original's."""
+    name, condition = rule.method, rule.condition
+    own, plain = getattr(original, name), getattr(rule.mixin, name)
+    accepted = inspect.signature(plain).parameters
+    by_name = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    renamed = cache_keyword if cache_keyword != "past_key_values" and "past_key_values" in accepted else None
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(original, name) is not own or condition(self) is not None:
+            return getattr(original, name)(self, *args, **kwargs)
+        if by_name or renamed:  # the mixin passes arguments on: by name, since positions differ between modules
+            first, named = args[:1], {**dict(zip(parameters[1:], args[1:])), **kwargs}
+            if renamed and renamed in named:
+                named["past_key_values"] = named.pop(renamed)
+            found = plain(self, *first, **named)
+        else:
+            found = plain(self, *args, **kwargs)
+        return own(self, *args, **kwargs) if found is NotImplemented else found
+
+    return functools.wraps(own)(method)
+
+
+NAMES = {"cache": "past_key_values", "curr_cache": "curr_past_key_values"}  # since transformers 5.24
+
+
+def update_cache(module: Any, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    """Return ``cache.update(...)``, which since transformers 5.24 also takes the keywords of the call, for paged caches."""
+    more = {"kwargs": kwargs} if module.cache_keyword == "cache" else {}
+    return cache.update(key, value, module.layer_idx, **more)
 
 
 @functools.cache
-def digest(owner: type | ModuleType, function: str = "forward") -> str:
-    """A digest of what a method of a class, or a function of a file, does: of its syntax tree, so that comments and line breaks do not
-    count."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, function)))))
+def digest(function: Callable[..., Any]) -> str:
+    """Return a digest of what a function does.
+
+    It is of the syntax tree, without docstring, comments and line breaks, and equal on every Python version. What transformers 5.24
+    renamed counts as it was called before.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     node = tree.body[0]
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    for part in ast.walk(node):
+        for field in ("id", "arg"):
+            if (name := getattr(part, field, None)) in NAMES:
+                setattr(part, field, NAMES[name])
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
+            part.keywords = [k for k in part.keywords if k.arg != "kwargs"]  # see update_cache
     body = node.body[1:] if ast.get_docstring(node) else node.body
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return hashlib.sha256(f"{names}{[ast.dump(s) for s in body]}".encode()).hexdigest()[:12]
+    # Python 3.13 leaves empty lists out of a dump unless asked for them.
+    options: Any = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    return hashlib.sha256(f"{names}{[ast.dump(s, **options) for s in body]}".encode()).hexdigest()[:12]
 
 
 # By class, or by its full name where the library need not be there. Each module of rules adds its own when this package is imported.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .hugging_face_rules import _is_half, _rule
-from .modules import add_norm, first_reason, fusable_norm, probability, unhooked
+from .modules import add_norm, droppable, first_reason, fusable_norm, probability, unhooked
 from .rules import Rule
 
 
@@ -24,8 +24,9 @@ class BiasTable:
         self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> torch.Tensor:
         by_lengths = isinstance(past_seen_tokens, int) and past_seen_tokens + query_length == key_length
-        if by_lengths and runs_on_ours(self):
-            return self.relative_attention_bias.weight
+        table = self.relative_attention_bias
+        if by_lengths and runs_on_ours(self) and type(table) is torch.nn.Embedding and unhooked(table) is None:
+            return table.weight
         return super().compute_bias(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)  # type: ignore[misc]
 
 
@@ -89,16 +90,14 @@ class T5Block:
         if _is_half(hidden_states) or _weights_wanted(
             kwargs
         ):  # weights are collected from the sublayers that are left out here
-            return super().forward(  # type: ignore[misc]
-                hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
-                encoder_decoder_position_bias, past_key_values, **kwargs,
-            )  # fmt: skip
+            return NotImplemented
+        cache = {self.cache_keyword: past_key_values}
         first, last = self.layer[0], self.layer[-1]
         out, position_bias, _ = first.SelfAttention(
             first.layer_norm(hidden_states),
             mask=attention_mask,
             position_bias=position_bias,
-            past_key_values=past_key_values,
+            **cache,
             **kwargs,
         )
         stream, before, cross_bias = hidden_states, first, None
@@ -110,7 +109,7 @@ class T5Block:
                 mask=encoder_attention_mask,
                 key_value_states=encoder_hidden_states,
                 position_bias=encoder_decoder_position_bias,
-                past_key_values=past_key_values,
+                **cache,
                 **kwargs,
             )
             before = cross
@@ -124,7 +123,9 @@ def _add_norm(out: torch.Tensor, stream: torch.Tensor, sublayer: Any, norm: Any)
 
 _rule(
     Rule(
-        "block", "add_norm", T5Block, lambda m: first_reason(unhooked(*m.layer), fusable_norm(*(sub.layer_norm for sub in m.layer[1:]))),
+        "block", "add_norm", T5Block, lambda m: first_reason(
+            unhooked(*m.layer), droppable(*[sub.dropout for sub in m.layer]), fusable_norm(*[sub.layer_norm for sub in m.layer[1:]])
+        ),
         ("0e84a344af41",),
     ),
     t5="T5Block", mt5="MT5Block",

@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from ...ops.layer_norm import layer_norm
-from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unhooked
+from .modules import (
+    add_norm,
+    droppable,
+    feed_forward,
+    first_reason,
+    fusable_norm,
+    needs,
+    probability,
+    special_weights,
+    unhooked,
+)
 from .rules import RULES, Rule
 
 
@@ -36,12 +46,13 @@ class PreNormBlock:
 
 
 def _fast_norm(m: Any) -> str | None:
-    return "uses timm's fast norm, whose dtypes under autocast are its own" if m._fast_norm else None
+    fast = "uses timm's fast norm, whose dtypes under autocast are its own" if m._fast_norm else None
+    return fast or special_weights(m)
 
 
 def _plain_network(m: Any) -> str | None:
     normed = None if isinstance(m.norm, nn.Identity) else "has a norm between its linear layers, which our op has not"
-    return first_reason(normed, needs(m.act, m.fc1, m.fc2), unhooked(m.act, m.drop1))
+    return first_reason(normed, needs(m.act, m.fc1, m.fc2), unhooked(m.norm), droppable(m.drop1))
 
 
 RULES |= {

@@ -13,8 +13,19 @@ from torch.nn import functional as F
 from ...nn.linear import linear, of_few_rows
 from ...ops.attention import attention
 from ...ops.layer_norm import layer_norm, rms_norm
-from .modules import add_norm, feed_forward, first_reason, fusable_norm, needs, probability, unfusable
-from .rules import RULES, Converted, Rule
+from .modules import (
+    add_norm,
+    droppable,
+    feed_forward,
+    first_reason,
+    fusable_norm,
+    needs,
+    probability,
+    special_weights,
+    unfusable,
+    unhooked,
+)
+from .rules import RULES, Converted, Rule, original_class
 
 
 class LayerNorm:
@@ -39,7 +50,7 @@ class FewRowsOfConv1D:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         found = of_few_rows(x, self.weight, self.bias, along_k=True)
-        return super().forward(x) if found is None else found  # type: ignore[misc]
+        return NotImplemented if found is None else found
 
 
 # ---- attention
@@ -126,9 +137,7 @@ class MultiheadAttention:
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if need_weights or not plain(query, key, value) or (is_causal and attn_mask is None):
-            return super().forward(  # type: ignore[misc]
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            return NotImplemented
         return multi_head(self, (query, key, value), attn_mask, key_padding_mask, is_causal), None
 
 
@@ -153,7 +162,10 @@ class _Layer:
     def _attend(
         self: Any, module: nn.MultiheadAttention, x: torch.Tensor, memory: torch.Tensor, mask: Any, padding: Any, causal: bool
     ) -> torch.Tensor:
-        if isinstance(module, Converted) and not (causal and mask is None):  # that is torch.nn's to refuse
+        bypassed = (
+            original_class(module) is nn.MultiheadAttention and isinstance(module, Converted) and unhooked(module) is None
+        )
+        if bypassed and not (causal and mask is None):  # which torch.nn refuses
             return multi_head(module, (x, memory, memory), mask, padding, causal)
         return module(x, memory, memory, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=causal)[0]
 
@@ -174,7 +186,7 @@ class EncoderLayer(_Layer):
         self: Any, src: torch.Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool = False
     ) -> torch.Tensor:
         if not plain(src):
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[misc]
+            return NotImplemented
         return self._sublayers(src, [
             (lambda x: self._attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal), self.norm1, self.dropout1),
             (self._network, self.norm2, self.dropout2),
@@ -194,16 +206,7 @@ class DecoderLayer(_Layer):
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
         if not plain(tgt, memory):
-            return super().forward(  # type: ignore[misc]
-                tgt,
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            return NotImplemented
         return self._sublayers(tgt, [
             (lambda x: self._attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, self.dropout1),
             (lambda x: self._attend(self.multihead_attn, x, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
@@ -218,8 +221,10 @@ class Encoder:
 
 
 def _layer_condition(m: Any) -> str | None:
-    norms = [m.norm1, m.norm2, *([m.norm3] if isinstance(m, nn.TransformerDecoderLayer) else [])]
-    return first_reason(needs(m.activation, m.linear1, m.linear2), fusable_norm(*norms))
+    norms, dropouts = [m.norm1, m.norm2], [m.dropout, m.dropout1, m.dropout2]
+    if isinstance(m, nn.TransformerDecoderLayer):
+        norms, dropouts = [*norms, m.norm3], [*dropouts, m.dropout3]
+    return first_reason(needs(m.activation, m.linear1, m.linear2), droppable(*dropouts), fusable_norm(*norms))
 
 
 def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
@@ -229,12 +234,17 @@ def _encoder_condition(m: nn.TransformerEncoder) -> str | None:
 
 
 RULES |= {
-    nn.Linear: Rule("linear", "products of few rows", FewRows),
-    "transformers.pytorch_utils.Conv1D": Rule("linear", "products of few rows", FewRowsOfConv1D, digests=("28cae277c3f2",)),
-    nn.LayerNorm: Rule("norm", "layer_norm", LayerNorm),
-    nn.RMSNorm: Rule("norm", "rms_norm", RMSNorm),
+    nn.Linear: Rule("linear", "products of few rows", FewRows, special_weights),
+    "transformers.pytorch_utils.Conv1D": Rule(
+        "linear", "products of few rows", FewRowsOfConv1D, special_weights, ("28cae277c3f2",)
+    ),
+    nn.LayerNorm: Rule("norm", "layer_norm", LayerNorm, special_weights),
+    nn.RMSNorm: Rule("norm", "rms_norm", RMSNorm, special_weights),
     nn.MultiheadAttention: Rule(
-        "attention", "attention", MultiheadAttention, lambda m: first_reason(_attention_condition(m), _projection_condition(m))
+        "attention",
+        "attention",
+        MultiheadAttention,
+        lambda m: first_reason(_attention_condition(m), _projection_condition(m), droppable(m.dropout)),
     ),
     nn.TransformerEncoderLayer: Rule("block", "feed_forward and add_norm", EncoderLayer, _layer_condition),
     nn.TransformerDecoderLayer: Rule("block", "feed_forward and add_norm", DecoderLayer, _layer_condition),
