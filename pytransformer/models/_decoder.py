@@ -10,6 +10,7 @@ import torch
 from ..nn.blocks import Stack
 from ..nn.cache import DecoderCache, KeyValueCache
 from ..nn.paged_cache import PagedCache
+from ._output import Output
 
 
 class Decoder:
@@ -18,7 +19,7 @@ class Decoder:
     decoder: Stack
     config: Any
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Call the model, its hooks included, in a transaction of the cache ``past_key_values``."""
         cache: DecoderCache | None = kwargs.get("past_key_values")
         if cache is None:

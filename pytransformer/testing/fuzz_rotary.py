@@ -295,7 +295,7 @@ def call(p: Problem, leaves: dict[str, Tensor], backend: str) -> dict[str, Tenso
     if angles is not None:
         keywords["interleaved"] = t.interleaved
     out = pt.append_kv(
-        *(leaves[n] for n in ("query", "key", "value")), cache, leaves["positions"], rotary=angles,
+        leaves["query"], leaves["key"], leaves["value"], cache, leaves["positions"], rotary=angles,
         q_norm=leaves.get("q_norm"), k_norm=leaves.get("k_norm"), **keywords,
     )  # fmt: skip
     return {"out": out, "key_cache": cache.key, "value_cache": cache.value}

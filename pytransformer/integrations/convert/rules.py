@@ -83,7 +83,7 @@ def why_replaced(module: torch.nn.Module) -> str | None:
 
 @functools.cache
 def _subclass(rule: Rule, original: type) -> type:
-    names = {"converted_from": original, "__module__": original.__module__}
+    names: dict[str, Any] = {"converted_from": original, "__module__": original.__module__}
     if rule.method in vars(rule.mixin) or hasattr(rule.mixin, rule.method):
         parameters = [n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"]
         names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"

@@ -82,8 +82,9 @@ def attention_forward(
         if only_output and bias is None and mask is None and lengths is None:
             scores: PackedOptions = {
                 "causal": causal, "window": window, "sinks": sinks, "softcap": kwargs.get("softcap"), "scale": scaling,
+                "dropout_p": dropout,
             }  # fmt: skip
-            return _flattened(query, key, value, bounds, dropout_p=dropout, **scores), None
+            return _flattened(query, key, value, bounds, **scores), None
         terms["query_segments"] = terms["key_segments"] = numbers_of(bounds[0], batch)
     if only_output:
         return attention(query, key, value, dropout_p=dropout, **terms).transpose(1, 2).contiguous(), None

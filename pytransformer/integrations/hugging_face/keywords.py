@@ -55,10 +55,11 @@ REFUSED = {
 
 def refuse_unknown(module: Any, kwargs: dict[str, Any]) -> None:
     """Raise for a keyword that could change attention and is not supported, unless it is None or False."""
+    cls: Any = type(module)
     for name, value in kwargs.items():
         if name in HARMLESS or name in HONOURED or value is None or value is False:
             continue
-        if name not in REFUSED and not eager_code_reads(type(module), name):
+        if name not in REFUSED and not eager_code_reads(cls, name):
             continue
         what = f": {REFUSED[name]}" if name in REFUSED else ", which our attention does not know"
         raise ValueError(
