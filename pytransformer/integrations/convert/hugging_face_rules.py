@@ -284,11 +284,15 @@ def _pre_norm(
 ) -> tuple[type, Callable[[Any], str | None]]:
     """Mixin and condition of a pre-norm block whose second norm is fused with the sum before it."""
 
+    by_name = attention == "self_attn"
+
     class PreNormBlock:
         def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
                 return NotImplemented
-            attended = getattr(self, attention)(getattr(self, attention_norm)(hidden_states), **kwargs)[0]
+            normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
+            # As the original calls it: pre-hooks get positional arguments only.
+            attended = (attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs))[0]
             p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
             normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)
             out = getattr(self, network)(normed)

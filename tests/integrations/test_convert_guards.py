@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A converted model equals its unconverted twin after any change of an inner module, before or after convert().
+
+The sweep changes each module in turn: hooks, a ``forward`` of the instance, other classes, parametrizations, and the mode of
+dropouts. A fused module that bypasses the changed one must step aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import pytransformer as pt
+from pytransformer.testing.hugging_face import FAMILIES, distance, inputs_of, model_distance_limit
+
+LIMIT = model_distance_limit(torch.float32)
+QUICK = ("bert", "gpt2", "llama", "vit")
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(x)
+
+
+class Negated(nn.Dropout):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 1.25 * weight
+
+
+def scaled(output: Any) -> Any:
+    """Return the output, or its first tensor, times 1.5."""
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        return 1.5 * output
+    return (scaled(output[0]), *output[1:]) if isinstance(output, tuple) and type(output) is tuple else output
+
+
+def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return model.get_submodule(path), last
+
+
+def hook(model: nn.Module, name: str) -> bool:
+    model.get_submodule(name).register_forward_hook(lambda m, args, output: scaled(output))
+    return True
+
+
+def pre_hook(model: nn.Module, name: str) -> bool:
+    model.get_submodule(name).register_forward_pre_hook(lambda m, args: (scaled(args[0]), *args[1:]) if args else None)
+    return True
+
+
+def instance_forward(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    own = module.forward
+    module.forward = lambda *args, **kwargs: scaled(own(*args, **kwargs))  # type: ignore[method-assign]
+    return True
+
+
+def another_linear(model: nn.Module, name: str) -> bool:
+    old = model.get_submodule(name)
+    if not isinstance(old, nn.Linear):
+        return False
+    new = Doubled(old.in_features, old.out_features, old.bias is not None)
+    new.load_state_dict(old.state_dict())
+    setattr(*parent_of(model, name), new)
+    return True
+
+
+def parametrization(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return False
+    parametrize.register_parametrization(module, "weight", Scaled())
+    return True
+
+
+def another_activation(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    if not type(module).__module__.endswith("activations") and not isinstance(module, (nn.ReLU, nn.GELU, nn.SiLU)):
+        return False
+    setattr(*parent_of(model, name), nn.Tanh())
+    return True
+
+
+def training_dropout(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Dropout):
+        return False
+    module.train().p = 1.0  # which drops everything, whatever generator draws the mask
+    return True
+
+
+def another_dropout(model: nn.Module, name: str) -> bool:
+    if not isinstance(model.get_submodule(name), nn.Dropout):
+        return False
+    setattr(*parent_of(model, name), Negated())
+    return True
+
+
+def no_dropout(model: nn.Module, name: str) -> bool:
+    if not isinstance(model.get_submodule(name), nn.Dropout):
+        return False
+    setattr(*parent_of(model, name), nn.Identity())
+    return True
+
+
+CHANGES: dict[str, Callable[[nn.Module, str], bool]] = {
+    f.__name__: f
+    for f in (
+        hook, pre_hook, instance_forward, another_linear, parametrization, another_activation, training_dropout,
+        another_dropout, no_dropout,
+    )
+}  # fmt: skip
+
+
+def differing(build: Callable[[], nn.Module], call: Callable[[nn.Module], torch.Tensor]) -> tuple[int, list[str]]:
+    """Return the number of cases, and those in which the converted model differs from the unconverted or raises."""
+    cases, wrong = 0, []
+    for name, _ in build().named_modules():
+        if not name or ".1." in f"{name}.":  # one layer of each kind
+            continue
+        for what, change in CHANGES.items():
+            expected_of, before, after = build(), build(), build()
+            if not change(expected_of, name):
+                continue
+            assert pt.integrations.convert(after).converted
+            change(after, name)
+            change(before, name)
+            pt.integrations.convert(before)
+            expected = outcome(call, expected_of)
+            for order, model in (("after", after), ("before", before)):
+                cases += 1
+                found = outcome(call, model)
+                if isinstance(expected, str) or isinstance(found, str):
+                    if found != expected:
+                        wrong.append(f"{what} of {name}, {order} convert: {found}, expected {expected}")
+                elif not torch.equal(found, expected) and not distance(found, expected) < LIMIT:
+                    wrong.append(f"{what} of {name}, {order} convert: off by {distance(found, expected):.1e}")
+    return cases, wrong
+
+
+def outcome(call: Callable[[nn.Module], torch.Tensor], model: nn.Module) -> torch.Tensor | str:
+    try:
+        with torch.no_grad():
+            return call(model)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in FAMILIES])
+def test_hugging_face_models_equal_their_unconverted_twins(hugging_face: Any, name: str) -> None:
+    family = FAMILIES[name]
+    inputs = inputs_of(family, "none")
+    cases, wrong = differing(lambda: family.build("eager"), lambda model: model(**inputs).logits)
+    assert cases > 100 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", nn.GELU()], ids=["function", "module"])
+def test_torch_layers_equal_their_unconverted_twins(norm_first: bool, activation: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        # Not nn.Transformer: it copies its layers, and torch's copy of a layer loses an activation that is a module.
+        made = [cls(16, 2, 24, activation=activation, batch_first=True, norm_first=norm_first) for cls in LAYERS]
+        return nn.ModuleDict(dict(zip(("encoder", "decoder"), made))).eval()
+
+    x, y = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # PyTorch's own fast path bypasses modules that were changed
+    try:
+        cases, wrong = differing(build, lambda model: model["decoder"](y, model["encoder"](x)))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    assert cases > 60 and not wrong, f"{len(wrong)} of {cases}:\n" + "\n".join(wrong[:20])
