@@ -202,6 +202,25 @@ def make_functions(op: Op) -> tuple[type[torch.autograd.Function], type[torch.au
     return Forward, Direct, gradients
 
 
+def autograd_kernel(op: Op) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return the kernel of the forward raw op at the dispatch key Autograd.
+
+    Calls of the public function apply the op's Function themselves. A graph of torch.export holds the raw op alone; without this
+    kernel a training step of the exported program would lose the gradient that passes through it.
+    """
+    fwd, function, num_args = op.fwd, op.function, op.num_args
+
+    def kernel(*args: Any) -> tuple[torch.Tensor, ...]:
+        if needs_gradient(*args[: op.num_tensors]):
+            # The dispatcher drops trailing arguments that equal the schema's defaults.
+            outputs: tuple[torch.Tensor, ...] = function.apply(*args, *(None, False)[len(args) - num_args :])
+            return outputs
+        with torch._C._AutoDispatchBelowAutograd():
+            return fwd(*args)
+
+    return kernel
+
+
 def _second_order(
     name: str, inputs: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:

@@ -43,6 +43,7 @@ from torch.library import Library, register_fake, register_vmap
 from .arguments import ArgumentsClass as ArgumentsClass
 from .arguments import arguments_class
 from .autograd import (
+    autograd_kernel,
     compiling_a_derivative,
     each_once,
     make_functions,
@@ -138,6 +139,8 @@ class Op:
             # Attention's backward computes the first product again and has two for each of the forward's: 5/2.
             self._count_flops(*(flops if isinstance(flops, tuple) else (flops, lambda a: flops(a) * 5 // 2)))
         self.function, self.direct_function, self.gradients = make_functions(self)
+        if self.positions:
+            LIBRARY.impl(self._fwd_name, autograd_kernel(self), "Autograd")
         OPS[name] = self
 
     @functools.cached_property
@@ -360,7 +363,9 @@ class Op:
                     f"{self.name}: torch.func.grad, vjp, jvp, and vmap but under no_grad, cannot be traced into one graph with this "
                     "op: without fullgraph=True they run eagerly; or compile inside them, torch.func.grad(torch.compile(f))"
                 )
-            return (self.function.apply if self.positions else self.fwd)(*each_once(a), backend, strict)
+            # An exported graph holds raw ops, whose kernels for Autograd make it trainable.
+            raw = torch.compiler.is_exporting() or not self.positions
+            return (self.fwd if raw else self.function.apply)(*each_once(a), backend, strict)
         if not unwatched(a[0], a):
             if is_sharded(a):
                 return run_sharded(self, a, backend, strict)
