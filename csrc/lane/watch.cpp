@@ -89,8 +89,8 @@ void record(const char* op, const char* direction, const char* backend) {
 
 bool plain(const Tensor& t) {
   if (!t.defined()) return true;
-  return (PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) &&
-         (PT_FAULT(freed_storage_taken) || PT_FAULT(any_keys_taken) || holds_data(t)) && (PT_FAULT(tangents_lost) || !has_tangent(t));
+  return (PT_FAULT(any_keys_taken) || plain_keys(t.key_set())) && (PT_FAULT(any_keys_taken) || holds_data(t)) &&
+         (PT_FAULT(tangents_lost) || !has_tangent(t));
 }
 
 bool plain(PyObject* o) {

@@ -194,7 +194,8 @@ class _Drawer:
         if "window" in want:
             sides = (None, 0, 1, 7, 16, 40, 64, self.Lk // 2, self.Lk)
             self.keywords["window"] = (r.choice(sides), r.choice(sides))
-            if self.only is None and self.global_rng.random() < 0.5:
+            bounded = self.keywords["window"] != (None, None)  # without a window global_keys are refused
+            if self.only is None and self.global_rng.random() < 0.5 and bounded:
                 self.keywords["global_keys"] = self.global_rng.choice((1, 1, 4, 33, 70, self.Lk))
                 want.add("global_keys")
         for name, full in (("query_lengths", self.Lq), ("key_lengths", self.Lk), ("prefix_lengths", self.Lk)):

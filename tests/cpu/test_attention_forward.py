@@ -323,7 +323,7 @@ def test_values_are_checked_before_an_address_is_computed(terms: dict[str, Tenso
 
 
 def test_wide_heads_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted at most 512"):
+    with pytest.raises(RuntimeError, match="head sizes are 513 and 8; wanted 1 to 512"):
         raw(*draw(1, 1, 1, 2, 3, 513, 8, torch.float32).values())
 
 

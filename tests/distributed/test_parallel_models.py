@@ -127,7 +127,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool, name: str, ranks: int) -> N
     c, rows, width = CONFIGS[name] | ({"dropout": 0.0} if name == "T5" else {}), 8 * 9, 16 * 4
     layers, learned = c["num_layers"], 8 * 8 if name == "GPT" else rows
     sums = {"GPT": (2 * layers + 1, 2 * layers), "T5": (5 * layers + 2, 6 * layers)}[name]
-    generators, loss = 8, 2 * learned * 4
+    generators, loss = 8, 3 * learned * 4
     forward = {"all_reduce": sums[0] * rows * width, "allgather": generators + loss}
     backward = {"all_reduce": sums[1] * rows * width + learned * width}
     if name == "GPT":

@@ -274,7 +274,6 @@ PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 MEANINGFUL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "test_arguments.Scaled": lambda t: t.as_subclass(Scaled),
-    "test_arguments.Packed": Packed,
     "MaskedTensor": masked,
     "CausalBias": lambda t: causal_upper_left(L, L),
 }
@@ -334,6 +333,16 @@ def test_a_subclass_with_a_meaning_is_refused_by_name(op: str, kind: str) -> Non
         if (kind, name) == ("CausalBias", "attn_mask"):
             continue
         with pytest.raises(TypeError, match=rf"\w+: [\w.\[\]]+ must be a plain tensor, got .*{kind}"):
+            values(op, given)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
+    """Whether it unwraps itself or refuses is its own decision."""
+    for name, given in with_a_subclass(op, Packed):
+        if name == "sinks" and op in ("attention_weights", "attention_summary"):
+            continue  # they are in lse already
+        with pytest.raises((NotImplementedError, TypeError, RuntimeError)):
             values(op, given)
 
 

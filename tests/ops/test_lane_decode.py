@@ -59,7 +59,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "partial": {"positions": torch.tensor([[3, 4, 5], [70000, -2, 0]]), "dims": 6},
     "yarn": {"positions": torch.tensor([3, 4, 5]), "base": 500.0, "scaling": pt.RotaryScaling("yarn", 4.0, 32)},
     "linear": {"positions": torch.tensor([3, 4, 5]), "scaling": pt.RotaryScaling("linear", 4)},
-    "tables": {"cos": ANGLES[0, :, :8].float().cos(), "sin": ANGLES[0, :, :8].float().sin()},
+    "tables": {"cos": ANGLES[0, :, :8].float().cos(), "sin": ANGLES[0, :, :8].float().sin(), "dims": 8},
     "tables of each sequence": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
 }
 PYTHONS: dict[str, dict[str, Any]] = {

@@ -79,20 +79,19 @@ def check_storage(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
 def has_own_meaning(t: torch.Tensor) -> bool:
     """Return whether t's class may stand for other values than its storage holds.
 
-    A class that redefines ``__torch_function__`` or ``__torch_dispatch__`` may; PLAIN, nested
-    tensors (checked by layout) and the wrappers of _UNWRAPPED do not.
+    A class that redefines ``__torch_function__`` may. One with ``__torch_dispatch__`` alone gets the
+    raw op and unwraps itself. PLAIN, nested tensors (checked by layout) and _UNWRAPPED are no such classes.
     """
     if type(t) in PLAIN or t.is_nested:
         return False
     for module, name in _UNWRAPPED.items():
         if module in sys.modules and isinstance(t, getattr(sys.modules[module], name)):
             return False
-    kind = type(t)
-    function, dispatch = kind.__torch_function__, kind.__torch_dispatch__
+    function = type(t).__torch_function__
     usual = function == torch._C._disabled_torch_function_impl or (
         getattr(function, "__func__", None) is getattr(torch.Tensor.__torch_function__, "__func__", None)
     )
-    return not usual or dispatch != torch._C._disabled_torch_dispatch_impl
+    return not usual
 
 
 def _class_name(t: torch.Tensor) -> str:
