@@ -29,12 +29,12 @@ TWO = ("-n", "2", "--dist", "loadfile")  # two processes; what a file's tests sh
 # attention in two processes of two threads lasted 167 to 220 s on two cores, and 39 s so.
 GIVE_WAY = (("OMP_WAIT_POLICY", "passive"),)
 PARTS = (
-    Part(REST, "reference and cpu", 6, options=TWO, jobs=2),
+    Part(REST, "reference and cpu", 8, options=TWO, jobs=2),
     Part("distributed", "several processes", 4, ("distributed",), jobs=2),
     Part("triton", "triton, interpreted and compiled", 6, ("triton",), INTERPRETED, TWO, jobs=2),
     Part("cuda", "CUDA conformance and resources", 2.5, ("cuda",)),
     Part("emulator", "CUDA kernels emulated", 7, ("emulator",), (), ("-n", "2"), jobs=2),  # one thread each
-    Part("models", "models and integrations", 6, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
+    Part("models", "models and integrations", 8, ("nn", "models", "integrations", "training", "viz"), (), TWO, jobs=2),
     Part("commands", "commands and benchmarks", 3, ("cli",), (), TWO, jobs=2),
 )
 # Run again in another way; of what --full does whole.
