@@ -60,8 +60,8 @@ bool unwatched();
 // Adds the raw op that ran to the traces of ops/_core/choice.py, if one is open in the process.
 void record(const char* op, const char* direction, const char* backend = "cpu");
 
-// Whether a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, of no subclass, no wrapper, no tangent,
-// and with a storage that holds every element (FSDP2 frees it).
+// Return true if a kernel may read and write the tensor by its address: dense, on the CPU or a GPU, no subclass, no wrapper, no
+// tangent, and a storage that holds every element (FSDP2 frees it).
 bool plain(const Tensor& t);
 bool plain(PyObject* tensor);  // its Python type too
 

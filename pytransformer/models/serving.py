@@ -110,7 +110,7 @@ class Batcher:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do or to return."""
+        """True if a step has something to do or to return."""
         return bool(self._waiting or self._active)
 
     def submit(

@@ -45,7 +45,7 @@ def _raising(text: str) -> Callable[..., NoReturn]:
     return fail
 
 
-# What the broken forward does, and how the result reports it.
+# The behavior of the broken forward, and how the result reports it.
 FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "wrong numbers": (None, "verify: wrong here: "),
     "hang": (_hang, "verify: hung here: no answer in"),

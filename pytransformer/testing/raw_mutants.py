@@ -185,7 +185,7 @@ def worker(first: int, last: int) -> None:
 
 
 def run_mutants(count: int, first: int = 0, max_failures: int = 10) -> list[str]:
-    """What went wrong in the calls with these seeds: which ended their process, by which signal."""
+    """Return the failures among the calls with these seeds: which ended their process, by which signal."""
     failures: list[str] = []
     last = first + count
     while first < last and len(failures) < max_failures:

@@ -15,7 +15,7 @@ LABELS = ("labels", "next_sentence_label")
 
 
 def other_shapes(labels: torch.Tensor) -> Iterator[torch.Tensor]:
-    """As many labels as there should be, and more or fewer."""
+    """Return the right number of labels, then more and fewer."""
     yield labels.flatten()[:-1]
     yield labels[:, None] if labels.dim() == 1 else labels.flatten()
     yield labels[None]

@@ -338,7 +338,7 @@ def test_a_subclass_with_a_meaning_is_refused_by_name(op: str, kind: str) -> Non
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_subclass_that_dispatches_gets_the_raw_op(op: str) -> None:
-    """Whether it unwraps itself or refuses is its own decision."""
+    """The class unwraps itself or refuses; this one refuses."""
     for name, given in with_a_subclass(op, Packed):
         if name == "sinks" and op in ("attention_weights", "attention_summary"):
             continue  # they are in lse already

@@ -14,7 +14,7 @@ from pytransformer.ops.masks import MAX_BUCKETS, bucket_starts
 
 
 def is_smallest(start: int, n: int, k: int, max_distance: int) -> bool:
-    """Whether bucket n // 2 + k starts here, by the inequality of the definition."""
+    """Return whether bucket n // 2 + k starts here, by the inequality of the definition."""
     e = n // 2
 
     def reaches(d: int) -> bool:

@@ -291,7 +291,7 @@ def _pre_norm(
             if kwargs.get("encoder_hidden_states") is not None:  # GPT-2 with cross-attention
                 return NotImplemented
             normed, attend = getattr(self, attention_norm)(hidden_states), getattr(self, attention)
-            # As the original calls it: pre-hooks get positional arguments only.
+            # Pass the input the way the original does: a forward pre-hook receives positional arguments only.
             attended = (attend(hidden_states=normed, **kwargs) if by_name else attend(normed, **kwargs))[0]
             p = 0.0 if dropout is None else probability(getattr(self, dropout), self.training)
             normed, stream = add_norm(attended, hidden_states, getattr(self, network_norm), p)

@@ -71,7 +71,7 @@ def unhooked(*modules: nn.Module) -> str | None:
 
 
 def special_weights(m: nn.Module) -> str | None:
-    """Return why an op cannot read the module's parameters as dense numbers, or None: a tensor subclass, or no memory."""
+    """Return why an op cannot read the module's parameters as dense numbers, or None: one is of a tensor subclass."""
     for name, t in m._parameters.items():
         if t is None or type(t) in _PLAIN:
             continue
@@ -149,8 +149,10 @@ _NORMS: dict[type, _Norm] = {}  # by class: its forward, what its rule makes it,
 
 
 def _norm(cls: type) -> _Norm:
-    """Look the class's rule up once, and again if its forward was replaced. torch.compile can trace a look into a dict, but not the
-    digest of a source."""
+    """Look the class's rule up once, and again if its forward was replaced.
+
+    The result is cached because torch.compile can trace access to a dict, but not the digest of a source.
+    """
     if cls not in _NORMS or not (torch.compiler.is_compiling() or _NORMS[cls][0] is cls.forward):  # type: ignore[attr-defined]
         rule = find_rule(cls)
         known = rule is not None and rule.checked(cls)
@@ -175,7 +177,7 @@ def fusable_norm(*candidates: nn.Module) -> str | None:
 
 
 def is_norm(module: nn.Module, what: str) -> bool:
-    """Whether the module's class has a rule that makes it this op, and has the code that the rule knows."""
+    """Return whether a rule converts the module's class to this op and matches its code."""
     return _norm(original_class(module))[1] == what
 
 

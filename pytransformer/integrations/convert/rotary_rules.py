@@ -32,7 +32,7 @@ _TURNS: dict[str, tuple[list[Any], str | None]] = {}  # by file: its functions, 
 
 def _turns_otherwise(file: str, known: Mapping[str, tuple[str, ...]] = _HALVES) -> str | None:
     """Return why the functions by which this file turns queries and keys are not those that we know, or None."""
-    if file in _TURNS and torch.compiler.is_compiling():  # which can trace a look into a dict, but not the digest of a source
+    if file in _TURNS and torch.compiler.is_compiling():  # it can trace access to a dict, but not the digest of a source
         return _TURNS[file][1]
     functions = [getattr(sys.modules[file], name, None) for name in known]
     if file not in _TURNS or any(a is not b for a, b in zip(_TURNS[file][0], functions)):

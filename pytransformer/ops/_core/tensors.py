@@ -56,13 +56,15 @@ def check_tensor(op: str, name: str, t: Any, *, floating: bool = False, ndim: in
 
 
 def is_freed(t: torch.Tensor) -> bool:
-    """Whether a plain tensor has elements but its storage has no bytes. FSDP2 frees a parameter's storage when it reshards, and
-    PyTorch's own elementwise functions read such a tensor at address 0."""
+    """Return whether a plain tensor has elements but its storage has no bytes.
+
+    FSDP2 frees a parameter's storage when it reshards, and PyTorch's elementwise functions read such a tensor at address 0.
+    """
     if type(t) not in _TENSORS or torch.compiler.is_compiling():
         return False
     try:
         return not t.untyped_storage().nbytes() and t.numel() > 0 and not t._is_zerotensor()
-    except (NotImplementedError, RuntimeError):  # a transform's wrapper, or a sparse tensor: without a storage
+    except (NotImplementedError, RuntimeError):  # a transform's wrapper and a sparse tensor have no storage
         return False
 
 

@@ -51,7 +51,7 @@ _seconds = [0.0]  # spent by checks at first use
 
 @dataclass
 class Result:
-    """What is known about one op, backend and dtype on a device."""
+    """The verification result of one op, backend and dtype on a device."""
 
     complete: bool = False  # every case was checked
     right: set[int] = field(default_factory=set)  # size classes
@@ -195,7 +195,7 @@ def results(device: torch.device) -> Results:
 
 def _reread(device: torch.device) -> None:
     content = verification_file.load(device) or {"checks": []}
-    # What this process learned stays: without a cache directory it stands nowhere else.
+    # Keep the results of this process: without a cache directory no file holds them.
     merged = _devices.get(device) or {name: Result(complete=True) for name in verified.names(device)}
     _devices[device] = _add(merged, content["checks"], content.get("complete", ()))
     for name, order in content.get("order", {}).items():
