@@ -53,6 +53,11 @@ def current_sources(backend: str) -> dict[str, str]:
     return {stem: family["sources"] for stem, family in families.items()}
 
 
+def shipped() -> set[str]:
+    """The op families whose CUDA kernels have a shipped result on an H100."""
+    return set(verified.table()["sm_90"]["cuda"]["families"])
+
+
 def order(cell: Cell, deterministic: bool = True) -> list[Entry]:
     """The order in which a call of the cell tries backends on the imitated GPU."""
     op, dtype = OPS[cell.op], getattr(torch, cell.dtype)
@@ -86,6 +91,8 @@ def test_choice_is_the_fastest_right_backend(
                 for entry, ms in times.items()
                 if verification.is_known(cell.op, entry[0], GPU, dtype, size) and (entry[0] != "torch" or not deterministic)
             }
+            if not right and OPS[cell.op].stem not in shipped():  # its sources changed since the GPU ran them
+                continue
             chosen = next(e for e in order(cell, deterministic) if e in times)
             assert chosen in right, (cell, case, shape, chosen)
             assert times[chosen] <= WITHIN * min(right.values()), (cell, case, shape, chosen, right)
@@ -95,7 +102,9 @@ def test_choice_is_the_fastest_right_backend(
 
 
 def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) -> None:
-    """No call of any op waits: the first backend tried has a result, in both directions."""
+    """A call of an op with a shipped result does not wait: the first backend tried has one, in both
+    directions. A call of another op is checked."""
+    gpu.setattr(verification, "_check_first", lambda *_: "checked")
     for name, op in OPS.items():
         for dtype in ("bfloat16", "float16", "float32"):
             for direction in ("fwd", "bwd"):
@@ -104,11 +113,10 @@ def test_an_h100_needs_no_check_for_what_cuda_computes(gpu: pytest.MonkeyPatch) 
                     first, *_ = order(cell)
                     key = (name, first[0], GPU, getattr(torch, dtype))
                     q = torch.empty(1, size, device="meta", dtype=key[3])
-                    gpu.setattr(verification, "_check_first", lambda *_: pytest.fail("checked"))
-                    assert verification.why_not(op, first[0], (q,), key) is None
-    with pytest.raises(pytest.fail.Exception, match="checked"):
-        a = (torch.empty(1, 64, device="meta"),)
-        verification.why_not(OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32))
+                    reason = None if op.stem in shipped() else "checked"
+                    assert verification.why_not(op, first[0], (q,), key) == reason, (name, dtype, direction, size)
+    a = (torch.empty(1, 64, device="meta"),)
+    assert verification.why_not(OPS["attention"], "triton", a, ("attention", "triton", GPU, torch.float32)) == "checked"
 
 
 def test_unverified_backends_come_last_but_before_the_reference(gpu: pytest.MonkeyPatch) -> None:
