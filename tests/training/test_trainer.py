@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -100,27 +101,53 @@ def test_an_interrupted_checkpoint_write_loses_nothing(toy, tmp_path, monkeypatc
     assert not list(tmp_path.glob(".checkpoint-*")), "what the interrupted writing left is removed"
 
 
-def test_a_killed_run_resumes(toy, subprocess_environment, tmp_path):
-    """SIGKILL at whatever moment: the newest finished checkpoint is whole, and the run ends with the bits of an unbroken one."""
-    code = (
-        "import sys, pathlib, torch; sys.path.insert(0, sys.argv[1]); import toy; torch.set_num_threads(1)\n"
-        "t = toy.make_trainer(pathlib.Path(sys.argv[2]), steps=100000, save_every=1, keep=3); t.fit()"
-    )
-    path = os.path.dirname(toy.__file__)
-    process = subprocess.Popen([sys.executable, "-c", code, path, str(tmp_path)], env=subprocess_environment)
-    try:
-        deadline = time.monotonic() + 60
-        while len(checkpoints(tmp_path)) < 3 and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    found = checkpoints(tmp_path)
-    assert found, "it wrote no checkpoint within a minute"
-    trainer, whole = toy.make_trainer(tmp_path, steps=100000), toy.make_trainer(steps=100000)
+FORKED_RUNS = """
+import os, pathlib, sys, torch
+sys.path.insert(0, sys.argv[1])
+import toy
+torch.set_num_threads(1)  # a forked process has no other threads
+toy.make_trainer().fit(until=1)  # imports once what every run needs
+for _ in sys.stdin:
+    process = os.fork()
+    if not process:
+        trainer = toy.make_trainer(pathlib.Path(sys.argv[2]), steps=100000, save_every=1, keep=3)
+        trainer.resume()
+        trainer.fit()
+    print(process, flush=True)
+    os.waitpid(process, 0)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_runs_resume_bit_for_bit(toy, subprocess_environment, tmp_path, kills):
+    """Each run resumes the last one and is killed at a random moment. The newest checkpoint is always
+    whole, and has the bits of a run that nothing interrupted."""
+    command = [sys.executable, "-c", FORKED_RUNS, os.path.dirname(toy.__file__), str(tmp_path)]
+    random_time, steps = random.Random(1), []
+    uninterrupted = toy.make_trainer(steps=100000)
+    with subprocess.Popen(
+        command, env=subprocess_environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        for _ in range(kills):
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            process = int(parent.stdout.readline())
+            last, start = checkpoints(tmp_path), time.monotonic()
+            while checkpoints(tmp_path) == last and time.monotonic() < start + 60:
+                time.sleep(0.01)
+            time.sleep(random_time.uniform(0, 0.1))
+            os.kill(process, signal.SIGKILL)
+            tensors, facts = read_checkpoint(checkpoints(tmp_path)[-1])
+            steps.append(facts["place"][0])
+            uninterrupted.fit(until=steps[-1])
+            expected = state(uninterrupted)
+            assert all(torch.equal(tensors[f"model.{name}"], expected[name]) for name in uninterrupted.model.state_dict())
+        parent.stdin.close()
+    assert steps == sorted(set(steps)), "each run got further than the one before"
+    trainer = toy.make_trainer(tmp_path, steps=100000)
     assert trainer.resume()
-    whole.fit(until=trainer.step)
-    assert same_bits(state(trainer), state(whole))
+    uninterrupted.fit(until=trainer.step)
+    assert same_bits(state(trainer), state(uninterrupted))
 
 
 def test_checkpoints_are_kept_and_pruned(toy, tmp_path):
