@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 def transforming() -> bool:
     """Whether a torch.func transform or a forward-mode level is active."""
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    # A Function runs its forward with forward-mode gradients off, though the level is still open.
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
