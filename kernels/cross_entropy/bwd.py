@@ -27,11 +27,11 @@ HALF_SCALE = 2.0**15  # float16 ends at 2^16
 
 
 @triton.jit
-def load_gradient(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, i, j, classes, p, C: tl.constexpr):
+def load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C: tl.constexpr):
     """dz [ROWS, BN] in float32, 0 where the target is ignored and beyond the last row and class."""
     target = tl.load(TARGET + i, mask=i < p.rows, other=0)
-    b_m = tl.load(ROW_MAX + i, mask=i < p.rows, other=float("inf"))
-    b_log = tl.load(LOG_SUM + i, mask=i < p.rows, other=0.0)
+    b_m = tl.load(SPLIT_LSE + i, mask=i < p.rows, other=float("inf"))
+    b_log = tl.load(SPLIT_LSE + p.all_rows + i, mask=i < p.rows, other=0.0)
     b_z = load_logits(LOGITS, BIAS, i, j, classes, p)
     b_dz = tl.exp2((b_z - b_m[:, None] - b_log[:, None]) * LOG2E) - tl.where(j[None, :] == target[:, None], p.on_target, 0.0)
     if C.SMOOTH:
@@ -40,24 +40,24 @@ def load_gradient(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, i, j, classes, p, C: t
 
 
 @kernel
-def cross_entropy_backward(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, DZ, classes, p, C: tl.constexpr):
+def cross_entropy_backward(LOGITS, BIAS, TARGET, SPLIT_LSE, DZ, classes, p, C: tl.constexpr):
     """dz of ROWS rows and BN classes, as stored; DZ may be LOGITS."""
     blocks = tl.cdiv(classes, C.BN)
     i = rows_of(tl.program_id(0) // blocks, C)
     j = tl.program_id(0) % blocks * C.BN + tl.arange(0, C.BN)
-    b_dz = load_gradient(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, i, j, classes, p, C) * C.SCALE
+    b_dz = load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C) * C.SCALE
     m = (i < p.rows)[:, None] & (j < classes)[None, :]
     tl.store(DZ + i[:, None] * classes + j[None, :], narrow(b_dz, DZ.dtype.element_ty), mask=m)
 
 
 @kernel
-def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, G, DBIAS, classes, p, C: tl.constexpr):
+def cross_entropy_backward_bias(LOGITS, BIAS, TARGET, SPLIT_LSE, G, DBIAS, classes, p, C: tl.constexpr):
     """DBIAS += sum over a chunk's rows of g dz, for BN classes; dz not rounded to 16 bits."""
     j = tl.program_id(0) * C.BN + tl.arange(0, C.BN)
     b_sum = tl.full([C.ROWS, C.BN], 0.0, tl.float32)
     for t in range(tl.cdiv(p.rows, C.ROWS)):
         i = rows_of(t, C)
-        b_dz = load_gradient(LOGITS, BIAS, TARGET, ROW_MAX, LOG_SUM, i, j, classes, p, C)
+        b_dz = load_gradient(LOGITS, BIAS, TARGET, SPLIT_LSE, i, j, classes, p, C)
         b_sum += b_dz * tl.load(G + i, mask=i < p.rows, other=0.0)[:, None]
     b_sum = tl.load(DBIAS + j, mask=j < classes, other=0.0) + tl.sum(b_sum, 0)
     tl.store(DBIAS + j, b_sum, mask=j < classes)
@@ -90,7 +90,7 @@ def backward(
     for part in chunks(rows, step):
         x, n = a.x[part], len(a.x[part])
         logits_of(a, x, logits)
-        given = logits, a.bias, a.target[part], *split_lse[:, part]
+        given = logits, a.bias, a.target[part], split_lse[0, part]
         p = p._replace(rows=n)
         if d_bias is not None:
             launch(

@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     """One call. The number of classes is apart: how it divides decides how wide loads are."""
 
     rows: int  # of the chunk
+    all_rows: int  # of the call: split lse (2, all_rows) has log_sum so far behind row_max
     ignore_index: int
     on_target: float  # 1 - label_smoothing: what the target has beyond the share of every class
     on_each: float  # label_smoothing
@@ -37,7 +38,7 @@ class Kind:
 def describe(a: Any, config: Config, scale: float = 1.0) -> tuple[Problem, Kind]:
     """The problem of the op's arguments, and what to compile for it with this tile."""
     s = a.label_smoothing
-    return Problem(0, a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
+    return Problem(0, len(a.x), a.ignore_index, 1.0 - s, s), Kind(config.ROWS, config.BN, s > 0.0, scale)
 
 
 def logits_of(a: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

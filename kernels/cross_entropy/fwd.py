@@ -26,7 +26,7 @@ from .configs import chunk_rows, tile
 
 
 @kernel
-def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, ROW_MAX, LOG_SUM, classes, p, C: tl.constexpr):
+def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, SPLIT_LSE, classes, p, C: tl.constexpr):
     """Write loss, row_max and log_sum of ROWS rows."""
     i = rows_of(tl.program_id(0), C)
     m_i = i < p.rows
@@ -52,8 +52,8 @@ def cross_entropy_forward(LOGITS, BIAS, TARGET, LOSS, ROW_MAX, LOG_SUM, classes,
     if C.SMOOTH:
         b_loss -= p.on_each * (b_sum / classes - b_m)
     tl.store(LOSS + i, tl.where(target == p.ignore_index, 0.0, b_loss), mask=m_i)
-    tl.store(ROW_MAX + i, b_m, mask=m_i)
-    tl.store(LOG_SUM + i, b_log, mask=m_i)
+    tl.store(SPLIT_LSE + i, b_m, mask=m_i)
+    tl.store(SPLIT_LSE + p.all_rows + i, b_log, mask=m_i)
 
 
 def forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
@@ -67,5 +67,5 @@ def forward(a: Any, losses: torch.Tensor, split_lse: torch.Tensor) -> None:
         logits = logits_of(a, a.x[part], buffer)
         launch(
             cross_entropy_forward, -(-len(logits) // kind.ROWS), a.x.device, logits, a.bias, a.target[part], losses[part],
-            *split_lse[:, part], classes, p._replace(rows=len(logits)), kind, warps=config.warps, stages=1,
+            split_lse[0, part], classes, p._replace(rows=len(logits)), kind, warps=config.warps, stages=1,
         )  # fmt: skip

@@ -26,6 +26,8 @@ def sinusoidal(
     """
     if d_model % 2:
         raise ValueError(f"sinusoidal: d_model must be even, got {d_model}")
+    if torch.empty(0, device=device).device.type == "meta":  # arithmetic there would import torch's compiler, for seconds
+        return torch.empty(length, d_model, dtype=dtype, device=device)
     rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model)
     angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * rates
     parts = (angles.sin(), angles.cos())
@@ -69,7 +71,7 @@ class LearnedPositions(Positions):
 
     def __init__(self, max_length: int, d_model: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(0.02 * torch.randn(max_length, d_model))
+        self.weight = nn.Parameter(torch.empty(max_length, d_model).normal_(std=0.02))
 
 
 class RelativePositionTable(nn.Module):
@@ -81,7 +83,7 @@ class RelativePositionTable(nn.Module):
     def __init__(self, buckets: int, num_heads: int, *, bidirectional: bool, max_distance: int = 128) -> None:
         super().__init__()
         self.bidirectional, self.max_distance = bidirectional, max_distance
-        self.table = nn.Parameter(0.02 * torch.randn(buckets, num_heads))
+        self.table = nn.Parameter(torch.empty(buckets, num_heads).normal_(std=0.02))
 
     def forward(self) -> RelativePositionBias:
         return RelativePositionBias(self.table, self.bidirectional, self.max_distance)

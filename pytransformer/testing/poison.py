@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from pytransformer.ops._core import lane
 
@@ -65,6 +66,7 @@ def poisoned() -> Iterator[list[Guard]]:
 
         return poison
 
+    _device_constructors()  # fills its cache with the originals, else torch.device("meta") would not know them
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     for owner, name, original in originals:
         setattr(owner, name, wrap(original))

@@ -10,6 +10,7 @@ import shlex
 import stat
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,25 @@ def test_a_wrong_config_is_refused_before_anything_is_built(text: str, tmp_path:
     with pytest.raises(ValueError, match=r"\w"):
         GPT.load(tmp_path)
     assert time.process_time() - start < 2
+
+
+WITHOUT_MEMORY = """
+import sys
+from pytransformer import models
+for name in models.__all__:
+    model = getattr(models, name)
+    for config in getattr(model, "PRESETS", {}).values():
+        model._without_memory(config, "a file")
+        assert "torch._dynamo" not in sys.modules, name
+        print(name)
+"""
+
+
+def test_a_config_is_checked_without_the_compiler() -> None:
+    """Some operations on the meta device import torch._dynamo, which takes two seconds."""
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    checked = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(set(checked)) >= 8
 
 
 @pytest.mark.parametrize(

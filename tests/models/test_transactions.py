@@ -67,7 +67,7 @@ class _Operations(TorchDispatchMode):
 @contextmanager
 def _lines(plant: Plant) -> Iterator[None]:
     def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_lineno not in returns(frame.f_code.co_filename):
+        if event == "line" and frame.f_lineno not in uninterrupted(frame.f_code.co_filename):
             plant()
         return local
 
@@ -80,11 +80,12 @@ def _lines(plant: Plant) -> Iterator[None]:
 
 
 @functools.cache
-def returns(file: str) -> frozenset[int]:
-    """Lines that return a name: the interpreter handles no signal between an assignment and such a line."""
+def uninterrupted(file: str) -> frozenset[int]:
+    """Lines before which the interpreter handles no signal, though it traces them: the return of a name
+    after an assignment, and the end of a block that holds a lock, which is traced as its first line."""
     with open(file, encoding="utf-8") as lines:
         return frozenset(
-            n for n, line in enumerate(lines, 1) if line.split()[:1] == ["return"] and line.split()[1:][:1] == ["finished"]
+            number for number, line in enumerate(lines, 1) if line.strip() in ("return finished", "with self._lock:")
         )
 
 
