@@ -174,11 +174,13 @@ def weights_file(path: Path) -> Path:
 
 def refuse_pickle(path: Path) -> None:
     """ValueError if ``path`` is named or begins like a pickle, which could run any code when read."""
-    magic = b""
+    start = b""
     if path.is_file():
         with open(path, "rb") as file:
-            magic = file.read(4)
-    if path.suffix not in PICKLES and magic != b"PK\x03\x04" and magic[:1] != b"\x80":
+            start = file.read(9)
+    # A safetensors file begins with its header's length in 8 bytes, whose first may be that of a pickle.
+    pickled = start.startswith(b"PK\x03\x04") or (start.startswith(b"\x80") and start[8:] != b"{")
+    if path.suffix not in PICKLES and not pickled:
         return
     code = (
         "import torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() for k, v in "
