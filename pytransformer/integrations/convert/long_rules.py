@@ -278,7 +278,7 @@ class KeepsOurs:
 _rule(
     Rule(
         "attention", "attention by a block mask", BlockSparse, digests=("cf418633a265", "bae04afb3520"),
-        method="bigbird_block_sparse_attention",
+        digested="bigbird_block_sparse_attention",
     ),
     big_bird="BigBirdBlockSparseAttention", bigbird_pegasus="BigBirdPegasusBlockSparseAttention",
 )  # fmt: skip

@@ -46,7 +46,8 @@ class Rule:
     ``mixin`` goes before the class and overrides ``method``, which may return NotImplemented to run the original.
     ``condition(module)`` returns why the module may not be fused as it is now, or None. It is evaluated at conversion and again
     at each call, because hooks, adapters and other weights may come later; the original method runs while there is a reason.
-    ``digests`` are those of the ``method`` that the rule was written against (empty: torch's own, whose meaning is documented).
+    ``digests`` are those of the original's method ``digested``, by default ``method``, that the rule was written against
+    (empty: torch's own, whose meaning is documented).
     """
 
     kind: str
@@ -55,15 +56,20 @@ class Rule:
     condition: Callable[[Any], str | None] = lambda module: None
     digests: tuple[str, ...] = ()
     method: str = "forward"
+    digested: str = ""
+
+    def __post_init__(self) -> None:
+        if hasattr(self.mixin, "forward") and self.method != "forward":
+            raise TypeError(f"{self.mixin.__name__} overrides forward, so the rule's method must be forward, got {self.method}")
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         if not self.checked(type(module)):
-            return f"its {self.method} in this version of {type(module).__module__.split('.')[0]} is not one we have checked"
+            return f"its {self.digested or self.method} in this version of {type(module).__module__.split('.')[0]} is not one we have checked"
         return why_replaced(module) or self.condition(module)
 
     def checked(self, cls: type) -> bool:
         """Whether the class has the code the rule was written against."""
-        return not self.digests or digest(getattr(cls, self.method)) in self.digests
+        return not self.digests or digest(getattr(cls, self.digested or self.method)) in self.digests
 
     def subclass(self, original: type) -> type:
         return _subclass(self, original)
@@ -84,7 +90,7 @@ def why_replaced(module: torch.nn.Module) -> str | None:
 @functools.cache
 def _subclass(rule: Rule, original: type) -> type:
     names: dict[str, Any] = {"converted_from": original, "__module__": original.__module__}
-    if rule.method in vars(rule.mixin) or hasattr(rule.mixin, rule.method):
+    if hasattr(rule.mixin, rule.method):
         parameters = [n for n in inspect.signature(getattr(original, rule.method)).parameters if n != "self"]
         names["cache_keyword"] = "cache" if "cache" in parameters else "past_key_values"
         names[rule.method] = _guarded(rule, original, tuple(parameters), names["cache_keyword"])

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 F = torch.nn.functional
@@ -33,17 +32,19 @@ def watch(functions: frozenset[Any] = BY_ITSELF) -> Iterator[set[str]]:
                     seen.add(name)
             return function(*args, **(kwargs or {}))
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
+    call = torch.nn.Module.__call__
+
+    def tracked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         stack.append(module)
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            stack.pop()
 
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        while stack and stack.pop() is not module:
-            continue
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    # Global forward hooks would do the same, but a converted module runs its original code while one is set.
+    torch.nn.Module.__call__ = tracked  # type: ignore[method-assign]
     try:
         with Mode():
             yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
