@@ -43,8 +43,12 @@ def register(name: str = NAME) -> None:
 
 
 def _rebuild(name: str, build: Any, arguments: tuple[Any, ...]) -> Any:
-    """Register the name, then build the config as its pickle describes."""
-    register(name)
+    """Register the name where it is unknown, then build the config as its pickle describes. A config is
+    rebuilt by copy.deepcopy too, where the name may have a mask function of the user's."""
+    from transformers import AttentionInterface
+
+    if name not in AttentionInterface():
+        register(name)
     return build(*arguments)
 
 
