@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import inspect
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +74,18 @@ def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedAttentionCache, "__init__", poisoned)
 
 
+@pytest.fixture
+def threads_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads start with the context of their parent: transformers runs the model in one, and trace() is of a context."""
+    start = threading.Thread.start
+
+    def inherit(thread: threading.Thread) -> None:
+        monkeypatch.setattr(thread, "run", functools.partial(contextvars.copy_context().run, thread.run))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", inherit)
+
+
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "drawn": {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -87,6 +102,7 @@ def test_tokens_as_transformers_own(paged: ModuleType, request: pytest.FixtureRe
             alone = model.generate(torch.tensor([prompt]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
             assert alone[0, len(prompt) :].tolist() == said, "what transformers itself says alone"
     request.getfixturevalue("poisoned_pages")
+    request.getfixturevalue("threads_inherit")
     with pt.integrations.transformers.continuous_batching(model), trace() as ran:
         ours = tokens(model, **HOW[how])
     assert ours == theirs
