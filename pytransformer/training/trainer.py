@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..console import Console
+from ..models.generation import evaluation
 from .batching import Batch, Batches, mix
 from .checkpoint import (
     Checkpoint,
@@ -371,11 +372,8 @@ class Trainer:
         """What `evaluate` finds."""
         if self.evaluate is None:
             return {}
-        self.model.eval()
-        with torch.no_grad():
-            figures = self.evaluate(self.model)
-        self.model.train()
-        return figures
+        with evaluation(self.model), torch.no_grad():
+            return self.evaluate(self.model)
 
     def _evaluate(self) -> None:
         if self.evaluate is None:

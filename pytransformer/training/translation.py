@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..models import Transformer, _files, generate
+from ..models.generation import evaluation
 from ..nn import taps
 from .batching import Batches, pad, translation_collate
 from .objective import held_out_loss, of_model
@@ -49,8 +50,7 @@ class Translator:
         """Translates one sentence, and computes its cross-attention from what the fused kernels kept."""
         (source,), (ids,) = self._translate_ids([text], beams, None)
         device = next(self.model.parameters()).device
-        with torch.no_grad(), taps(self.model, "decoder.*.cross_attention") as seen:
-            self.model.eval()
+        with evaluation(self.model), torch.no_grad(), taps(self.model, "decoder.*.cross_attention") as seen:
             read = torch.tensor([[self.target.start_id, *ids]], device=device)
             self.model(torch.tensor([source], device=device), decoder_input_ids=read)
         weights = torch.stack([tap.weights()[0] for tap in seen.values()])

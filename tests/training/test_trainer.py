@@ -210,6 +210,11 @@ def test_evaluation_sees_the_model_without_dropout(toy, tmp_path):
 
     stream = io.StringIO()
     trainer = toy.make_trainer(tmp_path, evaluate=evaluate, evaluate_every=4, steps=10, console=Console(stream))
+    trainer.model.train()
+    trainer.model.norm.eval()
+    trainer._figures()
+    assert trainer.model.training and not trainer.model.norm.training, "a frozen submodule stays frozen"
+    seen.clear()
     trainer.fit()
     assert seen == [(False, False)] * 3 and trainer.model.training
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in row]
