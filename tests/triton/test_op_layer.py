@@ -122,3 +122,12 @@ def test_a_seed_is_drawn_by_torch(name: str) -> None:
             torch.manual_seed(5)
         results.append(_run(name, leaves, dropout_p=0.5)[0])
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_negated_views_reach_the_kernel_as_their_values() -> None:
+    x, g = torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
+    expected = pt.layer_norm(x, 32, backend="triton")
+    out = pt.layer_norm(torch._neg_view(-x), 32, backend="triton")
+    assert torch.equal(out, expected)
+    (dx,) = torch.autograd.grad(expected, x, g, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(expected, x, torch._neg_view(-g))[0], dx)

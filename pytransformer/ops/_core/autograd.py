@@ -72,8 +72,9 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, flo
 
 def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
     """Whether nothing stands between the caller and the kernel that would have to see the raw op: no transform, mode,
-    tracer or profiler is active, no input is of a tensor subclass, and the operand is not a meta tensor. Then its body may be
-    run directly, which saves the dispatcher's share of a call, about 7 µs. False is always right."""
+    tracer or profiler is active, no input is of a tensor subclass, a negated view or an efficient zero tensor, and the operand is
+    not a meta tensor. Then its body may be run directly, which saves the dispatcher's share of a call, about 7 µs. False is always
+    right: the dispatcher hands the kernel tensors that hold their values."""
     return (
         torch._C._dispatch_tls_local_include_set().raw_repr() in _UNWATCHED
         and torch.autograd.forward_ad._current_level < 0
@@ -81,6 +82,7 @@ def unwatched(operand: torch.Tensor, inputs: Sequence[Any]) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and _PLAIN.issuperset(map(type, inputs))
         and not operand.is_meta
+        and not any(isinstance(t, torch.Tensor) and (t.is_neg() or t._is_zerotensor()) for t in inputs)
     )
 
 
