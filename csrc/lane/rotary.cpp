@@ -284,6 +284,8 @@ LANE_ENTRY(append_kv) {
   A::Numbers n{read.boolean(a[6]), read.number(a[10]), read.number(a[11])};
   A::Inputs t{read.tensor(a[0]), read.tensor(a[1]), read.tensor(a[2])};
   t[A::kKeyCache] = read.tensor(PyTuple_GET_ITEM(a[3], 0)), t[A::kValueCache] = read.tensor(PyTuple_GET_ITEM(a[3], 1));
+  for (int cache : {A::kKeyCache, A::kValueCache})  // Python raises
+    if (read) read.require(!t[cache].is_inference() || c10::InferenceMode::is_enabled());
   if (PyObject* table = PyTuple_GET_ITEM(a[3], 2); table != Py_None) t[A::kPageTable] = read_places(read, table).contiguous();
   t[A::kQNorm] = read.tensor_or_none(a[8]), t[A::kKNorm] = read.tensor_or_none(a[9]);
   require_norm_if_given(read, t[A::kQNorm].defined() || t[A::kKNorm].defined(), n);

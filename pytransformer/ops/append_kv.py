@@ -133,6 +133,7 @@ def append_kv(
     Raises:
         TypeError, ValueError: what is wrong with which argument; on the CPU, or with PYTRANSFORMER_CHECK=1, a position or page outside
             the cache too. GPU kernels write such a key nowhere.
+        RuntimeError: the cache was made in inference mode and the call is outside it, as for PyTorch's updates in place.
         BackendError: a forced backend cannot do this, or strict and only the reference can.
     """
     if not torch.compiler.is_compiling():
@@ -145,9 +146,15 @@ def append_kv(
         query, key, value, cache, positions, rotary=rotary, interleaved=interleaved, dims=dims, q_norm=q_norm,
         k_norm=k_norm, eps=eps, weight_offset=weight_offset, backend=backend, strict=strict,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return append_kv_op(*prepared)[0]
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in cache.stored):
+        raise RuntimeError(
+            "append_kv: cache must not hold inference tensors outside torch.inference_mode(); make the cache outside of it, or call "
+            "inside"
+        )
     out = append_kv_op(*prepared)[0]
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in cache.stored if not t.is_inference()])
+    torch.autograd.graph.increment_version([t for t in cache.stored if not t.is_inference()])
     return out
 
 

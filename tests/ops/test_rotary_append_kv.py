@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 import pytransformer as pt
+from pytransformer.ops._core import lane
 from pytransformer.ops._core.registry import OPS
 
 BACKENDS = ("reference", "cpu")
@@ -156,6 +158,19 @@ def test_autograd_notices_the_write() -> None:
         product.sum().backward()
     with torch.inference_mode():
         pt.append_kv(query, key, value, _cache(), torch.arange(3).repeat(2, 1))
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_an_inference_cache_is_written_in_inference_mode_alone(fast_path: bool) -> None:
+    rows, positions = _rows(), torch.arange(3).repeat(2, 1)
+    with contextlib.nullcontext() if fast_path else lane.off():
+        with torch.inference_mode():
+            cache = _cache()
+            pt.append_kv(*rows, cache, positions)
+        before = cache.key.clone()
+        with pytest.raises(RuntimeError, match="append_kv: cache must not hold inference tensors outside"):
+            pt.append_kv(*rows, cache, positions + 1)
+        assert torch.equal(cache.key, before)
 
 
 # ---- bad input
