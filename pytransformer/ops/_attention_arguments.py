@@ -59,7 +59,7 @@ def check_scales(
         check_same("attention", "query", query, name, t)
         if t.dtype != torch.float32:
             raise TypeError(f"attention: {name} must be float32, got {t.dtype}")
-        if t.dim() > 3 or any(n not in (1, m) for n, m in zip(t.shape[::-1], full[::-1])):
+        if t.dim() > 3 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):
             raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to key's first three, {full}")
         views.append(t.expand(full))
     return views[0], views[1]
@@ -239,7 +239,7 @@ def block_tensors(mask: Any, full: tuple[int, ...], query: torch.Tensor) -> tupl
     if blocks is None:
         return NO_BLOCKS, mask
     check_same("attention", "query", query, "attn_mask", blocks.blocks.offsets)
-    if any(n not in (1, m) for n, m in zip(blocks.shape[:2], full[:2])) or blocks.shape[2:] != full[2:]:
+    if any(n not in (m, 1) for n, m in zip(blocks.shape[:2], full[:2])) or blocks.shape[2:] != full[2:]:
         raise ValueError(
             f"attention: attn_mask is a block mask of {blocks.shape}; wanted (B or 1, Hq or 1, Lq, Lk) of {tuple(full)}"
         )
@@ -257,7 +257,7 @@ def dense_term(name: str, t: Any, full: tuple[int, ...], query: torch.Tensor) ->
         raise TypeError(f"attention: {name} must be {allowed}, got {t.dtype}")
     if t.dtype.is_floating_point:
         check_tensor("attention", name, t, floating=True)
-    if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], full[::-1])):
+    if t.dim() > 4 or any(n not in (m, 1) for n, m in zip(t.shape[::-1], full[::-1])):
         raise ValueError(f"attention: {name} of shape {shape_of(t)} does not broadcast to (B, Hq, Lq, Lk) = {tuple(full)}")
     return t[(None,) * (4 - t.dim())] if t.dim() < 4 else t
 

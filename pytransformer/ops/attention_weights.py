@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..reference.attention import indices, scores, visible_pairs
 from ._core.options import MaskAndBias
 from ._core.sharded import is_sharded
 from ._core.tensors import check_choice, check_tensor, shape_of
+from ._core.verification import number
 from .attention import attention_op
 
 MASK_AND_BIAS = frozenset(MaskAndBias.__annotations__)
@@ -157,6 +159,7 @@ def _weights(a: Any, lse: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor)
 
 
 def _blocks(a: Any) -> Iterator[torch.Tensor]:
-    per_row = max(1, 4 * a.query.shape[0] * a.query.shape[1] * a.key.shape[2])
+    # In a traced graph the blocks are those of the sizes traced with; a batch size unknown until run time counts as 1.
+    per_row = 4 * math.prod(number(n) or 1 for n in (*a.query.shape[:2], a.key.shape[2]))
     rows = torch.arange(a.query.shape[2], device=a.query.device)
     return iter(rows.split(max(1, BLOCK_BYTES // per_row))) if len(rows) else iter(())
