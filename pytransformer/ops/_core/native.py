@@ -62,10 +62,17 @@ def _why_not_current(csrc: Path) -> str | None:
     if not (csrc / "interface.py").is_file():
         return None  # an installed package: the library came with this code
     raw = torch.ops.pytransformer_C
-    built = raw.cpu_interface() if hasattr(raw, "cpu_interface") else None
+    with untraced():
+        built = raw.cpu_interface() if hasattr(raw, "cpu_interface") else None
     if built == runpy.run_path(str(csrc / "interface.py"))["digest"](csrc):
         return None
     return f"{LIBRARY} was built from other sources than this code: {OLDER}"
+
+
+def untraced() -> Any:
+    """Return a context in which torch.jit.trace records nothing: it refuses an op that returns a string."""
+    tracer = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("Tracer"))
+    return torch._C._ExcludeDispatchKeyGuard(tracer)
 
 
 def why_not_nvidia() -> str | None:

@@ -82,7 +82,10 @@ def _why_not_device(index: int) -> str | None:
 def _why_not_driver(index: int) -> str | None:
     """None if the library's kernels load on the device, else the reason: its CUDA runtime may be newer than the driver."""
     ask = getattr(torch.ops.pytransformer_C, "cuda_why_not_device", None)
-    return (ask(index) or None) if ask else f"{LIBRARY_NAME} is older than this code (make build)"
+    if not ask:
+        return f"{LIBRARY_NAME} is older than this code (make build)"
+    with native.untraced():
+        return ask(index) or None
 
 
 def why_not_capability(capability: tuple[int, int], archs: Sequence[str]) -> str | None:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.jit.trace, which exporters to other formats use, of every op: as the first call of a process, and with the values of eager code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pytransformer.testing.raw_calls import recorded_cases
+
+# Each op's first recorded case, traced with one tensor as the input. The library is not loaded before the first.
+CODE = """
+import sys
+import torch
+import pytransformer as pt
+from pytransformer.testing.case import named
+from pytransformer.testing.cases import case
+
+for name in sys.argv[1:]:
+    chosen = case(name)
+    args, kwargs = chosen.make("cpu", torch.float32, seed=0)
+    values = named(chosen.op, args, kwargs)
+    first, x = next((n, t) for n, t in values.items() if isinstance(t, torch.Tensor) and t.is_floating_point())
+    others = {n: v for n, v in values.items() if n != first}
+
+    def call(x):
+        outputs = getattr(pt, chosen.op)(**{first: x, **others})
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    traced = torch.jit.trace(call, x, check_trace=False)
+    assert torch.equal(traced(2 * x), call(2 * x)), name
+"""
+
+
+@pytest.mark.parametrize("first", ["rotary", pytest.param("attention", marks=pytest.mark.slow)])
+def test_ops_are_traced_from_the_first_call_on(first: str) -> None:
+    by_op = {case.op: case.name for case in reversed(recorded_cases())}
+    names = [by_op.pop(first), *by_op.values()]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
