@@ -82,10 +82,12 @@ def _lines(plant: Plant) -> Iterator[None]:
 @functools.cache
 def uninterrupted(file: str) -> frozenset[int]:
     """Lines before which the interpreter handles no signal, though it traces them: the return of a name
-    after an assignment, and the end of a block that holds a lock, which is traced as its first line."""
+    after an assignment, and the end of a ``with`` block, which is traced as its first line."""
     with open(file, encoding="utf-8") as lines:
         return frozenset(
-            number for number, line in enumerate(lines, 1) if line.strip() in ("return finished", "with self._lock:")
+            number
+            for number, line in enumerate(lines, 1)
+            if line.strip() == "return finished" or line.lstrip().startswith("with ")
         )
 
 
@@ -251,7 +253,7 @@ def test_survivors_of_a_fault_in_a_step_get_the_tokens_of_generate(
         return len(plants), survivors
 
     plants, survivors = exhaust(kind, stride, run)
-    assert plants > 10 and survivors > 10
+    assert torch.is_grad_enabled() and plants > 10 and survivors > 10
     print(f"{kind}: {plants} plants, {survivors} survivors")
 
 
